@@ -1,0 +1,36 @@
+"""The exceptions users see. Everything the package raises on purpose derives from `DraftwiseError`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DraftwiseError(Exception):
+    """Base of all exceptions raised on purpose by Draftwise."""
+
+
+class ConfigError(DraftwiseError, ValueError):
+    """An engine or speculation setting is unknown, out of range or contradicts another one."""
+
+
+class ModelLoadError(DraftwiseError, ValueError):
+    """A checkpoint cannot be loaded: not a model, unsupported, truncated, or tensors do not fit."""
+
+
+class RequestError(DraftwiseError, ValueError):
+    """One request is invalid or can never be served; other requests are not affected."""
+
+
+class EngineDeadError(DraftwiseError):
+    """The engine stopped after an internal failure, or was closed; no further request is accepted."""
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest valid name, or an empty string.
+
+    >>> suggest("num_speculative_token", ["method", "num_speculative_tokens"])
+    "; did you mean 'num_speculative_tokens'?"
+    """
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,83 @@
+"""The contract of a proposer (drafter). Implementations stand beside this file and are found by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOutput
+
+if TYPE_CHECKING:
+    from draftwise.sampling.state import SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """What a proposer sees of one request. Arrays are views: read them during the call, keep copies if needed.
+
+    The last token of ``token_ids_np`` is the next step's root; its K/V is in no storage yet. A node of depth d
+    stands at position ``num_tokens - 1 + d``.
+    """
+
+    rid: int
+    token_ids_np: IntArray  # [num_tokens] committed tokens, prompt first
+    num_prompt: int
+    budget: int  # most nodes to propose, >= 1
+    max_depth: int  # no node deeper than this: model length and max_tokens; >= 1
+    speculation: Speculation
+    sampling: SamplingState
+    block_table_np: IntArray  # [blocks] block ids reserved for the request, lookahead included
+    filled: int  # leading tokens whose K/V (or other per-token state) this proposer has in `block_table_np`
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_np)
+
+
+class Proposer(ABC):
+    """Guesses what the target will say. One instance per entry of ``speculative_config``, used for every
+    request that names its method.
+
+    A proposer that keeps per-token device state (``has_storage``) indexes it by the target's block table and
+    is told through `DraftRow.filled` what of it is valid: it catches up on the rest itself. The runner tracks
+    validity: after `propose` it records `filled_after` for the row.
+    """
+
+    name: ClassVar[str]
+    capture_layers: tuple[int, ...] = ()
+    """Target layers whose entering hidden states `observe` wants, see `TargetOutput.captured`."""
+    has_storage: ClassVar[bool] = False
+
+    @abstractmethod
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        """One proposal per row, in order (empty ones allowed), at most ``budget`` nodes, ``max_depth`` deep.
+
+        Tokens must be drawn from the very distribution that the proposal reports (see `Proposal.q`), with
+        noise of the DRAFT stream (or, for rule ``coupled``, the shared stream).
+        Raising fails nothing but the speculation of the rows in the call.
+        """
+
+    def filled_after(self, row: DraftRow) -> int:
+        """After `propose`: leading *committed* tokens of the row whose storage is valid now. In lookahead
+        slots lie those of drafts; see `drafts_stored`."""
+        return row.filled
+
+    def drafts_stored(self, row: DraftRow) -> int:
+        """After `propose` of a chain: draft tokens whose storage was written to their own lookahead slots, so
+        that it stays valid if they are accepted."""
+        return 0
+
+    def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:  # noqa: B027
+        """Called after each target pass with all its rows (request r is ``rids[r]``), before verification."""
+
+    def remove(self, rid: int) -> None:  # noqa: B027
+        """The request left the executor (finished, cancelled or preempted): drop what is kept for it."""
+
+    def move_slots(self, src: object, dst: object) -> None:  # noqa: B027
+        """The accepted path of trees was compacted: move storage rows ``src`` -> ``dst`` (int64 [n] each)."""
+
+    def memory_per_block(self) -> int:
+        """Bytes of storage per block of tokens, counted into the cache plan."""
+        return 0

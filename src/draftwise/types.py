@@ -1,0 +1,252 @@
+"""What flows between the parts. Plain frozen data; no part keeps a reference to another part here.
+
+Shapes: T rows of a ragged batch, R requests in it, M rows with logits, V vocabulary, H hidden size.
+Host arrays end in ``_np``; everything else that has a shape is a torch tensor on the engine's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int32]
+LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+"""``fn(token_ids, logits) -> logits``: prompt and output ids so far, logits float32 [V]. Must be pure."""
+
+MAX_TREE_NODES = 63
+"""Nodes of one proposal that a step verifies: root + 63 nodes fit one 64-bit ancestor mask."""
+
+
+# --------------------------------------------------------------------------------------------- proposals
+
+DrawKind = Literal["independent", "without_replacement", "fixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A tree of draft tokens below the last committed token (the root).
+
+    ``parents[i]`` is the node index of i's parent, -1 for a child of the root; parents precede children;
+    siblings stand in drawing order. A chain is ``parents == (-1, 0, 1, ...)``; no proposal is the empty tree.
+
+    Example: tokens (5, 7, 9, 2), parents (-1, -1, 0, 2) is root -> {5, 7}, 5 -> 9, 9 -> 2.
+
+    ``q`` is the draft distribution [P, V] float32, one row for each parent that has children;
+    ``q_rows[i]`` is the row of ``q`` from which node i was drawn (siblings share it). ``q is None``: point
+    masses (n-gram, suffix, greedy drafts, fixed children). ``draw`` says how siblings were drawn from ``q``.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    method: str = "none"
+    draw: DrawKind = "fixed"
+    q: torch.Tensor | None = None  # [P, V] float32
+    q_rows: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def prefix(self, n: int) -> Proposal:
+        """The first n nodes. Valid for any n: parents precede children, and n never depends on the tokens."""
+        if n >= len(self.tokens):
+            return self
+        return Proposal(
+            self.tokens[:n], self.parents[:n], self.method, self.draw, self.q if n else None, self.q_rows[:n]
+        )
+
+    def depths(self) -> list[int]:
+        """Depth of each node; children of the root have depth 1."""
+        out: list[int] = []
+        for parent in self.parents:
+            out.append(1 if parent < 0 else out[parent] + 1)
+        return out
+
+
+EMPTY_PROPOSAL = Proposal()
+
+
+def chain(
+    tokens: Sequence[int], method: str, q: torch.Tensor | None = None, draw: DrawKind | None = None
+) -> Proposal:
+    """A chain proposal; ``q`` [len(tokens), V] float32 when the tokens were drawn from it."""
+    n = len(tokens)
+    kind: DrawKind = draw or ("fixed" if q is None else "independent")
+    return Proposal(
+        tuple(tokens), tuple(range(-1, n - 1)), method, kind, q, tuple(range(n)) if q is not None else ()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What one request commits in a step.
+
+    ``path``: accepted node indices from the root downwards. ``token_ids``: their tokens, then the bonus
+    token (all accepted) or recovered token: always ``len(path) + 1`` tokens.
+    ``logprobs``: one entry per token of ``token_ids`` if the request asked for logprobs.
+    """
+
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw (unprocessed) log-probabilities at one position: the token's own, its rank (1: most likely), the top k."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+# -------------------------------------------------------------------------------------------- speculation
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request speculates, resolved: defaults filled in, names validated.
+
+    ``method``: "none" or the name of a loaded proposer. ``rule``: greedy, rejection, block, coupled,
+    typical, synthetic. ``tree``: node parents of a static tree (same form as `Proposal.parents`) with
+    ``tree_ranks`` the rank of each node among its parent's children, or None for a chain.
+    """
+
+    method: str = "none"
+    num_speculative_tokens: int = 0
+    rule: str = "greedy"
+    tree: tuple[int, ...] | None = None
+    tree_ranks: tuple[int, ...] | None = None
+
+
+# ------------------------------------------------------------------------------------- the plan of a step
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that enters the executor: new, or resumed after a preemption (then with its output so far)."""
+
+    rid: int
+    token_ids_np: IntArray  # [n] every known token: prompt, then output
+    num_prompt: int
+    sampling: object  # sampling.SamplingParams, resolved (seed set)
+    sample_index: int  # which of the n samples of the prompt; part of the noise key
+    speculation: Speculation
+    num_computed: int  # tokens covered by cached blocks
+    block_ids: tuple[int, ...]  # cached blocks, K/V already written
+    stop_token_ids: frozenset[int]  # a token that ends the request (drafting after it is useless)
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What one request computes in this step: ``num_new`` known tokens, then ``num_draft`` draft nodes.
+
+    Slots: tokens up to num_computed are committed; the known tokens and nodes of this step follow, then
+    lookahead slots for the drafter::
+
+        | committed ... | new (root last) | draft nodes | lookahead |
+        ^0              ^num_computed     ^+num_new     ^+num_draft ^+lookahead
+    """
+
+    rid: int
+    num_new: int
+    num_draft: int
+    draft_budget: int  # nodes to propose at the end of this step; 0: do not draft
+    new_block_ids: tuple[int, ...] = ()  # appended to the request's block table; contents undefined
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A serialisable diff: everything the executor needs to know that it does not know already."""
+
+    step: int
+    rows: tuple[RowPlan, ...]
+    new: tuple[NewRequest, ...] = ()
+    removed: tuple[int, ...] = ()  # finished, cancelled or preempted; applied before `new`
+    trimmed: tuple[tuple[int, int], ...] = ()  # (rid, blocks kept): surplus blocks returned; applied first
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one request did in a step. A prompt chunk that ends before the last known token has no tokens."""
+
+    rid: int
+    token_ids: tuple[int, ...] = ()  # accepted drafts, then the bonus or recovered token
+    num_drafted: int = 0  # draft nodes verified
+    num_accepted: int = 0
+    accepted_nodes: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()  # the verified tree, for reports
+    draft_parents: tuple[int, ...] = ()
+    method: str = "none"  # which proposer drafted what was verified
+    num_proposed: int = 0  # nodes waiting for the next step
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the chunk's tokens (after the first)
+    error: str | None = None  # this request failed (for example its logits processor raised)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """``forward_time``: seconds in the target's forward; ``draft_time``: in proposers (seconds, host clock)."""
+
+    step: int
+    rows: tuple[RowResult, ...]
+    forward_time: float = 0.0
+    verify_time: float = 0.0
+    draft_time: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------------------------- one forward pass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where the rows of a ragged batch look. Rows of request r: ``query_start_np[r]:query_start_np[r+1]``.
+
+    Key j of request r stands in slot ``block_tables[r, j // block_size] * block_size + j % block_size``.
+    Keys 0..context_len-1 are committed tokens at positions 0..context_len-1; keys context_len + i are the
+    request's own rows i of this pass. A causal row i sees all committed keys and rows 0..i. If ``is_tree_np[r]``,
+    row i sees the committed keys and those rows j whose bit j is set in ``ancestors[row]`` (itself included);
+    a row's position is then ``positions[row]``, not context_len + i.
+
+    Example: context 10, root + tree (parents -1, -1, 0): positions 10, 11, 11, 12; ancestors
+    0b0001, 0b0011, 0b0101, 0b1011.
+    """
+
+    query_start_np: IntArray  # [R + 1]
+    context_len_np: IntArray  # [R]
+    is_tree_np: npt.NDArray[np.bool_]  # [R]
+    block_tables_np: IntArray  # [R, max blocks]; entries past a request's blocks are 0
+    ancestors_np: npt.NDArray[np.uint64] | None  # [T]; None when no request is a tree
+    block_size: int
+    cache: dict[str, object] = field(default_factory=dict)  # a backend's per-pass preparation, made once
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One ragged batch for a decoder model."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64; where each row's K/V is written: block * block_size + offset
+    attention: AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """``hidden``: after the final norm, all rows. ``captured[i]``: hidden states entering layer i, all rows
+    (i == number of layers: leaving the last one, before the final norm)."""
+
+    hidden: torch.Tensor  # [T, H]
+    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> [T, H]
