@@ -139,12 +139,15 @@ class NewRequest:
     rid: int
     token_ids_np: IntArray  # [n] every known token: prompt, then output
     num_prompt: int
-    sampling: object  # sampling.SamplingParams, resolved (seed set)
+    max_total: int  # prompt + output tokens at which the request ends
+    sampling: object  # sampling.SamplingParams
+    seed: int
     sample_index: int  # which of the n samples of the prompt; part of the noise key
     speculation: Speculation
     num_computed: int  # tokens covered by cached blocks
     block_ids: tuple[int, ...]  # cached blocks, K/V already written
     stop_token_ids: frozenset[int]  # a token that ends the request (drafting after it is useless)
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
 
 
@@ -197,13 +200,17 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``forward_time``: seconds in the target's forward; ``draft_time``: in proposers (seconds, host clock)."""
+    """Times in seconds of the host's clock: ``input_time`` applying the diff and building inputs, ``forward_time`` the
+    target's pass with logits, ``verify_time`` sampling, verification and compaction, ``draft_time`` the proposers,
+    ``draft_forward_time`` that part of it which their models' passes took."""
 
     step: int
     rows: tuple[RowResult, ...]
+    input_time: float = 0.0
     forward_time: float = 0.0
     verify_time: float = 0.0
     draft_time: float = 0.0
+    draft_forward_time: float = 0.0
     warnings: tuple[str, ...] = ()
 
 

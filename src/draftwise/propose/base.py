@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOutput
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ class Proposer(ABC):
     capture_layers: tuple[int, ...] = ()
     """Target layers whose entering hidden states `observe` wants, see `TargetOutput.captured`."""
     has_storage: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+    """Whether `observe` is called though no layer is captured."""
+    forward_time: float = 0.0
+    """Seconds spent in this proposer's own forward passes; read and reset by the runner every step."""
 
     @abstractmethod
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
@@ -75,7 +81,7 @@ class Proposer(ABC):
     def remove(self, rid: int) -> None:  # noqa: B027
         """The request left the executor (finished, cancelled or preempted): drop what is kept for it."""
 
-    def move_slots(self, src: object, dst: object) -> None:  # noqa: B027
+    def move_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:  # noqa: B027
         """The accepted path of trees was compacted: move storage rows ``src`` -> ``dst`` (int64 [n] each)."""
 
     def memory_per_block(self) -> int:

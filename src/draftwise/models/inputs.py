@@ -1,0 +1,127 @@
+"""Builds the ragged batch of one forward pass from what is known of each request on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftwise.types import AttentionBatch, IntArray, StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """The rows of one request: ``tokens`` stand at keys ``context_len ..``.
+
+    ``parents``: node parents when the last ``len(parents)`` tokens are a tree that is no chain, below the token
+    before them (the root); None when every row continues the one before.
+    """
+
+    tokens: Sequence[int] | IntArray
+    context_len: int
+    block_table_np: IntArray  # [blocks of the request]
+    parents: Sequence[int] | None = None
+
+
+def tree_layout(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Depth and ancestor mask of the nodes of a tree, relative to the root (bit 0), node i being bit i + 1.
+
+    Example: parents (-1, -1, 0) -> depths [1, 1, 2], masks [0b0011, 0b0101, 0b1011].
+    """
+    depths: list[int] = []
+    masks: list[int] = []
+    for i, parent in enumerate(parents):
+        bit = 1 << (i + 1)
+        if parent < 0:
+            depths.append(1)
+            masks.append(1 | bit)
+        else:
+            depths.append(depths[parent] + 1)
+            masks.append(masks[parent] | bit)
+    return depths, masks
+
+
+def build_step_input(rows: Sequence[RowInput], block_size: int, device: torch.device) -> StepInput:
+    """Pack the rows of all requests into one `StepInput`.
+
+    Example: a chunk of 3 tokens at context 0 and a decode at context 9 with a tree (-1, -1) below its root give
+    token rows [a0 a1 a2 | b9 n0 n1], positions [0 1 2 | 9 10 10], keys [0 1 2 | 9 10 11].
+    """
+    if len(rows) == 1 and rows[0].parents is None:
+        return _single_chain(rows[0], block_size, device)
+    count = len(rows)
+    lengths = np.fromiter((len(row.tokens) for row in rows), np.int32, count)
+    context = np.fromiter((row.context_len for row in rows), np.int32, count)
+    start = np.zeros(count + 1, np.int32)
+    np.cumsum(lengths, out=start[1:])
+    total = int(start[-1])
+    # Offset of each row in its request: arange minus the request's own start.
+    owner = np.repeat(np.arange(count), lengths)
+    keys = np.arange(total, dtype=np.int64) - np.repeat(start[:-1] - context, lengths)
+
+    width = max(len(row.block_table_np) for row in rows)
+    tables = np.zeros((count, width), np.int32)
+    tokens = np.empty(total, np.int64)
+    is_tree = np.zeros(count, np.bool_)
+    for i, row in enumerate(rows):
+        tables[i, : len(row.block_table_np)] = row.block_table_np
+        tokens[start[i] : start[i + 1]] = row.tokens
+        if row.parents is not None:
+            is_tree[i] = True
+
+    positions = keys
+    ancestors = None
+    if is_tree.any():
+        positions = keys.copy()
+        ancestors = np.zeros(total, np.uint64)
+        for i, row in enumerate(rows):
+            if row.parents is None:
+                continue
+            nodes = len(row.parents)
+            first = int(start[i + 1]) - nodes
+            assert first - int(start[i]) == 1, "a tree hangs below a single root row"
+            depths, masks = tree_layout(row.parents)
+            positions[first : first + nodes] = np.asarray(depths) + int(context[i])
+            ancestors[first - 1] = 1
+            ancestors[first : first + nodes] = np.asarray(masks, np.uint64)
+    slots = tables[owner, keys // block_size].astype(np.int64) * block_size + keys % block_size
+    return StepInput(
+        token_ids=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        attention=AttentionBatch(
+            query_start_np=start,
+            context_len_np=context,
+            is_tree_np=is_tree,
+            block_tables_np=tables,
+            ancestors_np=ancestors,
+            block_size=block_size,
+        ),
+    )
+
+
+_NO_TREE = np.zeros(1, np.bool_)
+
+
+def _single_chain(row: RowInput, block_size: int, device: torch.device) -> StepInput:
+    """The latency path: one request, no tree. Same result as the general case in fewer array operations."""
+    n = len(row.tokens)
+    keys = np.arange(row.context_len, row.context_len + n, dtype=np.int64)
+    slots = row.block_table_np[keys // block_size].astype(np.int64) * block_size + keys % block_size
+    tokens = np.asarray(row.tokens, np.int64)
+    positions = torch.from_numpy(keys)
+    return StepInput(
+        token_ids=torch.from_numpy(tokens).to(device),
+        positions=positions.to(device),
+        slots=torch.from_numpy(slots).to(device),
+        attention=AttentionBatch(
+            query_start_np=np.array((0, n), np.int32),
+            context_len_np=np.array((row.context_len,), np.int32),
+            is_tree_np=_NO_TREE,
+            block_tables_np=row.block_table_np[None],
+            ancestors_np=None,
+            block_size=block_size,
+        ),
+    )

@@ -1,0 +1,208 @@
+"""The drafting side of the executor: who drafts for whom, which drafter state is valid, and compaction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from draftwise.kv.storage import KVStorage
+
+from draftwise.propose.base import DraftRow, Proposer
+from draftwise.runner.rows import DrafterFill, Row
+from draftwise.types import EMPTY_PROPOSAL, MAX_TREE_NODES, Proposal, StepInput, TargetOutput
+
+logger = logging.getLogger("draftwise")
+
+
+class Drafting:
+    """Calls the proposers and keeps the books of their per-token state.
+
+    Per (block, drafter) a mark says that the whole block is filled for that drafter: a prefix-cache hit may then
+    rely on it. A block that is handed out anew loses its marks.
+    """
+
+    def __init__(
+        self,
+        proposers: Mapping[str, Proposer],
+        storage: KVStorage,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._proposers = dict(proposers)
+        self._storage = storage
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._device = device
+        self._filled_blocks: dict[str, npt.NDArray[np.bool_]] = {
+            name: np.zeros(num_blocks, np.bool_) for name, p in self._proposers.items() if p.has_storage
+        }
+        self.capture_layers = tuple(sorted({i for p in self._proposers.values() for i in p.capture_layers}))
+        self._observers = [p for p in self._proposers.values() if p.capture_layers or p.observes]
+        self._moves: tuple[list[int], list[int]] = ([], [])  # slots: from, to
+        self._warnings: list[str] = []
+
+    # -------------------------------------------------------------------------------------- block changes
+
+    def admitted(self, row: Row) -> None:
+        """A request entered with ``row.num_computed`` cached tokens: how many of them has each drafter?"""
+        blocks = row.block_table_np[: row.num_computed // self._block_size]
+        for name, marks in self._filled_blocks.items():
+            unfilled = np.flatnonzero(~marks[blocks])
+            leading = int(unfilled[0]) if len(unfilled) else len(blocks)
+            row.fill[name] = DrafterFill(tokens=leading * self._block_size)
+
+    def fresh_blocks(self, block_ids: Sequence[int]) -> None:
+        for marks in self._filled_blocks.values():
+            marks[list(block_ids)] = False
+
+    def trimmed(self, row: Row) -> None:
+        """Blocks past the committed tokens went away, and what drafters had written there with them."""
+        for fill in row.fill.values():
+            fill.tokens = min(fill.tokens, row.num_computed)
+            fill.drafts = 0
+
+    def removed(self, rid: int) -> None:
+        for proposer in self._proposers.values():
+            proposer.remove(rid)
+
+    # ------------------------------------------------------------------------------- after the target pass
+
+    def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
+        for proposer in self._observers:
+            proposer.observe(rids, batch, output)
+
+    def accepted(self, row: Row, proposal: Proposal, path: Sequence[int], base: int) -> None:
+        """Nodes ``path`` of the proposal become tokens base, base + 1, ... (base: tokens with K/V before them).
+
+        Node i stands in key base + i and must come to key base + k, k its place in the path.
+        Example: base 10, path (1, 3): keys 11 -> 10 and 13 -> 11.
+        """
+        for fill in row.fill.values():
+            # What a drafter wrote for its own chain is valid as far as the chain was accepted.
+            if fill.drafts and fill.tokens == base:
+                fill.tokens += min(len(path), fill.drafts)
+            fill.drafts = 0
+        if proposal.is_chain:
+            return
+        size = self._block_size
+        table = row.block_table_np
+        for k, node in enumerate(path):
+            if node != k:
+                src, dst = base + node, base + k
+                self._moves[0].append(int(table[src // size]) * size + src % size)
+                self._moves[1].append(int(table[dst // size]) * size + dst % size)
+
+    def compact(self) -> None:
+        """Carry out the moves of this step's accepted paths, in every storage."""
+        src, dst = self._moves
+        if not src:
+            return
+        self._moves = ([], [])
+        source = torch.tensor(src, device=self._device)
+        target = torch.tensor(dst, device=self._device)
+        self._storage.move(source, target)
+        for proposer in self._proposers.values():
+            if proposer.has_storage:
+                proposer.move_slots(source, target)
+
+    # -------------------------------------------------------------------------------------------- propose
+
+    def propose(self, wanted: Sequence[tuple[Row, int]]) -> None:
+        """Let each request's own proposer draft up to its budget; the result waits in `Row.proposal`."""
+        groups: dict[str, list[tuple[Row, DraftRow]]] = {}
+        for row, budget in wanted:
+            # The last token that may come is the bonus token behind the deepest accepted node.
+            max_depth = row.max_total - row.num_tokens - 1
+            if max_depth < 1 or row.drafting_failed:
+                continue
+            name = row.speculation.method
+            fill = row.fill.get(name)
+            draft_row = DraftRow(
+                rid=row.rid,
+                token_ids_np=row.tokens_np[: row.num_tokens],
+                num_prompt=row.num_prompt,
+                budget=min(budget, MAX_TREE_NODES),
+                max_depth=max_depth,
+                speculation=row.speculation,
+                sampling=row.state,
+                block_table_np=row.blocks_np,
+                filled=fill.tokens if fill is not None else 0,
+            )
+            groups.setdefault(name, []).append((row, draft_row))
+        for name, members in groups.items():
+            self._propose_group(name, members)
+
+    def _propose_group(self, name: str, members: list[tuple[Row, DraftRow]]) -> None:
+        proposer = self._proposers[name]
+        try:
+            proposals = proposer.propose([draft_row for _, draft_row in members])
+            assert len(proposals) == len(members), f"{len(proposals)} proposals for {len(members)} rows"
+            for (_, draft_row), proposal in zip(members, proposals, strict=True):
+                self._check(proposal, draft_row)
+        except Exception as error:
+            if len(members) > 1:  # find out whose fault it is; the others go on drafting
+                for member in members:
+                    self._propose_group(name, [member])
+                return
+            row = members[0][0]
+            row.drafting_failed = True
+            logger.warning(
+                "proposer %r failed for request %d, which goes on without speculation",
+                name,
+                row.rid,
+                exc_info=error,
+            )
+            self._warnings.append(f"proposer {name!r} failed for request {row.rid}: {error}")
+            return
+        for (row, draft_row), proposal in zip(members, proposals, strict=True):
+            row.proposal = proposal
+            if proposer.has_storage:
+                self._record_fill(name, proposer, row, draft_row)
+
+    def _record_fill(self, name: str, proposer: Proposer, row: Row, draft_row: DraftRow) -> None:
+        fill = row.fill[name]
+        before = fill.tokens // self._block_size
+        fill.tokens = proposer.filled_after(draft_row)
+        fill.drafts = proposer.drafts_stored(draft_row)
+        after = fill.tokens // self._block_size
+        if after > before:
+            self._filled_blocks[name][row.block_table_np[before:after]] = True
+
+    def _check(self, proposal: Proposal, row: DraftRow) -> None:
+        """A proposer from outside may err: an invalid tree is its failure, not the engine's."""
+        if proposal is EMPTY_PROPOSAL:
+            return
+        n = len(proposal.tokens)
+        if n > row.budget or len(proposal.parents) != n:
+            raise ValueError(f"{n} tokens, {len(proposal.parents)} parents, budget {row.budget}")
+        depths: list[int] = []
+        for i, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
+            if not -1 <= parent < i:
+                raise ValueError(f"node {i} has parent {parent}, which does not precede it")
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"node {i} has token {token}, outside of the vocabulary")
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        if n and max(depths) > row.max_depth:
+            raise ValueError(f"a node has depth {max(depths)}, allowed are {row.max_depth}")
+        if proposal.q is not None and len(proposal.q_rows) != n:
+            raise ValueError(f"{len(proposal.q_rows)} q_rows for {n} tokens")
+
+    # ---------------------------------------------------------------------------------------------- reports
+
+    def take_forward_time(self) -> float:
+        """Seconds the proposers spent in their models' forward passes since the last call."""
+        total = 0.0
+        for proposer in self._proposers.values():
+            total += proposer.forward_time
+            proposer.forward_time = 0.0
+        return total
+
+    def take_warnings(self) -> tuple[str, ...]:
+        warnings, self._warnings = tuple(self._warnings), []
+        return warnings

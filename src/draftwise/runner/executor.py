@@ -1,0 +1,305 @@
+"""The executor: one call per step, forward -> verify -> propose."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.sampling.logprobs import token_logprobs
+from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.state import SamplingState
+from draftwise.verify.base import SyntheticAcceptance, VerifyRequest, verify_batch
+
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.propose.base import Proposer
+from draftwise.runner.drafting import Drafting
+from draftwise.runner.rows import Row
+from draftwise.types import (
+    EMPTY_PROPOSAL,
+    NewRequest,
+    Proposal,
+    RowPlan,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Verification,
+)
+
+
+class Executor(ABC):
+    """The seam between the host side (scheduler) and the device side (models)."""
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply the diff, run one step, answer what each row committed. Raises only if the engine is broken."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release models and memory."""
+
+
+class LocalExecutor(Executor):
+    """Target and drafters in this process."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        storage: KVStorage,
+        proposers: Mapping[str, Proposer],
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        synthetic: SyntheticAcceptance | None = None,
+    ) -> None:
+        self._model = model
+        self._storage = storage
+        self._block_size = block_size
+        self._device = device
+        self._synthetic = synthetic
+        self._vocab_size = model.config.vocab_size
+        self._rows: dict[int, Row] = {}
+        self._drafting = Drafting(
+            proposers,
+            storage,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=self._vocab_size,
+            device=device,
+        )
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._apply(plan)
+        if not plan.rows:
+            return StepResult(plan.step, ())
+        start = time.perf_counter()
+        steps = [self._step_row(planned) for planned in plan.rows]
+        batch = build_step_input([self._row_input(s) for s in steps], self._block_size, self._device)
+        wanted = self._logit_rows(steps, batch.attention.query_start_np.tolist())
+
+        built = time.perf_counter()
+        output = self._model.forward(batch, self._storage, self._drafting.capture_layers)
+        logits = self._logits(output.hidden, wanted.rows)
+        forwarded = time.perf_counter()
+
+        prompt = {
+            i: self._prompt_logprobs(output.hidden, steps[i], first, n) for i, first, n in wanted.prompt
+        }
+        self._drafting.observe([s.row.rid for s in steps], batch, output)
+        answers: list[Verification | Exception] = []
+        if wanted.requests:
+            answers = verify_batch(logits, wanted.requests, synthetic=self._synthetic)
+        by_step = dict(zip(wanted.owners, answers, strict=True))
+        results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
+        self._drafting.compact()
+        verified = time.perf_counter()
+
+        self._drafting.propose(
+            [(s.row, s.planned.draft_budget) for s, r in zip(steps, results, strict=True) if _drafts_on(s, r)]
+        )
+        drafted = time.perf_counter()
+        return StepResult(
+            step=plan.step,
+            rows=tuple(
+                replace(r, num_proposed=len(s.row.proposal)) if s.row.proposal.tokens else r
+                for s, r in zip(steps, results, strict=True)
+            ),
+            input_time=built - start,
+            forward_time=forwarded - built,
+            verify_time=verified - forwarded,
+            draft_time=drafted - verified,
+            draft_forward_time=self._drafting.take_forward_time(),
+            warnings=self._drafting.take_warnings(),
+        )
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    # ------------------------------------------------------------------------------------- applying diffs
+
+    def _apply(self, plan: StepPlan) -> None:
+        for rid, kept in plan.trimmed:
+            row = self._rows[rid]
+            row.num_blocks = kept
+            self._drafting.trimmed(row)
+        for rid in plan.removed:
+            if self._rows.pop(rid, None) is not None:
+                self._drafting.removed(rid)
+        for new in plan.new:
+            row = self._add(new)
+            self._drafting.admitted(row)
+        for planned in plan.rows:
+            if planned.new_block_ids:
+                self._rows[planned.rid].add_blocks(planned.new_block_ids)
+                self._drafting.fresh_blocks(planned.new_block_ids)
+
+    def _add(self, new: NewRequest) -> Row:
+        assert isinstance(new.sampling, SamplingParams)
+        tokens = np.empty(new.max_total + 64, np.int32)
+        tokens[: len(new.token_ids_np)] = new.token_ids_np
+        row = Row(
+            rid=new.rid,
+            tokens_np=tokens,
+            num_tokens=len(new.token_ids_np),
+            num_prompt=new.num_prompt,
+            max_total=new.max_total,
+            num_computed=new.num_computed,
+            state=SamplingState(
+                new.sampling,
+                seed=new.seed,
+                sample_index=new.sample_index,
+                token_ids_np=new.token_ids_np,
+                num_prompt=new.num_prompt,
+                vocab_size=self._vocab_size,
+                device=self._device,
+                stop_token_ids=new.stop_token_ids,
+                bad_words_ids=new.bad_words_ids,
+            ),
+            speculation=new.speculation,
+            stop_token_ids=new.stop_token_ids,
+            prompt_logprobs=new.prompt_logprobs,
+            block_table_np=np.zeros(max(8, len(new.block_ids) * 2), np.int32),
+        )
+        row.add_blocks(new.block_ids)
+        self._rows[new.rid] = row
+        return row
+
+    # ------------------------------------------------------------------------------------ inputs, logits
+
+    def _step_row(self, planned: RowPlan) -> _StepRow:
+        row = self._rows[planned.rid]
+        proposal = row.proposal.prefix(planned.num_draft) if planned.num_draft else EMPTY_PROPOSAL
+        return _StepRow(row, planned, proposal)
+
+    def _row_input(self, step: _StepRow) -> RowInput:
+        row, proposal = step.row, step.proposal
+        start = row.num_computed
+        known = row.tokens_np[start : start + step.planned.num_new]
+        if not proposal.tokens:
+            return RowInput(known, start, row.blocks_np)
+        # A chain is a causal run of rows: no mask is needed for it.
+        parents = None if proposal.is_chain else proposal.parents
+        return RowInput([*known.tolist(), *proposal.tokens], start, row.blocks_np, parents)
+
+    def _logit_rows(self, steps: Sequence[_StepRow], starts: Sequence[int]) -> _LogitRows:
+        """Choose the rows that need logits: root and nodes of every request that reaches its last token.
+
+        ``starts`` [R + 1]: first row of each request in the batch.
+        """
+        requests: list[VerifyRequest] = []
+        owners: list[int] = []
+        rows: list[int] = []
+        prompt: list[tuple[int, int, int]] = []
+        for i, step in enumerate(steps):
+            row, planned = step.row, step.planned
+            if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
+                prompt.append((i, starts[i], min(planned.num_new, row.num_prompt - 1 - row.num_computed)))
+            if row.num_computed + planned.num_new < row.num_tokens:
+                continue  # a chunk: nothing to sample yet
+            requests.append(
+                VerifyRequest(
+                    state=row.state,
+                    proposal=step.proposal,
+                    first_row=len(rows),
+                    rule=row.speculation.rule,
+                    token_ids_np=row.tokens_np[: row.num_tokens],
+                )
+            )
+            rows.extend(range(starts[i] + planned.num_new - 1, starts[i + 1]))
+            owners.append(i)
+        return _LogitRows(requests, owners, None if len(rows) == starts[-1] else rows, prompt)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+        """hidden [T, H] -> logits [M, V] float32 of the chosen rows (None: all)."""
+        if rows is not None:
+            if not rows:
+                return hidden.new_empty((0, self._vocab_size), dtype=torch.float32)
+            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+        return self._model.logits(hidden)
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, step: _StepRow, first: int, count: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Logprobs of prompt tokens num_computed + 1 ...: the row of token j predicts token j + 1."""
+        row = step.row
+        assert row.prompt_logprobs is not None
+        low = row.num_computed + 1
+        targets = row.tokens_np[low : low + count].tolist()
+        entries: list[TokenLogprobs] = []
+        # In slices, so that a long chunk times a large vocabulary does not need gigabytes.
+        for i in range(0, count, 256):
+            part = hidden[first + i : first + min(i + 256, count)]
+            entries.extend(
+                token_logprobs(self._model.logits(part), targets[i : i + 256], row.prompt_logprobs)
+            )
+        return tuple(entries)
+
+    # -------------------------------------------------------------------------------------------- commit
+
+    def _commit_row(
+        self,
+        step: _StepRow,
+        answer: Verification | Exception | None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> RowResult:
+        row, proposal = step.row, step.proposal
+        row.proposal = EMPTY_PROPOSAL
+        if answer is None:
+            row.num_computed += step.planned.num_new
+            return RowResult(row.rid, prompt_logprobs=prompt_logprobs)
+        if isinstance(answer, Exception):
+            return RowResult(row.rid, error=f"{type(answer).__name__}: {answer}")
+        base = row.num_computed + step.planned.num_new
+        self._drafting.accepted(row, proposal, answer.path, base)
+        row.num_computed = base + len(answer.path)
+        row.append(answer.token_ids)
+        row.state.commit(answer.token_ids)
+        return RowResult(
+            rid=row.rid,
+            token_ids=answer.token_ids,
+            num_drafted=len(proposal),
+            num_accepted=len(answer.path),
+            accepted_nodes=answer.path,
+            draft_tokens=proposal.tokens,
+            draft_parents=proposal.parents,
+            method=proposal.method,
+            logprobs=answer.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _StepRow:
+    """A request's part in this step, with that prefix of its waiting proposal which is verified."""
+
+    row: Row
+    planned: RowPlan
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class _LogitRows:
+    """``rows``: batch rows with logits, None for all; ``owners[j]``: step row of ``requests[j]``;
+    ``prompt``: (step row, first batch row, count) where prompt logprobs were asked for."""
+
+    requests: list[VerifyRequest]
+    owners: list[int]
+    rows: list[int] | None
+    prompt: list[tuple[int, int, int]]
+
+
+def _drafts_on(step: _StepRow, result: RowResult) -> bool:
+    """Whether the request drafts after this step: it may, it reached its root, and is not known to have ended."""
+    if not step.planned.draft_budget or not result.token_ids:
+        return False
+    return step.row.stop_token_ids.isdisjoint(result.token_ids)

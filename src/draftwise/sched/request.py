@@ -1,0 +1,182 @@
+"""A request as the scheduler sees it. Written by the scheduler alone."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from draftwise.sampling.params import SamplingParams
+
+from draftwise.types import IntArray, Speculation, TokenLogprobs
+
+
+class TextSink(Protocol):
+    """Turns committed tokens into text and watches for stop strings (the detokenizer)."""
+
+    def push(self, token_id: int) -> object:
+        """Add one output token; a true answer means a stop string was completed (and the text is cut there)."""
+        ...
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One verified step of a request, for reports: the tree that was verified and what became of it."""
+
+    method: str
+    draft_tokens: tuple[int, ...]
+    draft_parents: tuple[int, ...]
+    accepted_nodes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Counters of one request, in vLLM's terms: a draft is one verified, non-empty proposal."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    steps_by_method: dict[str, int] = field(default_factory=dict)
+
+    def add(self, method: str, drafted: int, accepted: int, depth: int) -> None:
+        """Count one step. ``depth``: longest path of the verified proposal, positions that could be accepted."""
+        self.steps_by_method[method] = self.steps_by_method.get(method, 0) + 1
+        if drafted == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        while len(per_pos) < depth:
+            per_pos.append(0)
+        for i in range(accepted):
+            per_pos[i] += 1
+
+
+class Request:
+    """Mutable state of one sample of one prompt."""
+
+    __slots__ = (
+        "arrival_time",
+        "bad_words_ids",
+        "cancelled",
+        "counts",
+        "error",
+        "finish_reason",
+        "finished_time",
+        "first_token_time",
+        "last_token_time",
+        "logprobs",
+        "max_total",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "num_proposed",
+        "num_tokens",
+        "params",
+        "priority",
+        "prompt_logprobs",
+        "rid",
+        "sample_index",
+        "scheduled_time",
+        "seed",
+        "sink",
+        "speculation",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "tokens_np",
+        "trace",
+    )
+
+    def __init__(
+        self,
+        rid: int,
+        prompt_np: IntArray,
+        params: SamplingParams,
+        speculation: Speculation,
+        *,
+        max_total: int,
+        seed: int,
+        arrival_time: float,
+        sample_index: int = 0,
+        priority: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        bad_words_ids: tuple[tuple[int, ...], ...] = (),
+        sink: TextSink | None = None,
+        keep_trace: bool = False,
+    ) -> None:
+        """``max_total``: tokens (prompt + output) at which the request ends; ``stop_token_ids``: end-of-sequence
+        and the user's stop tokens, ending the request once ``min_tokens`` are out."""
+        self.rid = rid
+        self.params = params
+        self.speculation = speculation
+        self.seed = seed
+        self.sample_index = sample_index
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.stop_token_ids = stop_token_ids
+        self.bad_words_ids = bad_words_ids
+        self.sink = sink
+        self.max_total = max_total
+        self.num_prompt = len(prompt_np)
+        self.num_tokens = self.num_prompt
+        self.tokens_np: IntArray = np.empty(max_total, np.int32)
+        self.tokens_np[: self.num_prompt] = prompt_np
+        self.num_computed = 0
+        self.num_cached = 0
+        self.num_proposed = 0
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        self.cancelled = False
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            [None] if params.prompt_logprobs is not None else None
+        )
+        self.counts = SpeculationCounts()
+        self.trace: list[StepTrace] | None = [] if keep_trace else None
+        self.scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.finished_time: float | None = None
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Scheduling order: lower priority value first, then first come."""
+        return (self.priority, self.rid)
+
+    @property
+    def known_np(self) -> IntArray:
+        """[num_tokens] prompt and output so far (a view)."""
+        return self.tokens_np[: self.num_tokens]
+
+    def output_ids(self, start: int = 0) -> list[int]:
+        """Output tokens from the ``start``-th on."""
+        ids: list[int] = self.tokens_np[self.num_prompt + start : self.num_tokens].tolist()
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a step changed for one request: ``num_new`` output tokens were added at its end."""
+
+    request: Request
+    num_new: int
+    finished: bool

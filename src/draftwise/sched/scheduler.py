@@ -1,0 +1,362 @@
+"""Continuous batching without phases: every step, each request gets some of its tokens computed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draftwise.kv.manager import KVManager
+
+from draftwise.adapt.controller import Controller
+from draftwise.errors import RequestError
+from draftwise.sched.request import Request, RequestStatus, RequestUpdate, StepTrace
+from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """``max_num_batched_tokens``: rows of one step, drafts included. ``chunked_prefill`` off: a prompt is
+    computed in one step or not at all."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    chunked_prefill: bool = True
+
+
+class Scheduler:
+    """Decides what each step computes and takes in what came of it. The only writer of a `Request`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        controller: Controller,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self._controller = controller
+        self._clock = clock
+        self._requests: dict[int, Request] = {}
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._running: list[Request] = []  # sorted by Request.order
+        self._removed: list[int] = []  # the executor still has them
+        self._planned: dict[int, RowPlan] = {}
+        self._finished: list[RequestUpdate] = []  # cancelled between steps
+        self._step = 0
+        self.num_preemptions = 0
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests) or bool(self._finished)
+
+    def check(self, num_prompt: int, max_total: int) -> None:
+        """Raise RequestError if a request of this size could never be served, even alone."""
+        capacity = self.kv.num_blocks * self.kv.block_size
+        # The last token is never computed, it needs no slot.
+        if max_total - 1 > capacity:
+            raise RequestError(
+                f"the request needs up to {max_total - 1} cache slots ({num_prompt} prompt tokens + "
+                f"{max_total - num_prompt} output tokens) but the whole KV cache has {capacity}; lower max_tokens "
+                "or raise kv_cache_memory / num_kv_blocks"
+            )
+        if not self.config.chunked_prefill and num_prompt > self.config.max_num_batched_tokens:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens but a step computes at most max_num_batched_tokens="
+                f"{self.config.max_num_batched_tokens} and chunked prefill is off"
+            )
+
+    def add(self, request: Request) -> None:
+        self.check(request.num_prompt, request.max_total)
+        assert request.rid not in self._requests
+        self._requests[request.rid] = request
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def cancel(self, rid: int, reason: str = "abort") -> bool:
+        """Stop a request wherever it is; False if it is not here (any more)."""
+        request = self._requests.get(rid)
+        if request is None:
+            return False
+        self._finish(request, reason)
+        self._finished.append(RequestUpdate(request, 0, True))
+        return True
+
+    # ------------------------------------------------------------------------------------------ schedule
+
+    def schedule(self) -> StepPlan:
+        """Plan a step: running requests first, in order of priority and arrival, then waiting ones."""
+        self._step += 1
+        self._planned = {}
+        self._trimmed: dict[int, int] = {}
+        left = self.config.max_num_batched_tokens
+        preempted = self.num_preemptions
+        for request in list(self._running):
+            if left == 0:
+                break
+            if request.status is RequestStatus.RUNNING:  # not preempted by one before it
+                left -= self._plan_running(request, left)
+        new: list[NewRequest] = []
+        if preempted == self.num_preemptions:  # no room was found for those that run: admit nobody
+            while left > 0 and len(self._running) < self.config.max_num_seqs:
+                admitted = self._admit(left)
+                if admitted is None:
+                    break
+                new.append(admitted)
+                left -= self._planned[admitted.rid].num_new
+        plan = StepPlan(
+            step=self._step,
+            rows=tuple(self._planned.values()),
+            new=tuple(new),
+            removed=tuple(self._removed),
+            trimmed=tuple(self._trimmed.items()),
+        )
+        self._removed = []
+        assert plan.rows or not self._requests, "work is waiting but nothing could be planned"
+        return plan
+
+    def _plan_running(self, request: Request, left: int) -> int:
+        """Plan one running request with at most ``left`` rows; preempts others, or it, when the cache is full."""
+        missing = request.num_tokens - request.num_computed
+        num_new = min(missing, left)
+        if num_new < missing and not self.config.chunked_prefill:
+            return 0
+        num_draft = budget = 0
+        if num_new == missing:
+            num_draft = min(request.num_proposed, left - num_new)
+            budget = self._controller.draft_budget(request.speculation, len(self._running))
+        while True:
+            blocks = self.kv.reserve(request.rid, num_new + num_draft + budget)
+            if blocks is not None:
+                break
+            # Cheapest first: what others reserved ahead, then drafting, then somebody's place.
+            if self._trim_others(request):
+                continue
+            if budget or num_draft:
+                budget = num_draft = 0
+                continue
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return 0
+        self._planned[request.rid] = RowPlan(request.rid, num_new, num_draft, budget, blocks)
+        return num_new + num_draft
+
+    def _trim_others(self, request: Request) -> bool:
+        """Take back lookahead blocks of requests that have no row in this step yet."""
+        gained = False
+        for other in self._running:
+            if other.rid in self._planned or other is request or other.rid in self._trimmed:
+                continue
+            before = len(self.kv.block_ids(other.rid))
+            kept = self.kv.trim(other.rid)
+            if kept < before:
+                self._trimmed[other.rid] = kept
+                gained = True
+        return gained
+
+    def _preempt(self, victim: Request) -> None:
+        """Give up the request's cache; it is computed again from its tokens (and what the prefix cache kept)."""
+        assert victim.rid not in self._planned, "victims are later in the order than what is planned"
+        self.num_preemptions += 1
+        victim.num_preemptions += 1
+        self._running.remove(victim)
+        self.kv.release(victim.rid)
+        self._trimmed.pop(victim.rid, None)
+        self._removed.append(victim.rid)
+        victim.status = RequestStatus.WAITING
+        victim.num_computed = victim.num_proposed = 0
+        if victim.prompt_logprobs is not None and len(victim.prompt_logprobs) < victim.num_prompt:
+            victim.prompt_logprobs = [None]
+        heapq.heappush(self._waiting, (victim.order, victim))
+
+    def _admit(self, left: int) -> NewRequest | None:
+        """Admit the first waiting request if its tokens fit the budget and the cache."""
+        while self._waiting and self._waiting[0][1].status is not RequestStatus.WAITING:
+            heapq.heappop(self._waiting)  # cancelled while waiting
+        if not self._waiting:
+            return None
+        request = self._waiting[0][1]
+        wants_prompt_logprobs = (
+            request.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt
+        )
+        known = request.known_np
+        cached, blocks = self.kv.open(request.rid, known, use_cache=not wants_prompt_logprobs)
+        num_new = min(request.num_tokens - cached, left)
+        completes = num_new == request.num_tokens - cached
+        budget = 0
+        if completes:
+            budget = self._controller.draft_budget(request.speculation, len(self._running) + 1)
+        # All known tokens must fit now, even if their computation takes several steps: admitting on the first
+        # chunk alone makes requests preempt each other half-way.
+        fits = completes or self.config.chunked_prefill
+        if fits and self._running:
+            needed = -(-request.num_tokens // self.kv.block_size) - len(blocks)
+            fits = needed <= self.kv.num_free
+        fresh = self.kv.reserve(request.rid, num_new + budget) if fits else None
+        if fits and fresh is None and budget:
+            budget = 0
+            fresh = self.kv.reserve(request.rid, num_new)
+        if fresh is None:
+            self.kv.release(request.rid)
+            return None
+        heapq.heappop(self._waiting)
+        request.status = RequestStatus.RUNNING
+        request.num_computed = cached
+        request.num_cached = (
+            max(request.num_cached, cached) if request.num_preemptions == 0 else request.num_cached
+        )
+        if request.scheduled_time is None:
+            request.scheduled_time = self._clock()
+        # Keep the running list in order: later ones are preempted first.
+        index = len(self._running)
+        while index and self._running[index - 1].order > request.order:
+            index -= 1
+        self._running.insert(index, request)
+        self._planned[request.rid] = RowPlan(request.rid, num_new, 0, budget, fresh)
+        return NewRequest(
+            rid=request.rid,
+            token_ids_np=known.copy(),
+            num_prompt=request.num_prompt,
+            max_total=request.max_total,
+            sampling=request.params,
+            seed=request.seed,
+            sample_index=request.sample_index,
+            speculation=request.speculation,
+            num_computed=cached,
+            block_ids=blocks,
+            stop_token_ids=request.stop_token_ids,
+            bad_words_ids=request.bad_words_ids,
+            prompt_logprobs=request.params.prompt_logprobs if wants_prompt_logprobs else None,
+        )
+
+    # -------------------------------------------------------------------------------------------- commit
+
+    def commit(self, result: StepResult) -> list[RequestUpdate]:
+        """Take in a step: commit K/V, append tokens, apply stop conditions. Rows of requests that were
+        cancelled meanwhile are ignored."""
+        self._controller.observe(result)
+        updates, self._finished = self._finished, []
+        now = self._clock()
+        for row in result.rows:
+            request = self._requests.get(row.rid)
+            plan = self._planned.get(row.rid)
+            if request is None or plan is None or request.status is not RequestStatus.RUNNING:
+                continue
+            if row.error is not None:
+                request.error = row.error
+                self._finish(request, "error")
+                updates.append(RequestUpdate(request, 0, True))
+                continue
+            updates.append(self._commit_row(request, plan, row, now))
+        return updates
+
+    def _commit_row(self, request: Request, plan: RowPlan, row: RowResult, now: float) -> RequestUpdate:
+        if row.prompt_logprobs is not None:
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs.extend(row.prompt_logprobs)
+        request.num_proposed = row.num_proposed
+        if not row.token_ids:  # a chunk that did not reach the last known token
+            self.kv.commit(request.rid, plan.num_new, request.known_np)
+            request.num_computed += plan.num_new
+            return RequestUpdate(request, 0, False)
+
+        taken, reason = self._append(request, row.token_ids)
+        if request.logprobs is not None:
+            assert row.logprobs is not None
+            request.logprobs.extend(row.logprobs[:taken])
+        # K/V exists for the new tokens and the accepted drafts; of a cut step only what was delivered counts.
+        accepted = min(row.num_accepted, taken)
+        computed = plan.num_new + accepted
+        self.kv.commit(request.rid, computed, request.known_np)
+        request.num_computed += computed
+        depth = _depth(row.draft_parents)
+        request.counts.add(row.method, row.num_drafted, accepted, depth)
+        if request.trace is not None:
+            request.trace.append(
+                StepTrace(
+                    row.method, row.draft_tokens, row.draft_parents, row.accepted_nodes, row.token_ids[:taken]
+                )
+            )
+        if request.first_token_time is None:
+            request.first_token_time = now
+        request.last_token_time = now
+        if reason is not None:
+            self._finish(request, reason)
+        return RequestUpdate(request, taken, reason is not None)
+
+    def _append(self, request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
+        """Append tokens one by one up to the first that ends the request: (tokens taken, finish reason)."""
+        for i, token in enumerate(token_ids):
+            request.tokens_np[request.num_tokens] = token
+            request.num_tokens += 1
+            if request.num_output >= request.params.min_tokens and token in request.stop_token_ids:
+                if token in request.params.stop_token_ids:
+                    request.stop_reason = token
+                if request.sink is not None:
+                    request.sink.push(token)
+                return i + 1, "stop"
+            if request.sink is not None:
+                match = request.sink.push(token)
+                if match:
+                    request.stop_reason = match if isinstance(match, str) else getattr(match, "stop", None)
+                    return i + 1, "stop"
+            if request.num_tokens >= request.max_total:
+                return i + 1, "length"
+        return len(token_ids), None
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self.kv.release(request.rid)
+            self._removed.append(request.rid)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.finished_time = self._clock()
+        del self._requests[request.rid]
+        if request.num_proposed:
+            request.num_proposed = 0
+
+    def take_finished(self) -> list[RequestUpdate]:
+        """Updates of requests cancelled since the last step, when there is no further step to carry them."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    # ----------------------------------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, naming what is wrong, if the books do not agree."""
+        self.kv.check_integrity()
+        assert self._running == sorted(self._running, key=lambda r: r.order), "running list out of order"
+        for request in self._running:
+            assert request.status is RequestStatus.RUNNING, f"request {request.rid} runs as {request.status}"
+            assert self._requests.get(request.rid) is request, f"request {request.rid} runs but is unknown"
+            committed = self.kv.num_committed(request.rid)
+            assert committed == request.num_computed, (
+                f"request {request.rid}: cache has {committed} tokens, scheduler {request.num_computed}"
+            )
+            assert request.num_computed < request.num_tokens, f"request {request.rid} has nothing to compute"
+        waiting = {r.rid for _, r in self._waiting if r.status is RequestStatus.WAITING}
+        expected = set(self._requests) - {r.rid for r in self._running}
+        assert waiting == expected, f"waiting {sorted(waiting)} but expected {sorted(expected)}"
+        if not self._running:
+            assert self.kv.num_used == 0, f"{self.kv.num_used} blocks are held by nobody"
+
+
+def _depth(parents: tuple[int, ...]) -> int:
+    """Longest path of a tree: (-1, 0, -1) -> 2."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
