@@ -1,0 +1,25 @@
+"""Frozen configurations, validated and resolved once. Importing this needs no torch.
+
+`resolve_engine_config` turns what users write (keywords, JSON, flags) into an `EngineConfig`; a drafter is
+described by a `SpeculativeConfig`. Every error is a `ConfigError` that names the field and the value.
+"""
+
+from draftwise.config.engine import (
+    EMBEDDED_NUM_SPECULATIVE_TOKENS,
+    ENGINE_OPTIONS,
+    EngineConfig,
+    resolve_engine_config,
+)
+from draftwise.config.methods import BUILTIN_METHODS, PLANNED_METHODS
+from draftwise.config.speculative import RULES, SpeculativeConfig
+
+__all__ = [
+    "EngineConfig",
+    "SpeculativeConfig",
+    "resolve_engine_config",
+    "ENGINE_OPTIONS",
+    "EMBEDDED_NUM_SPECULATIVE_TOKENS",
+    "BUILTIN_METHODS",
+    "PLANNED_METHODS",
+    "RULES",
+]

@@ -1,0 +1,347 @@
+"""`EngineConfig` and how the keywords of `LLM` and the flags of the commands become one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from draftwise.config import coerce as to
+from draftwise.config.coerce import option
+from draftwise.config.speculative import SpeculativeConfig
+from draftwise.errors import ConfigError, suggest
+
+logger = logging.getLogger("draftwise")
+
+EMBEDDED_NUM_SPECULATIVE_TOKENS = 4
+_DTYPE_ALIASES = {
+    "half": "float16",
+    "float": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
+
+
+def _dtype(name: str, value: Any) -> str:
+    """A dtype as its name; torch's dtype objects are taken by their name too."""
+    text = value if isinstance(value, str) else str(value).removeprefix("torch.")
+    return str(to.choice("auto", "float32", "bfloat16", "float16", aliases=_DTYPE_ALIASES)(name, text))
+
+
+def _device(name: str, value: Any) -> str:
+    """auto, cpu, cuda or cuda:N; torch's device objects are taken by their name too."""
+    text = to.string(name, value if isinstance(value, str) else str(value))
+    kind, _, index = text.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ConfigError(f"{name}: expected auto, cpu, cuda or cuda:N, got {text!r}")
+    return text
+
+
+def _compilation(name: str, value: Any) -> Any:
+    """A mapping, its JSON text, or a level 0..3."""
+    if isinstance(value, int | str) and str(value).strip() in ("0", "1", "2", "3"):
+        return int(value)
+    return to.mapping(name, value)
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    """One name or several."""
+    if isinstance(value, str):
+        return (to.string(name, value),)
+    return tuple(to.sequence_of(to.string, "a name or a list of names")(name, value))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from. Made by `resolve_engine_config`, which fills in what depends on the
+    device; each value is checked on construction.
+
+    Raises:
+        ConfigError: a value is out of range, two contradict each other, or one asks for what is not supported
+            yet.
+    """
+
+    model: str | None = option(
+        None, to.string, "target model: local folder or hub id; omitted: the embedded model"
+    )
+    tokenizer: str | None = option(None, to.string, "tokenizer folder or hub id (the model's)")
+    revision: str | None = option(None, to.string, "revision of the model on the hub")
+    tokenizer_revision: str | None = option(None, to.string, "revision of the tokenizer on the hub")
+    dtype: str = option("auto", _dtype, "auto, float32, bfloat16 or float16")
+    device: str = option("auto", _device, "auto, cpu, cuda or cuda:N")
+    max_model_len: int | None = option(None, to.size(), "longest prompt + output in tokens (the model's)")
+    max_num_seqs: int | None = option(
+        None, to.integer(1), "most requests in one step (64 on CPU, 256 on CUDA)"
+    )
+    max_num_batched_tokens: int = option(2048, to.size(), "most tokens in one step")
+    block_size: int = option(16, to.integer(1, 1024), "tokens per block of the K/V cache")
+    num_kv_blocks: int | None = option(None, to.integer(1), "blocks of the K/V cache")
+    kv_cache_memory: int | None = option(None, to.size(), "bytes of the K/V cache, for example 2GiB")
+    gpu_memory_utilization: float = option(0.9, to.number(0, 1, open_low=True), "share of GPU memory to use")
+    enable_prefix_caching: bool = option(True, to.boolean, "share K/V of equal prompt beginnings")
+    enable_chunked_prefill: bool = option(True, to.boolean, "compute long prompts in chunks")
+    seed: int | None = option(0, to.integer(0, 2**64 - 1), "seed from which requests without one draw theirs")
+    enforce_eager: bool = option(False, to.boolean, "do not capture graphs")
+    async_scheduling: bool = option(False, to.boolean, "schedule ahead of the device")
+    tensor_parallel_size: int = option(1, to.integer(1), "ranks that share the model; 1")
+    data_parallel_size: int = option(1, to.integer(1), "replicas of the model; 1")
+    pipeline_parallel_size: int = option(1, to.integer(1), "stages of the model; 1")
+    distributed_executor_backend: str | None = option(
+        None, to.choice("uni", "mp", "ray", "external_launcher"), "where the workers run"
+    )
+    enable_expert_parallel: bool = option(False, to.boolean, "spread experts over ranks")
+    quantization: str | None = option(None, to.string, "quantisation of the weights")
+    cudagraph_capture_sizes: tuple[int, ...] | None = option(
+        None, to.sequence_of(to.integer(1), "a list of sizes"), "row counts captured in CUDA graphs"
+    )
+    compilation_config: Any = option(None, _compilation, "settings of a compiler, as JSON")
+    kv_transfer_config: dict[str, Any] | None = option(
+        None, to.mapping, "connector for K/V or hidden states, as JSON"
+    )
+    served_model_name: tuple[str, ...] | None = option(
+        None, _names, "name of the model in the server's answers"
+    )
+    trust_remote_code: bool = option(False, to.boolean, "run code that comes with a checkpoint")
+    skip_tokenizer_init: bool = option(False, to.boolean, "token ids in and out, no tokenizer")
+    disable_log_stats: bool = option(False, to.boolean, "do not log statistics")
+    num_threads: int | None = option(None, to.integer(1, 4096), "threads of the CPU kernels")
+    speculative: tuple[SpeculativeConfig, ...] = ()
+    embedded: bool = False
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if "to" not in f.metadata or value is f.default:
+                continue
+            value = f.default if value is None else f.metadata["to"](f.name, value)
+            object.__setattr__(self, f.name, value)
+        self._refuse_unsupported()
+        self._refuse_contradictions()
+
+    @property
+    def default_method(self) -> str:
+        """What a request without a choice of its own speculates with; "none": it decodes plainly."""
+        return self.speculative[0].method if self.speculative else "none"
+
+    @property
+    def drafters(self) -> tuple[SpeculativeConfig, ...]:
+        """Every drafter a request may name: those configured, and n-gram look-up, which costs nothing to load."""
+        if any(spec.method == "ngram" for spec in self.speculative):
+            return self.speculative
+        return (*self.speculative, SpeculativeConfig(method="ngram"))
+
+    def _refuse_unsupported(self) -> None:
+        for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not supported yet; only 1")
+        if self.enable_expert_parallel:
+            raise ConfigError("enable_expert_parallel: not supported yet")
+        if self.quantization is not None:
+            raise ConfigError(f"quantization: {self.quantization!r} is not supported yet")
+        if self.kv_transfer_config is not None:
+            raise ConfigError("kv_transfer_config: not supported yet")
+        if self.distributed_executor_backend in ("ray", "external_launcher"):
+            raise ConfigError(
+                f"distributed_executor_backend: {self.distributed_executor_backend!r} is not supported yet; "
+                "leave it out, or use uni or mp with one rank"
+            )
+
+    def _refuse_contradictions(self) -> None:
+        if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("num_kv_blocks and kv_cache_memory contradict each other: give one of them")
+        if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is under "
+                f"max_num_seqs = {self.max_num_seqs}; a step needs a token per request"
+            )
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError("tokenizer and skip_tokenizer_init contradict each other: give one of them")
+        methods = [spec.method for spec in self.speculative]
+        for method in methods:
+            if methods.count(method) > 1:
+                raise ConfigError(
+                    f"speculative_config: method {method!r} stands there twice; requests choose by method"
+                )
+
+
+ENGINE_OPTIONS: tuple[str, ...] = tuple(f.name for f in fields(EngineConfig) if "to" in f.metadata)
+"""The names a user may give, without the speculative ones."""
+
+ALIASES = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "max_seq_len": "max_model_len",
+}
+OLD_SPECULATIVE = {
+    "speculative_model": "model",
+    "speculative_method": "method",
+    "num_speculative_tokens": "num_speculative_tokens",
+}
+HARMLESS = {
+    "max_parallel_loading_workers": "weights stream from the file",
+    "disable_custom_all_reduce": "there is one rank",
+    "max_seq_len_to_capture": "nothing is captured in graphs",
+    "swap_space": "preempted requests are computed again, not swapped",
+    "use_v2_block_manager": "there is one block manager",
+    "disable_log_requests": "requests are not logged",
+}
+"""Options of other engines that change nothing here whatever they say, and why."""
+SERVER_ONLY = ("host", "port", "api_key")
+
+
+def resolve_engine_config(**kwargs: Any) -> EngineConfig:
+    """Turn keywords of `LLM` (or flags of a command) into a resolved config; log what has no effect, once.
+
+    Besides the fields of `EngineConfig` it takes ``speculative_config`` (a dict, the JSON text of one, a
+    `SpeculativeConfig`, or a list of those: several drafters, the first is the default), and the older
+    ``speculative_model``, ``speculative_method``, ``num_speculative_tokens``. None stands for "not given".
+    ``speculative_config={"method": "none"}`` (or an empty list) loads no drafter besides n-gram look-up and
+    decodes plainly by default. Without a model the embedded target is used, by default with its own draft model.
+
+    Raises:
+        ConfigError: an unknown name (with the closest valid one), a value out of range, contradictory values,
+            or something that is not supported yet (by name).
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    speculative_config = given.pop("speculative_config", None)
+    old = {new: given.pop(name) for name, new in OLD_SPECULATIVE.items() if name in given}
+    notes: list[str] = []
+    for name, reason in HARMLESS.items():
+        if given.pop(name, None) is not None:
+            notes.append(f"{name} has no effect: {reason}")
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        target = ALIASES.get(name, name)
+        if target not in ENGINE_OPTIONS:
+            raise _unknown(name)
+        if target in options:
+            raise ConfigError(f"{name}: is the same option as {target}; give one of them")
+        options[target] = value
+    device = _resolve_device(_device("device", options.get("device", "auto")))
+    options["device"] = device
+    options.setdefault("max_num_seqs", _default_num_seqs(device, options))
+    config = EngineConfig(**options)
+    embedded = config.model is None
+    speculative = _resolve_speculative(speculative_config, old, embedded)
+    model = str(_embedded("target")) if config.model is None else config.model
+    notes += _notes(config, given, speculative)
+    config = replace(config, model=model, embedded=embedded, speculative=speculative, notes=tuple(notes))
+    for note in config.notes:
+        logger.warning(note)
+    return config
+
+
+def _unknown(name: str) -> ConfigError:
+    if name in SERVER_ONLY:
+        return ConfigError(f"{name}: an option of the HTTP server, which is not there yet")
+    valid = [*ENGINE_OPTIONS, *ALIASES, *OLD_SPECULATIVE, *HARMLESS, "speculative_config"]
+    return ConfigError(f"unknown engine option {name!r}{suggest(name, valid)}")
+
+
+def _default_num_seqs(device: str, options: Mapping[str, Any]) -> int:
+    """64 on the CPU, 256 on CUDA, and never more than a small token budget the user chose allows."""
+    default = 64 if device == "cpu" else 256
+    budget = options.get("max_num_batched_tokens")
+    return default if budget is None else min(default, to.size()("max_num_batched_tokens", budget))
+
+
+def _resolve_device(device: str) -> str:
+    if device == "cpu":
+        return device
+    import torch  # late: commands that need no engine start without it
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device: {device!r} asked for, but torch sees no CUDA device; use cpu or auto")
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: {device!r} asked for, but there are {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def _embedded(part: str) -> Any:
+    from draftwise.models.embedded import embedded_path
+
+    return embedded_path(part)
+
+
+def _resolve_speculative(given: Any, old: Mapping[str, Any], embedded: bool) -> tuple[SpeculativeConfig, ...]:
+    if given is not None:
+        if old:
+            name = next(name for name, new in OLD_SPECULATIVE.items() if new in old)
+            raise ConfigError(f"{name}: contradicts speculative_config; put it into speculative_config")
+        entries = _entries(given)
+    elif "model" in old or "method" in old:
+        entries = [dict(old)]
+    elif embedded:
+        k = old.get("num_speculative_tokens", EMBEDDED_NUM_SPECULATIVE_TOKENS)
+        entries = [{"method": "draft_model", "num_speculative_tokens": k}]
+    elif old:
+        raise ConfigError(
+            "num_speculative_tokens: needs a speculative_model, speculative_method or speculative_config"
+        )
+    else:
+        entries = []
+    if any(isinstance(e, Mapping) and e.get("method") == "none" for e in entries):
+        if len(entries) > 1 or len(_given(entries[0])) > 1:
+            raise ConfigError(
+                "speculative_config: method 'none' stands alone, with no other field or drafter"
+            )
+        return ()
+    return tuple(_build(entry, embedded) for entry in entries)
+
+
+def _given(entry: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in entry.items() if value is not None]
+
+
+def _entries(given: Any) -> list[Any]:
+    if isinstance(given, SpeculativeConfig | Mapping):
+        return [given]
+    loaded = to.from_json("speculative_config", given, "a mapping, a list of mappings, or their JSON text")
+    if loaded is None:
+        return []
+    if isinstance(loaded, Mapping):
+        return [loaded]
+    if isinstance(loaded, Sequence) and not isinstance(loaded, str | bytes):
+        return [
+            e if isinstance(e, SpeculativeConfig) else to.mapping("speculative_config", e) for e in loaded
+        ]
+    raise ConfigError(f"speculative_config: expected a mapping or a list of mappings, got {given!r}")
+
+
+def _build(entry: Any, embedded: bool) -> SpeculativeConfig:
+    if isinstance(entry, SpeculativeConfig):
+        return entry
+    if embedded and entry.get("method") in ("draft_model", "draft") and entry.get("model") is None:
+        entry = {**entry, "model": str(_embedded("draft"))}  # the embedded target comes with its draft model
+    return SpeculativeConfig.from_dict(entry)
+
+
+def _notes(
+    config: EngineConfig, given: Mapping[str, Any], speculative: tuple[SpeculativeConfig, ...]
+) -> list[str]:
+    notes = []
+    if config.enforce_eager:
+        notes.append("enforce_eager has no effect: nothing is captured in graphs")
+    if config.async_scheduling:
+        notes.append("async_scheduling has no effect: a step is scheduled when the one before it is done")
+    if config.cudagraph_capture_sizes is not None:
+        notes.append("cudagraph_capture_sizes has no effect: nothing is captured in graphs")
+    if config.compilation_config is not None:
+        notes.append("compilation_config has no effect: models are not compiled")
+    if config.distributed_executor_backend is not None:
+        notes.append("distributed_executor_backend has no effect: there is one rank")
+    if config.served_model_name is not None:
+        notes.append("served_model_name has no effect: it names the model of the HTTP server")
+    if "gpu_memory_utilization" in given and config.device == "cpu":
+        notes.append("gpu_memory_utilization has no effect on the CPU: use kv_cache_memory or num_kv_blocks")
+    for spec in speculative:
+        notes.extend(spec.notes)
+    return notes

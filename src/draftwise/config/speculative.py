@@ -1,0 +1,316 @@
+"""`SpeculativeConfig`: one drafter, as the user's ``speculative_config`` describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Self
+
+from draftwise.config import coerce as to
+from draftwise.config.coerce import option
+from draftwise.config.methods import CHAIN_METHODS, MODELLESS_METHODS, detect_method, resolve_method
+from draftwise.errors import ConfigError, suggest
+
+MAX_DRAFT = 63
+"""Most draft tokens of one step: `draftwise.types.MAX_TREE_NODES`, again because that module needs torch."""
+
+RULES = ("rejection", "block", "coupled", "typical", "synthetic")
+_RULE_ALIASES = {
+    "standard": "rejection",
+    "rejection_sampler": "rejection",
+    "typical_acceptance_sampler": "typical",
+}
+
+
+class _Unset(int):
+    """An int that was not given; told from a given one by identity, and never left in a resolved config."""
+
+
+_UNSET: int = _Unset(0)
+_DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "synthetic": 4}
+_ONLY_FOR = {"prompt_lookup_max": ("ngram",), "prompt_lookup_min": ("ngram",)}
+
+
+def _ranges(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
+    """[(first batch size, last batch size, K)], ranges in rising order without overlap; K may be 0."""
+    what = "a list of [from, to, K]"
+    rows: tuple[tuple[int, ...], ...] = to.sequence_of(to.sequence_of(to.integer(0), what), what)(name, value)
+    last = 0
+    for row in rows:
+        if len(row) != 3 or not last < row[0] <= row[1] or row[2] > MAX_DRAFT:
+            raise ConfigError(
+                f"{name}: expected [from, to, K] with rising, separate batch sizes >= 1 and K in "
+                f"0..{MAX_DRAFT}, got {list(row)!r}"
+            )
+        last = row[1]
+    if not rows:
+        raise ConfigError(f"{name}: expected at least one [from, to, K], got an empty list")
+    return tuple((first, final, k) for first, final, k in rows)
+
+
+def _tree(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Paths of child ranks as a tuple of tuples, checked by the tree parser."""
+    from draftwise.propose.tree_spec import parse_tree  # late: the package of proposers needs torch
+
+    if isinstance(value, str):
+        import ast
+
+        try:
+            value = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ConfigError(
+                f"{name}: expected a list of paths such as [[0], [1], [0, 0]], got {value!r}"
+            ) from None
+    what = "a list of paths such as [[0], [1], [0, 0]]"
+    paths: tuple[tuple[int, ...], ...] = to.sequence_of(to.sequence_of(to.integer(0), what), what)(name, value)
+    parse_tree(paths)
+    return paths
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """One drafter. Validated, and missing values resolved, on construction.
+
+    ``SpeculativeConfig.from_dict`` takes the same fields as a dict or a JSON object.
+
+    Raises:
+        ConfigError: a value is out of range, a field contradicts another, or asks for what is not supported
+            yet.
+    """
+
+    method: str = option(
+        "auto", to.string, "ngram, draft_model, synthetic, a registered name or a dotted path"
+    )
+    model: str | None = option(None, to.string, "the draft model: local folder or hub id")
+    num_speculative_tokens: int = option(_UNSET, to.integer(1, MAX_DRAFT), "draft tokens per step (K)")
+    draft_tensor_parallel_size: int | None = option(None, to.integer(1), "ranks of the draft model; 1")
+    max_model_len: int | None = option(
+        None, to.size(), "the drafter's context; beyond it drafting is skipped"
+    )
+    quantization: str | None = option(None, to.string, "quantisation of the draft model")
+    revision: str | None = option(None, to.string, "revision of the draft model on the hub")
+    enforce_eager: bool = option(False, to.boolean, "do not capture the drafter in graphs")
+    prompt_lookup_max: int | None = option(None, to.integer(1), "ngram: longest suffix looked up (5)")
+    prompt_lookup_min: int | None = option(None, to.integer(1), "ngram: shortest suffix looked up (5)")
+    parallel_drafting: bool = option(False, to.boolean, "draft all tokens in one pass (PARD)")
+    use_heterogeneous_vocab: bool = option(False, to.boolean, "allow a draft model with another vocabulary")
+    disable_padded_drafter_batch: bool = option(False, to.boolean, "do not pad the drafter's batch")
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = option(
+        None, _ranges, "[(from, to, K)]: K by the number of running requests"
+    )
+    suffix_decoding_max_tree_depth: int | None = option(None, to.integer(1), "suffix: deepest match")
+    suffix_decoding_max_cached_requests: int | None = option(None, to.integer(0), "suffix: outputs kept")
+    suffix_decoding_max_spec_factor: float | None = option(
+        None, to.number(0, 1e6), "suffix: tokens per match length"
+    )
+    suffix_decoding_min_token_prob: float | None = option(None, to.number(0, 1), "suffix: least frequency")
+    rejection_sample_method: str | None = option(
+        None, to.choice(*RULES, aliases=_RULE_ALIASES), "standard, block, coupled, typical or synthetic"
+    )
+    synthetic_acceptance_rates: tuple[float, ...] | None = option(
+        None, to.sequence_of(to.number(0, 1), "a list of rates"), "forced acceptance per draft position"
+    )
+    synthetic_acceptance_length: float | None = option(
+        None, to.number(1, MAX_DRAFT + 1), "forced mean acceptance length, in [1, K + 1]"
+    )
+    draft_sample_method: str = option(
+        "probabilistic", to.choice("probabilistic", "greedy"), "how a drafter picks its tokens when sampling"
+    )
+    speculative_token_tree: tuple[tuple[int, ...], ...] | None = option(
+        None, _tree, "static tree: list of paths of child ranks"
+    )
+    draft_model_config: dict[str, Any] | None = option(None, to.mapping, "settings of extract_hidden_states")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | str | SpeculativeConfig) -> Self:
+        """Build from a mapping or the JSON text of one; None stands for a field that is not given."""
+        if isinstance(values, cls):
+            return values
+        given = to.mapping("speculative_config", values)
+        names = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"speculative_config: unknown field {name!r}{suggest(str(name), names)}")
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                if f.default is not None and f.default is not _UNSET:
+                    self._set(f.name, f.default)
+                elif f.default is _UNSET:
+                    self._set(f.name, _UNSET)
+            elif value is not f.default:
+                self._set(f.name, f.metadata["to"](f"speculative_config.{f.name}", value))
+        self._resolve_method()
+        self._refuse_unsupported()
+        self._refuse_contradictions()
+        self._resolve_num_tokens()
+        self._resolve_lookup()
+        self._check_synthetic()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    # ------------------------------------------------------------------------------ what is asked of a config
+
+    @property
+    def rule(self) -> str | None:
+        """The acceptance rule chosen for every request of the engine, or None: then each request's own
+        default holds (greedy at temperature 0, `coupled` with a seed, `rejection` otherwise)."""
+        return self.rejection_sample_method
+
+    @property
+    def acceptance_rates(self) -> tuple[float, ...] | None:
+        """Rule ``synthetic``: the chance that draft positions 0..i are accepted, [K] and non-increasing; else None.
+
+        A length L gives sum(rates) = L - 1, certain positions first: L = 2.6, K = 3 -> (1.0, 0.6, 0.0).
+        """
+        if self.rejection_sample_method != "synthetic":
+            return None
+        if self.synthetic_acceptance_rates is not None:
+            return self.synthetic_acceptance_rates
+        assert self.synthetic_acceptance_length is not None
+        left = self.synthetic_acceptance_length - 1.0
+        return tuple(round(min(max(left - i, 0.0), 1.0), 12) for i in range(self.num_speculative_tokens))
+
+    def num_tokens_at(self, batch_size: int) -> int:
+        """K for a batch of this many running requests; outside the table `num_speculative_tokens`."""
+        for first, last, k in self.num_speculative_tokens_per_batch_size or ():
+            if first <= batch_size <= last:
+                return k
+        return self.num_speculative_tokens
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Fields that are known but change nothing here, one sentence each."""
+        out = []
+        if self.enforce_eager:
+            out.append("speculative_config.enforce_eager has no effect: drafters are not captured in graphs")
+        if self.disable_padded_drafter_batch:
+            out.append(
+                "speculative_config.disable_padded_drafter_batch has no effect: drafter batches are ragged"
+            )
+        return tuple(out)
+
+    # -------------------------------------------------------------------------------------------- resolution
+
+    def _resolve_method(self) -> None:
+        if self.method == "auto":
+            if self.model is None:
+                raise ConfigError(
+                    "speculative_config: needs a method or a model; methods: ngram, draft_model"
+                )
+            self._set("method", detect_method(self.model, self.revision))
+        self._set("method", resolve_method(self.method))
+        if self.method in MODELLESS_METHODS:
+            if self.model is not None and self.model not in (self.method, f"[{self.method}]"):
+                raise ConfigError(
+                    f"speculative_config.model: {self.model!r} contradicts method {self.method!r}, "
+                    "which uses no model"
+                )
+            self._set("model", None)
+        elif self.method == "draft_model" and self.model is None:
+            raise ConfigError(
+                "speculative_config.model: method 'draft_model' needs a model (folder or hub id)"
+            )
+
+    def _refuse_unsupported(self) -> None:
+        if self.draft_tensor_parallel_size is not None and self.draft_tensor_parallel_size > 1:
+            raise ConfigError(
+                f"speculative_config.draft_tensor_parallel_size: {self.draft_tensor_parallel_size} is not "
+                "supported yet; only 1"
+            )
+        if self.quantization is not None:
+            raise ConfigError(f"speculative_config.quantization: {self.quantization!r} is not supported yet")
+        for name in ("parallel_drafting", "use_heterogeneous_vocab"):
+            if getattr(self, name):
+                raise ConfigError(f"speculative_config.{name}: not supported yet")
+
+    def _refuse_contradictions(self) -> None:
+        for f in fields(self):
+            methods = ("suffix",) if f.name.startswith("suffix_decoding_") else _ONLY_FOR.get(f.name)
+            if f.name == "draft_model_config":
+                methods = ("extract_hidden_states",)
+            if methods and getattr(self, f.name) is not None and self.method not in methods:
+                raise ConfigError(
+                    f"speculative_config.{f.name}: only for method {methods[0]!r}, not for {self.method!r}"
+                )
+        if self.speculative_token_tree is not None and self.method in CHAIN_METHODS:
+            raise ConfigError(
+                f"speculative_config.speculative_token_tree: method {self.method!r} drafts chains, "
+                "not trees; use num_speculative_tokens"
+            )
+
+    def _resolve_num_tokens(self) -> None:
+        table = self.num_speculative_tokens_per_batch_size
+        tree = self.speculative_token_tree
+        if self.num_speculative_tokens is _UNSET:
+            if tree is not None:
+                k = len(tree)
+            elif self.synthetic_acceptance_rates:
+                k = len(self.synthetic_acceptance_rates)
+            else:
+                k = max(max(row[2] for row in table), 1) if table else _DEFAULT_NUM_TOKENS.get(self.method, 4)
+            self._set("num_speculative_tokens", k)
+        k = self.num_speculative_tokens
+        if tree is not None and k != len(tree):
+            raise ConfigError(
+                f"speculative_config.num_speculative_tokens: {k} contradicts a speculative_token_tree of "
+                f"{len(tree)} nodes"
+            )
+        if table is not None and max(row[2] for row in table) > k:
+            raise ConfigError(
+                f"speculative_config.num_speculative_tokens_per_batch_size: its largest K is over "
+                f"num_speculative_tokens = {k}"
+            )
+
+    def _resolve_lookup(self) -> None:
+        if self.method != "ngram":
+            return
+        if self.prompt_lookup_max is None and self.prompt_lookup_min is None:
+            self._set("prompt_lookup_max", 5)
+            self._set("prompt_lookup_min", 5)
+        elif self.prompt_lookup_max is None:
+            self._set("prompt_lookup_max", self.prompt_lookup_min)
+        elif self.prompt_lookup_min is None:
+            self._set("prompt_lookup_min", self.prompt_lookup_max)
+        assert self.prompt_lookup_min is not None and self.prompt_lookup_max is not None
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config.prompt_lookup_min: {self.prompt_lookup_min} is over "
+                f"prompt_lookup_max = {self.prompt_lookup_max}"
+            )
+
+    def _check_synthetic(self) -> None:
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        given = "synthetic_acceptance_rates" if rates is not None else "synthetic_acceptance_length"
+        if self.rejection_sample_method != "synthetic":
+            if rates is not None or length is not None:
+                raise ConfigError(
+                    f"speculative_config.{given}: only with rejection_sample_method 'synthetic'"
+                )
+            return
+        if (rates is None) == (length is None):
+            raise ConfigError(
+                "speculative_config.rejection_sample_method: 'synthetic' needs exactly one of "
+                "synthetic_acceptance_rates and synthetic_acceptance_length"
+            )
+        k = self.num_speculative_tokens
+        if length is not None and length > k + 1:
+            raise ConfigError(
+                f"speculative_config.synthetic_acceptance_length: {length:g} is outside [1, {k + 1}] "
+                f"(num_speculative_tokens = {k})"
+            )
+        if rates is not None:
+            if len(rates) != k:
+                raise ConfigError(
+                    f"speculative_config.synthetic_acceptance_rates: {len(rates)} rates for "
+                    f"num_speculative_tokens = {k}"
+                )
+            if any(b > a for a, b in pairwise(rates)):
+                raise ConfigError(
+                    f"speculative_config.synthetic_acceptance_rates: must not increase, got {list(rates)!r}"
+                )
