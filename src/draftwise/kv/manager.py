@@ -1,0 +1,254 @@
+"""Slots for tokens: reserve before a step, commit what became real, give back the rest. Host only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from draftwise.kv.block_pool import BlockPool
+from draftwise.kv.prefix_cache import PrefixCache, block_digests, root_digest
+
+if TYPE_CHECKING:
+    from draftwise.types import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """Blocks now (``used + free == total``), and prefix-cache totals in tokens since the start."""
+
+    total_blocks: int
+    free_blocks: int  # cached ones included: they are evicted when needed
+    used_blocks: int
+    cached_blocks: int  # findable by a prefix, in use or not
+    prefix_queries: int  # tokens of admitted requests that asked the cache
+    prefix_hits: int  # of these, tokens that need not be computed
+
+
+class _Table:
+    """One request. ``committed <= committed + reserved <= len(blocks) * block_size`` at all times."""
+
+    __slots__ = ("blocks", "committed", "digest", "hashed", "queried", "reserved")
+
+    def __init__(self, blocks: list[int], committed: int, digest: bytes, queried: int) -> None:
+        self.blocks = blocks
+        self.committed = committed  # tokens whose K/V is written and final
+        self.reserved = 0  # tokens past `committed` that may be committed
+        self.digest = digest  # of block `hashed - 1`
+        self.hashed = len(blocks)  # leading blocks whose digest is known
+        self.queried = queried  # tokens asked of the prefix cache, not yet counted; -1: nothing to count
+
+
+class KVManager:
+    """Block tables of all requests, over one pool, with a prefix cache.
+
+    The life of a request (block size 4; ``#`` committed, ``r`` reserved, ``.`` room nobody asked for)::
+
+        open(7, [10 tokens])      |####|                  prefix hit: 4 tokens; 6 to compute
+        reserve(7, 6 + 2)         |####|rrrr|rrrr|        6 known tokens and 2 draft nodes: two new blocks
+        commit(7, 7, tokens)      |####|####|###r|        one draft accepted; block 1 is hashed
+        reserve(7, 3)             |####|####|###r|rr..|   root + 2 nodes: one block more
+        commit(7, 1, tokens)      |####|####|####|rr..|   nothing accepted; block 2 is hashed
+        trim(7)                   |####|####|####|        the surplus block goes back
+        release(7)                                        all back, the last block first
+
+    Only committed tokens are ever hashed, a block when its last slot is committed. Not thread-safe.
+    Methods that take a ``rid`` raise KeyError for one that is not open.
+    """
+
+    __slots__ = (
+        "_cache",
+        "_hits",
+        "_pool",
+        "_queries",
+        "_tables",
+        "block_size",
+        "enable_prefix_caching",
+        "num_blocks",
+    )
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache(block_size)
+        self._tables: dict[int, _Table] = {}
+        self._queries = 0
+        self._hits = 0
+
+    # ------------------------------------------------------------------------------------ a request's life
+
+    def match_prefix(self, token_ids_np: IntArray, *, salt: str | None = None) -> int:
+        """Tokens of ``token_ids_np`` [n] that `open` would find cached; changes nothing.
+
+        A multiple of the block size, and at least one token is left to compute.
+        """
+        if not self.enable_prefix_caching:
+            return 0
+        return len(self._cache.match(token_ids_np, salt)[0]) * self.block_size
+
+    def open(
+        self, rid: int, token_ids_np: IntArray, *, salt: str | None = None, use_cache: bool = True
+    ) -> tuple[int, tuple[int, ...]]:
+        """Start (or resume) a request with ``token_ids_np`` [n] known tokens, n >= 1.
+
+        Takes a reference on every cached block of its prefix, which cannot fail: no block is allocated.
+        ``use_cache=False`` computes everything anew (prompt log-probabilities need it); what it computes is
+        still registered for others. Returns (num_computed, block_ids); ValueError if ``rid`` is open already.
+        """
+        if rid in self._tables:
+            raise ValueError(f"request {rid} is open already")
+        if len(token_ids_np) == 0:
+            raise ValueError(f"request {rid} has no tokens")
+        blocks: list[int] = []
+        digest = root_digest(salt)
+        queried = -1
+        if self.enable_prefix_caching and use_cache:
+            blocks, digest = self._cache.match(token_ids_np, salt)
+            queried = len(token_ids_np)
+            for block in blocks:
+                self._pool.acquire(block)
+        committed = len(blocks) * self.block_size
+        self._tables[rid] = _Table(blocks, committed, digest, queried)
+        return committed, tuple(blocks)
+
+    def reserve(self, rid: int, n: int) -> tuple[int, ...] | None:
+        """Make room for n tokens past the committed ones: known tokens, draft nodes, the drafter's lookahead.
+
+        Returns the ids of blocks appended to the request's table (none if it has the room already), or None
+        if there are too few free blocks; then nothing changed. What an earlier call reserved stays reserved:
+        the room is the larger of the two.
+        """
+        table = self._tables[rid]
+        if n <= table.reserved:
+            return ()
+        short = -(-(table.committed + n) // self.block_size) - len(table.blocks)
+        added: list[int] = []
+        if short > 0:
+            if short > self._pool.num_free:
+                return None
+            added = self._pool.allocate(short)
+            for block in added:
+                self._cache.forget(block)
+            table.blocks += added
+        table.reserved = n
+        if table.queried >= 0:
+            # Counted here and not in `open`: an admission that found no room is tried again, and counts once.
+            self._queries += table.queried
+            self._hits += table.committed
+            table.queried = -1
+        return tuple(added)
+
+    def commit(self, rid: int, n: int, token_ids_np: IntArray) -> None:
+        """The first n reserved tokens are real: their K/V is written and they will not be taken back.
+
+        ``token_ids_np``: all known tokens of the request, at least ``num_committed + n``. Blocks that became
+        full are hashed. ValueError if n tokens were not reserved (nothing changes). What was reserved beyond
+        n stays reserved.
+        """
+        table = self._tables[rid]
+        committed = table.committed + n
+        if not 0 <= n <= table.reserved:
+            raise ValueError(f"request {rid}: commit({n}) with {table.reserved} tokens reserved")
+        if committed > len(token_ids_np):
+            raise ValueError(f"request {rid}: {committed} tokens committed of {len(token_ids_np)} known ones")
+        table.committed = committed
+        table.reserved -= n
+        full = committed // self.block_size
+        if full > table.hashed and self.enable_prefix_caching:
+            digests = block_digests(table.digest, token_ids_np, self.block_size, table.hashed, full)
+            for block, digest in zip(table.blocks[table.hashed : full], digests, strict=True):
+                self._cache.register(digest, block)
+            table.hashed = full
+            table.digest = digests[-1]
+
+    def trim(self, rid: int) -> int:
+        """Give back blocks beyond those that committed tokens touch. Returns how many are kept."""
+        table = self._tables[rid]
+        keep = -(-table.committed // self.block_size)
+        while len(table.blocks) > keep:
+            self._pool.release(table.blocks.pop(), retain=False)  # never hashed: nothing in it is committed
+        table.reserved = min(table.reserved, keep * self.block_size - table.committed)
+        return keep
+
+    def release(self, rid: int) -> None:
+        """Give everything back. Hashed blocks stay findable until they are evicted.
+
+        The last block first: of one request's blocks the end is evicted before the beginning, which more
+        requests share and without which the end cannot be found.
+        """
+        table = self._tables.pop(rid)
+        for block in reversed(table.blocks):
+            self._pool.release(block, retain=block in self._cache)
+
+    # ------------------------------------------------------------------------------------------- questions
+
+    def num_committed(self, rid: int) -> int:
+        return self._tables[rid].committed
+
+    def num_reserved(self, rid: int) -> int:
+        """Tokens past the committed ones that `commit` would take now."""
+        return self._tables[rid].reserved
+
+    def block_ids(self, rid: int) -> tuple[int, ...]:
+        """The request's block table: token t stands in block ``ids[t // block_size]``, at ``t % block_size``."""
+        return tuple(self._tables[rid].blocks)
+
+    def is_open(self, rid: int) -> bool:
+        return rid in self._tables
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, cached ones that nobody uses included."""
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self._pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0..1."""
+        return self.num_used / self.num_blocks
+
+    def stats(self) -> KVStats:
+        free = self._pool.num_free
+        return KVStats(
+            self.num_blocks, free, self.num_blocks - free, len(self._cache), self._queries, self._hits
+        )
+
+    # ------------------------------------------------------------------------------------------ the engine
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes (the weights changed, say).
+
+        False, and nothing is forgotten, while any request is open: its blocks would go on being valid for
+        it but not for others, and it would hash new ones on top of them.
+        """
+        if self._tables:
+            return False
+        self._cache.clear()
+        self._pool.drop_retained()
+        return True
+
+    def check_integrity(self) -> None:
+        """AssertionError that names what is wrong with counts, free lists, tables or hashes."""
+        for rid, table in self._tables.items():
+            room = len(table.blocks) * self.block_size
+            assert 0 <= table.committed <= table.committed + table.reserved <= room, (
+                f"request {rid}: {table.committed} committed + {table.reserved} reserved in {room} slots"
+            )
+            full = table.committed // self.block_size
+            assert not self.enable_prefix_caching or table.hashed == full, (
+                f"request {rid}: {table.hashed} blocks hashed, {full} are full"
+            )
+            for block in table.blocks[table.hashed :]:
+                assert block not in self._cache, f"request {rid}: block {block} is hashed but not full"
+        self._pool.check_integrity(table.blocks for table in self._tables.values())
+        self._cache.check_integrity(set(self._pool.retained()), self._pool.ref_counts)

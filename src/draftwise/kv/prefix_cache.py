@@ -1,0 +1,119 @@
+"""Which block holds which tokens: a map from the hash of a block and all that precedes it to a block id."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from draftwise.types import IntArray
+
+DIGEST_BYTES = 16
+_PERSON = b"draftwise.kv"
+
+
+def root_digest(salt: str | None) -> bytes:
+    """What the first block's hash is chained to. Requests with different salts share nothing.
+
+    ``None`` and the empty string are different salts.
+    """
+    data = b"" if salt is None else b"=" + salt.encode()
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=_PERSON).digest()
+
+
+def block_digests(
+    parent: bytes, token_ids_np: IntArray, block_size: int, first: int, last: int
+) -> list[bytes]:
+    """Digests of blocks ``first..last - 1`` of a sequence, chained to the digest of block ``first - 1``.
+
+    A digest covers everything up to the end of its block, so equal digests mean equal K/V. It is a
+    128-bit BLAKE2b and not Python's hash: nobody can build a prompt that collides with another user's.
+
+    Example (block_size 2, tokens 7 8 9 4 5): blocks 0 and 1 are full; digest 1 = H(H(root, 7 8), 9 4).
+    """
+    chunk = token_ids_np[first * block_size : last * block_size]
+    if chunk.dtype != np.int32:  # hash values, not the way they happen to be stored
+        chunk = chunk.astype(np.int32)
+    data = memoryview(chunk.tobytes())
+    stride = 4 * block_size
+    out = []
+    for start in range(0, len(data), stride):
+        hasher = hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=_PERSON)
+        hasher.update(data[start : start + stride])
+        parent = hasher.digest()
+        out.append(parent)
+    return out
+
+
+class PrefixCache:
+    """Digest -> block, one to one.
+
+    When two requests compute the same block, the first one to register it stays; the other's block is
+    private and becomes blank when it is released. Blocks that follow it are still registered under their
+    own digests, which name contents and not neighbours, so nothing downstream is lost.
+    """
+
+    __slots__ = ("_blocks", "_digests", "block_size")
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._digests
+
+    def match(self, token_ids_np: IntArray, salt: str | None) -> tuple[list[int], bytes]:
+        """Blocks that hold the longest cached prefix, and the digest of the last one (the root's if none).
+
+        At least one token is left to compute, because a step needs the logits of the last one: of 8 tokens
+        in blocks of 4, only the first block can match.
+        """
+        limit = (len(token_ids_np) - 1) // self.block_size
+        digest = root_digest(salt)
+        found: list[int] = []
+        # Chunks, so that a miss early in a long prompt does not pay for hashing all of it.
+        while len(found) < limit:
+            first = len(found)
+            last = min(first + 16, limit)
+            for candidate in block_digests(digest, token_ids_np, self.block_size, first, last):
+                block = self._blocks.get(candidate)
+                if block is None:
+                    return found, digest
+                found.append(block)
+                digest = candidate
+        return found, digest
+
+    def register(self, digest: bytes, block: int) -> None:
+        """``block`` now holds what ``digest`` names, unless another block does already."""
+        assert block not in self._digests, f"block {block} is registered under another digest"
+        if digest not in self._blocks:
+            self._blocks[digest] = block
+            self._digests[block] = digest
+
+    def forget(self, block: int) -> None:
+        """The block's contents are about to be overwritten."""
+        digest = self._digests.pop(block, None)
+        if digest is not None:
+            del self._blocks[digest]
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._digests.clear()
+
+    def check_integrity(self, retained: Collection[int], ref_counts: list[int]) -> None:
+        """AssertionError if the two maps disagree, or a registered block is free but not retained."""
+        assert len(self._blocks) == len(self._digests), "the two directions of the hash map differ in size"
+        for digest, block in self._blocks.items():
+            assert self._digests.get(block) == digest, (
+                f"block {block} is mapped under a digest it does not hold"
+            )
+            assert ref_counts[block] > 0 or block in retained, f"block {block} is hashed but blank"
+        stray = [block for block in retained if block not in self._digests]
+        assert not stray, f"blocks {stray} are retained without a hash"
