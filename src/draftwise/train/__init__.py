@@ -1,0 +1,1 @@
+"""Training: the embedded demo models, hidden-state extraction and draft heads."""

@@ -1,0 +1,54 @@
+"""Command line of `draftwise train demo`. No torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from .demo_recipe import DemoRecipe, RunOptions, Schedule, recipe_from_json
+
+# What is left of a budget after these shares is for compiling, the last evaluation and the export.
+_JOINT_SHARE, _DISTIL_SHARE = 0.78, 0.17
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `draftwise train demo`."""
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two models")
+    parser.add_argument("--work", type=Path, help="folder for the checkpoint (default: OUT/work)")
+    parser.add_argument("--root", type=Path, help="library folder to learn from (default: this Python's own)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--budget-minutes", type=float, default=100.0, help="wall-clock time (default: 100)")
+    length.add_argument("--steps", type=int, help="steps of the target, instead of a time budget")
+    length.add_argument("--recipe", type=Path, help="repeat the recipe in this provenance.json")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: 0)")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    parser.add_argument("--threads", type=int, default=0, help="threads for torch (default: its own choice)")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile: half as fast")
+
+
+def options_from(args: argparse.Namespace) -> tuple[DemoRecipe, RunOptions]:
+    """Translate the command line."""
+    recipe = DemoRecipe(seed=args.seed)
+    budget = args.budget_minutes
+    if args.recipe:
+        recipe = recipe_from_json(json.loads(args.recipe.read_text(encoding="utf-8"))["recipe"])
+    elif args.steps:
+        decay = max(1, round(recipe.decay_share * args.steps))
+        distil = max(1, args.steps // 4)
+        recipe = replace(
+            recipe,
+            joint=Schedule(args.steps, decay),
+            long_steps=round(recipe.long_share * args.steps),
+            distil=Schedule(distil, distil, warmup_steps=1),
+        )
+    options = RunOptions(
+        work=args.work or args.out / "work",
+        root=args.root,
+        joint_minutes=budget * _JOINT_SHARE,
+        distil_minutes=budget * _DISTIL_SHARE,
+        resume=args.resume,
+        compile=not args.no_compile,
+    )
+    return recipe, options
