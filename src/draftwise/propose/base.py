@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
 from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOutput
 
 if TYPE_CHECKING:
+    from draftwise.propose.registry import ProposerContext
     from draftwise.sampling.state import SamplingState
 
 
@@ -51,10 +52,17 @@ class Proposer(ABC):
     capture_layers: tuple[int, ...] = ()
     """Target layers whose entering hidden states `observe` wants, see `TargetOutput.captured`."""
     has_storage: ClassVar[bool] = False
+    drafts_trees: ClassVar[bool] = False
+    """Whether `Speculation.tree` is honoured; other proposers are refused a tree by name."""
     observes: ClassVar[bool] = False
     """Whether `observe` is called though no layer is captured."""
     forward_time: float = 0.0
     """Seconds spent in this proposer's own forward passes; read and reset by the runner every step."""
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """Build the proposer for an engine. A class that needs settings or models takes them from ``context``."""
+        return cls()
 
     @abstractmethod
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
@@ -87,3 +95,6 @@ class Proposer(ABC):
     def memory_per_block(self) -> int:
         """Bytes of storage per block of tokens, counted into the cache plan."""
         return 0
+
+    def allocate(self, num_blocks: int) -> None:  # noqa: B027
+        """Make the storage, once, when the number of blocks of the cache is known."""

@@ -9,15 +9,15 @@ from typing import ClassVar, Self
 
 import numpy as np
 import torch
+
+from draftwise.errors import ConfigError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.registry import ProposerContext
 from draftwise.sampling.draw import draft_tokens
 from draftwise.sampling.logits import LogitsRow
-
-from draftwise.errors import ConfigError
-from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.propose.base import DraftRow, Proposer
 from draftwise.types import EMPTY_PROPOSAL, Proposal, chain
 
 _CATCH_UP_ROWS = 2048
@@ -49,7 +49,6 @@ class DraftModelProposer(Proposer):
     def __init__(
         self,
         model: DecoderModel,
-        storage: KVStorage,
         *,
         block_size: int,
         max_model_len: int,
@@ -58,7 +57,7 @@ class DraftModelProposer(Proposer):
         """``max_model_len``: no token at this position or later is fed to the drafter; drafting stops there.
         ``sample_method``: "probabilistic" draws from the drafter's distribution, "greedy" takes its argmax."""
         self._model = model
-        self._storage = storage
+        self._storage: KVStorage | None = None  # see `allocate`
         self._block_size = block_size
         self._max_len = min(max_model_len, model.config.max_model_len)
         self._sample_method = sample_method
@@ -78,13 +77,9 @@ class DraftModelProposer(Proposer):
                 f"the draft model {config.model!r} has a vocabulary of {model.config.vocab_size} tokens, the target "
                 f"one of {context.vocab_size}; they must be the same"
             )
-        storage = KVStorage(
-            model.kv_layout(), context.num_blocks, context.block_size, model.dtype, context.device
-        )
         limit = min(config.max_model_len or context.max_model_len, context.max_model_len)
         return cls(
             model,
-            storage,
             block_size=context.block_size,
             max_model_len=limit,
             sample_method=config.draft_sample_method or "probabilistic",
@@ -163,7 +158,8 @@ class DraftModelProposer(Proposer):
     def _forward(self, inputs: Sequence[RowInput]) -> torch.Tensor:
         """One pass; hidden states of the last row of each request [R, H]."""
         start = time.perf_counter()
-        batch = build_step_input(inputs, self._block_size, self._storage.device)
+        assert self._storage is not None, "allocate comes before propose"
+        batch = build_step_input(inputs, self._block_size, self._model.device)
         hidden = self._model.forward(batch, self._storage).hidden
         if hidden.shape[0] != len(inputs):
             ends = batch.attention.query_start_np[1:].astype(np.int64) - 1
@@ -232,4 +228,13 @@ class DraftModelProposer(Proposer):
         return 0 if draft is None else draft.stored
 
     def move_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        assert self._storage is not None
         self._storage.move(src, dst)
+
+    def memory_per_block(self) -> int:
+        return KVStorage.bytes_per_block(self._model.kv_layout(), self._block_size, self._model.dtype)
+
+    def allocate(self, num_blocks: int) -> None:
+        self._storage = KVStorage(
+            self._model.kv_layout(), num_blocks, self._block_size, self._model.dtype, self._model.device
+        )

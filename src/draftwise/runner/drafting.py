@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from draftwise.kv.storage import KVStorage
 
+from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.runner.rows import DrafterFill, Row
 from draftwise.types import EMPTY_PROPOSAL, MAX_TREE_NODES, Proposal, StepInput, TargetOutput

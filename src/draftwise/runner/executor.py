@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.sampling.logprobs import token_logprobs
-from draftwise.sampling.params import SamplingParams
-from draftwise.sampling.state import SamplingState
-from draftwise.verify.base import SyntheticAcceptance, VerifyRequest, verify_batch
-
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import Proposer
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.rows import Row
+from draftwise.sampling.logprobs import token_logprobs
+from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.state import SamplingState
 from draftwise.types import (
     EMPTY_PROPOSAL,
     NewRequest,
@@ -31,6 +30,7 @@ from draftwise.types import (
     TokenLogprobs,
     Verification,
 )
+from draftwise.verify.base import SyntheticAcceptance, VerifyRequest, verify_batch
 
 
 class Executor(ABC):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from draftwise.sampling.state import SamplingState
 
+from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from draftwise.sampling.params import SamplingParams
 
+from draftwise.sampling.params import SamplingParams
 from draftwise.types import IntArray, Speculation, TokenLogprobs
 
 
@@ -60,6 +60,18 @@ class SpeculationCounts:
             per_pos.append(0)
         for i in range(accepted):
             per_pos[i] += 1
+
+    def merge(self, other: SpeculationCounts) -> None:
+        """Add another's counts to these."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        missing = len(other.num_accepted_tokens_per_pos) - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        for i, n in enumerate(other.num_accepted_tokens_per_pos):
+            self.num_accepted_tokens_per_pos[i] += n
+        for method, n in other.steps_by_method.items():
+            self.steps_by_method[method] = self.steps_by_method.get(method, 0) + n
 
 
 class Request:

@@ -6,10 +6,9 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftwise.kv.manager import KVManager
-
 from draftwise.adapt.controller import Controller
 from draftwise.errors import RequestError
+from draftwise.kv.manager import KVManager
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, StepTrace
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult
 
@@ -304,7 +303,8 @@ class Scheduler:
             if request.num_output >= request.params.min_tokens and token in request.stop_token_ids:
                 if token in request.params.stop_token_ids:
                     request.stop_reason = token
-                if request.sink is not None:
+                # The stop token is delivered as an id; its text only if the user wants it.
+                if request.sink is not None and request.params.include_stop_str_in_output:
                     request.sink.push(token)
                 return i + 1, "stop"
             if request.sink is not None:

@@ -1,0 +1,244 @@
+"""`AsyncLLM`: the asynchronous facade. The core runs in a thread of its own; requests come and go at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from draftwise.config import EngineConfig, resolve_engine_config
+from draftwise.engine.builder import Engine, build_engine, tokenizer_of
+from draftwise.engine.group import RequestGroup
+from draftwise.engine.llm import engine_stats, render_chat
+from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
+from draftwise.engine.processor import Prompt
+from draftwise.errors import EngineDeadError, RequestError
+from draftwise.sampling.params import SamplingParams
+
+logger = logging.getLogger("draftwise")
+
+
+class _Stream:
+    """Wakes the reader of one group. What is new is read off the group when the reader comes: a slow reader gets
+    fewer, larger pieces, and nothing piles up for it."""
+
+    def __init__(self, group: RequestGroup, loop: asyncio.AbstractEventLoop) -> None:
+        self.group = group
+        self._loop = loop
+        self._event = asyncio.Event()
+
+    def wake(self) -> None:
+        """Called from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._event.set)
+        except RuntimeError:
+            pass  # the reader's event loop is closed: nobody waits any more
+
+    async def wait(self) -> None:
+        await self._event.wait()
+        self._event.clear()
+
+
+class AsyncLLM:
+    """A model and its drafters behind an asynchronous interface; takes the arguments of `LLM`.
+
+    async for output in engine.generate("def main(", SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, *, keep_trace: bool = False, **options: Any) -> None:
+        self._engine: Engine = build_engine(
+            resolve_engine_config(model=model, **options), keep_trace=keep_trace
+        )
+        self._streams: dict[str, _Stream] = {}
+        self._by_rid: dict[int, _Stream] = {}
+        self._wakeup = threading.Condition(self._engine.core.lock)
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="draftwise-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------ generating
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one prompt as they come: cumulative, pieces ("delta") or only the last ("final_only"), as
+        ``sampling_params.output_kind`` says. Leaving the iteration early, or cancelling the task, aborts the request.
+
+        Raises RequestError for an invalid request, EngineDeadError if the engine fails.
+        """
+        params = sampling_params or SamplingParams()
+        stream = self._submit(prompt, params, request_id, priority)
+        group, kind = stream.group, params.output_kind
+        try:
+            while True:
+                await stream.wait()
+                with self._engine.core.lock:
+                    if self._failure is not None and not group.finished:
+                        raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
+                    finished = group.finished
+                    if not finished and kind == "final_only":
+                        continue
+                    output = group.output(kind)
+                yield output
+                if finished:
+                    return
+        finally:
+            self._forget(group)
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
+    ) -> _Stream:
+        with self._wakeup:
+            self._check_alive()
+            group = self._engine.processor.group(prompt, params, request_id, priority)
+            if group.request_id in self._streams:
+                raise RequestError(f"request id {group.request_id!r} is in use")
+            for request in group.requests:
+                self._engine.core.scheduler.check(request.num_prompt, request.max_total)
+            stream = _Stream(group, asyncio.get_running_loop())
+            self._streams[group.request_id] = stream
+            for request in group.requests:
+                self._by_rid[request.rid] = stream
+                self._engine.core.add(request)
+            self._wakeup.notify()
+        return stream
+
+    def _forget(self, group: RequestGroup) -> None:
+        """The reader is gone: abort what still runs."""
+        with self._wakeup:
+            self._streams.pop(group.request_id, None)
+            for request in group.requests:
+                self._by_rid.pop(request.rid, None)
+                self._engine.core.cancel(request.rid)
+            self._wakeup.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request; its iterator ends with ``finish_reason == "abort"``. False if it is not running."""
+        with self._wakeup:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                return False
+            stopped = [self._engine.core.cancel(r.rid) for r in stream.group.requests]
+            stream.wake()
+            self._wakeup.notify()
+            return any(stopped)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Messages -> a prompt of token ids, as the model's chat template says. Raises RequestError."""
+        return render_chat(
+            tokenizer_of(self._engine),
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+        )
+
+    # ----------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        core = self._engine.core
+        try:
+            while True:
+                with self._wakeup:
+                    while not core.has_work and not self._closing:
+                        self._wakeup.wait()
+                    if self._closing:
+                        return
+                updates = core.step()
+                with self._wakeup:
+                    touched = {self._by_rid.get(u.request.rid) for u in updates if u.num_new or u.finished}
+                for stream in touched:
+                    if stream is not None:
+                        stream.wake()
+        except BaseException as error:
+            logger.exception("the engine failed")
+            with self._wakeup:
+                self._failure = error
+        finally:
+            with self._wakeup:
+                streams = list(self._streams.values())
+            for stream in streams:
+                stream.wake()
+
+    # ------------------------------------------------------------------------------------------ inspection
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def guarantees(self) -> Guarantees:
+        """Which promises hold for this engine as configured."""
+        return self._engine.guarantees
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self._engine.processor.max_model_len
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are accepted."""
+        return self._failure is None and not self._closing
+
+    def get_tokenizer(self) -> Any:
+        """The Transformers tokenizer."""
+        return tokenizer_of(self._engine)
+
+    def stats(self) -> EngineStats:
+        """Blocks, queue and totals now."""
+        return engine_stats(self._engine)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False while requests hold some."""
+        with self._engine.core.lock:
+            return self._engine.core.scheduler.kv.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the engine's books do not agree."""
+        self._engine.core.check_integrity()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
+        if self._closing:
+            raise EngineDeadError("the engine was closed")
+
+    # ------------------------------------------------------------------------------------------ life cycle
+
+    def close(self) -> None:
+        """Stop: running requests end with EngineDeadError at their readers. Closing twice is fine."""
+        with self._wakeup:
+            if self._closing:
+                return
+            self._closing = True
+            if self._failure is None:
+                self._failure = EngineDeadError("the engine was closed")
+            self._wakeup.notify()
+        self._thread.join()
+        self._engine.core.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,236 @@
+"""Builds an engine from its configuration: models, drafters, cache size, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftwise.adapt.controller import StaticController
+from draftwise.config import EngineConfig
+from draftwise.engine.core import EngineCore
+from draftwise.engine.outputs import Guarantees
+from draftwise.engine.processor import Processor
+from draftwise.errors import ConfigError
+from draftwise.kv.manager import KVManager
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.loader import load_model
+from draftwise.models.tokenizer import load_tokenizer
+from draftwise.propose.base import Proposer
+from draftwise.propose.registry import ProposerContext, resolve_proposer
+from draftwise.runner.executor import LocalExecutor
+from draftwise.sched.scheduler import Scheduler, SchedulerConfig
+from draftwise.verify.base import SyntheticAcceptance
+
+logger = logging.getLogger("draftwise")
+
+_CPU_CACHE_LIMIT = 4 << 30
+"""Bytes of K/V cache on a CPU, at most, unless the user asks for more."""
+_FLOAT32_LIMIT = 1 << 30
+"""Models under this many bytes in float32 run in float32 on a CPU when dtype is "auto"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the facades share."""
+
+    config: EngineConfig
+    core: EngineCore
+    processor: Processor
+    model: DecoderModel
+    guarantees: Guarantees
+    kv_cache_bytes: int
+
+
+def build_engine(
+    config: EngineConfig, clock: Callable[[], float] = time.perf_counter, *, keep_trace: bool = False
+) -> Engine:
+    """Load everything a config names. Raises ConfigError or ModelLoadError."""
+    assert config.model is not None, "resolve_engine_config names the embedded model"
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = torch.device(config.device)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    model = load_model(
+        config.model,
+        dtype=dtype or _auto_dtype(config, device),
+        device=device,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    max_model_len = _model_len(config, model)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(
+            config.tokenizer or config.model,
+            revision=config.tokenizer_revision or config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    proposers = _load_proposers(config, model, max_model_len, device)
+    num_blocks, block_bytes = _num_blocks(config, model, list(proposers.values()), max_model_len, device)
+    capacity = num_blocks * config.block_size
+    if capacity < max_model_len:
+        if config.max_model_len is not None:
+            logger.warning(
+                "the KV cache has room for %d tokens, max_model_len is %d: longer requests are refused",
+                capacity,
+                max_model_len,
+            )
+        else:
+            max_model_len = capacity
+    storage = KVStorage(model.kv_layout(), num_blocks, config.block_size, model.dtype, device)
+    for proposer in proposers.values():
+        proposer.allocate(num_blocks)
+
+    executor = LocalExecutor(
+        model,
+        storage,
+        proposers,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        device=device,
+        synthetic=_synthetic(config),
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs or 64,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            chunked_prefill=config.enable_chunked_prefill,
+        ),
+        KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
+        StaticController({d.method: d.num_speculative_tokens_per_batch_size or () for d in config.drafters}),
+        clock,
+    )
+    processor = Processor(
+        model.config,
+        tokenizer,
+        config.drafters,
+        proposers,
+        default_method=config.default_method,
+        max_model_len=max_model_len,
+        seed=config.seed,
+        clock=clock,
+        keep_trace=keep_trace,
+    )
+    if not config.speculative:
+        logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")
+    return Engine(
+        config=config,
+        core=EngineCore(scheduler, executor, clock),
+        processor=processor,
+        model=model,
+        guarantees=_guarantees(model, config),
+        kv_cache_bytes=num_blocks * block_bytes,
+    )
+
+
+def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | None:
+    """None: the checkpoint's own. On a CPU a small model runs in float32: torch's bfloat16 products are slower
+    there for few rows, and their rounding depends on the number of rows, so that greedy text would, rarely, differ
+    with and without speculation."""
+    if device.type != "cpu":
+        return None
+    from draftwise.models.loader import checkpoint_num_parameters
+
+    assert config.model is not None
+    return torch.float32 if checkpoint_num_parameters(config.model) * 4 <= _FLOAT32_LIMIT else None
+
+
+def _model_len(config: EngineConfig, model: DecoderModel) -> int:
+    limit = model.config.max_model_len
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is more than the model's own limit of {limit} positions"
+        )
+    return config.max_model_len
+
+
+def _load_proposers(
+    config: EngineConfig, model: DecoderModel, max_model_len: int, device: torch.device
+) -> dict[str, Proposer]:
+    proposers: dict[str, Proposer] = {}
+    for spec in config.drafters:
+        context = ProposerContext(
+            speculative=spec,
+            target_config=model.config,
+            target_model=model,
+            block_size=config.block_size,
+            dtype=model.dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs or 64,
+            vocab_size=model.config.vocab_size,
+        )
+        proposers[spec.method] = resolve_proposer(spec.method).create(context)
+    return proposers
+
+
+def _num_blocks(
+    config: EngineConfig,
+    model: DecoderModel,
+    proposers: Sequence[Proposer],
+    max_model_len: int,
+    device: torch.device,
+) -> tuple[int, int]:
+    """Blocks of the cache, and bytes of one (target and drafters). Raises ConfigError if none fits."""
+    block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, model.dtype)
+    block_bytes += sum(p.memory_per_block() for p in proposers)
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks, block_bytes
+    # More than every sequence at full length is never used.
+    useful = (config.max_num_seqs or 64) * -(-max_model_len // config.block_size)
+    if config.kv_cache_memory is not None:
+        blocks = config.kv_cache_memory // block_bytes
+        if blocks < 1:
+            raise ConfigError(
+                f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, "
+                f"which takes {block_bytes} bytes"
+            )
+        return blocks, block_bytes
+    memory = _free_memory(config, device)
+    return max(1, min(useful, memory // block_bytes)), block_bytes
+
+
+def _free_memory(config: EngineConfig, device: torch.device) -> int:
+    """Bytes the cache may take when the user does not say."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - config.gpu_memory_utilization) * total))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_CPU_CACHE_LIMIT, available // 4)
+
+
+def _synthetic(config: EngineConfig) -> SyntheticAcceptance | None:
+    for spec in config.drafters:
+        if spec.acceptance_rates is not None:
+            return SyntheticAcceptance(spec.acceptance_rates)
+    return None
+
+
+def _guarantees(model: DecoderModel, config: EngineConfig) -> Guarantees:
+    reasons: list[str] = []
+    rules = {d.rule for d in config.drafters}
+    lossy = rules & {"typical", "synthetic"}
+    if lossy:
+        reasons.append(f"rule {sorted(lossy)[0]!r} changes the distribution")
+    reasons.append(
+        "plain torch products round differently for different numbers of rows: outputs are equal in distribution, "
+        "and equal in text unless two tokens tie within rounding"
+    )
+    return Guarantees(lossless=not lossy, same_bits=False, same_seed_same_text=False, reasons=tuple(reasons))
+
+
+def tokenizer_of(engine: Engine) -> Any:
+    """The engine's tokenizer; raises ConfigError if it was built without."""
+    if engine.processor.tokenizer is None:
+        raise ConfigError("the engine has no tokenizer (skip_tokenizer_init)")
+    return engine.processor.tokenizer

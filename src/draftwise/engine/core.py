@@ -1,0 +1,92 @@
+"""The engine's one loop. `LLM` and `AsyncLLM` are facades over it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from draftwise.runner.executor import Executor
+from draftwise.sched.request import Request, RequestUpdate, SpeculationCounts
+from draftwise.sched.scheduler import Scheduler
+from draftwise.types import StepResult
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the engine's life; of fixed size."""
+
+    num_steps: int = 0
+    step_time: float = 0.0
+    forward_time: float = 0.0
+    draft_time: float = 0.0
+    draft_forward_time: float = 0.0
+    verify_time: float = 0.0
+    num_requests_finished: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
+class EngineCore:
+    """Host side (scheduler) and device side (executor) of one engine.
+
+    ``lock`` guards requests and scheduler: it is held while a step is planned and taken in, not while it runs on
+    the device, so that others may add, cancel and read requests meanwhile.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.totals = Totals()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises RequestError if it can never be served."""
+        with self.lock:
+            self.scheduler.add(request)
+
+    def cancel(self, rid: int) -> bool:
+        """Stop a request; False if it had ended."""
+        with self.lock:
+            return self.scheduler.cancel(rid)
+
+    def step(self) -> list[RequestUpdate]:
+        """Compute one step for everybody who can take part in it."""
+        start = self.clock()
+        with self.lock:
+            plan = self.scheduler.schedule()
+        result = self.executor.execute(plan)
+        with self.lock:
+            updates = self.scheduler.commit(result)
+            self._count(result, updates, self.clock() - start)
+        return updates
+
+    def _count(self, result: StepResult, updates: list[RequestUpdate], seconds: float) -> None:
+        totals = self.totals
+        if result.rows:
+            totals.num_steps += 1
+            totals.step_time += seconds
+            totals.forward_time += result.forward_time
+            totals.draft_time += result.draft_time
+            totals.draft_forward_time += result.draft_forward_time
+            totals.verify_time += result.verify_time
+        for update in updates:
+            totals.num_generation_tokens += update.num_new
+            if update.finished:
+                totals.num_requests_finished += 1
+                totals.num_prompt_tokens += update.request.num_prompt
+                totals.speculation.merge(update.request.counts)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the books of scheduler and cache do not agree."""
+        with self.lock:
+            self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        self.executor.close()

@@ -1,0 +1,282 @@
+"""`LLM`: the synchronous facade."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from draftwise.config import EngineConfig, resolve_engine_config
+from draftwise.engine.builder import Engine, build_engine, tokenizer_of
+from draftwise.engine.group import RequestGroup, speculation_metrics
+from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
+from draftwise.engine.processor import Prompt
+from draftwise.errors import DraftwiseError, EngineDeadError, RequestError
+from draftwise.sampling.params import SamplingParams
+
+
+class LLM:
+    """A model, its drafters, and an engine that generates with them.
+
+    ``model`` is a local folder or a hub id in Hugging Face format; omitted, it is the embedded demo model with its
+    draft model. Keywords are those of `EngineConfig`, above all ``speculative_config``.
+
+    Raises `ConfigError` for settings, `ModelLoadError` for checkpoints.
+
+        with LLM("path/to/model", speculative_config={"method": "ngram"}) as llm:
+            print(llm.generate("def main(", SamplingParams(max_tokens=32))[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, *, keep_trace: bool = False, **options: Any) -> None:
+        """``keep_trace``: remember every verified tree in the outputs' ``trace`` (for reports; costs memory)."""
+        self._engine: Engine | None = None
+        self._engine = build_engine(resolve_engine_config(model=model, **options), keep_trace=keep_trace)
+
+    # ------------------------------------------------------------------------------------------- generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or several; answers in their order.
+
+        ``sampling_params``: one for all or one each. ``use_tqdm``: progress bar on stderr (default: when there are
+        several prompts and stderr is a terminal). ``priority``: lower values first. All prompts are validated before any is run.
+
+        Raises RequestError for an invalid request (nothing was run). A request that fails while it runs is
+        answered with ``finish_reason == "error"``.
+        """
+        engine = self._alive()
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(many)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(params)} sampling_params")
+        ranks = [0] * len(many) if priority is None else list(priority)
+        if len(ranks) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(ranks)} priorities")
+        groups = [
+            engine.processor.group(prompt, p, priority=rank)
+            for prompt, p, rank in zip(many, params, ranks, strict=True)
+        ]
+        for group in groups:
+            for request in group.requests:
+                engine.core.scheduler.check(request.num_prompt, request.max_total)
+        show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
+        self._run(groups, show)
+        return [group.output() for group in groups]
+
+    def _run(self, groups: Sequence[RequestGroup], show_progress: bool) -> None:
+        engine = self._alive()
+        requests = [request for group in groups for request in group.requests]
+        open_rids = {request.rid for request in requests}
+        progress = _Progress(len(requests)) if show_progress else None
+        try:
+            for request in requests:
+                engine.core.add(request)
+            while open_rids:
+                for update in engine.core.step():
+                    if update.finished:
+                        open_rids.discard(update.request.rid)
+                    if progress is not None:
+                        progress.update(update.num_new, update.finished)
+        except BaseException as error:
+            # Ctrl-C and the like: leave nothing behind, so that the engine stays usable.
+            for rid in open_rids:
+                engine.core.cancel(rid)
+            if isinstance(error, Exception) and not isinstance(error, DraftwiseError):
+                self._engine = None
+                engine.core.close()
+                raise EngineDeadError(f"the engine failed: {type(error).__name__}: {error}") from error
+            raise
+        finally:
+            if progress is not None:
+                progress.close()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template.
+
+        Raises RequestError if the model has no chat template and none is given.
+        """
+        conversations: list[Any] = list(messages)
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
+        prompts = [
+            self.apply_chat_template(
+                c, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools
+            )
+            for c in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Messages -> a prompt of token ids, as the model's chat template says."""
+        return render_chat(
+            tokenizer_of(self._alive()),
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+        )
+
+    # ------------------------------------------------------------------------------------------ inspection
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._alive().config
+
+    @property
+    def guarantees(self) -> Guarantees:
+        """Which promises hold for this engine as configured."""
+        return self._alive().guarantees
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self._alive().processor.max_model_len
+
+    def get_tokenizer(self) -> Any:
+        """The Transformers tokenizer."""
+        return tokenizer_of(self._alive())
+
+    def stats(self) -> EngineStats:
+        """Blocks, queue and totals now."""
+        return engine_stats(self._alive())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False while requests hold some."""
+        engine = self._alive()
+        with engine.core.lock:
+            return engine.core.scheduler.kv.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the engine's books do not agree."""
+        self._alive().core.check_integrity()
+
+    # ------------------------------------------------------------------------------------------- life cycle
+
+    def close(self) -> None:
+        """Release models and memory. Closing twice is fine."""
+        if self._engine is not None:
+            self._engine.core.close()
+            self._engine = None
+
+    def _alive(self) -> Engine:
+        if self._engine is None:
+            raise EngineDeadError("the engine was closed or has failed")
+        return self._engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Progress:
+    """Requests done, tokens per second."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True)
+        self._tokens = 0
+
+    def update(self, tokens: int, finished: bool) -> None:
+        self._tokens += tokens
+        if finished:
+            elapsed = self._bar.format_dict["elapsed"] or 1e-9
+            self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tokens/s", refresh=False)
+            self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """Messages -> ``{"prompt": text, "prompt_token_ids": ids}`` through a chat template. Raises RequestError."""
+    if not messages:
+        raise RequestError("a conversation needs at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise RequestError(f"a message is a mapping with 'role' and 'content', got {message!r}")
+    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise RequestError(
+            "this model has no chat template (it is a base model): use generate with a plain prompt, or pass "
+            "chat_template"
+        )
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            tools=None if tools is None else [dict(t) for t in tools],
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise RequestError(f"the chat template refused the messages: {error}") from None
+    # The template wrote the special tokens itself.
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def engine_stats(engine: Engine) -> EngineStats:
+    """A consistent snapshot, taken under the engine's lock."""
+    core = engine.core
+    with core.lock:
+        kv, totals = core.scheduler.kv.stats(), core.totals
+        return EngineStats(
+            num_blocks=core.scheduler.kv.num_blocks,
+            num_free_blocks=core.scheduler.kv.num_free,
+            num_used_blocks=core.scheduler.kv.num_used,
+            block_size=core.scheduler.kv.block_size,
+            kv_cache_bytes=engine.kv_cache_bytes,
+            num_running=core.scheduler.num_running,
+            num_waiting=core.scheduler.num_waiting,
+            num_steps=totals.num_steps,
+            num_preemptions=core.scheduler.num_preemptions,
+            num_requests_finished=totals.num_requests_finished,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_generation_tokens=totals.num_generation_tokens,
+            prefix_cache_queries=kv.prefix_queries,
+            prefix_cache_hits=kv.prefix_hits,
+            step_time=totals.step_time,
+            forward_time=totals.forward_time,
+            draft_forward_time=totals.draft_forward_time,
+            draft_time=totals.draft_time,
+            verify_time=totals.verify_time,
+            speculation=speculation_metrics(totals.speculation),
+        )

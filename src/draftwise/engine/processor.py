@@ -1,0 +1,238 @@
+"""From what a user asks to requests the scheduler can run: tokens, limits, seeds, speculation."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from draftwise.config import RULES, SpeculativeConfig
+from draftwise.engine.detokenizer import IncrementalDetokenizer
+from draftwise.engine.group import RequestGroup
+from draftwise.errors import ConfigError, RequestError, suggest
+from draftwise.models.base import ModelConfig
+from draftwise.propose.base import Proposer
+from draftwise.propose.tree_spec import parse_tree
+from draftwise.sampling.params import SamplingParams, resolve_bad_words
+from draftwise.sched.request import Request
+from draftwise.types import MAX_TREE_NODES, IntArray, Speculation
+
+Prompt = str | Mapping[str, Any]
+"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``."""
+
+_SPECULATION_FIELDS = ("method", "num_speculative_tokens", "speculative_token_tree", "rule")
+
+
+class Processor:
+    """Validates and resolves requests of one engine. Raises RequestError; never touches other requests."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Any | None,
+        drafters: Sequence[SpeculativeConfig],
+        proposers: Mapping[str, Proposer],
+        *,
+        default_method: str,
+        max_model_len: int,
+        seed: int | None,
+        clock: Callable[[], float],
+        keep_trace: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._model_config = model_config
+        self._drafters = {d.method: d for d in drafters}
+        self._proposers = proposers
+        self._default_method = default_method
+        self._seed = seed
+        self._clock = clock
+        self._keep_trace = keep_trace
+        self._next_rid = 0
+        eos = list(model_config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
+            eos.append(tokenizer.eos_token_id)
+        self._eos = frozenset(eos)
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def group(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> RequestGroup:
+        """Make the n requests of one prompt."""
+        text, prompt_np = self.tokenize(prompt)
+        params.validate_for_vocab(self._model_config.vocab_size)
+        speculation = self.resolve_speculation(params)
+        total = self.max_model_len
+        if params.max_tokens is not None:
+            total = min(total, len(prompt_np) + params.max_tokens)
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise RequestError("stop and bad_words are strings, but the engine has no tokenizer")
+        bad_words = resolve_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        seed = params.seed if params.seed is not None else self._draw_seed()
+        if params.stop and not params.detokenize:
+            raise RequestError("stop strings need detokenize=True")
+        requests: list[Request] = []
+        detokenizers: list[IncrementalDetokenizer | None] = []
+        arrival = self._clock()
+        for index in range(params.n):
+            detokenizer = None
+            if self.tokenizer is not None and params.detokenize:
+                detokenizer = IncrementalDetokenizer(
+                    self.tokenizer,
+                    prompt_np.tolist(),
+                    skip_special_tokens=params.skip_special_tokens,
+                    stop=params.stop,
+                    include_stop_str_in_output=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                )
+            requests.append(
+                Request(
+                    rid=self._next_rid,
+                    prompt_np=prompt_np,
+                    params=params,
+                    speculation=speculation,
+                    max_total=total,
+                    seed=seed,
+                    arrival_time=arrival,
+                    sample_index=index,
+                    priority=priority,
+                    stop_token_ids=stop_ids,
+                    bad_words_ids=bad_words,
+                    sink=detokenizer,
+                    keep_trace=self._keep_trace,
+                )
+            )
+            detokenizers.append(detokenizer)
+            self._next_rid += 1
+        name = request_id if request_id is not None else str(requests[0].rid)
+        return RequestGroup(name, text, params, requests, detokenizers, self.tokenizer)
+
+    def _draw_seed(self) -> int:
+        """A seed for a request without one: fresh entropy, or, with an engine seed, a function of it and of the
+        request's number."""
+        if self._seed is None:
+            return int.from_bytes(os.urandom(8), "little")
+        digest = hashlib.blake2b(f"{self._seed}/{self._next_rid}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    # --------------------------------------------------------------------------------------------- prompts
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, IntArray]:
+        """Text (None for token ids) and token ids [n] int32 of a prompt."""
+        text: str | None = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            extra = set(prompt) - {"prompt", "prompt_token_ids"}
+            if extra:
+                name = sorted(map(str, extra))[0]
+                raise RequestError(
+                    f"unknown prompt field {name!r}{suggest(name, ['prompt', 'prompt_token_ids'])}"
+                )
+            if "prompt_token_ids" in prompt:
+                shown = prompt.get("prompt")
+                return shown, self._check_ids(prompt["prompt_token_ids"])
+            if not isinstance(prompt.get("prompt"), str):
+                raise RequestError("a prompt is a string, {'prompt': text} or {'prompt_token_ids': [...]}")
+            text = prompt["prompt"]
+        else:
+            raise RequestError(
+                "a prompt is a string, {'prompt': text} or {'prompt_token_ids': [...]}, "
+                f"not {type(prompt).__name__}"
+            )
+        if self.tokenizer is None:
+            raise RequestError("the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids")
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise RequestError("the prompt is empty: it has no tokens")
+        return text, self._check_ids(ids)
+
+    def _check_ids(self, ids: Any) -> IntArray:
+        if isinstance(ids, str) or not isinstance(ids, Sequence | np.ndarray):
+            raise RequestError(f"prompt_token_ids must be a list of integers, not {type(ids).__name__}")
+        if len(ids) == 0:
+            raise RequestError("the prompt is empty: it has no tokens")
+        if not all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in ids):
+            raise RequestError("prompt_token_ids must be integers")
+        vocab = self._model_config.vocab_size
+        bad = next((t for t in ids if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is out of range: the vocabulary has {vocab} tokens")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but prompt and output together may have at most "
+                f"{self.max_model_len} (max_model_len): no room for an output token"
+            )
+        return np.asarray(ids, np.int32)
+
+    # ----------------------------------------------------------------------------------------- speculation
+
+    def resolve_speculation(self, params: SamplingParams) -> Speculation:
+        """What the engine drafts by default, overridden by the request's ``speculation``; the acceptance rule.
+
+        Rules: greedy at temperature 0; else what the request or the engine chose; else ``coupled`` for a request
+        with a seed (its text must not depend on the draft length, which may follow timing), else ``rejection``.
+        """
+        given = dict(params.speculation or {})
+        for name in given:
+            if name not in _SPECULATION_FIELDS:
+                raise RequestError(f"speculation: unknown field {name!r}{suggest(name, _SPECULATION_FIELDS)}")
+        method = given.get("method", self._default_method)
+        if method is None:
+            method = self._default_method
+        if method != "none" and method not in self._drafters:
+            loaded = ["none", *self._drafters]
+            raise RequestError(
+                f"speculation: method {method!r} is not loaded{suggest(str(method), loaded)}; "
+                f"this engine has {', '.join(loaded)}"
+            )
+        config = self._drafters.get(method)
+        rule = self._rule(params, given.get("rule"), config)
+        if config is None:
+            return Speculation("none", 0, rule)
+        k = given.get("num_speculative_tokens")
+        if k is None:
+            k = config.num_speculative_tokens
+        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_TREE_NODES:
+            raise RequestError(
+                f"speculation: num_speculative_tokens must be an integer from 0 to {MAX_TREE_NODES}, got {k!r}"
+            )
+        if k == 0:
+            return Speculation("none", 0, rule)
+        tree = given.get("speculative_token_tree", config.speculative_token_tree)
+        if tree is None:
+            return Speculation(method, k, rule)
+        if not self._proposers[method].drafts_trees:
+            raise RequestError(
+                f"speculation: method {method!r} drafts chains only, not speculative_token_tree"
+            )
+        try:
+            parents, ranks = parse_tree(tree)
+        except ConfigError as error:
+            raise RequestError(f"speculation: {error}") from None
+        return Speculation(method, len(parents), rule, parents, ranks)
+
+    def _rule(self, params: SamplingParams, asked: Any, config: SpeculativeConfig | None) -> str:
+        if asked is not None:
+            asked = "rejection" if asked == "standard" else asked
+            if asked not in RULES and asked != "greedy":
+                raise RequestError(f"speculation: unknown rule {asked!r}{suggest(str(asked), RULES)}")
+        engine = next((d.rule for d in self._drafters.values() if d.rule is not None), None)
+        chosen: str | None = asked or (config.rule if config is not None else None) or engine
+        if chosen == "synthetic" and engine != "synthetic":
+            raise RequestError(
+                "speculation: rule 'synthetic' needs an engine with rejection_sample_method='synthetic' and "
+                "synthetic_acceptance_length or synthetic_acceptance_rates"
+            )
+        if chosen == "greedy" and not params.is_greedy:
+            raise RequestError("speculation: rule 'greedy' needs temperature 0")
+        if params.is_greedy and chosen not in ("typical", "synthetic"):
+            return "greedy"
+        if chosen is not None:
+            return chosen
+        return "coupled" if params.seed is not None else "rejection"
