@@ -1,0 +1,82 @@
+"""Static draft trees as users write them: a list of paths of child ranks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from draftwise.errors import ConfigError, DraftwiseError
+
+MAX_NODES = 63
+"""`draftwise.types.MAX_TREE_NODES`, again because that module needs torch and configurations do not."""
+
+
+def parse_tree(
+    spec: str | Sequence[Sequence[int]], *, error: type[DraftwiseError] = ConfigError
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parse ``speculative_token_tree`` (or ``medusa_choices``, which has the same form) into (parents, ranks).
+
+    A path names a node by the ranks one takes from the root: ``[0, 2]`` is the third choice below the first.
+    Nodes keep the order of the list, in which a node comes after its parent and siblings come by rank: a
+    step that has room for fewer nodes verifies the first ones. Ranks may be skipped (the best choice and the
+    third). ``parents[i]`` is the parent's index (-1: the root), ``ranks[i]`` the last number of path i.
+
+    Example: ``[[0], [1], [0, 0], [1, 0], [0, 0, 0]]`` is parents (-1, -1, 0, 1, 2), ranks (0, 1, 0, 0, 0)::
+
+        root -+- 0 --- 00 --- 000
+              +- 1 --- 10
+
+    Args:
+        spec: the paths, or their text.
+        error: the exception to raise, for callers that check a request and not a configuration.
+
+    Raises:
+        ConfigError (or ``error``): no list of paths, an empty tree or path, a negative rank, a path that
+            stands twice or before its parent or a smaller sibling, more than 63 nodes.
+    """
+    paths = _paths(spec, error)
+    if not paths:
+        raise error("speculative_token_tree: a tree needs at least one path, such as [[0]]")
+    if len(paths) > MAX_NODES:
+        raise error(f"speculative_token_tree: {len(paths)} nodes; at most {MAX_NODES} are verified in a step")
+    index: dict[tuple[int, ...], int] = {}
+    last_child: dict[tuple[int, ...], int] = {}  # path of a parent -> rank of its latest child
+    parents: list[int] = []
+    for i, path in enumerate(paths):
+        shown = list(path)
+        if path in index:
+            raise error(f"speculative_token_tree: path {shown} stands twice")
+        parent = path[:-1]
+        if parent and parent not in index:
+            raise error(
+                f"speculative_token_tree: path {shown} comes without or before its parent {list(parent)}"
+            )
+        if path[-1] < last_child.get(parent, -1):
+            raise error(
+                f"speculative_token_tree: path {shown} comes after its sibling {[*parent, last_child[parent]]}; "
+                "siblings are listed by rank"
+            )
+        parents.append(index[parent] if parent else -1)
+        last_child[parent] = path[-1]
+        index[path] = i
+    return tuple(parents), tuple(path[-1] for path in paths)
+
+
+def _paths(spec: object, error: type[DraftwiseError]) -> list[tuple[int, ...]]:
+    """A list of non-empty tuples of ranks >= 0, whatever was given."""
+    wanted = "expected a list of paths of child ranks, such as [[0], [1], [0, 0]]"
+    if isinstance(spec, str):
+        try:
+            spec = ast.literal_eval(spec)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            raise error(f"speculative_token_tree: {wanted}, got {spec!r}") from None
+    if not isinstance(spec, Sequence) or isinstance(spec, str | bytes):
+        raise error(f"speculative_token_tree: {wanted}, got {spec!r}")
+    paths: list[tuple[int, ...]] = []
+    for path in spec:
+        if not isinstance(path, Sequence) or isinstance(path, str | bytes) or not path:
+            raise error(f"speculative_token_tree: {wanted}, got the path {path!r}")
+        if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
+            raise error(f"speculative_token_tree: ranks are integers from 0 on, got the path {list(path)!r}")
+        paths.append(tuple(path))
+    return paths

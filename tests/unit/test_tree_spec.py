@@ -1,0 +1,75 @@
+"""speculative_token_tree: paths to parents and ranks."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwise.errors import ConfigError, RequestError
+from draftwise.propose.tree_spec import MAX_NODES, parse_tree
+from draftwise.types import MAX_TREE_NODES
+
+
+def test_the_limit_is_the_engine_s() -> None:
+    assert MAX_NODES == MAX_TREE_NODES
+
+
+@pytest.mark.parametrize(
+    ("spec", "parents", "ranks"),
+    [
+        ([[0]], (-1,), (0,)),
+        ([[0], [1], [0, 0]], (-1, -1, 0), (0, 1, 0)),
+        ([[0], [0, 0], [0, 0, 0]], (-1, 0, 1), (0, 0, 0)),
+        (((0,), (0, 1), (2,), (2, 0)), (-1, 0, -1, 2), (0, 1, 2, 0)),
+        ("[[0], [1], [0, 0]]", (-1, -1, 0), (0, 1, 0)),
+        ("[(0,), (1,), (0, 0)]", (-1, -1, 0), (0, 1, 0)),
+    ],
+)
+def test_parse(spec: Any, parents: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    assert parse_tree(spec) == (parents, ranks)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ([], "at least one path"),
+        ("[]", "at least one path"),
+        ([[]], "path \\[\\]"),
+        ([[0], [0]], "path \\[0\\] stands twice"),
+        ([[0, 0], [0]], "\\[0, 0\\] comes without or before its parent \\[0\\]"),
+        ([[0], [1, 0]], "without or before its parent \\[1\\]"),
+        ([[1], [0]], "\\[0\\] comes after its sibling \\[1\\]"),
+        ([[-1]], "from 0 on"),
+        ([[0.5]], "from 0 on"),
+        ([[True]], "from 0 on"),
+        ([0], "the path 0"),
+        (["0"], "the path '0'"),
+        ("nonsense(", "expected a list of paths"),
+        ("5", "expected a list of paths"),
+        (5, "expected a list of paths"),
+        ([[i] for i in range(64)], "64 nodes; at most 63"),
+    ],
+)
+def test_what_is_no_tree(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_tree(spec)
+    with pytest.raises(RequestError, match=message):
+        parse_tree(spec, error=RequestError)
+
+
+def test_the_widest_tree() -> None:
+    assert parse_tree([[i] for i in range(63)])[0] == (-1,) * 63
+
+
+@given(st.lists(st.integers(-1, 61), max_size=62))
+def test_any_tree_survives_the_way_through_its_paths(choices: list[int]) -> None:
+    parents = [-1] + [min(c, i) for i, c in enumerate(choices)]
+    ranks: list[int] = []
+    paths: list[list[int]] = []
+    for parent in parents:
+        rank = sum(p == parent for p in parents[: len(ranks)])
+        ranks.append(rank)
+        paths.append([*(paths[parent] if parent >= 0 else []), rank])
+    assert parse_tree(paths) == (tuple(parents), tuple(ranks))
+    assert parse_tree(str(paths)) == (tuple(parents), tuple(ranks))
