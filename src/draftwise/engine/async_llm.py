@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -32,10 +33,8 @@ class _Stream:
 
     def wake(self) -> None:
         """Called from the engine's thread."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the reader's event loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._event.set)
-        except RuntimeError:
-            pass  # the reader's event loop is closed: nobody waits any more
 
     async def wait(self) -> None:
         await self._event.wait()

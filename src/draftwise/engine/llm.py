@@ -46,7 +46,8 @@ class LLM:
         """Generate for one prompt or several; answers in their order.
 
         ``sampling_params``: one for all or one each. ``use_tqdm``: progress bar on stderr (default: when there are
-        several prompts and stderr is a terminal). ``priority``: lower values first. All prompts are validated before any is run.
+        several prompts and stderr is a terminal). ``priority``: lower values first. All prompts are
+        validated before any is run.
 
         Raises RequestError for an invalid request (nothing was run). A request that fails while it runs is
         answered with ``finish_reason == "error"``.

@@ -1,0 +1,114 @@
+"""Scheduler and KV manager under random arrivals, draft trees, acceptances, cancellations and preemptions."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from draftwise.adapt.controller import StaticController
+from draftwise.engine.core import EngineCore
+from draftwise.kv.manager import KVManager
+from draftwise.sampling.params import SamplingParams
+from draftwise.sched.request import Request
+from draftwise.sched.scheduler import Scheduler, SchedulerConfig
+from draftwise.types import Speculation
+from tests.fakes.fake_executor import VOCAB, FakeExecutor, expected_output
+
+MAX_LEN = 40
+
+
+class Engine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(10, 24),
+        block_size=st.sampled_from([1, 3, 4]),
+        budget=st.integers(4, 30),
+        seqs=st.integers(1, 4),
+        seed=st.integers(0, 1000),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, budget: int, seqs: int, seed: int, caching: bool) -> None:
+        num_blocks = max(num_blocks, -(-MAX_LEN // block_size))
+        self.time = 0.0
+        self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs))
+        self.scheduler = Scheduler(
+            SchedulerConfig(seqs, max(budget, seqs), MAX_LEN),
+            KVManager(num_blocks, block_size, caching),
+            StaticController(),
+            self.clock,
+        )
+        self.core = EngineCore(self.scheduler, self.executor, self.clock)
+        self.requests: list[Request] = []
+        self.added: dict[int, int] = {}
+
+    def clock(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+        shared=st.booleans(),
+        max_tokens=st.integers(1, 12),
+        k=st.integers(0, 8),
+        priority=st.integers(0, 1),
+    )
+    def add(self, prompt: list[int], shared: bool, max_tokens: int, k: int, priority: int) -> None:
+        if shared:  # a prefix that others have too
+            prompt = ([1, 2, 3, 4] * 4 + prompt)[:30]
+        rid = len(self.requests)
+        request = Request(
+            rid,
+            np.asarray(prompt, np.int32),
+            SamplingParams(temperature=0, max_tokens=max_tokens),
+            Speculation("fake" if k else "none", k),
+            max_total=min(len(prompt) + max_tokens, MAX_LEN),
+            seed=0,
+            arrival_time=self.time,
+            priority=priority,
+        )
+        self.requests.append(request)
+        self.core.add(request)
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._one_step()
+
+    def _one_step(self) -> None:
+        for update in self.core.step():
+            self.added[update.request.rid] = self.added.get(update.request.rid, 0) + update.num_new
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.requests:
+            self.core.cancel(data.draw(st.integers(0, len(self.requests) - 1)))
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "core"):
+            self.core.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for _ in range(10_000):
+            if not self.core.has_work:
+                break
+            self._one_step()
+        assert not self.core.has_work, "requests do not come to an end"
+        self.core.check_integrity()
+        assert self.scheduler.kv.num_used == 0
+        self._one_step()  # the executor learns of the last ones
+        assert not self.executor.rows, "the executor keeps finished requests"
+        for request in self.requests:
+            prompt = request.tokens_np[: request.num_prompt].tolist()
+            output = request.output_ids()
+            assert output == expected_output(prompt, len(output)), "a token was lost, doubled or wrong"
+            assert self.added.get(request.rid, 0) == len(output), "updates and output disagree"
+            if request.finish_reason != "abort":
+                assert request.finish_reason == "length" and request.num_tokens == request.max_total
+
+
+Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestEngine = Engine.TestCase
