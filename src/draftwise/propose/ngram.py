@@ -1,0 +1,121 @@
+"""Prompt lookup: what followed the last time the text ended like this (docs/algorithms/ngram.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+
+from draftwise.propose.base import DraftRow, Proposer
+from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
+
+if TYPE_CHECKING:
+    from draftwise.propose.registry import ProposerContext
+
+_ITEM = 4  # bytes of an int32 token
+
+
+class _Index:
+    """Where each n-gram of one request ended last. Keys are the tokens' own bytes: exact, and 4n + 33 bytes."""
+
+    __slots__ = ("done", "last", "sizes")
+
+    def __init__(self, sizes: range) -> None:
+        self.sizes = sizes  # longest first
+        self.last: list[dict[bytes, int]] = [{} for _ in sizes]
+        self.done = 0  # n-grams that end before this token are in
+
+    def extend(self, token_ids_np: IntArray, end: int) -> None:
+        """Take in the n-grams whose last token is one of ``done .. end - 1``.
+
+        Example (n = 2, tokens 7 8 9 7, done 1, end 4): (7, 8) ends at 1, (8, 9) at 2, (9, 7) at 3; the bytes of
+        the first are those of tokens 0..1, of the next one token further.
+        """
+        low = max(self.done - self.sizes[0] + 1, 0)
+        data = _bytes(token_ids_np[low:end])
+        for n, last in zip(self.sizes, self.last, strict=True):
+            stop = n * _ITEM
+            for position in range(max(self.done, n - 1), end):
+                start = (position - n + 1 - low) * _ITEM
+                last[data[start : start + stop]] = position
+        self.done = end
+
+    def find(self, token_ids_np: IntArray) -> int | None:
+        """Where the longest indexed suffix of the tokens ended last, or None."""
+        tail = _bytes(token_ids_np[-self.sizes[0] :])
+        for n, last in zip(self.sizes, self.last, strict=True):
+            # Shorter than n tokens: the slice is all of them, a key no n-gram has.
+            end = last.get(tail[-n * _ITEM :])
+            if end is not None:
+                return end
+        return None
+
+
+def _bytes(token_ids_np: IntArray) -> bytes:
+    return (token_ids_np if token_ids_np.dtype == np.int32 else token_ids_np.astype(np.int32)).tobytes()
+
+
+class NgramProposer(Proposer):
+    """Copies what followed the most recent occurrence of the longest suffix of ``prompt_lookup_max`` down to
+    ``prompt_lookup_min`` tokens (prompt lookup decoding; Saxena 2023).
+
+    Example: after 1 2 3 4 1 2 3, with lengths 2..2 and a budget of 3, the proposal is 4 1 2.
+
+    The index of a request grows by the tokens it has not seen; finding a match costs a few dictionary
+    look-ups whatever the length of the context. It is made at the first call for a request, and again if the
+    request comes back after a preemption.
+    """
+
+    name: ClassVar[str] = "ngram"
+
+    def __init__(self, prompt_lookup_max: int = 5, prompt_lookup_min: int = 2) -> None:
+        """Raises ValueError unless 1 <= prompt_lookup_min <= prompt_lookup_max."""
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ValueError(
+                "prompt lookup needs 1 <= prompt_lookup_min <= prompt_lookup_max, got "
+                f"{prompt_lookup_min} and {prompt_lookup_max}"
+            )
+        self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
+        self._indexes: dict[int, _Index] = {}
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """Take the lengths from the configuration; one that is not given equals the other, if that is."""
+        longest, shortest = context.speculative.prompt_lookup_max, context.speculative.prompt_lookup_min
+        if longest is None and shortest is None:
+            return cls()
+        longest = longest if longest is not None else shortest
+        shortest = shortest if shortest is not None else longest
+        assert longest is not None and shortest is not None
+        return cls(longest, shortest)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        tokens = row.token_ids_np
+        index = self._indexes.get(row.rid)
+        if index is None or index.done >= len(tokens):
+            index = self._indexes[row.rid] = _Index(self.sizes)
+        # N-grams that end in the last token stay out until another token follows: they are what is looked for.
+        index.extend(tokens, len(tokens) - 1)
+        end = index.find(tokens)
+        if end is None:
+            return EMPTY_PROPOSAL
+        return chain(_continuation(tokens, end + 1, min(row.budget, row.max_depth)), self.name)
+
+    def remove(self, rid: int) -> None:
+        self._indexes.pop(rid, None)
+
+
+def _continuation(token_ids_np: IntArray, start: int, length: int) -> list[int]:
+    """``length`` tokens from ``start`` on; past the end of the tokens they go on with the copy itself.
+
+    Example: 5 6 5 6 5 6 with start 4: 5 6, then the copy 5 6 again, ... A suffix that overlaps its own
+    occurrence is a period, and a period is most likely continued.
+    """
+    found: list[int] = token_ids_np[start : start + length].tolist()
+    while len(found) < length:
+        found += found[: length - len(found)]
+    return found
