@@ -1,0 +1,224 @@
+"""What a user asks of one request. Plain data without torch, so that a command's ``--help`` stays quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from draftwise.errors import RequestError, suggest
+
+OutputKind = Literal["cumulative", "delta", "final_only"]
+OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
+
+GREEDY_EPSILON = 1e-5
+"""Temperatures below this decode greedily: dividing float32 logits by them would only produce infinities."""
+
+
+class TextEncoder(Protocol):
+    """The one method `resolve_bad_words` needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled; names, meanings and defaults are those of vLLM.
+
+    Order of work on the logits: penalties; bad words, allowed ids, grammar mask, ``min_tokens``;
+    ``logit_bias``; ``logits_processors``; temperature; ``min_p``; ``top_k``; ``top_p``. All of it works
+    together with speculation. Lists are accepted wherever a tuple is stored.
+
+    Raises `RequestError` (a ValueError) that names the field, its value and what would be valid.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0  # in [-2, 2]; subtracted once for every token already in the output
+    frequency_penalty: float = 0.0  # in [-2, 2]; subtracted per occurrence in the output
+    repetition_penalty: float = 1.0  # > 0; divides (positive) or multiplies (negative) logits of seen tokens
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0  # in [0, 1]; least probability relative to the most likely token
+    seed: int | None = None  # None: drawn at admission
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: until the model's length is reached
+    min_tokens: int = 0
+    logprobs: int | None = (
+        None  # alternatives per output token; 0: only the token's own; -1: whole vocabulary
+    )
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logits_processors: tuple[
+        Callable[..., Any], ...
+    ] = ()  # fn(token_ids, logits [V] float32) -> logits, pure
+    logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: Any = None
+    output_kind: OutputKind = "cumulative"
+    speculation: Mapping[str, Any] | None = (
+        None  # per-request overrides; its keys are validated by the engine
+    )
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        _check_int("n", self.n, low=1)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_int("top_k", self.top_k, low=-1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=-1)
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, getattr(self, name), "true or false")
+        for name in ("stop", "bad_words"):
+            if not all(isinstance(s, str) and s for s in getattr(self, name)):
+                raise _invalid(name, getattr(self, name), "non-empty strings")
+        if not all(callable(fn) for fn in self.logits_processors):
+            raise _invalid(
+                "logits_processors", self.logits_processors, "callables fn(token_ids, logits) -> logits"
+            )
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, low=0)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise _invalid("allowed_token_ids", (), "at least one token id")
+            for token in self.allowed_token_ids:
+                _check_int("allowed_token_ids", token, low=0)
+        for token, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token, low=0)
+            _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        if self.structured_outputs is not None:
+            raise RequestError("structured_outputs is not supported yet")
+        if self.output_kind not in OUTPUT_KINDS:
+            raise _invalid("output_kind", self.output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
+        if self.speculation is not None and not isinstance(self.speculation, Mapping):
+            raise _invalid("speculation", self.speculation, 'a mapping such as {"method": "ngram"}')
+
+    def _normalise(self) -> None:
+        """Bring lists, single strings and JSON's string keys into the stored form."""
+        put = object.__setattr__
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            put(self, name, (value,) if isinstance(value, str) else _as_tuple(name, value))
+        for name in ("stop_token_ids", "logits_processors"):
+            put(self, name, _as_tuple(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise _invalid("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
+            try:  # JSON objects have strings as keys
+                items: Iterable[tuple[Any, Any]] = self.logit_bias.items()
+                bias = {int(k) if isinstance(k, str) else k: v for k, v in items}
+            except ValueError:
+                raise _invalid(
+                    "logit_bias", dict(self.logit_bias), "a mapping from token ids to numbers"
+                ) from None
+            put(self, "logit_bias", bias)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from plain data; raises `RequestError` for an unknown name, with the closest valid one."""
+        for name in values:
+            if name not in cls.__dataclass_fields__:
+                raise RequestError(
+                    f"unknown sampling parameter {name!r}{suggest(name, cls.__dataclass_fields__)}"
+                )
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed; validated again."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def is_greedy(self) -> bool:
+        """One token has all the probability: temperature 0, or top_k 1."""
+        return self.temperature < GREEDY_EPSILON or self.top_k == 1
+
+    def validate_for_vocab(self, vocab_size: int) -> None:
+        """Raise `RequestError` if a field names a token id that the model does not have."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                if token >= vocab_size:
+                    raise _invalid(name, token, f"below the vocabulary size {vocab_size}")
+
+
+_BOOLEANS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def resolve_bad_words(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that must not be completed, for `SamplingState`.
+
+    A word counts both at the start of a text and after a space; most tokenizers encode these differently
+    ("word" and " word"), so each word gives one or two sequences. Raises `RequestError` for a word without
+    tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}  # a set that keeps the order
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = tuple(int(t) for t in tokenizer.encode(text, add_special_tokens=False))
+            if not ids:
+                raise _invalid("bad_words", word, "words that the tokenizer can encode")
+            found[ids] = None
+    return tuple(found)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _invalid(name, value, "a list")
+    return tuple(value)
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    valid = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise _invalid(name, value, valid)
+
+
+def _check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    if math.isinf(high):
+        valid = f"a finite number {'above' if low_open else 'of at least'} {low:g}"
+    else:
+        valid = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _invalid(name, value, valid)
+    if value < low or value > high or (low_open and value == low):
+        raise _invalid(name, value, valid)
+
+
+def _invalid(name: str, value: Any, valid: str) -> RequestError:
+    return RequestError(f"{name} is {value!r}; it must be {valid}")

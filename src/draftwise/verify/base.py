@@ -1,0 +1,250 @@
+"""Verification: which draft tokens a step keeps, and what follows them. Rules stand beside this file."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import ClassVar
+
+import torch
+
+from draftwise.errors import ConfigError, RequestError, suggest
+from draftwise.sampling.logits import LogitsRow, process
+from draftwise.sampling.logprobs import token_logprobs
+from draftwise.sampling.state import SamplingState
+from draftwise.types import IntArray, Proposal, TokenLogprobs, Verification
+from draftwise.verify.rates import SyntheticAcceptance
+
+__all__ = [
+    "Rule",
+    "SyntheticAcceptance",
+    "VerifyRequest",
+    "get_rule",
+    "register_verifier",
+    "verifier_names",
+    "verify_batch",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """One request's rows in the logits of a step: the root's row, then one per node, consecutive.
+
+    Row ``first_row`` holds the target's logits after the last committed token, row ``first_row + 1 + i``
+    those after node i. Without a proposal the rule draws one token from the root's row.
+    """
+
+    state: SamplingState
+    proposal: Proposal
+    first_row: int
+    rule: str
+    token_ids_np: IntArray  # [num_tokens] committed tokens, the root last; a view
+    masks: torch.Tensor | None = None  # [1 + nodes, V] bool, True: allowed; the root's, then each node's
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.proposal.tokens)
+
+    def row_of(self, node: int) -> int:
+        """The logits row after node ``node`` (-1: the root)."""
+        return self.first_row + 1 + node
+
+
+class Rule(ABC):
+    """Decides which path of a proposal is kept. One instance serves all requests that name the rule; it
+    keeps no state (noise comes from `sampling.noise`, keyed by request, position and step)."""
+
+    lossless: ClassVar[bool]
+    """Whether the committed tokens have exactly the target's distribution."""
+
+    @abstractmethod
+    def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
+        """``logits`` [M, V] float32, processed (softmax gives p), rows as the requests say. One result each,
+        in order. Must not write to ``logits``."""
+
+
+RuleFactory = Callable[[], Rule]
+
+_BUILT_IN = {
+    "greedy": ("draftwise.verify.greedy", "GreedyRule"),
+    "rejection": ("draftwise.verify.rejection", "RejectionRule"),
+    "block": ("draftwise.verify.block", "BlockRule"),
+    "coupled": ("draftwise.verify.coupled", "CoupledRule"),
+    "typical": ("draftwise.verify.typical", "TypicalRule"),
+    "synthetic": ("draftwise.verify.synthetic", "SyntheticRule"),
+}
+_factories: dict[str, RuleFactory] = {}
+_rules: dict[str, Rule] = {}
+
+_FORCED = frozenset({"typical", "synthetic"})
+"""Rules that mean something else than the argmax walk at temperature 0; all others are `greedy` there."""
+
+
+def register_verifier(name: str, factory: RuleFactory) -> None:
+    """Make a rule available under ``name``. ``factory``: a `Rule` subclass, or anything that makes one, such as
+    ``lambda: TypicalRule(epsilon=0.2)``. Raises `ConfigError` if the name is taken by another rule."""
+    if name in _BUILT_IN or _factories.get(name, factory) is not factory:
+        raise ConfigError(f"a verification rule named {name!r} exists already")
+    _factories[name] = factory
+
+
+def verifier_names() -> tuple[str, ...]:
+    """All names that `get_rule` knows."""
+    return (*_BUILT_IN, *_factories)
+
+
+def get_rule(name: str) -> Rule:
+    """The shared instance of a rule, imported and made on first use. Raises `ConfigError` if unknown."""
+    rule = _rules.get(name)
+    if rule is None:
+        if name in _BUILT_IN:
+            module, attribute = _BUILT_IN[name]
+            made: object = getattr(import_module(module), attribute)()
+        elif name in _factories:
+            made = _factories[name]()
+        else:
+            valid = verifier_names()
+            raise ConfigError(
+                f"unknown verification rule {name!r}{suggest(name, valid)}; valid rules: {', '.join(valid)}"
+            )
+        if not isinstance(made, Rule):
+            raise ConfigError(
+                f"verification rule {name!r} is a {type(made).__name__}, not a verify.base.Rule"
+            )
+        rule = _rules[name] = made
+    return rule
+
+
+def verify_batch(
+    logits: torch.Tensor, requests: Sequence[VerifyRequest], *, synthetic: SyntheticAcceptance | None = None
+) -> list[Verification | Exception]:
+    """Decide every request of a step. ``logits`` [M, V] float32: the target's raw logits, **overwritten**.
+
+    One result per request, in order: what it commits, or the exception of a request that fails alone (its
+    logits processor raised, or its parameters exclude every token, at a position on the accepted path).
+    ``synthetic``: acceptance rates for requests under rule ``synthetic``.
+    Raises `ConfigError` for an unknown rule, or rule ``synthetic`` without rates.
+    """
+    plain = True
+    for request in requests:
+        state = request.state
+        if (
+            not state.is_greedy
+            or state.needs_processing
+            or request.masks is not None
+            or state.params.logprobs is not None
+            or request.rule in _FORCED
+        ):
+            plain = False
+            break
+    if plain:
+        return list(get_rule("greedy").verify(logits, requests))
+
+    raw = {r: _rows(logits, q).clone() for r, q in enumerate(requests) if q.state.params.logprobs is not None}
+    failures = _process(logits, requests)
+    groups: dict[str, list[int]] = {}
+    for r, request in enumerate(requests):
+        forced = not request.state.is_greedy or request.rule in _FORCED
+        groups.setdefault(request.rule if forced else "greedy", []).append(r)
+    results: list[Verification | Exception] = [_NOTHING] * len(requests)
+    for name, members in groups.items():
+        rule = get_rule(name) if name != "synthetic" else _synthetic_rule(synthetic)
+        decided = rule.verify(logits, [requests[r] for r in members])
+        for r, verification in zip(members, decided, strict=True):
+            results[r] = verification
+    if failures:
+        for r, request in enumerate(requests):
+            result = results[r]
+            assert isinstance(result, Verification)
+            for node in (-1, *result.path):
+                error = failures.get(request.row_of(node))
+                if error is not None:
+                    results[r] = error
+                    break
+    if raw:
+        _add_logprobs(results, requests, raw)
+    return results
+
+
+_NOTHING = Verification((), ())
+
+
+def _rows(logits: torch.Tensor, request: VerifyRequest) -> torch.Tensor:
+    return logits[request.first_row : request.first_row + request.num_rows]
+
+
+def _synthetic_rule(rates: SyntheticAcceptance | None) -> Rule:
+    from draftwise.verify.synthetic import SyntheticRule
+
+    if rates is None:
+        raise ConfigError("rule 'synthetic' needs synthetic_acceptance_rates or synthetic_acceptance_length")
+    return SyntheticRule(rates)
+
+
+def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[int, Exception]:
+    """Process all rows in place; returns what went wrong, by row of ``logits``."""
+    order: list[int] = []  # the logits row of each entry of `rows`
+    rows: list[LogitsRow] = []
+    can_exclude = False
+    for request in requests:
+        state, proposal, masks = request.state, request.proposal, request.masks
+        first = request.first_row
+        order.extend(range(first, first + request.num_rows))
+        can_exclude = can_exclude or state.can_exclude or masks is not None
+        if masks is None and not state.needs_history:  # all positions are treated alike
+            rows.extend([LogitsRow(state, (), request.token_ids_np)] * request.num_rows)
+            continue
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+            paths.append((*paths[parent + 1], token))
+        for i, path in enumerate(paths):
+            rows.append(LogitsRow(state, path, request.token_ids_np, None if masks is None else masks[i]))
+    errors: dict[int, Exception] = {}
+    whole = order == list(range(logits.shape[0]))
+    part = logits if whole else logits[order]
+    done = process(part, rows, errors)
+    failures = {order[i]: error for i, error in errors.items()}
+    if can_exclude:
+        dead = done.amax(dim=-1) == -math.inf
+        for i in dead.nonzero().flatten().tolist():
+            failures.setdefault(
+                order[i], RequestError("the sampling parameters exclude every token at this position")
+            )
+            done[i] = 0.0  # any distribution will do: the request fails if it gets here
+    if done is not logits:
+        logits[order] = done
+    return failures
+
+
+def _add_logprobs(
+    results: list[Verification | Exception], requests: Sequence[VerifyRequest], raw: dict[int, torch.Tensor]
+) -> None:
+    """One call for all requests; each keeps as many alternatives as it asked for."""
+    parts: list[torch.Tensor] = []
+    tokens: list[int] = []
+    members: list[tuple[int, Verification]] = []
+    for r, rows in raw.items():
+        result = results[r]
+        if isinstance(result, Verification):
+            # the token after node i is judged by row i + 1 of the request: path (0, 3) -> rows 0, 1, 4
+            parts.append(rows[[0, *(node + 1 for node in result.path)]])
+            tokens.extend(result.token_ids)
+            members.append((r, result))
+    if not members:
+        return
+    asked = [requests[r].state.params.logprobs or 0 for r, _ in members]
+    entries = token_logprobs(torch.cat(parts), tokens, -1 if min(asked) < 0 else max(asked))
+    start = 0
+    for (r, result), k in zip(members, asked, strict=True):
+        own = entries[start : start + len(result.token_ids)]
+        start += len(result.token_ids)
+        results[r] = replace(result, logprobs=tuple(_first(entry, k) for entry in own))
+
+
+def _first(entry: TokenLogprobs, k: int) -> TokenLogprobs:
+    if k < 0 or len(entry.top_ids) == k:
+        return entry
+    return replace(entry, top_ids=entry.top_ids[:k], top_logprobs=entry.top_logprobs[:k])
