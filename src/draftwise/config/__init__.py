@@ -10,7 +10,6 @@ from draftwise.config.engine import (
     EngineConfig,
     resolve_engine_config,
 )
-from draftwise.config.methods import BUILTIN_METHODS, PLANNED_METHODS
 from draftwise.config.speculative import RULES, SpeculativeConfig
 
 __all__ = [
@@ -19,7 +18,5 @@ __all__ = [
     "resolve_engine_config",
     "ENGINE_OPTIONS",
     "EMBEDDED_NUM_SPECULATIVE_TOKENS",
-    "BUILTIN_METHODS",
-    "PLANNED_METHODS",
     "RULES",
 ]

@@ -1,4 +1,4 @@
-"""Names of speculative methods: those there are, those to come, old spellings, and which one a checkpoint is."""
+"""Names of speculative methods, and which one a draft checkpoint is for."""
 
 from __future__ import annotations
 
@@ -8,46 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.errors import ConfigError
+from draftwise.propose.registry import available_proposers, canonical_name, resolve_proposer
 
-BUILTIN_METHODS = ("draft_model", "ngram", "synthetic")
-PLANNED_METHODS = ("suffix", "eagle", "eagle3", "medusa", "mtp", "dflash", "extract_hidden_states")
-METHOD_ALIASES = {
-    "[ngram]": "ngram",
-    "prompt_lookup": "ngram",
-    "[suffix]": "suffix",
-    "draft": "draft_model",
-    "deepseek_mtp": "mtp",
-    "mimo_mtp": "mtp",
-    "glm4_moe_mtp": "mtp",
-    "ernie_mtp": "mtp",
-    "qwen3_next_mtp": "mtp",
-    "qwen3_5_mtp": "mtp",
-    "longcat_flash_mtp": "mtp",
-}
 MODELLESS_METHODS = ("ngram", "synthetic", "suffix")
 CHAIN_METHODS = ("ngram", "draft_model")
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
 
 
 def resolve_method(value: str) -> str:
-    """Return the method's canonical name.
+    """Return the method's canonical name. A path to a class outside the package stays as it is.
 
     Raises:
         ConfigError: the method is unknown (the closest name is suggested) or not supported yet.
     """
-    name = METHOD_ALIASES.get(value, value)
-    if name in PLANNED_METHODS:
-        also = f" (an old name of {name!r})" if name != value else ""
-        raise ConfigError(
-            f"speculative_config.method: {value!r}{also} is not supported yet; "
-            f"available: {', '.join(BUILTIN_METHODS)}, or a registered proposer"
-        )
-    if name in BUILTIN_METHODS:
-        return name
-    # Names that third parties registered, and dotted paths. Imported late: the registry needs torch.
-    from draftwise.propose.registry import resolve_proposer
-
-    resolve_proposer(name)
+    name = canonical_name(value)
+    if name not in available_proposers():
+        try:
+            resolve_proposer(value)  # imports a dotted path; explains any other name
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config.method: {error}") from error
     return name
 
 
@@ -57,8 +36,8 @@ def detect_method(model: str, revision: str | None) -> str:
     Without a config.json in reach the name decides, as users of eagle heads are used to; what names no
     special head is a draft model. The answer may be a method that is not supported yet.
     """
-    if model in METHOD_ALIASES or model in MODELLESS_METHODS:
-        return METHOD_ALIASES.get(model, model)
+    if canonical_name(model) in MODELLESS_METHODS:
+        return canonical_name(model)
     config = _read_config(model, revision)
     if config is None:
         lowered = model.lower()

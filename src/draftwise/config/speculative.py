@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -11,6 +12,7 @@ from draftwise.config import coerce as to
 from draftwise.config.coerce import option
 from draftwise.config.methods import CHAIN_METHODS, MODELLESS_METHODS, detect_method, resolve_method
 from draftwise.errors import ConfigError, suggest
+from draftwise.propose.tree_spec import parse_tree
 
 MAX_DRAFT = 63
 """Most draft tokens of one step: `draftwise.types.MAX_TREE_NODES`, again because that module needs torch."""
@@ -50,22 +52,13 @@ def _ranges(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
 
 
 def _tree(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Paths of child ranks as a tuple of tuples, checked by the tree parser."""
-    from draftwise.propose.tree_spec import parse_tree  # late: the package of proposers needs torch
-
-    if isinstance(value, str):
-        import ast
-
-        try:
-            value = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            raise ConfigError(
-                f"{name}: expected a list of paths such as [[0], [1], [0, 0]], got {value!r}"
-            ) from None
-    what = "a list of paths such as [[0], [1], [0, 0]]"
-    paths: tuple[tuple[int, ...], ...] = to.sequence_of(to.sequence_of(to.integer(0), what), what)(name, value)
-    parse_tree(paths)
-    return paths
+    """Paths of child ranks, or the text of their list."""
+    try:
+        parse_tree(value)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config.{error}") from None
+    paths = ast.literal_eval(value) if isinstance(value, str) else value
+    return tuple(tuple(path) for path in paths)
 
 
 @dataclass(frozen=True, slots=True)

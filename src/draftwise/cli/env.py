@@ -1,0 +1,144 @@
+"""``draftwise env``: versions, processor, and which promises hold here. For bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.cli.report import print_json
+
+if TYPE_CHECKING:
+    from draftwise.cli.options import Subparsers
+
+BOOLEANS = ENGINE_BOOLEANS
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub")
+_ISA = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+    "bf16",
+    "i8mm",
+)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Register ``env``."""
+    parser = subparsers.add_parser(
+        "env",
+        help="what this machine and this installation are",
+        usage="draftwise env [options]",
+        description="Versions, processor, threads, and the guarantees of the engine as configured.",
+    )
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``draftwise env``."""
+    facts = environment()
+    from draftwise import LLM
+
+    with LLM(**engine_kwargs(args)) as llm:
+        config, held = llm.config, llm.guarantees
+        facts["engine"] = {
+            "model": "embedded demo model" if config.embedded else config.model,
+            "device": config.device,
+            "drafters": [spec.method for spec in config.drafters],
+            "default_method": config.default_method,
+        }
+        facts["guarantees"] = {
+            "lossless": held.lossless,
+            "same_bits": held.same_bits,
+            "same_seed_same_text": held.same_seed_same_text,
+            "reasons": list(held.reasons),
+        }
+    if args.json:
+        print_json(facts)
+    else:
+        _print_table(facts)
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, without building an engine."""
+    import torch
+
+    from draftwise import __version__
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    model, flags = _cpu()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "draftwise": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "cpu": {
+            "model": model,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "isa": [flag for flag in _ISA if flag in flags],
+            "torch_capability": torch.backends.cpu.get_cpu_capability(),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "gpus": gpus,
+    }
+
+
+def _cpu() -> tuple[str, set[str]]:
+    """Model name and instruction-set flags, as far as the system tells."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine(), set()
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    name = fields.get("model name") or platform.machine()
+    return name, set((fields.get("flags") or fields.get("Features") or "").split())
+
+
+def _print_table(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    cpu, engine, held = facts["cpu"], facts["engine"], facts["guarantees"]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    rows = [
+        ("draftwise", facts["draftwise"]),
+        ("python", facts["python"]),
+        ("platform", facts["platform"]),
+        *facts["packages"].items(),
+        ("cpu", f"{cpu['model']}, {cpu['cores']} cores, torch uses {cpu['torch_threads']} threads"),
+        ("instruction sets", f"{' '.join(cpu['isa']) or 'unknown'} (torch: {cpu['torch_capability']})"),
+        ("gpus", ", ".join(facts["gpus"]) or "none"),
+        ("model", engine["model"]),
+        ("device", engine["device"]),
+        ("drafters", ", ".join(engine["drafters"]) + f" (default: {engine['default_method']})"),
+        ("lossless", "yes" if held["lossless"] else "no"),
+        ("same bits", "yes" if held["same_bits"] else "no"),
+        ("same seed, same text", "yes" if held["same_seed_same_text"] else "no"),
+        *(("", reason) for reason in held["reasons"]),
+    ]
+    for name, value in rows:
+        table.add_row(name, str(value))
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width, highlight=False, soft_wrap=not sys.stdout.isatty()).print(table)

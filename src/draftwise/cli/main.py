@@ -1,0 +1,145 @@
+"""``draftwise``: finds the subcommand, runs it, and turns errors into one line and an exit code.
+
+Exit codes: 0; 1 failure; 2 bad usage or input; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from draftwise.cli.errors import UsageError
+from draftwise.errors import ConfigError, DraftwiseError, ModelLoadError, RequestError, suggest
+
+COMMANDS = {
+    "generate": "continue prompts, streaming to the terminal",
+    "chat": "talk with a chat model",
+    "bench": "measure latency, throughput or acceptance",
+    "train": "train models",
+    "demo": "see speculative decoding at work on the embedded models",
+    "env": "what this machine and this installation are",
+}
+"""Subcommands and what ``--help`` says of them; each is a module ``draftwise.cli.<name>``, imported when needed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line; long options are not abbreviated."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser(command: str | None = None) -> Parser:
+    """The parser; only the named subcommand's own module is imported."""
+    from draftwise import __version__
+
+    parser = Parser(
+        prog="draftwise",
+        description="LLM inference in which speculative decoding is the normal way to decode.",
+    )
+    parser.add_argument("--version", action="version", version=f"draftwise {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, text in COMMANDS.items():
+        if name == command:
+            importlib.import_module(f"draftwise.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text)
+    return parser
+
+
+def normalise(arguments: Sequence[str], booleans: Sequence[str]) -> list[str]:
+    """Bring spellings together: ``--max_num_seqs`` to hyphens; of boolean options ``--x``, ``--x True`` and
+    ``--no-x`` to ``--x=true`` or ``--x=false``, so that they never swallow a prompt that follows.
+
+    >>> normalise(["--enforce_eager", "text", "--no-ignore-eos"], ["enforce-eager", "ignore-eos"])
+    ['--enforce-eager=true', 'text', '--ignore-eos=false']
+    """
+    out: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return [*out, argument, *rest]
+        match = re.match(r"--([A-Za-z][\w-]*)(=.*)?$", argument, re.DOTALL)
+        if match is None:
+            out.append(argument)
+            continue
+        name, value = match[1].replace("_", "-"), match[2] or ""
+        if value == "" and name in booleans:
+            given = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+            value = f"={given.lower()}"
+        elif value == "" and name.startswith("no-") and name[3:] in booleans:
+            name, value = name[3:], "=false"
+        out.append(f"--{name}{value}")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? and does not fail
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except (UsageError, ConfigError, ModelLoadError, RequestError) as error:
+        return _fail(error, 2)
+    except DraftwiseError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader went away (| head). Point stdout elsewhere: the interpreter flushes it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as stop:  # --help and --version
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    command = next((a for a in arguments if not a.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        raise UsageError(
+            f"unknown command {command!r}{suggest(command, COMMANDS)} (commands: {', '.join(COMMANDS)})"
+        )
+    parser = build_parser(command)
+    if command is None:
+        parser.parse_args(normalise(arguments, ()))  # --help and --version end here
+        parser.print_help()
+        return 2
+    module = importlib.import_module(f"draftwise.cli.{command}")
+    booleans: Sequence[str] = getattr(module, "BOOLEANS", ())
+    args, unknown = parser.parse_known_args(normalise(arguments, booleans))
+    if unknown:
+        known = re.findall(r"--[\w-]+", _help_of(parser, command))
+        raise UsageError(
+            f"unrecognized argument {unknown[0]!r}{suggest(unknown[0].partition('=')[0], known)} "
+            f"(see draftwise {command} --help)"
+        )
+    code = args.run(args)
+    return int(code)
+
+
+def _help_of(parser: argparse.ArgumentParser, command: str) -> str:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found: argparse.ArgumentParser = action.choices[command]
+            nested = [a for a in found._actions if isinstance(a, argparse._SubParsersAction)]
+            return found.format_help() + "".join(p.format_help() for a in nested for p in a.choices.values())
+    return ""
+
+
+def _fail(error: Exception, code: int) -> int:
+    """One line, whatever the message holds."""
+    print(f"draftwise: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
