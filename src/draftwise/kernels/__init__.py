@@ -1,1 +1,1 @@
-
+"""The operations models are written in, and their implementations."""

@@ -1,0 +1,41 @@
+"""The oracle: attention one request at a time, everything in float32, as plainly as it can be written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwise.attention.base import AttentionBackend, request_mask, request_slots
+from draftwise.types import AttentionBatch
+
+
+class ReferenceAttention(AttentionBackend):
+    """For tests of other backends. Slow, and obviously what `attention.base` says."""
+
+    def run(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        *,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        (entries,) = kv
+        rows, heads, dim = q.shape
+        result = q.new_empty(rows, heads, dim) if out is None else out.view(rows, heads, dim)
+        for r in range(len(batch.context_len_np)):
+            start, end = int(batch.query_start_np[r]), int(batch.query_start_np[r + 1])
+            num_keys = int(batch.context_len_np[r]) + end - start
+            slots = torch.from_numpy(request_slots(batch, r, 0, num_keys)).to(q.device)
+            mask = torch.from_numpy(request_mask(batch, r, 0, window)).to(q.device)  # [n, L]
+            keys = entries[slots, :num_kv_heads].float()  # [L, Hkv, D]
+            values = entries[slots, num_kv_heads:].float()
+            group = heads // num_kv_heads
+            for h in range(heads):
+                scores = q[start:end, h].float() @ keys[:, h // group].T * scale  # [n, L]
+                weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+                result[start:end, h] = (weights @ values[:, h // group]).to(q.dtype)
+        return result.view(rows, heads * dim)

@@ -1,0 +1,325 @@
+"""Attention in plain torch with as few calls per layer as the batch allows.
+
+A pass is cut once into *tasks*, kept in ``AttentionBatch.cache`` and run by every layer:
+
+* a **single**: one request (or a piece of a long prompt chunk) through one scaled-dot-product call. Its keys are a
+  slice of the cache, without any copy, when its blocks stand in a row, as those of a lone request mostly do;
+* a **group**: many requests with few rows each (decodes, verifications, trees), padded to a rectangle, gathered and
+  attended with one call each.
+
+Padding reads the request's own first visible key, so that nothing of another request can leak in, not even NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwise.attention.base import AttentionBackend, request_mask, request_slots
+from draftwise.types import AttentionBatch
+
+_GROUP_MAX_ROWS = 64  # a request with more rows in a pass goes alone
+_ROW_BUCKETS = (1, 8, 32, _GROUP_MAX_ROWS)  # requests are padded together within a bucket of row counts
+_PIECE_ELEMENTS = 1 << 22  # mask elements of one piece of a prompt chunk
+_KEPT_ELEMENTS = 1 << 24  # mask elements a pass keeps for all layers; beyond it masks are made anew per layer
+
+
+@dataclass(slots=True)
+class _Single:
+    """Rows ``start:end`` of the pass, all of request ``r``, attending to keys ``first_key:num_keys``."""
+
+    r: int
+    start: int
+    end: int
+    first_key: int
+    num_keys: int
+    key_start: int  # slot of the first key when the keys stand in a row, else -1
+    key_index: Tensor | None  # [num_keys - first_key] int64 slots otherwise
+    causal: bool  # rows and keys are the same tokens: torch's own causal masking does
+    needs_mask: bool
+    mask: Tensor | None = None  # [rows, num_keys - first_key], 0 or -inf
+
+
+@dataclass(slots=True)
+class _Group:
+    """R requests padded to n rows and L keys each."""
+
+    num_requests: int
+    num_rows: int
+    num_keys: int
+    key_index: Tensor  # [R * L] int64 slots
+    mask: Tensor  # [R, 1, n, L], 0 or -inf
+    row_start: int  # first row when the group's rows are R * n consecutive ones, else -1
+    row_index: (
+        Tensor | None
+    )  # [R * n] int64: row of the pass in each place; padding repeats a row of its request
+    places: Tensor | None  # [rows of the group] int64: place of each row that is no padding
+    rows: Tensor | None  # [rows of the group] int64: the row it belongs to
+
+
+Ints = npt.NDArray[np.int64]
+
+_Task = _Single | _Group
+
+
+class TorchGroupedAttention(AttentionBackend):
+    """The default backend in plain torch; float32 results of a batch equal single ones within 1e-5."""
+
+    def run(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        *,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        (entries,) = kv
+        plans = batch.cache.get("torch_grouped")
+        if plans is None:
+            plans = batch.cache["torch_grouped"] = {}
+        assert isinstance(plans, dict)
+        tasks: Sequence[_Task] | None = plans.get((window, q.dtype))
+        if tasks is None:
+            tasks = plans[(window, q.dtype)] = _plan(batch, window, q.dtype, q.device)
+        rows, heads, dim = q.shape
+        if len(tasks) == 1 and out is None:
+            task = tasks[0]
+            if isinstance(task, _Single):
+                return _run_single(task, q, entries, num_kv_heads, scale, batch, window)
+            if task.row_start >= 0:
+                return _run_group(task, q, entries, num_kv_heads, scale)
+        result = q.new_empty((rows, heads * dim)) if out is None else out
+        for task in tasks:
+            if isinstance(task, _Single):
+                part = _run_single(
+                    task, q[task.start : task.end], entries, num_kv_heads, scale, batch, window
+                )
+                result[task.start : task.end] = part
+                continue
+            part = _run_group(task, q, entries, num_kv_heads, scale)
+            if task.row_start >= 0:
+                result[task.row_start : task.row_start + part.shape[0]] = part
+            else:
+                assert task.places is not None and task.rows is not None
+                result.index_copy_(0, task.rows, part.index_select(0, task.places))
+        return result
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+def _run_single(
+    task: _Single,
+    q: Tensor,  # [n, Hq, D]
+    entries: Tensor,  # [slots, 2 * Hkv, D]
+    num_kv_heads: int,
+    scale: float,
+    batch: AttentionBatch,
+    window: int | None,
+) -> Tensor:
+    if task.key_index is None:
+        taken = entries.narrow(0, task.key_start, task.num_keys - task.first_key)
+    else:
+        taken = entries.index_select(0, task.key_index)
+    by_head = taken.transpose(0, 1).unsqueeze(0)  # [1, 2 * Hkv, L, D]
+    keys = by_head.narrow(1, 0, num_kv_heads)
+    values = by_head.narrow(1, num_kv_heads, num_kv_heads)
+    n, heads, dim = q.shape
+    if n == 1:
+        # the query heads of one key/value head become rows: each key is then read once, not once per query head
+        grouped = q.view(1, num_kv_heads, heads // num_kv_heads, dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).view(1, heads * dim)
+    mask = task.mask
+    if task.needs_mask and mask is None:
+        mask = _single_mask(batch, task, window, q.dtype, q.device)
+    attended = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=task.causal,
+        scale=scale,
+        enable_gqa=heads != num_kv_heads,
+    )
+    return attended.squeeze(0).transpose(0, 1).reshape(n, heads * dim)
+
+
+def _run_group(task: _Group, q: Tensor, entries: Tensor, num_kv_heads: int, scale: float) -> Tensor:
+    """Attend with a group's rows: [R * n, Hq * D], padding included."""
+    count, n = task.num_requests, task.num_rows
+    _, heads, dim = q.shape
+    taken = entries.index_select(0, task.key_index)
+    by_head = taken.view(count, task.num_keys, 2 * num_kv_heads, dim).transpose(1, 2)  # [R, 2 * Hkv, L, D]
+    keys = by_head.narrow(1, 0, num_kv_heads)
+    values = by_head.narrow(1, num_kv_heads, num_kv_heads)
+    index = task.row_index
+    mine = q.narrow(0, task.row_start, count * n) if index is None else q.index_select(0, index)
+    if n == 1:
+        grouped = mine.view(count, num_kv_heads, heads // num_kv_heads, dim)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=task.mask, scale=scale)
+        return attended.reshape(count, heads * dim)
+    attended = F.scaled_dot_product_attention(
+        mine.view(count, n, heads, dim).transpose(1, 2),
+        keys,
+        values,
+        attn_mask=task.mask,
+        scale=scale,
+        enable_gqa=heads != num_kv_heads,
+    )
+    return attended.transpose(1, 2).reshape(count * n, heads * dim)
+
+
+# ----------------------------------------------------------------------------------------------- planning
+
+
+def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype, device: torch.device) -> list[_Task]:
+    if len(batch.context_len_np) == 1:
+        return _plan_alone(batch, 0, window, dtype, device)
+    tasks: list[_Task] = []
+    counts = np.diff(batch.query_start_np).astype(np.int64)
+    contexts = batch.context_len_np.astype(np.int64)
+    first: Ints = np.zeros_like(contexts)
+    if window is not None:
+        first = np.maximum(contexts - (window - 1), 0)
+    lengths: Ints = contexts + counts - first  # keys of each request
+    lower = 0
+    for upper in _ROW_BUCKETS:
+        members = np.flatnonzero((counts > lower) & (counts <= upper))
+        lower = upper
+        for chosen in _split_by_length(members, lengths):
+            if len(chosen) == 1:
+                tasks += _plan_alone(batch, int(chosen[0]), window, dtype, device)
+            else:
+                tasks.append(_plan_group(batch, chosen, counts, first, lengths, window, dtype, device))
+    for r in np.flatnonzero(counts > _GROUP_MAX_ROWS):
+        tasks += _plan_alone(batch, int(r), window, dtype, device)
+    return tasks
+
+
+def _split_by_length(members: Ints, lengths: Ints) -> list[Ints]:
+    """Cut a bucket so that no request is padded to more than twice its keys (short ones to 128 at least)."""
+    if len(members) == 0:
+        return []
+    longest = int(lengths[members].max())
+    if longest <= 128 or 2 * int(lengths[members].min()) >= longest:
+        return [members]
+    groups = []
+    rest = members
+    while len(rest):
+        longest = int(lengths[rest].max())
+        take = lengths[rest] * 2 >= longest if longest > 128 else np.ones(len(rest), dtype=bool)
+        groups.append(rest[take])
+        rest = rest[~take]
+    return groups
+
+
+def _plan_alone(
+    batch: AttentionBatch, r: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> list[_Task]:
+    start, end = int(batch.query_start_np[r]), int(batch.query_start_np[r + 1])
+    context, tree = int(batch.context_len_np[r]), bool(batch.is_tree_np[r])
+    n = end - start
+    step = n if tree else max(1, min(n, _PIECE_ELEMENTS // (context + n)))
+    tasks: list[_Task] = []
+    kept = 0
+    for i in range(0, n, step):
+        last = min(i + step, n)
+        num_keys = context + (n if tree else last)
+        first_key = 0 if window is None else max(0, context + i - window + 1)
+        key_start, key_index = _key_slots(batch, r, first_key, num_keys, device)
+        windowed = window is not None and num_keys > window
+        causal = last - i > 1 and not tree and context + i == 0 and not windowed
+        task = _Single(
+            r, start + i, start + last, first_key, num_keys, key_start, key_index, causal,
+            needs_mask=last - i > 1 and not causal,
+        )  # fmt: skip
+        kept += (last - i) * (num_keys - first_key)
+        if task.needs_mask and kept <= _KEPT_ELEMENTS:
+            task.mask = _single_mask(batch, task, window, dtype, device)
+        tasks.append(task)
+    return tasks
+
+
+def _key_slots(
+    batch: AttentionBatch, r: int, first_key: int, num_keys: int, device: torch.device
+) -> tuple[int, Tensor | None]:
+    """Slot of the first key if all stand in a row, else -1 and every slot."""
+    size = batch.block_size
+    blocks = batch.block_tables_np[r, first_key // size : -(-num_keys // size)]
+    if len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all()):
+        return int(blocks[0]) * size + first_key % size, None
+    return -1, torch.from_numpy(request_slots(batch, r, first_key, num_keys)).to(device)
+
+
+def _single_mask(
+    batch: AttentionBatch, task: _Single, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if batch.is_tree_np[task.r]:
+        visible = torch.from_numpy(request_mask(batch, task.r, task.first_key, window)).to(device)
+    else:
+        # committed keys and own rows stand at consecutive positions: key number = position
+        first_row = int(batch.context_len_np[task.r]) + task.start - int(batch.query_start_np[task.r])
+        rows = torch.arange(first_row, first_row + task.end - task.start, device=device)[:, None]
+        keys = torch.arange(task.first_key, task.num_keys, device=device)
+        visible = keys <= rows
+        if window is not None:
+            visible &= rows - keys < window
+    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+
+
+def _plan_group(
+    batch: AttentionBatch,
+    chosen: Ints,  # [R] requests
+    counts: Ints,  # of all requests: rows
+    first: Ints,  # first visible key
+    lengths: Ints,  # keys from there
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Group:
+    size = batch.block_size
+    counts, first, lengths = counts[chosen], first[chosen], lengths[chosen]
+    count, n, num_keys = len(chosen), int(counts.max()), int(lengths.max())
+    # keys [R, L]: offsets past a request's own keys fall back to its first one
+    offsets = np.arange(num_keys)
+    inside = offsets < lengths[:, None]
+    keys = np.where(inside, offsets, 0) + first[:, None]
+    blocks = batch.block_tables_np[chosen[:, None], keys // size].astype(np.int64)
+    slots = blocks * size + keys % size
+    # rows [R, n]: padding repeats the request's last row
+    row_offsets = np.minimum(np.arange(n), counts[:, None] - 1)
+    rows = batch.query_start_np[chosen][:, None] + row_offsets
+    # visibility [R, n, L]: causal for all, then trees one by one
+    contexts = batch.context_len_np[chosen][:, None, None]
+    position = contexts + row_offsets[:, :, None]
+    key_position = (offsets + first[:, None])[:, None, :]
+    visible = (key_position <= position) & inside[:, None, :]
+    if window is not None:
+        visible &= position - key_position < window
+    for i in np.flatnonzero(batch.is_tree_np[chosen]):
+        own = request_mask(batch, int(chosen[i]), int(first[i]), window)
+        visible[i] = False
+        visible[i, :, : own.shape[1]] = own[row_offsets[i]]
+    mask = np.where(visible, np.float32(0), np.float32("-inf"))[:, None]
+    consecutive = bool((counts == n).all()) and bool((np.diff(chosen) == 1).all())
+    valid = np.arange(n) < counts[:, None]
+    return _Group(
+        count,
+        n,
+        num_keys,
+        torch.from_numpy(slots.reshape(-1)).to(device),
+        torch.from_numpy(mask).to(device, dtype),
+        int(rows[0, 0]) if consecutive else -1,
+        None if consecutive else torch.from_numpy(rows.reshape(-1).astype(np.int64)).to(device),
+        None if consecutive else torch.from_numpy(np.flatnonzero(valid)).to(device),
+        None if consecutive else torch.from_numpy(rows[valid].astype(np.int64)).to(device),
+    )

@@ -1,0 +1,154 @@
+"""The vocabulary of operations a model is written in.
+
+Model files contain calls of `Ops` and nothing else that touches tensors, so that native kernels, Triton,
+quantised weights, tensor parallelism and the recording of a step can stand behind the same model.
+
+Conventions: T rows of a ragged batch; every operation that returns a tensor takes ``out=``, a dense buffer for the
+result, and returns it; inputs are not changed unless the operation says so. Weights go in as *handles* made once at
+load by ``pack_*``, in whatever layout the kernels want.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.types import AttentionBatch
+
+
+class Linear:
+    """Handle of a packed linear layer; made by `Ops.pack_linear`, read only by the same Ops."""
+
+    __slots__ = ()
+
+
+class Norm:
+    """Handle of a packed RMSNorm weight with its epsilon; made by `Ops.pack_norm`."""
+
+    __slots__ = ()
+
+
+class Rope:
+    """Handle of the rotations of every position a model can reach; made by `Ops.pack_rope`."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of one attention layer. A packed q/k/v row is ``[Hq * D | Hkv * D | Hkv * D]``."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Ops(ABC):
+    """Operations on one device and dtype. Norms, softmax and logits are float32 inside whatever the dtype."""
+
+    # ------------------------------------------------------------------------------------ weights, at load
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """``weight`` [out, in], ``bias`` [out] -> handle. The caller gives the tensors up (they may be reused)."""
+
+    @abstractmethod
+    def pack_norm(self, weight: Tensor, eps: float) -> Norm:
+        """``weight`` [H] -> handle."""
+
+    @abstractmethod
+    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
+        """``inv_freq`` [D / 2] float32, factor on cos and sin, positions 0..num_positions-1 -> handle."""
+
+    # ---------------------------------------------------------------------------------------- row by row
+
+    @abstractmethod
+    def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+        """``token_ids`` [T] int64, ``table`` [V, H] -> [T, H]."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        """``x`` [T, in] -> [T, out]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        """``x`` [T, H] -> x / sqrt(mean(x ** 2) + eps) * weight, [T, H] (Zhang & Sennrich 2019)."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        """``residual`` [T, H] += ``x`` [T, H] in place; returns the norm of the sum, [T, H]."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        """``gate_up`` [T, 2 * I] = gate | up -> silu(gate) * up, [T, I]. May use ``gate_up`` as scratch."""
+
+    @abstractmethod
+    def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """A copy of ``x`` [T, H] that later in-place operations do not change."""
+
+    # ---------------------------------------------------------------------------------------- attention
+
+    @abstractmethod
+    def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rotations of the rows of a pass, read once and used by all layers.
+
+        ``positions`` [T] int64 -> [T, 2, D] of the model's dtype: ``[:, 0]`` the cosines, ``[:, 1]`` the sines with the
+        first half negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
+        """
+
+    @abstractmethod
+    def qkv_rope_write(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope_rows: Tensor,
+        kv: tuple[Tensor, ...],
+        slots: Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Split packed q/k/v, normalise q and k per head if norms are given, rotate both, write K/V to the cache.
+
+        Args:
+            qkv: [T, (Hq + 2 * Hkv) * D]; used as scratch.
+            rope_rows: [T, 2, D] from `rope_rows`.
+            kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`, ``(kv [slots, 2 * Hkv, D],)``.
+            slots: [T] int64, where each row's K/V goes; distinct.
+            q_norm, k_norm: over D, before the rotation.
+
+        Returns:
+            Rotated queries [T, Hq, D]; possibly a strided view of ``qkv`` unless ``out`` is given.
+        """
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        heads: HeadShape,
+        scale: float,
+        window: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks as in `attention.base`."""
+
+    # --------------------------------------------------------------------------------------------- logits
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
+        """``hidden`` [M, H] -> [M, V] float32."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where weights and activations live."""

@@ -1,0 +1,183 @@
+"""`Ops` in plain torch: the reference of every kernel, and the default on any device.
+
+A small model's step is bound by the number of torch calls (3-20 us each), not by arithmetic, so each operation here is
+written in the fewest calls that give the right numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwise.attention.base import AttentionBackend
+from draftwise.attention.torch_grouped import TorchGroupedAttention
+from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.types import AttentionBatch
+
+
+class TorchLinear(Linear):
+    """``weight_t`` [in, out] (a transposed view), ``bias`` [out] or None."""
+
+    __slots__ = ("bias", "weight_t")
+
+    def __init__(self, weight_t: Tensor, bias: Tensor | None) -> None:
+        self.weight_t = weight_t
+        self.bias = bias
+
+
+class TorchNorm(Norm):
+    """``weight`` [H] as loaded, ``scaled`` [H] float32 = weight * sqrt(H), ``root`` [] float32 = sqrt(H * eps)."""
+
+    __slots__ = ("root", "scaled", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[0]
+        self.weight = weight
+        self.scaled = weight.float() * math.sqrt(size)
+        self.root = torch.tensor(math.sqrt(size * eps), dtype=torch.float32, device=weight.device)
+
+
+class TorchRope(Rope):
+    """``table`` [positions, 2, D]: cosines, and sines with the first half negated."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+
+class TorchOps(Ops):
+    """Plain torch on one device and dtype, with a choice of attention backend."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, attention: AttentionBackend | None = None
+    ) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._attention = attention or TorchGroupedAttention()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return TorchLinear(weight.t(), bias)
+
+    def pack_norm(self, weight: Tensor, eps: float) -> Norm:
+        return TorchNorm(weight, eps)
+
+    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
+        half = inv_freq.shape[0]
+        table = torch.empty((num_positions, 2, 2 * half), dtype=self._dtype, device=self._device)
+        # in pieces: a long table in float32 would double the peak memory of loading a small model
+        for start in range(0, num_positions, 4096):
+            end = min(start + 4096, num_positions)
+            positions = torch.arange(start, end, dtype=torch.float32, device=self._device)
+            angles = positions[:, None] * inv_freq.to(self._device)  # [piece, D / 2]
+            cos, sin = angles.cos() * scaling, angles.sin() * scaling
+            table[start:end, 0, :half] = cos
+            table[start:end, 0, half:] = cos
+            table[start:end, 1, :half] = -sin
+            table[start:end, 1, half:] = sin
+        return TorchRope(table)
+
+    def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return table.index_select(0, token_ids)
+        return torch.index_select(table, 0, token_ids, out=out)
+
+    def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, TorchLinear)
+        if weight.bias is None:
+            return torch.mm(x, weight.weight_t) if out is None else torch.mm(x, weight.weight_t, out=out)
+        if out is None:
+            return torch.addmm(weight.bias, x, weight.weight_t)
+        return torch.addmm(weight.bias, x, weight.weight_t, out=out)
+
+    def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        assert isinstance(norm, TorchNorm)
+        # x / sqrt(mean(x^2) + eps) = x * sqrt(H) / hypot(|x|, sqrt(H * eps)): four calls instead of six
+        wide = x.dtype is torch.float32
+        value = x if wide else x.float()
+        length = torch.linalg.vector_norm(value, 2, -1, True)
+        if wide:
+            result = torch.div(value, torch.hypot(length, norm.root), out=out)
+            return result.mul_(norm.scaled)
+        # as Transformers: round to the dtype, then multiply by the weight in the dtype
+        scale = math.sqrt(x.shape[-1])
+        narrow = value.mul_(scale).div_(torch.hypot(length, norm.root)).to(x.dtype)
+        return torch.mul(narrow, norm.weight, out=out)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        return self.rms_norm(residual.add_(x), norm, out)
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        size = gate_up.shape[1] // 2
+        gate, up = gate_up.narrow(1, 0, size), gate_up.narrow(1, size, size)
+        if out is None:
+            return F.silu(gate).mul_(up)
+        return torch.mul(F.silu(gate, inplace=True), up, out=out)
+
+    def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return x.clone() if out is None else out.copy_(x)
+
+    def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        assert isinstance(rope, TorchRope)
+        if out is None:
+            return rope.table.index_select(0, positions)
+        return torch.index_select(rope.table, 0, positions, out=out)
+
+    def qkv_rope_write(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope_rows: Tensor,
+        kv: tuple[Tensor, ...],
+        slots: Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        (entries,) = kv
+        num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        packed = qkv.view(-1, num_q + 2 * num_kv, dim)
+        if q_norm is not None:
+            q = packed.narrow(1, 0, num_q)
+            q.copy_(self.rms_norm(q, q_norm))
+        if k_norm is not None:
+            k = packed.narrow(1, num_q, num_kv)
+            k.copy_(self.rms_norm(k, k_norm))
+        rotated = packed.narrow(1, 0, num_q + num_kv)
+        swapped = rotated.roll(dim // 2, -1)
+        rotated.mul_(rope_rows.narrow(1, 0, 1)).addcmul_(swapped, rope_rows.narrow(1, 1, 1))
+        # k and v lie side by side in the packed row as they do in the cache: one copy writes both
+        entries.index_copy_(0, slots, packed.narrow(1, num_q, 2 * num_kv))
+        queries = packed.narrow(1, 0, num_q)
+        return queries if out is None else out.copy_(queries)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        heads: HeadShape,
+        scale: float,
+        window: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._attention.run(
+            q, kv, batch, num_kv_heads=heads.num_kv_heads, scale=scale, window=window, out=out
+        )
+
+    def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
+        if self._dtype is torch.float32:
+            return self.linear(hidden, head, out)
+        narrow = self.linear(hidden, head)
+        return narrow.float() if out is None else out.copy_(narrow)

@@ -1,0 +1,97 @@
+"""Where K/V lives: one row per slot in every layer, slot = block * block_size + offset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayerSpec:
+    """What one layer stores per token: named tensors and the shape of one token's entry.
+
+    Dense attention stores keys and values side by side, ``(("kv", (2 * Hkv, D)),)``, so that a token is written
+    with one copy and gathered with one; see `KVLayerSpec.dense`. Latent attention (MLA) would say
+    ``(("latent", (512,)), ("rope_key", (64,)))``.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @staticmethod
+    def dense(num_kv_heads: int, head_dim: int) -> KVLayerSpec:
+        """Entry ``kv`` [2 * Hkv, D]: heads 0..Hkv-1 are keys (rotated), heads Hkv..2*Hkv-1 are values."""
+        return KVLayerSpec((("kv", (2 * num_kv_heads, head_dim)),))
+
+    @property
+    def elements_per_token(self) -> int:
+        return sum(prod(shape) for _, shape in self.tensors)
+
+
+class KVStorage:
+    """The K/V tensors of one model. Contents start as zeros, so that an unwritten slot is finite.
+
+    Consecutive layers of equal layout share one allocation [layers, slots, ...]: `move` then costs two operations
+    for all of them, whatever their number.
+    """
+
+    def __init__(
+        self,
+        layout: Sequence[KVLayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert num_blocks > 0 and block_size > 0
+        self.layout = tuple(layout)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        slots = num_blocks * block_size
+        self._pools: list[Tensor] = []  # each [layers of the run, slots, ...]
+        self._layers: list[tuple[Tensor, ...]] = []
+        start = 0
+        while start < len(self.layout):
+            end = start + 1
+            while end < len(self.layout) and self.layout[end] == self.layout[start]:
+                end += 1
+            pools = [
+                torch.zeros((end - start, slots, *shape), dtype=dtype, device=device)
+                for _, shape in self.layout[start].tensors
+            ]
+            self._pools += pools
+            self._layers += [tuple(pool[i] for pool in pools) for i in range(end - start)]
+            start = end
+
+    def layer(self, i: int) -> tuple[Tensor, ...]:
+        """The tensors of layer i in the order of its `KVLayerSpec`, each [num_blocks * block_size, ...]."""
+        return self._layers[i]
+
+    def move(self, src: Tensor, dst: Tensor) -> None:
+        """Copy rows ``src`` to rows ``dst`` in every layer, as if all were read before any is written.
+
+        Args:
+            src: int64 [n], slots on the storage's device.
+            dst: int64 [n], distinct slots; may overlap ``src``.
+
+        Example: a tree's accepted path in slots 10, 12, 15 is compacted by src = [12, 15], dst = [11, 12].
+        """
+        if src.numel() == 0:
+            return
+        for pool in self._pools:
+            pool.index_copy_(1, dst, pool.index_select(1, src))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all layers."""
+        return sum(pool.numel() * pool.element_size() for pool in self._pools)
+
+    @staticmethod
+    def bytes_per_block(layout: Sequence[KVLayerSpec], block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one block of tokens takes in all layers."""
+        return sum(spec.elements_per_token for spec in layout) * block_size * dtype.itemsize

@@ -1,0 +1,68 @@
+"""The contract of a decoder model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Ops
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
+from draftwise.models.config import RawConfig
+from draftwise.models.weights import WeightPlan
+from draftwise.types import StepInput, TargetOutput
+
+
+class DecoderModel(ABC):
+    """A causal language model that computes the rows of a ragged batch against a paged cache.
+
+    Life: ``cls.parse(raw)`` reads config.json; ``cls(config, ops, plan)`` declares its parameters on the plan; the
+    loader fills them; ``finish()`` packs them. From then on the model is immutable and serves any number of batches.
+
+    Run it inside ``torch.inference_mode()``: nothing needs gradients, and small models are measurably faster for it.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        """Read ``config.json``. Raises ModelLoadError for what this family does not support."""
+
+    @abstractmethod
+    def __init__(self, config: ModelConfig, ops: Ops, plan: WeightPlan) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Every parameter is filled: pack them for the kernels."""
+
+    @abstractmethod
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        """What each layer stores per token."""
+
+    @abstractmethod
+    def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
+        """Compute all rows of a batch and write their K/V.
+
+        Args:
+            batch: T rows; token ids in 0..V-1, positions in 0..max_model_len-1, slots distinct.
+            kv: storage made from `kv_layout`; committed keys of every request are in it.
+            capture: layers whose entering hidden states are wanted, 0..num_layers (the last: what leaves the
+                last layer, before the final norm).
+
+        Returns:
+            `TargetOutput`: hidden [T, H] after the final norm, captured {layer: [T, H]}, in the model's dtype.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [M, H] (any rows of `TargetOutput.hidden`) -> [M, V] float32."""
+
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters; tied ones count once."""

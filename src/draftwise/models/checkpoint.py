@@ -1,0 +1,146 @@
+"""Reading safetensors: headers first, then tensor by tensor in bounded pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftwise.errors import ModelLoadError
+
+_INDEX = "model.safetensors.index.json"
+_WINDOW_BYTES = 32 << 20
+"""Pages of the mapped file that may be resident at once: the file is mapped anew after each window, because pages
+once read would count as this process's memory until it is unmapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies, and its shape as the file's header says."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def scan_checkpoint(folder: Path) -> dict[str, TensorEntry]:
+    """Headers of every safetensors file of a model folder: name -> entry. No tensor data is read.
+
+    Raises:
+        ModelLoadError: no weights, only weights in another format, a file that the index names is missing, a file
+            is truncated or damaged, or a tensor is not in the file the index says.
+    """
+    entries: dict[str, TensorEntry] = {}
+    index = _read_index(folder)
+    for file in _weight_files(folder, index):
+        for name, entry in _scan_file(file).items():
+            if name in entries:
+                raise ModelLoadError(f"tensor {name} is both in {entries[name].file.name} and in {file.name}")
+            entries[name] = entry
+    if index is not None:
+        lost = sorted(
+            name for name, file in index.items() if name not in entries or entries[name].file.name != file
+        )
+        if lost:
+            raise ModelLoadError(f"{_INDEX} names tensors that are not where it says: {shorten(lost)}")
+    return entries
+
+
+def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> None:
+    """Fill ``targets[name]`` from ``entries[name]`` (equal shapes), converting dtype and device, file by file.
+
+    Peak memory beyond the targets is about one window (32 MiB) or one row, whichever is more.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name in targets:
+        by_file.setdefault(entries[name].file, []).append(name)
+    for file, names in by_file.items():
+        try:
+            _copy_file(file, names, targets)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{file} cannot be read: {error}") from error
+
+
+def shorten(names: list[str], limit: int = 8) -> str:
+    """A list for a message: the first few names, and how many more."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _copy_file(file: Path, names: list[str], targets: Mapping[str, Tensor]) -> None:
+    handle: Any = safe_open(file, framework="pt")
+    touched = 0
+    for name in names:
+        dest = targets[name]
+        if dest.ndim == 0:
+            dest.copy_(handle.get_tensor(name))
+            continue
+        row_bytes = max(1, dest[0].numel() * dest.element_size())
+        step = max(1, _WINDOW_BYTES // row_bytes)
+        for start in range(0, dest.shape[0], step):
+            end = min(start + step, dest.shape[0])
+            if touched > _WINDOW_BYTES:
+                handle = safe_open(file, framework="pt")
+                touched = 0
+            dest[start:end].copy_(handle.get_slice(name)[start:end])
+            touched += (end - start) * row_bytes
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    path = folder / _INDEX
+    if not path.is_file():
+        return None
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{path} has no weight_map")
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _weight_files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
+    if index is not None:
+        files = [folder / name for name in sorted(set(index.values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelLoadError(f"{folder}: weight files named by {_INDEX} are missing: {shorten(missing)}")
+        return files
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    if others:
+        raise ModelLoadError(f"{folder} has {shorten(others)}, but neither model.safetensors nor {_INDEX}")
+    old = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    if old:
+        raise ModelLoadError(
+            f"{folder} has no safetensors, only {shorten(old)}: convert it, for example with "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ModelLoadError(f"{folder} has no weights (model.safetensors or {_INDEX})")
+
+
+def _scan_file(file: Path) -> dict[str, TensorEntry]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            entries = {}
+            for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
+                part = handle.get_slice(name)
+                entries[name] = TensorEntry(file, tuple(part.get_shape()), str(part.get_dtype()))
+            return entries
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{file} is truncated or damaged: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ModelLoadError naming the file when it is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object")
+    return value

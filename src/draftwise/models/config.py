@@ -1,0 +1,156 @@
+"""What a decoder model is: `ModelConfig`, and how Hugging Face's ``config.json`` is read into it.
+
+Only facts that change the computation are kept. A setting that would change it and is not supported is an error that
+names it, never a silent difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftwise.errors import ModelLoadError
+from draftwise.models.rope import RopeConfig, parse_rope
+
+RawConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder. One immutable value; parts that need less take the fields they need."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int  # positions the model may reach
+    rope: RopeConfig
+    sliding_window: tuple[int | None, ...]  # per layer: window in positions, None: full attention
+    norm_eps: float
+    tied: bool  # the output layer is the embedding table
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # per-head RMSNorm on queries and keys before the rotation
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str | None = None  # of the checkpoint, as its config says
+    raw: RawConfig = field(default_factory=dict, repr=False, compare=False)  # config.json as it was read
+
+
+def require_int(raw: RawConfig, name: str, default: int | None = None) -> int:
+    """A positive integer field; ModelLoadError naming it when it is missing (without default) or is none."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelLoadError(f"config.json has no {name!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ModelLoadError(f"config.json: {name!r} must be a positive integer, not {value!r}")
+    return value
+
+
+def dense_config(
+    raw: RawConfig,
+    *,
+    architecture: str,
+    max_model_len: int | None = None,
+    sliding_window: Sequence[int | None] | None = None,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """Read the fields that every dense family shares; a family passes what differs.
+
+    Args:
+        max_model_len: length the caller asks for; None: the model's own.
+        sliding_window: per layer; None: full attention everywhere.
+        head_dim: when ``config.json`` does not give one; None: hidden_size / num_attention_heads.
+
+    Raises:
+        ModelLoadError: a field is missing, out of range, or asks for something that is not supported.
+    """
+    hidden, heads = require_int(raw, "hidden_size"), require_int(raw, "num_attention_heads")
+    layers = require_int(raw, "num_hidden_layers")
+    kv_heads = require_int(raw, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelLoadError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if raw.get("head_dim") is None and head_dim is None and hidden % heads:
+        raise ModelLoadError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    dim = require_int(raw, "head_dim", head_dim or hidden // heads)
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelLoadError(f"activation {activation!r} is not supported (only silu)")
+    positions = require_int(raw, "max_position_embeddings", 2048)
+    rope, length = parse_rope(raw, dim, positions, max_model_len)
+    vocab_size = require_int(raw, "vocab_size")
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=require_int(raw, "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        max_model_len=length,
+        rope=rope,
+        sliding_window=tuple(sliding_window) if sliding_window is not None else (None,) * layers,
+        norm_eps=_norm_eps(raw),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+        bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), "bos_token_id")), None),
+        dtype=dtype if isinstance(dtype, str) else None,
+        raw=raw,
+    )
+
+
+def windows_by_layer(raw: RawConfig, default: int | None = None) -> tuple[int | None, ...]:
+    """The sliding window of each layer of a Qwen-style config: ``use_sliding_window``, ``sliding_window``, and
+    ``layer_types`` or ``max_window_layers`` (layers from that number on slide).
+
+    Example: 4 layers, window 64, max_window_layers 2 -> (None, None, 64, 64).
+    """
+    layers = require_int(raw, "num_hidden_layers")
+    window = raw.get("sliding_window", default)
+    if not raw.get("use_sliding_window", False) or window is None:
+        return (None,) * layers
+    window = require_int(raw, "sliding_window", default)
+    types = raw.get("layer_types")
+    if types is None:
+        full = raw.get("max_window_layers", 28)
+        return tuple(None if i < full else window for i in range(layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    unknown = sorted(set(types) - known.keys())
+    if unknown or len(types) != layers:
+        raise ModelLoadError(
+            f"config.json: layer_types has {len(types)} entries for {layers} layers, unknown: {unknown}"
+        )
+    return tuple(known[kind] for kind in types)
+
+
+def token_ids(value: object, name: str) -> tuple[int, ...]:
+    """A token id field that may be missing, one id or a list of ids."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+        raise ModelLoadError(f"{name!r} must be a token id or a list of token ids, not {value!r}")
+    return tuple(values)
+
+
+def _norm_eps(raw: RawConfig) -> float:
+    value = raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(value, (int, float)) or value < 0:
+        raise ModelLoadError(f"config.json: 'rms_norm_eps' must be a number, not {value!r}")
+    return float(value)

@@ -1,0 +1,179 @@
+"""The decoder that all dense families share: pre-norm, rotary attention with grouped heads, gated MLP.
+
+A family is a subclass that overrides `parse` and, if its tensors are named otherwise, `names`. The forward contains
+calls of `Ops` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.config import ModelConfig, RawConfig, dense_config
+from draftwise.models.weights import WeightPlan
+from draftwise.types import StepInput, TargetOutput
+
+
+@dataclass(frozen=True, slots=True)
+class DenseNames:
+    """Names of a checkpoint's tensors; ``{i}`` is the layer. Biases replace ``.weight`` by ``.bias``."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    input_norm: str = "model.layers.{i}.input_layernorm.weight"
+    q: str = "model.layers.{i}.self_attn.q_proj.weight"
+    k: str = "model.layers.{i}.self_attn.k_proj.weight"
+    v: str = "model.layers.{i}.self_attn.v_proj.weight"
+    o: str = "model.layers.{i}.self_attn.o_proj.weight"
+    q_norm: str = "model.layers.{i}.self_attn.q_norm.weight"
+    k_norm: str = "model.layers.{i}.self_attn.k_norm.weight"
+    post_norm: str = "model.layers.{i}.post_attention_layernorm.weight"
+    gate: str = "model.layers.{i}.mlp.gate_proj.weight"
+    up: str = "model.layers.{i}.mlp.up_proj.weight"
+    down: str = "model.layers.{i}.mlp.down_proj.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """One layer's packed weights."""
+
+    input_norm: Norm
+    qkv: Linear  # [(Hq + 2 * Hkv) * D, H]
+    q_norm: Norm | None  # [D]
+    k_norm: Norm | None  # [D]
+    o: Linear  # [H, Hq * D]
+    post_norm: Norm
+    gate_up: Linear  # [2 * I, H], gate first
+    down: Linear  # [H, I]
+    window: int | None
+
+
+class _LayerWeights:
+    """One layer's parameters as loaded; gone once packed."""
+
+    def __init__(self, config: ModelConfig, names: DenseNames, plan: WeightPlan, i: int) -> None:
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
+
+        def name(pattern: str, bias: bool = False) -> str:
+            full = pattern.format(i=i)
+            return full.removesuffix(".weight") + ".bias" if bias else full
+
+        def linear(
+            parts: Sequence[tuple[str, int]], columns: int, bias: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            weight = plan.packed([(name(pattern), rows) for pattern, rows in parts], columns)
+            if not bias:
+                return weight, None
+            return weight, plan.packed([(name(pattern, bias=True), rows) for pattern, rows in parts], None)
+
+        self.input_norm = plan.tensor(name(names.input_norm), (hidden,))
+        self.qkv = linear(
+            [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)], hidden, config.qkv_bias
+        )
+        self.q_norm = plan.tensor(name(names.q_norm), (dim,)) if config.qk_norm else None
+        self.k_norm = plan.tensor(name(names.k_norm), (dim,)) if config.qk_norm else None
+        self.o = linear([(names.o, hidden)], rows_q, config.o_bias)
+        self.post_norm = plan.tensor(name(names.post_norm), (hidden,))
+        self.gate_up = linear([(names.gate, inner), (names.up, inner)], hidden, config.mlp_bias)
+        self.down = linear([(names.down, hidden)], inner, config.mlp_bias)
+        # buffers that old checkpoints carry and everybody recomputes
+        plan.ignored.add(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
+
+    def pack(self, ops: Ops, eps: float, window: int | None) -> DenseLayer:
+        return DenseLayer(
+            input_norm=ops.pack_norm(self.input_norm, eps),
+            qkv=ops.pack_linear(*self.qkv),
+            q_norm=None if self.q_norm is None else ops.pack_norm(self.q_norm, eps),
+            k_norm=None if self.k_norm is None else ops.pack_norm(self.k_norm, eps),
+            o=ops.pack_linear(*self.o),
+            post_norm=ops.pack_norm(self.post_norm, eps),
+            gate_up=ops.pack_linear(*self.gate_up),
+            down=ops.pack_linear(*self.down),
+            window=window,
+        )
+
+
+class DenseDecoder(DecoderModel):
+    """Base of the dense families; also usable as it is for a Llama-like checkpoint."""
+
+    names = DenseNames()
+
+    @classmethod
+    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        return dense_config(raw, architecture=architecture, max_model_len=max_model_len)
+
+    def __init__(self, config: ModelConfig, ops: Ops, plan: WeightPlan) -> None:
+        self.config = config
+        self.dtype = ops.dtype
+        self.device = ops.device
+        self._ops = ops
+        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._scale = config.head_dim**-0.5
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self._embedding = plan.tensor(self.names.embedding, (vocab, hidden))
+        self._loaded: list[_LayerWeights | None] = [
+            _LayerWeights(config, self.names, plan, i) for i in range(config.num_layers)
+        ]
+        self._loaded_norm = plan.tensor(self.names.final_norm, (hidden,))
+        if config.tied:
+            self._loaded_head = self._embedding
+            plan.ignored.add(self.names.head)  # some writers store it twice
+        else:
+            self._loaded_head = plan.tensor(self.names.head, (vocab, hidden))
+        self._weight_bytes = plan.num_bytes
+
+    def finish(self) -> None:
+        config, ops = self.config, self._ops
+        layers = []
+        for i, window in enumerate(config.sliding_window):
+            weights = self._loaded[i]
+            assert weights is not None
+            layers.append(weights.pack(ops, config.norm_eps, window))
+            self._loaded[i] = None  # a kernel that repacks frees the source layer by layer
+        del self._loaded
+        self._layers = tuple(layers)
+        self._final_norm = ops.pack_norm(self._loaded_norm, config.norm_eps)
+        self._head = ops.pack_linear(self._loaded_head)
+        del self._loaded_norm, self._loaded_head
+        self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, config.max_model_len)
+
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)
+        return (spec,) * self.config.num_layers
+
+    def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
+        ops, heads, scale = self._ops, self._heads, self._scale
+        slots, attention = batch.slots, batch.attention
+        captured: dict[int, Tensor] = {}
+        rope = ops.rope_rows(self._rope, batch.positions)
+        residual = ops.embedding(batch.token_ids, self._embedding)
+        if 0 in capture:
+            captured[0] = ops.copy(residual)
+        hidden = ops.rms_norm(residual, self._layers[0].input_norm)
+        last = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            entries = kv.layer(i)
+            qkv = ops.linear(hidden, layer.qkv)
+            q = ops.qkv_rope_write(qkv, heads, rope, entries, slots, layer.q_norm, layer.k_norm)
+            attended = ops.attention(q, entries, attention, heads, scale, layer.window)
+            hidden = ops.add_rms_norm(ops.linear(attended, layer.o), residual, layer.post_norm)
+            inner = ops.silu_mul(ops.linear(hidden, layer.gate_up))
+            norm = self._layers[i + 1].input_norm if i < last else self._final_norm
+            # the residual now is what enters layer i + 1
+            hidden = ops.add_rms_norm(ops.linear(inner, layer.down), residual, norm)
+            if i + 1 in capture:
+                captured[i + 1] = ops.copy(residual)
+        return TargetOutput(hidden, captured)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._ops.logits(hidden, self._head)
+
+    def weight_bytes(self) -> int:
+        return self._weight_bytes

@@ -1,0 +1,188 @@
+"""From a model folder or hub id to a model that is ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from draftwise.errors import ModelLoadError
+from draftwise.kernels.base import Ops
+from draftwise.kernels.torch_ops import TorchOps
+from draftwise.models.base import DecoderModel
+from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
+from draftwise.models.config import ModelConfig, RawConfig, token_ids
+from draftwise.models.registry import resolve_model
+from draftwise.models.weights import WeightPlan
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FLOAT_NAMES = frozenset({"F64", "F32", "BF16", "F16"})
+
+
+def resolve_path(path: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder of a model: ``path`` itself if it is one, else the hub's snapshot of that id (cached or downloaded).
+
+    Args:
+        revision: branch, tag or commit on the hub; a local folder has none, so giving one there is an error.
+        weights: whether the weight files are needed too.
+
+    Raises:
+        ModelLoadError: neither a folder nor an id that can be had.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelLoadError(f"revision {revision!r} was given, but {folder} is a local folder")
+        return folder
+    text = str(path)
+    if folder.exists():
+        raise ModelLoadError(f"{text} is a file; a model is a folder with config.json and safetensors")
+    if text.startswith((".", "/", "~")) or text.count("/") > 1 or not text.strip():
+        raise ModelLoadError(f"model folder {text!r} does not exist")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + (["*.safetensors"] if weights else [])
+    try:
+        return Path(snapshot_download(text, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # offline, no such id, gated, disk full: all end here
+        reason = str(error).strip().split("\n")[0]
+        raise ModelLoadError(
+            f"{text!r} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def load_config(
+    path: str | Path,
+    revision: str | None = None,
+    *,
+    max_model_len: int | None = None,
+) -> ModelConfig:
+    """Read a model's configuration without its weights.
+
+    Args:
+        max_model_len: model length asked for; None: the model's own. See `models.rope`.
+
+    Raises:
+        ModelLoadError: not a model, or one that is not supported.
+    """
+    return _read_config(resolve_path(path, revision, weights=False), max_model_len)[0]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+) -> DecoderModel:
+    """Load a model. Peak memory is the weights plus some 40 MiB: tensors stream from the mapped files into place.
+
+    Args:
+        path: local folder or hub id.
+        dtype: float32, bfloat16 or float16; None: what ``config.json`` says (float32 if it says nothing).
+        trust_remote_code: accepted for the tokenizer's sake; models are never run from a checkpoint's own code.
+        max_model_len: see `load_config`.
+        ops: the kernels to run on; None: plain torch on ``device``.
+
+    Raises:
+        ModelLoadError: not a model, unsupported, quantised, damaged, or its tensors do not fit; names what is wrong.
+    """
+    folder = resolve_path(path, revision)
+    config, cls = _read_config(folder, max_model_len)
+    chosen = dtype or _config_dtype(config)
+    if chosen not in _DTYPES.values():
+        raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
+    entries = scan_checkpoint(folder)
+    plan = WeightPlan(chosen, device)
+    model = cls(config, ops or TorchOps(chosen, device), plan)
+    targets = {name: target.dest for name, target in plan.targets.items()}
+    _check(folder, entries, targets, plan.ignored)
+    with torch.no_grad():
+        copy_tensors(entries, targets)
+        del targets
+        plan.targets.clear()  # the only other holder of the unpacked parameters
+        model.finish()
+    return model
+
+
+def checkpoint_num_parameters(path: str | Path, revision: str | None = None) -> int:
+    """Elements of all tensors of a checkpoint, from the headers of its files alone.
+
+    Raises:
+        ModelLoadError: not a model folder, or its files cannot be read.
+    """
+    entries = scan_checkpoint(resolve_path(path, revision))
+    return sum(prod(entry.shape) for entry in entries.values())
+
+
+def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, type[DecoderModel]]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{folder} is no model folder: config.json is missing")
+    raw = read_json(path)
+    try:
+        architecture, cls = resolve_model(raw)
+        if raw.get("quantization_config") is not None:
+            method = _quantization_name(raw)
+            raise ModelLoadError(
+                f"quantised checkpoints are not supported yet (quantization_config: {method})"
+            )
+        config = cls.parse(raw, architecture, max_model_len)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
+    return _with_generation_config(config, folder), cls
+
+
+def _with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Chat models end a turn with a token that only generation_config.json names."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return config
+    more = token_ids(read_json(path).get("eos_token_id"), "eos_token_id")
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+
+
+def _quantization_name(raw: RawConfig) -> str:
+    value = raw["quantization_config"]
+    return str(value.get("quant_method", "unknown")) if isinstance(value, Mapping) else str(value)
+
+
+def _config_dtype(config: ModelConfig) -> torch.dtype:
+    name = config.dtype or "float32"
+    if name not in _DTYPES:
+        raise ModelLoadError(
+            f"config.json: dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})"
+        )
+    return _DTYPES[name]
+
+
+def _check(
+    folder: Path,
+    entries: Mapping[str, TensorEntry],
+    targets: Mapping[str, torch.Tensor],
+    ignored: set[str],
+) -> None:
+    """Every declared tensor is there with its shape, and nothing else is: a silent difference is a wrong model."""
+    missing = sorted(targets.keys() - entries.keys())
+    if missing:
+        raise ModelLoadError(f"{folder}: tensors are missing: {shorten(missing)}")
+    surplus = sorted(entries.keys() - targets.keys() - ignored)
+    if surplus:
+        raise ModelLoadError(f"{folder}: tensors that this architecture does not have: {shorten(surplus)}")
+    wrong = [
+        f"{name} has shape {list(entries[name].shape)}, expected {list(target.shape)}"
+        for name, target in targets.items()
+        if entries[name].shape != tuple(target.shape)
+    ]
+    if wrong:
+        raise ModelLoadError(f"{folder}: {'; '.join(wrong[:4])}")
+    odd = sorted(name for name in targets if entries[name].dtype not in _FLOAT_NAMES)
+    if odd:
+        kinds = ", ".join(sorted({entries[name].dtype for name in odd}))
+        raise ModelLoadError(f"{folder}: tensors stored as {kinds} are not supported: {shorten(odd)}")

@@ -1,0 +1,88 @@
+"""Architecture name of a checkpoint -> model class, imported when first needed."""
+
+from __future__ import annotations
+
+import importlib
+
+from draftwise.errors import ModelLoadError
+from draftwise.models.base import DecoderModel
+from draftwise.models.config import RawConfig
+
+_MODELS: dict[str, str | type[DecoderModel]] = {
+    "LlamaForCausalLM": "draftwise.models.llama:LlamaModel",
+    "MistralForCausalLM": "draftwise.models.mistral:MistralModel",
+    "Qwen2ForCausalLM": "draftwise.models.qwen2:Qwen2Model",
+    "Qwen3ForCausalLM": "draftwise.models.qwen3:Qwen3Model",
+}
+
+_MULTIMODAL_FIELDS = (
+    "vision_config",
+    "audio_config",
+    "speech_config",
+    "thinker_config",
+    "vision_start_token_id",
+)
+
+
+def register_model(architecture: str, model: str | type[DecoderModel]) -> None:
+    """Serve checkpoints whose ``architectures`` names ``architecture`` with ``model``, replacing what was there.
+
+    Args:
+        model: a subclass of `DecoderModel`, or where to import it from, ``"package.module:Class"``.
+
+    Raises:
+        ModelLoadError: ``model`` is neither.
+    """
+    if isinstance(model, str):
+        if model.count(":") != 1:
+            raise ModelLoadError(f"model class {model!r} must be written 'package.module:Class'")
+    elif not (isinstance(model, type) and issubclass(model, DecoderModel)):
+        raise ModelLoadError(f"{model!r} is no subclass of DecoderModel")
+    _MODELS[architecture] = model
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Names of all registered architectures."""
+    return tuple(sorted(_MODELS))
+
+
+def resolve_model(raw: RawConfig) -> tuple[str, type[DecoderModel]]:
+    """The architecture that ``config.json`` names, and its class.
+
+    Raises:
+        ModelLoadError: no architecture is named, it is multimodal or unknown, or its class cannot be imported.
+    """
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelLoadError(f"config.json: 'architectures' must be a list of names, not {names!r}")
+    known = [name for name in names if name in _MODELS]
+    # a third party may register a multimodal model: only what nobody serves is refused here
+    multimodal = next((field for field in _MULTIMODAL_FIELDS if raw.get(field) is not None), None)
+    if multimodal is not None and not known:
+        raise ModelLoadError(
+            f"{' / '.join(names) or 'this model'} is multimodal ({multimodal}), which is not supported"
+        )
+    if not names:
+        raise ModelLoadError("config.json names no architecture ('architectures' is missing or empty)")
+    if not known:
+        remote = " (its own code, named by auto_map, is never run as a model)" if "auto_map" in raw else ""
+        raise ModelLoadError(
+            f"architecture {' / '.join(names)} is not supported{remote}; "
+            f"supported: {', '.join(supported_architectures())}"
+        )
+    return known[0], _load_class(known[0])
+
+
+def _load_class(architecture: str) -> type[DecoderModel]:
+    entry = _MODELS[architecture]
+    if not isinstance(entry, str):
+        return entry
+    module_name, _, class_name = entry.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelLoadError(f"the class {entry!r} for {architecture} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, DecoderModel)):
+        raise ModelLoadError(f"{entry!r} is no subclass of DecoderModel")
+    _MODELS[architecture] = cls
+    return cls

@@ -1,0 +1,205 @@
+"""Every family against Transformers on tiny random checkpoints, in float32."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftwise.models.inputs import RowInput, build_step_input
+from tests.parity.helpers import Driver, MakeModel, expected_logits, load, tokens_of
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 6}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-head-dim": ("Llama", {"head_dim": 12}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-rope-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
+    "llama-rope-dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-rope-llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-rope-yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-biases-window": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+    ),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def pair(request: pytest.FixtureRequest, make_checkpoint: MakeModel) -> tuple[Any, Driver]:
+    family, settings = request.param
+    reference, folder = make_checkpoint(family, **settings)
+    return reference, Driver(load(folder))
+
+
+def test_logits_equal_for_any_chunking(pair: tuple[Any, Driver]) -> None:
+    reference, driver = pair
+    tokens = tokens_of(3, 45)
+    expected = expected_logits(reference, tokens)
+    assert expected.std() > 0.3, "a flat model would pass anything"
+    for rid, chunk in enumerate((None, 16, 7, 1)):
+        actual = driver.whole(rid, tokens, chunk)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+def test_fifty_greedy_tokens_equal(pair: tuple[Any, Driver]) -> None:
+    reference, driver = pair
+    prompt = tokens_of(4, 12)
+    sequence = list(prompt)
+    for _ in range(50):
+        sequence.append(int(expected_logits(reference, sequence)[-1].argmax()))
+    assert driver.greedy(0, prompt, 50) == sequence[12:]
+
+
+def test_tree_paths_equal_chains(pair: tuple[Any, Driver]) -> None:
+    """Each path of a tree gives the logits that the path gives as a chain; several trees and a chain at once."""
+    reference, driver = pair
+    prompts = {0: tokens_of(5, 21), 1: tokens_of(6, 3), 2: tokens_of(7, 33)}
+    trees = {0: (-1, -1, 0, 0, 1, 4), 1: (-1, 0, 0, 0, 1, -1, 5, 5, 7), 2: (-1, -1, -1)}
+    driver.step([(rid, prompt[:-1]) for rid, prompt in prompts.items()])
+    driver.step([(3, tokens_of(8, 9))])
+    nodes = {rid: tokens_of(20 + rid, len(parents)) for rid, parents in trees.items()}
+    rows = [(rid, [prompts[rid][-1], *nodes[rid]]) for rid in trees]
+    *actual, chain = driver.step([*rows, (3, tokens_of(9, 5))], trees=trees)
+    alone = Driver(driver.model)
+    for rid, parents in trees.items():
+        alone.step([(rid, prompts[rid][:-1])])
+        torch.testing.assert_close(
+            alone.step([(rid, [prompts[rid][-1], *nodes[rid]])], trees={rid: parents})[0],
+            actual[rid],
+            atol=1e-5,
+            rtol=1e-5,
+        )
+        for i in range(len(parents)):
+            path, node = [], i
+            while node >= 0:
+                path.append(nodes[rid][node])
+                node = parents[node]
+            expected = expected_logits(reference, prompts[rid] + path[::-1])
+            torch.testing.assert_close(actual[rid][i + 1], expected[-1], atol=1e-4, rtol=0)
+            torch.testing.assert_close(actual[rid][0], expected[len(prompts[rid]) - 1], atol=1e-4, rtol=0)
+    expected = expected_logits(reference, tokens_of(8, 9) + tokens_of(9, 5))
+    torch.testing.assert_close(chain, expected[-5:], atol=1e-4, rtol=0)
+
+
+def test_mixed_batch_equals_one_at_a_time(pair: tuple[Any, Driver]) -> None:
+    """16 requests of mixed lengths in one pass, chunks and decodes of all widths together."""
+    _, driver = pair
+    alone = Driver(driver.model, scatter=False)
+    lengths = [1, 2, 3, 5, 8, 9, 12, 17, 20, 33, 40, 64, 70, 90, 130, 7]
+    sequences = [tokens_of(100 + i, length) for i, length in enumerate(lengths)]
+    expected = [alone.whole(i, tokens) for i, tokens in enumerate(sequences)]
+    done = [0] * 16
+    got: list[list[torch.Tensor]] = [[] for _ in sequences]
+    widths = [1, 1, 2, 1, 5, 9, 12, 3, 1, 33, 6, 64, 1, 75, 130, 1]
+    while any(done[i] < lengths[i] for i in range(16)):
+        rows = [(i, sequences[i][done[i] : done[i] + widths[i]]) for i in range(16) if done[i] < lengths[i]]
+        for (i, tokens), logits in zip(rows, driver.step(rows), strict=True):
+            done[i] += len(tokens)
+            got[i].append(logits)
+    for i in range(16):
+        torch.testing.assert_close(torch.cat(got[i]), expected[i], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral-window", "qwen2"])
+def test_narrow_dtypes_are_close(case: str, dtype: torch.dtype, make_checkpoint: MakeModel) -> None:
+    family, settings = CASES[case]
+    reference, folder = make_checkpoint(family, **settings)
+    driver = Driver(load(folder, dtype))
+    tokens = tokens_of(3, 40)
+    expected = expected_logits(reference, tokens)
+    actual = driver.whole(0, tokens, 11)
+    assert actual.dtype is torch.float32
+    assert driver.model.dtype is dtype
+    error = (actual - expected).pow(2).mean().sqrt() / expected.std()
+    assert error < (0.05 if dtype is torch.bfloat16 else 0.01)
+
+
+def test_captured_hidden_states_are_those_entering_each_layer(make_checkpoint: MakeModel) -> None:
+    reference, folder = make_checkpoint("Llama")
+    model = load(folder)
+    driver = Driver(model)
+    tokens = tokens_of(3, 10)
+    with torch.no_grad():
+        states = reference.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    batch = build_step_input([RowInput(tokens, 0, np.arange(3, dtype=np.int32))], 4, model.device)
+    with torch.inference_mode():
+        output = model.forward(batch, driver.kv, capture=(0, 2, 3))
+    assert sorted(output.captured) == [0, 2, 3]
+    for i in (0, 2):
+        torch.testing.assert_close(output.captured[i], states[i][0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(output.hidden, states[3][0], atol=1e-4, rtol=0)
+    # what leaves the last layer is normalised to the final hidden states
+    norm = reference.model.norm(output.captured[3].clone())
+    torch.testing.assert_close(norm, states[3][0], atol=1e-4, rtol=0)
+
+
+def test_dynamic_rope_beyond_the_trained_length(make_checkpoint: MakeModel) -> None:
+    """A longer model length gives Transformers' logits for a sequence of exactly that length, in any chunking."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    reference, folder = make_checkpoint("Llama", rope_parameters=rope, max_position_embeddings=32)
+    model = load(folder, max_model_len=80)
+    assert model.config.max_model_len == 80
+    tokens = tokens_of(11, 80)
+    expected = expected_logits(reference, tokens)
+    for rid, chunk in enumerate((None, 13)):
+        torch.testing.assert_close(Driver(model).whole(rid, tokens, chunk), expected, atol=1e-4, rtol=0)
+
+
+def test_older_rope_spelling_gives_the_same_model(make_checkpoint: MakeModel) -> None:
+    for case in ("linear", "llama3", "dynamic", "yarn"):
+        family, settings = CASES[f"llama-rope-{case}"]
+        _, folder = make_checkpoint(family, **settings)
+        new = load(folder).config
+        path = folder / "config.json"
+        text = path.read_text()
+        raw = json.loads(text)
+        params = raw.pop("rope_parameters")
+        raw["rope_theta"] = params.pop("rope_theta")
+        params["type"] = params.pop("rope_type")
+        raw["rope_scaling"] = params
+        try:
+            path.write_text(json.dumps(raw))
+            assert load(folder).config.rope == new.rope
+            assert new.rope.kind == case
+        finally:
+            path.write_text(text)
