@@ -71,7 +71,10 @@ class Processor:
             total = min(total, len(prompt_np) + params.max_tokens)
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop and bad_words are strings, but the engine has no tokenizer")
-        bad_words = resolve_bad_words(self.tokenizer, params.bad_words) if params.bad_words else ()
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            assert self.tokenizer is not None
+            bad_words = resolve_bad_words(self.tokenizer, params.bad_words)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         seed = params.seed if params.seed is not None else self._draw_seed()
         if params.stop and not params.detokenize:
