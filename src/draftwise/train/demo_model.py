@@ -33,7 +33,9 @@ class _Norm(nn.Module):
         return (wide * scale * self.weight).to(x.dtype)
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
+    """Grouped-query attention as two batched products."""
+
     def __init__(self, shape: LlamaShape, generator: torch.Generator) -> None:
         super().__init__()
         self.shape = shape
@@ -52,7 +54,7 @@ class _Attention(nn.Module):
         stacked = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).to(x.dtype)
         heads = F.linear(x, stacked).view(batch, tokens, -1, s.head_dim).transpose(1, 2)
         q, k, v = torch.split(heads, [s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
-        q, k = _rotate(q, cos, sin) * s.head_dim**-0.5, _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin) * s.head_dim**-0.5, rotate(k, cos, sin)
         # The heads of a group are rows of one product, so that keys and values are never copied.
         q = q.reshape(batch * s.num_kv_heads, group * tokens, s.head_dim)
         k = k.reshape(batch * s.num_kv_heads, tokens, s.head_dim)
@@ -64,7 +66,9 @@ class _Attention(nn.Module):
         return F.linear(out, self.o_proj.weight.to(x.dtype))
 
 
-class _MLP(nn.Module):
+class MLP(nn.Module):
+    """The gated feed-forward part."""
+
     def __init__(self, shape: LlamaShape, generator: torch.Generator) -> None:
         super().__init__()
         hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -79,13 +83,15 @@ class _MLP(nn.Module):
         return F.linear(F.silu(gate) * up, self.down_proj.weight.to(x.dtype))
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
+    """One pre-norm decoder layer."""
+
     def __init__(self, shape: LlamaShape, generator: torch.Generator) -> None:
         super().__init__()
         self.input_layernorm = _Norm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = _Attention(shape, generator)
+        self.self_attn = Attention(shape, generator)
         self.post_attention_layernorm = _Norm(shape.hidden_size, shape.norm_eps)
-        self.mlp = _MLP(shape, generator)
+        self.mlp = MLP(shape, generator)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
@@ -96,7 +102,7 @@ class _Body(nn.Module):
     def __init__(self, shape: LlamaShape, generator: torch.Generator) -> None:
         super().__init__()
         self.embed_tokens = _Weight(shape.vocab_size, shape.hidden_size, 0.02, generator)
-        self.layers = nn.ModuleList(_Layer(shape, generator) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(Layer(shape, generator) for _ in range(shape.num_layers))
         self.norm = _Norm(shape.hidden_size, shape.norm_eps)
 
 
@@ -108,13 +114,16 @@ class DemoLlama(nn.Module):
         self.shape = shape
         self.model = _Body(shape, torch.Generator().manual_seed(seed))
 
+    def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the rotation's cosines and sines, each (tokens, head_dim / 2) float32."""
+        half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
+        angles = torch.arange(tokens, dtype=torch.float32)[:, None] * self.shape.rope_theta ** -half[None, :]
+        return angles.cos(), angles.sin()
+
     def forward(self, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return logits (batch, tokens, vocab) in `dtype` for ids (batch, tokens) int64, positions from 0."""
-        s = self.shape
         tokens = ids.shape[1]
-        half = torch.arange(0, s.head_dim, 2, dtype=torch.float32) / s.head_dim
-        angles = torch.arange(tokens, dtype=torch.float32)[:, None] * s.rope_theta ** -half[None, :]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self.rope(tokens)
         mask = torch.full((tokens, tokens), float("-inf")).triu(1)
         embedding = self.model.embed_tokens.weight
         x = F.embedding(ids, embedding).to(dtype)
@@ -123,7 +132,7 @@ class DemoLlama(nn.Module):
         return F.linear(self.model.norm(x), embedding.to(dtype))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x (batch, heads, tokens, head_dim), halves paired as Hugging Face's Llama pairs them."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
