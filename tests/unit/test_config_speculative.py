@@ -219,7 +219,7 @@ def test_table_by_batch_size() -> None:
     table = [[1, 4, 5], [5, 16, 2], (32, 64, 0)]
     spec = SpeculativeConfig.from_dict({"method": "ngram", "num_speculative_tokens_per_batch_size": table})
     assert spec.num_speculative_tokens == 5
-    assert [spec.num_tokens_at(n) for n in (1, 4, 5, 16, 20, 32, 64, 65)] == [5, 5, 2, 2, 5, 0, 0, 5]
+    assert spec.num_speculative_tokens_per_batch_size == ((1, 4, 5), (5, 16, 2), (32, 64, 0))
     for bad in ([], [[1, 4]], [[4, 1, 2]], [[1, 4, 2], [4, 8, 1]], [[0, 4, 2]], [[1, 4, 64]], "x", [1, 4, 2]):
         refused({"method": "ngram", "num_speculative_tokens_per_batch_size": bad}, "per_batch_size")
     refused(

@@ -334,6 +334,8 @@ def _notes(
         notes.append("async_scheduling has no effect: a step is scheduled when the one before it is done")
     if config.cudagraph_capture_sizes is not None:
         notes.append("cudagraph_capture_sizes has no effect: nothing is captured in graphs")
+    if config.disable_log_stats:
+        notes.append("disable_log_stats has no effect: statistics are not logged, but asked for")
     if config.compilation_config is not None:
         notes.append("compilation_config has no effect: models are not compiled")
     if config.distributed_executor_backend is not None:

@@ -169,13 +169,6 @@ class SpeculativeConfig:
         left = self.synthetic_acceptance_length - 1.0
         return tuple(round(min(max(left - i, 0.0), 1.0), 12) for i in range(self.num_speculative_tokens))
 
-    def num_tokens_at(self, batch_size: int) -> int:
-        """K for a batch of this many running requests; outside the table `num_speculative_tokens`."""
-        for first, last, k in self.num_speculative_tokens_per_batch_size or ():
-            if first <= batch_size <= last:
-                return k
-        return self.num_speculative_tokens
-
     @property
     def notes(self) -> tuple[str, ...]:
         """Fields that are known but change nothing here, one sentence each."""

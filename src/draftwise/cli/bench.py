@@ -1,0 +1,299 @@
+"""``draftwise bench``: measure latency, throughput or acceptance."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from draftwise.bench.workloads import WORKLOADS, code_prompts, make_workload
+from draftwise.cli.env import environment
+from draftwise.cli.errors import UsageError
+from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.cli.report import note, print_json, progress
+
+if TYPE_CHECKING:
+    from draftwise import LLM
+    from draftwise.cli.options import Subparsers
+
+BOOLEANS = ENGINE_BOOLEANS
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Register ``bench`` and its kinds."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure latency, throughput or acceptance",
+        description="Measure the engine on held-out code.",
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=type(parser))
+    for name, function, text in (
+        (
+            "latency",
+            _latency,
+            "one request at a time: tokens per second of each method against plain decoding",
+        ),
+        ("throughput", _throughput, "many requests at once: tokens per second by their number"),
+        ("accept", _accept, "what each method guesses right, by kind of text, and what its guesses cost"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text, usage=f"draftwise bench {name} [options]")
+        _add_options(kind, name)
+        add_engine_options(kind, seed_flag="--engine-seed")
+        kind.set_defaults(run=run, measure=function)
+
+
+def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
+    group = parser.add_argument_group("measurement")
+
+    def add(flag: str, default: Any, text: str, kind: Any = _positive) -> None:
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        nargs = "+" if isinstance(default, list) else None
+        metavar = flag.rpartition("-")[2].upper()
+        group.add_argument(
+            flag, type=kind, default=default, nargs=nargs, metavar=metavar, help=f"{text} ({shown})"
+        )
+
+    group.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="none (plain decoding) and names of drafters (none and all that are loaded)",
+    )
+    if kind == "latency":
+        add("--prompts", 8, "prompts")
+        add("--temperatures", [0.0, 0.8], "temperatures", _temperature)
+        add("--output-tokens", 128, "tokens generated per prompt")
+        add("--rounds", 3, "times each prompt is run with each method")
+    elif kind == "throughput":
+        add("--concurrency", [1, 8, 16, 64], "requests at once")
+        add("--temperature", 0.0, "temperature", _temperature)
+        add("--output-tokens", 64, "tokens generated per request")
+        add("--rounds", 3, "times each batch is run with each method")
+    else:
+        add("--prompts", 8, "prompts per workload")
+        add("--temperature", 0.0, "temperature", _temperature)
+        add("--output-tokens", 96, "tokens generated per prompt")
+        group.add_argument(
+            "--workloads",
+            nargs="+",
+            choices=list(WORKLOADS),
+            default=list(WORKLOADS),
+            help="; ".join(f"{name}: {text}" for name, text in WORKLOADS.items()),
+        )
+    add("--prompt-tokens", 128, "tokens per prompt")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other prompts (0)")
+    group.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``draftwise bench KIND``."""
+    options = engine_kwargs(args)
+    if args.prompt_tokens < 32:
+        raise UsageError("--prompt-tokens: expected at least 32")
+    from draftwise import LLM
+
+    with LLM(**options) as llm:
+        methods = _methods(llm, args.methods)
+        rows, table = args.measure(args, llm, methods)
+        config = llm.config
+        if args.json:
+            settings = {
+                k: v for k, v in vars(args).items() if not k.startswith("engine_") and not callable(v)
+            }
+            model = "embedded" if config.embedded else config.model
+            print_json(
+                {
+                    "benchmark": args.kind,
+                    "model": model,
+                    "settings": {**settings, "methods": methods},
+                    "environment": environment(),
+                    "results": [row.as_dict() for row in rows],
+                }
+            )
+        else:
+            _print(table)
+    return 0
+
+
+def _methods(llm: LLM, asked: Sequence[str] | None) -> list[str]:
+    loaded = ["none", *(spec.method for spec in llm.config.drafters)]
+    for name in asked or ():
+        if name not in loaded:
+            raise UsageError(f"--methods: {name!r} is not loaded; there are {', '.join(loaded)}")
+    return list(dict.fromkeys(asked)) if asked else loaded
+
+
+def _latency(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, Any]:
+    from draftwise.bench.latency import latency
+
+    prompts = code_prompts(llm.get_tokenizer(), args.prompts, args.prompt_tokens, args.seed)
+    variants = len(methods) + ("none" not in methods)
+    total = variants * len(prompts) * args.rounds * len(args.temperatures)
+    with progress(total, "latency") as advance:
+        rows = latency(
+            llm,
+            prompts,
+            methods=methods,
+            temperatures=args.temperatures,
+            output_tokens=args.output_tokens,
+            rounds=args.rounds,
+            advance=advance,
+        )
+    title = f"{len(prompts)} prompts of {args.prompt_tokens} tokens, {args.output_tokens} generated, one at a time"
+    table = _table(
+        title,
+        "temperature", "method", "tokens/s", "speed-up", "acceptance length", "first token", "per token",
+        "host per step", "tokens equal",
+    )  # fmt: skip
+    for row in rows:
+        equal = "" if row.equal_tokens is None else f"{row.equal_prompts}/{row.num_samples}"
+        table.add_row(
+            f"{row.temperature:g}",
+            _shown(row.method),
+            f"{row.tokens_per_second:.0f}",
+            _ratio(row.speedup),
+            _number(row.mean_acceptance_length),
+            _ms(row.ttft),
+            _ms(row.itl),
+            _ms(row.host_time_per_step),
+            equal,
+        )
+    return rows, table
+
+
+def _throughput(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, Any]:
+    from draftwise.bench.throughput import throughput
+
+    concurrency = sorted(set(args.concurrency))
+    prompts = code_prompts(llm.get_tokenizer(), concurrency[-1], args.prompt_tokens, args.seed)
+    with progress(len(methods) * len(concurrency) * args.rounds, "throughput") as advance:
+        rows = throughput(
+            llm,
+            prompts,
+            methods=methods,
+            concurrencies=concurrency,
+            temperature=args.temperature,
+            output_tokens=args.output_tokens,
+            rounds=args.rounds,
+            advance=advance,
+        )
+    title = f"prompts of {args.prompt_tokens} tokens, {args.output_tokens} generated, temperature {args.temperature:g}"
+    table = _table(
+        title,
+        "requests",
+        "method",
+        "tokens/s",
+        "against one",
+        "against plain",
+        "acceptance length",
+        "host per step",
+    )
+    for row in rows:
+        table.add_row(
+            str(row.concurrency),
+            _shown(row.method),
+            f"{row.tokens_per_second:.0f}",
+            _ratio(row.scaling),
+            _ratio(row.speedup),
+            _number(row.mean_acceptance_length),
+            _ms(row.host_time_per_step),
+        )
+    return rows, table
+
+
+def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, Any]:
+    from draftwise.bench.accept import accept
+
+    tokenizer = llm.get_tokenizer()
+    workloads = [
+        make_workload(name, tokenizer, args.prompts, args.prompt_tokens, args.seed) for name in args.workloads
+    ]
+    methods = [name for name in methods if name != "none"]
+    if not methods:
+        raise UsageError("--methods: name at least one drafter")
+    with progress(len(methods) * sum(len(w.prompts) for w in workloads), "acceptance") as advance:
+        rows = accept(
+            llm,
+            workloads,
+            methods=methods,
+            temperature=args.temperature,
+            output_tokens=args.output_tokens,
+            advance=advance,
+        )
+    title = f"{args.prompts} prompts each, {args.output_tokens} generated, temperature {args.temperature:g}"
+    table = _table(
+        title,
+        "workload", "method", "acceptance length", "tokens/step", "accepted at position", "drafting/step",
+        "target/step",
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            row.workload,
+            _shown(row.method),
+            _number(row.mean_acceptance_length),
+            f"{row.tokens_per_step:.2f}",
+            " ".join(f"{rate:.2f}" for rate in row.acceptance_per_position),
+            _ms(row.draft_time_per_step),
+            _ms(row.forward_time_per_step),
+        )
+    return rows, table
+
+
+def _shown(method: str) -> str:
+    return "plain" if method == "none" else method
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{1000 * value:.2f} ms"
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    text_columns = ("method", "workload", "accepted at position")
+    for name in columns:
+        table.add_column(name, justify="left" if name in text_columns else "right")
+    return table
+
+
+def _print(table: Any) -> None:
+    import sys
+
+    from rich.console import Console
+
+    # A pipe has no width: do not fold the table to rich's guess of 80 columns.
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    facts = environment()
+    cpu = facts["cpu"]
+    where = (
+        ", ".join(facts["gpus"]) or f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads"
+    )
+    note(
+        f"{where}; torch {facts['packages']['torch']}; ratios are of medians, methods alternate within the run"
+    )

@@ -1,0 +1,167 @@
+"""``draftwise demo``: a guided look at speculative decoding on the embedded models."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.cli.report import print_json
+
+if TYPE_CHECKING:
+    from draftwise import LLM, RequestOutput
+    from draftwise.cli.options import Subparsers
+
+BOOLEANS = ENGINE_BOOLEANS
+
+PROMPT = '''class Stack:
+    """A stack of items."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+'''
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Register ``demo``."""
+    parser = subparsers.add_parser(
+        "demo",
+        usage="draftwise demo [options]",
+        help="see speculative decoding at work on the embedded models",
+        description="Generate the same code plainly and with each drafter, side by side.",
+    )
+    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to continue (a small class)")
+    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="tokens to generate (96)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times each way is timed (3)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``draftwise demo``."""
+    from draftwise import LLM
+
+    start = time.perf_counter()
+    with LLM(keep_trace=True, **engine_kwargs(args)) as llm:
+        loaded = time.perf_counter() - start
+        methods = ["none", *(spec.method for spec in llm.config.drafters)]
+        outputs, seconds = _generate(llm, methods, args)
+        if args.json:
+            print_json(_as_dict(outputs, seconds, loaded))
+        else:
+            _show(llm, args.prompt, outputs, seconds, loaded)
+    return 0
+
+
+def _generate(
+    llm: LLM, methods: list[str], args: argparse.Namespace
+) -> tuple[dict[str, RequestOutput], dict[str, float]]:
+    """Greedy output and best time of each method; the methods take turns."""
+    from draftwise import SamplingParams
+
+    outputs: dict[str, RequestOutput] = {}
+    seconds: dict[str, float] = {}
+    for turn in range(max(1, args.rounds) + 1):
+        for method in methods:
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=8 if turn == 0 else args.max_tokens,  # the first turn only warms up
+                speculation={"method": method},
+            )
+            llm.reset_prefix_cache()
+            start = time.perf_counter()
+            (output,) = llm.generate(args.prompt, params, use_tqdm=False)
+            elapsed = time.perf_counter() - start
+            if turn > 0:
+                outputs[method] = output
+                seconds[method] = min(elapsed, seconds.get(method, elapsed))
+    return outputs, seconds
+
+
+def _as_dict(outputs: dict[str, RequestOutput], seconds: dict[str, float], loaded: float) -> dict[str, Any]:
+    plain = outputs["none"].outputs[0].token_ids
+    methods = []
+    for method, output in outputs.items():
+        tokens = output.outputs[0].token_ids
+        methods.append(
+            {
+                "method": method,
+                "tokens": len(tokens),
+                "seconds": seconds[method],
+                "tokens_per_second": len(tokens) / seconds[method],
+                "speedup": (len(tokens) / seconds[method]) / (len(plain) / seconds["none"]),
+                "equal_tokens": tokens == plain,
+                "speculation": output.metrics.speculation.as_dict(),
+            }
+        )
+    return {"load_seconds": loaded, "text": outputs["none"].outputs[0].text, "methods": methods}
+
+
+def _show(
+    llm: LLM, prompt: str, outputs: dict[str, RequestOutput], seconds: dict[str, float], loaded: float
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    facts = _as_dict(outputs, seconds, loaded)
+    name = "the embedded demo model" if llm.config.embedded else str(llm.config.model)
+    console.print(f"Loaded {name} and its drafters in {loaded:.1f} s. It continues this:\n")
+    console.print(Text(prompt.rstrip("\n"), style="dim"))
+    default = llm.config.default_method
+    shown = default if default in outputs else list(outputs)[-1]
+    console.print(f"\nWith {shown}; [green]green[/green] tokens were guessed by the drafter and confirmed:\n")
+    console.print(_coloured(llm, outputs[shown]))
+    table = Table(title="\nThe same text, greedily", title_justify="left")
+    for column, justify in (
+        ("method", "left"), ("tokens/s", "right"), ("speed-up", "right"), ("target steps", "right"),
+        ("mean acceptance length", "right"), ("same tokens", "right"),
+    ):  # fmt: skip
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    for row in facts["methods"]:
+        speculation = row["speculation"]
+        length = speculation["mean_acceptance_length"]
+        table.add_row(
+            "plain" if row["method"] == "none" else row["method"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}x",
+            str(sum(speculation["steps_by_method"].values())),
+            "" if length is None else f"{length:.2f}",
+            "yes" if row["equal_tokens"] else "NO",
+        )
+    console.print(table)
+    console.print('\nNext: draftwise generate "def main(" --temperature 0    draftwise bench latency')
+
+
+def _coloured(llm: LLM, output: RequestOutput) -> Any:
+    """The text with what drafts contributed in green, as far as the trace tells."""
+    from rich.text import Text
+
+    completion = output.outputs[0]
+    tokenizer = llm.get_tokenizer()
+    text = Text()
+    if completion.trace is None:
+        return Text(completion.text)
+    done: list[int] = []
+    before = ""
+    limit = len(completion.token_ids)
+    for step in completion.trace:
+        # The last token of a step is the target's own; those before it are accepted drafts.
+        for index, token in enumerate(step.token_ids):
+            if len(done) == limit:
+                break
+            done.append(token)
+            now = tokenizer.decode(done, skip_special_tokens=True)
+            if now.endswith("\ufffd"):
+                continue  # half a character: shown with the token that completes it
+            text.append(now[len(before) :], style="green" if index < len(step.token_ids) - 1 else "")
+            before = now
+    return text
