@@ -1,0 +1,327 @@
+"""Token ids to text, one at a time, with stop strings; no step costs more because the text got longer."""
+
+from __future__ import annotations
+
+import codecs
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT_TOKENS = 5
+_MAX_PENDING = 6
+"""Tokens held back while their text ends in U+FFFD. A character has at most 4 bytes, and a token at least one:
+what is not whole after more tokens than that is no character."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was completed; the text is cut there."""
+
+    stop: str
+
+
+class _TextStream(Protocol):
+    """Text of a growing sequence of tokens."""
+
+    def push(self, token_id: int) -> str:
+        """Whole characters that became known with this token; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is left: an unfinished character, as U+FFFD."""
+        ...
+
+
+class IncrementalDetokenizer:
+    """The output text of one request.
+
+    Without stop strings, the text after `finish` equals ``tokenizer.decode`` of all tokens pushed, for
+    byte-level tokenizers (GPT-2, Llama 3, Qwen, DeepSeek, ...); for others it is what the tokens add to the
+    prompt's text, so that a leading space is kept. An unfinished UTF-8 character is held back.
+
+    A stop string cuts the text where the *first* one is complete, character by character, however the
+    text is divided into tokens; of several that end there, the longest counts. While one may be beginning, and
+    is not to be part of the output, its text is held back.
+
+    Example (stop "END"): "a", " E", "N", "x" gives deltas "a", " ", "", "ENx"; with "D" for "x" it gives "a",
+    " ", "" and a match.
+    """
+
+    __slots__ = (
+        "_held",
+        "_include",
+        "_longest",
+        "_min_tokens",
+        "_new",
+        "_num_tokens",
+        "_parts",
+        "_prefixes",
+        "_stopped",
+        "_stops",
+        "_stream",
+        "_tail",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """
+        Args:
+            tokenizer: of Transformers (a fast one) or of the tokenizers library.
+            prompt_ids: [n] tokens before the output; only the last few are looked at.
+            skip_special_tokens: special tokens have no text.
+            stop: stop strings, none of them empty.
+            include_stop_str_in_output: cut behind the stop string and not before it.
+            min_tokens: a stop string that is complete within this many tokens does not count.
+        """
+        assert all(stop), "an empty stop string"
+        self._stream = _text_stream(tokenizer, prompt_ids, skip_special_tokens)
+        self._stops = tuple(stop)
+        self._longest = max(map(len, self._stops), default=0)
+        self._include = include_stop_str_in_output
+        # A stop string that is part of the output need not be held back while it is beginning.
+        held = () if include_stop_str_in_output else self._stops
+        self._prefixes = frozenset(s[:n] for s in held for n in range(1, len(s)))
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._tail = ""  # the last characters of the text, held ones included: one less than the longest stop
+        self._held = ""  # a suffix of the text, and the beginning of a stop string
+        self._parts: list[str] = []  # text that is safe to show
+        self._new: list[str] = []  # of these, what `delta` has not returned
+        self._stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text that is safe to show: no later token changes it."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found."""
+        return self._stopped
+
+    def push(self, token_id: int) -> StopMatch | None:
+        """Take the next output token. A match ends the text: no token may follow."""
+        assert not self._stopped, "the text was cut at a stop string"
+        self._num_tokens += 1
+        piece = self._stream.push(token_id)
+        if not piece:
+            return None
+        if not self._stops:
+            self._parts.append(piece)
+            self._new.append(piece)
+            return None
+        return self._push_text(piece)
+
+    def _push_text(self, piece: str) -> StopMatch | None:
+        window = self._tail + piece
+        fresh = len(self._tail)  # window[fresh:] is the piece
+        pending = self._held + piece
+        found = self._search(window, fresh) if self._num_tokens > self._min_tokens else None
+        if found is not None:
+            end, start, stop = found
+            # `window` and `pending` end at the same character; what stands before `pending` is shown already.
+            cut = (end if self._include else start) - (len(window) - len(pending))
+            assert cut >= 0, "a part of the stop string was shown"
+            self._release(pending[:cut])
+            self._held = ""
+            self._stopped = True
+            return StopMatch(stop)
+        self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
+        keep = self._begun(pending)
+        self._release(pending[: len(pending) - keep])
+        self._held = pending[len(pending) - keep :]
+        return None
+
+    def _search(self, window: str, fresh: int) -> tuple[int, int, str] | None:
+        """(end, start, stop) of the stop string that is complete first, in or after ``window[fresh]``."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            # It must end in the piece: what ended before was looked at before, or came within `min_tokens`.
+            start = window.find(stop, max(0, fresh + 1 - len(stop)))
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                if best is None or candidate < best:
+                    best = candidate
+        return best
+
+    def _begun(self, pending: str) -> int:
+        """Length of the longest suffix with which a stop string begins (and is not complete)."""
+        for length in range(min(len(pending), self._longest - 1), 0, -1):
+            if pending[-length:] in self._prefixes:
+                return length
+        return 0
+
+    def _release(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+            self._new.append(text)
+
+    def delta(self) -> str:
+        """The safe text that came since the last call."""
+        new = "".join(self._new)
+        self._new.clear()
+        return new
+
+    def finish(self) -> None:
+        """No token follows: what was held back is text. Does nothing after a stop string or a second time."""
+        if self._stopped:
+            return
+        self._release(self._held + self._stream.flush())
+        self._held = ""
+
+
+# ------------------------------------------------------------------------------------------------ streams
+
+
+def _text_stream(tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> _TextStream:
+    table = _ByteTable.of(tokenizer)
+    if table is not None:
+        return _ByteStream(table, skip_special_tokens)
+    return _WindowStream(tokenizer, prompt_ids, skip_special_tokens)
+
+
+class _ByteTable:
+    """The bytes of each token of a byte-level tokenizer, looked up once per token and shared by requests."""
+
+    __slots__ = ("_backend", "_bytes", "special")
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+        self.special = special_ids(backend)
+
+    @staticmethod
+    def of(tokenizer: Any) -> _ByteTable | None:
+        """The table of a tokenizer whose decoder is byte-level; None for another."""
+        if tokenizer not in _TABLES:
+            backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+            decoder = type(getattr(backend, "decoder", None)).__name__
+            _TABLES[tokenizer] = _ByteTable(backend) if decoder == "ByteLevel" else None
+        return _TABLES[tokenizer]
+
+    def __getitem__(self, token_id: int) -> bytes:
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = token_bytes(self._backend.id_to_token(token_id) or "")
+        return data
+
+
+_TABLES: weakref.WeakKeyDictionary[Any, _ByteTable | None] = weakref.WeakKeyDictionary()
+
+
+def special_ids(backend: Any) -> frozenset[int]:
+    """Ids of special tokens, of a tokenizer of the tokenizers library."""
+    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+
+@cache
+def byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: which byte each character of a byte-level token stands for.
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes, in order, for U+0100 onwards: the
+    space, 0x20, is the 33rd of these and "\u0120".
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in plain}
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+def token_bytes(token: str) -> bytes:
+    """Bytes of a byte-level token. An added token may hold characters outside the alphabet: it is plain text."""
+    alphabet = byte_of_char()
+    try:
+        return bytes([alphabet[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+class _ByteStream:
+    """Byte-level tokens: their bytes, one after the other, through an incremental UTF-8 decoder.
+
+    Malformed bytes become U+FFFD as in one go (both follow the Unicode recommendation on maximal subparts).
+    """
+
+    __slots__ = ("_decoder", "_skipped", "_table")
+
+    def __init__(self, table: _ByteTable, skip_special_tokens: bool) -> None:
+        self._table = table
+        self._skipped = table.special if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        return self._decoder.decode(self._table[token_id])
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", True)
+        self._decoder.reset()
+        return text
+
+
+class _WindowStream:
+    """Any other tokenizer: what the pending tokens add to the text of the few before them.
+
+    Decoders of the SentencePiece family drop the space in front of the first token; the window begins with tokens
+    that are shown already, so that the space is dropped from them. With tokenizers that spell bytes as
+    tokens, malformed sequences may come out as fewer or more U+FFFD than in one go.
+    """
+
+    __slots__ = ("_context", "_context_text", "_pending", "_skip", "_skipped", "_tokenizer")
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._tokenizer = backend
+        self._skip = skip_special_tokens
+        self._skipped = special_ids(backend) if skip_special_tokens else frozenset[int]()
+        self._pending: list[int] = []
+        self._context: list[int] = []
+        self._context_text = ""
+        tail = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._skipped]
+        # One of four neighbouring bytes begins a character. If no start will do, the prompt ends inside one, and
+        # there is nothing to build on.
+        for length in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + 4):
+            text = self._decode(tail[-length:])
+            if not text.endswith(_REPLACEMENT):
+                self._context, self._context_text = tail[-length:], text
+                break
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return text
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        whole = self._decode(self._context + self._pending)
+        full = len(self._pending) >= _MAX_PENDING
+        if not full and (whole.endswith(_REPLACEMENT) or len(whole) <= len(self._context_text)):
+            return ""
+        new = whole[len(self._context_text) :]
+        if new:
+            self._context, self._context_text = self._pending, self._decode(self._pending)
+        self._pending = []
+        return new
+
+    def flush(self) -> str:
+        if not self._pending:
+            return ""
+        new = self._decode(self._context + self._pending)[len(self._context_text) :]
+        self._pending = []
+        return new
