@@ -32,6 +32,7 @@ class SyntheticProposer(Proposer):
     """
 
     name: ClassVar[str] = "synthetic"
+    drafts_trees: ClassVar[bool] = True
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
