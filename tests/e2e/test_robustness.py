@@ -1,0 +1,229 @@
+"""Bad input and failures in mid-flight: the request concerned is told, nothing else is disturbed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from draftwise import LLM, ConfigError, EngineDeadError, ModelLoadError, RequestError, SamplingParams
+from draftwise.propose.base import DraftRow, Proposer
+from draftwise.types import EMPTY_PROPOSAL, Proposal, chain
+from tests.e2e.conftest import random_prompts, token_ids
+from tests.fakes.tiny import VOCAB, TinyModels
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+class RaisingProposer(Proposer):
+    """Fails for requests whose prompt starts with an even token, after a few good drafts."""
+
+    name: ClassVar[str] = "raising"
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        if any(row.token_ids_np[0] % 2 == 0 and row.num_tokens > row.num_prompt + 3 for row in rows):
+            raise RuntimeError("out of ideas")
+        return [chain([3] * min(2, row.budget, row.max_depth), self.name) for row in rows]
+
+
+class BrokenTreeProposer(Proposer):
+    """Proposes what is no tree."""
+
+    name: ClassVar[str] = "broken"
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [Proposal((1, 2), (1, -1), self.name) for _ in rows]
+
+
+class OutOfVocabulary(Proposer):
+    name: ClassVar[str] = "out_of_vocabulary"
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [chain([VOCAB], self.name) for _ in rows]
+
+
+class SilentProposer(Proposer):
+    """Never has a guess."""
+
+    name: ClassVar[str] = "silent"
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [EMPTY_PROPOSAL for _ in rows]
+
+
+@pytest.mark.parametrize("cls", [RaisingProposer, BrokenTreeProposer, OutOfVocabulary, SilentProposer])
+def test_a_failing_drafter_costs_speculation_only(
+    make_llm: Callable[..., LLM], cls: type[Proposer], caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = random_prompts(6, seed=1)
+    wanted = token_ids(make_llm().generate(prompts, GREEDY))
+    path = f"{cls.__module__}.{cls.__name__}"
+    llm = make_llm(speculative_config={"method": path, "num_speculative_tokens": 2})
+    outputs = llm.generate(prompts, GREEDY)
+    assert token_ids(outputs) == wanted
+    assert all(o.outputs[0].finish_reason == "length" for o in outputs)
+    failed = {record.args[1] for record in caplog.records if "failed for request" in record.message}
+    if cls is RaisingProposer:  # the others of the batch went on drafting
+        even = {i for i, p in enumerate(prompts) if p["prompt_token_ids"][0] % 2 == 0}
+        assert failed == even and 0 < len(even) < len(prompts)
+    else:
+        assert len(failed) == (0 if cls is SilentProposer else len(prompts))
+
+
+def test_a_raising_logits_processor_fails_its_request_alone(make_llm: Callable[..., LLM]) -> None:
+    def fails_later(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(ids) > 12:
+            raise ValueError("no more")
+        return logits
+
+    prompts = random_prompts(4, seed=2, high=8)
+    wanted = token_ids(make_llm().generate(prompts, GREEDY))
+    llm = make_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    params = [GREEDY, GREEDY.replace(logits_processors=[fails_later]), GREEDY, GREEDY]
+    outputs = llm.generate(prompts, params)
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "no more" in (outputs[1].outputs[0].error or "")
+    assert [t for i, t in enumerate(token_ids(outputs)) if i != 1] == [t for i, t in enumerate(wanted) if i != 1]
+    assert token_ids(llm.generate(prompts, GREEDY)) == wanted
+
+
+def test_invalid_requests_are_refused_before_anything_runs(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(num_kv_blocks=16, max_model_len=128)
+    good: dict[str, Any] = {"prompt_token_ids": [3, 4, 5]}
+    for prompt, message in (
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt_token_ids": [3, VOCAB]}, f"token id {VOCAB} is out of range"),
+        ({"prompt_token_ids": [-1]}, "out of range"),
+        ({"prompt_token_ids": list(range(3, 53)) * 3}, "max_model_len"),
+        ({"prompt_token_ids": "abc"}, "list of integers"),
+        ({"prompt_token_ids": [1.5]}, "integers"),
+        ({"prompt_tokens": [1]}, "did you mean"),
+        ("text", "no tokenizer"),
+        (7, "a prompt is"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate([good, prompt], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="cache slots"):
+        llm.generate([good], GREEDY.replace(max_tokens=100))
+    for speculation, message in (
+        ({"metod": "ngram"}, "did you mean 'method'"),
+        ({"method": "ngrams"}, "did you mean 'ngram'"),
+        ({"method": "ngram", "num_speculative_tokens": 64}, "from 0 to 63"),
+        ({"method": "ngram", "speculative_token_tree": [[0], [1]]}, "chains only"),
+        ({"rule": "rejecton"}, "did you mean 'rejection'"),
+        ({"rule": "synthetic"}, "synthetic_acceptance"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate([good], GREEDY.replace(speculation=speculation))
+    with pytest.raises(RequestError, match="max_tokens"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match="2 prompts but 1"):
+        llm.generate([good, good], [GREEDY])
+    with pytest.raises(RequestError, match="vocabulary"):
+        llm.generate([good], GREEDY.replace(logit_bias={VOCAB: 1.0}))
+    assert llm.stats().num_steps == 0
+    assert llm.generate([good], GREEDY)[0].finished
+
+
+def test_models_that_cannot_be_loaded_say_why(tiny: TinyModels, tmp_path: Path) -> None:
+    def load(path: Path | str, **options: Any) -> LLM:
+        return LLM(str(path), skip_tokenizer_init=True, device="cpu", dtype="float32", **options)
+
+    with pytest.raises(ModelLoadError, match="config.json"):
+        load(tmp_path)
+    broken = tmp_path / "truncated"
+    shutil.copytree(tiny.target, broken)
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+        load(broken)
+    wrong = tmp_path / "wrong"
+    shutil.copytree(tiny.target, wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.2\."):
+        load(wrong)
+    with pytest.raises(ConfigError, match="vocabulary"):
+        load(tiny.target, speculative_config={"model": tiny.other_vocab, "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        load(tiny.target, max_num_seq=3)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        load(tiny.target, max_model_len=100_000)
+
+
+def test_a_broken_engine_says_so(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    assert llm._engine is not None
+
+    def explode(*_: object, **__: object) -> None:
+        raise RuntimeError("device lost")
+
+    llm._engine.model.forward = explode  # type: ignore[method-assign,assignment]
+    with pytest.raises(EngineDeadError, match="device lost"):
+        llm.generate(random_prompts(1), GREEDY)
+    with pytest.raises(EngineDeadError):
+        llm.generate(random_prompts(1), GREEDY)
+
+
+def test_interrupted_generation_leaves_a_usable_engine(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    prompts = random_prompts(5, seed=3)
+    wanted = token_ids(llm.generate(prompts, GREEDY))
+    calls = 0
+
+    def interrupt(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return logits
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY.replace(logits_processors=[interrupt]))
+    llm.check_integrity()
+    assert llm.stats().num_used_blocks == 0
+    assert token_ids(llm.generate(prompts, GREEDY)) == wanted
+
+
+def test_nothing_grows_with_finished_requests(make_llm: Callable[..., LLM], tiny: TinyModels) -> None:
+    llm = make_llm(
+        speculative_config=[
+            {"method": "draft_model", "model": tiny.near, "num_speculative_tokens": 3},
+            {"method": "ngram", "num_speculative_tokens": 3},
+        ],
+        max_num_seqs=4,
+    )
+    engine = llm._engine
+    assert engine is not None
+    for method in ("draft_model", "ngram"):
+        llm.generate(random_prompts(30, seed=4), GREEDY.replace(speculation={"method": method}))
+    llm.generate(random_prompts(1), GREEDY)  # the executor learns of the last ones with the next step
+    scheduler = engine.core.scheduler
+    assert not scheduler._requests and not scheduler._running and not scheduler._waiting
+    executor = engine.core.executor
+    assert len(executor._rows) <= 1  # type: ignore[attr-defined]
+    ngram = executor._drafting._proposers["ngram"]  # type: ignore[attr-defined]
+    assert len(ngram._indexes) <= 1
+
+
+def test_memory_is_what_the_blocks_say(make_llm: Callable[..., LLM], tiny: TinyModels) -> None:
+    llm = make_llm(kv_cache_memory=1 << 20, speculative_config={"model": tiny.far, "num_speculative_tokens": 2})
+    engine = llm._engine
+    assert engine is not None
+    storage = engine.core.executor._storage  # type: ignore[attr-defined]
+    drafter = engine.core.executor._drafting._proposers["draft_model"]._storage  # type: ignore[attr-defined]
+    assert storage.nbytes + drafter.nbytes == llm.stats().kv_cache_bytes <= 1 << 20
+    assert llm.stats().kv_cache_bytes > 0.99 * (1 << 20)
+
+
+def test_priorities_and_cancellation(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=1)
+    prompts = random_prompts(3, seed=5)
+    outputs = llm.generate(prompts, GREEDY, priority=[2, 1, 0])
+    ends = [o.metrics.arrival_time + (o.metrics.e2e or 0) for o in outputs]
+    assert ends[2] < ends[1] < ends[0]
