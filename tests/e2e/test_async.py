@@ -1,0 +1,171 @@
+"""The asynchronous facade: streaming, cancellation, slow readers, failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from draftwise import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
+from draftwise.engine.outputs import RequestOutput
+from tests.e2e.conftest import random_prompts, token_ids
+from tests.fakes.tiny import TinyModels
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+@asynccontextmanager
+async def engine(tiny: TinyModels, **options: Any) -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM(
+        tiny.target,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        block_size=4,
+        num_kv_blocks=options.pop("num_kv_blocks", 256),
+        speculative_config={"method": "draft_model", "model": tiny.near, "num_speculative_tokens": 3},
+        **options,
+    )
+    try:
+        yield llm
+        for _ in range(200):  # cancelled requests leave with the next step
+            if llm.stats().num_used_blocks == 0:
+                break
+            await asyncio.sleep(0.01)
+        llm.check_integrity()
+        assert llm.stats().num_used_blocks == 0, "blocks leak"
+    finally:
+        await asyncio.to_thread(llm.close)
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, params, **more)]
+
+
+def test_streams_agree_with_the_synchronous_engine(tiny: TinyModels, make_llm: Callable[..., LLM]) -> None:
+    prompts = random_prompts(8, seed=1)
+    wanted = token_ids(make_llm().generate(prompts, GREEDY))
+
+    async def main() -> None:
+        async with engine(tiny, num_kv_blocks=64, max_num_seqs=4) as llm:
+            kinds = ["cumulative", "delta", "final_only"]
+            streams = await asyncio.gather(
+                *(
+                    collect(llm, p, GREEDY.replace(output_kind=kinds[i % 3]))  # type: ignore[arg-type]
+                    for i, p in enumerate(prompts)
+                )
+            )
+            for i, outputs in enumerate(streams):
+                assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+                if kinds[i % 3] == "delta":
+                    pieces = [o.outputs[0].token_ids for o in outputs]
+                    assert tuple(t for piece in pieces for t in piece) == wanted[i]
+                    assert len(pieces) > 3
+                else:
+                    assert outputs[-1].outputs[0].token_ids == wanted[i]
+                    lengths = [len(o.outputs[0].token_ids) for o in outputs]
+                    assert lengths == sorted(lengths)
+                    if kinds[i % 3] == "final_only":
+                        assert len(outputs) == 1
+                assert outputs[-1].outputs[0].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_abort_early_exit_and_cancelled_tasks(tiny: TinyModels) -> None:
+    long = GREEDY.replace(max_tokens=150)
+    prompts = random_prompts(3, seed=2, high=20)
+
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            # abort() ends the stream with its reason
+            outputs = []
+            async for output in llm.generate(prompts[0], long, request_id="a"):
+                outputs.append(output)
+                if len(outputs) == 2:
+                    assert llm.abort("a")
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+            assert len(outputs[-1].outputs[0].token_ids) < 150
+            assert not llm.abort("a") and not llm.abort("never")
+            # leaving the iteration aborts
+            stream = llm.generate(prompts[1], long, request_id="b")
+            async for _ in stream:
+                break
+            await stream.aclose()  # type: ignore[attr-defined]
+            # cancelling the task aborts, the others go on
+            doomed = asyncio.create_task(collect(llm, prompts[1], long))
+            other = asyncio.create_task(collect(llm, prompts[2], GREEDY))
+            await asyncio.sleep(0.02)
+            doomed.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await doomed
+            assert (await other)[-1].outputs[0].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_misses_nothing_and_holds_nothing_up(tiny: TinyModels) -> None:
+    prompts = random_prompts(2, seed=3)
+
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            wanted = (await collect(llm, prompts[0], GREEDY))[-1].outputs[0].token_ids
+            pieces: list[int] = []
+            count = 0
+            async for output in llm.generate(prompts[0], GREEDY.replace(output_kind="delta")):
+                if count == 0:  # another request comes and goes while nobody reads this one
+                    assert (await collect(llm, prompts[1], GREEDY))[-1].finished
+                    await asyncio.sleep(0.2)
+                pieces.extend(output.outputs[0].token_ids)
+                count += 1
+            assert tuple(pieces) == wanted
+            assert count <= 3  # what came meanwhile was delivered as one piece
+
+    asyncio.run(main())
+
+
+def test_invalid_requests_and_doubled_ids(tiny: TinyModels) -> None:
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            with pytest.raises(RequestError, match="empty"):
+                await collect(llm, {"prompt_token_ids": []}, GREEDY)
+            prompt = random_prompts(1)[0]
+            stream = llm.generate(prompt, GREEDY.replace(max_tokens=100), request_id="x")
+            await anext(stream)  # type: ignore[call-overload]
+            with pytest.raises(RequestError, match="in use"):
+                await collect(llm, prompt, GREEDY, request_id="x")
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_fails_its_readers(tiny: TinyModels) -> None:
+    async def main() -> None:
+        async with engine(tiny) as llm:
+
+            def explode(*_: object, **__: object) -> None:
+                raise RuntimeError("device lost")
+
+            llm._engine.model.forward = explode  # type: ignore[method-assign,assignment]
+            with pytest.raises(EngineDeadError, match="device lost"):
+                await asyncio.wait_for(collect(llm, random_prompts(1)[0], GREEDY), 10)
+            assert not llm.is_alive
+            with pytest.raises(EngineDeadError):
+                await collect(llm, random_prompts(1)[0], GREEDY)
+
+    asyncio.run(main())
+
+
+def test_closing_ends_the_streams(tiny: TinyModels) -> None:
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            task = asyncio.create_task(collect(llm, random_prompts(1)[0], GREEDY.replace(max_tokens=120)))
+            await asyncio.sleep(0.02)
+            await asyncio.to_thread(llm.close)
+            with pytest.raises(EngineDeadError, match="closed"):
+                await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
