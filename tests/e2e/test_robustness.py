@@ -83,12 +83,16 @@ def test_a_raising_logits_processor_fails_its_request_alone(make_llm: Callable[.
 
     prompts = random_prompts(4, seed=2, high=8)
     wanted = token_ids(make_llm().generate(prompts, GREEDY))
-    llm = make_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    llm = make_llm(
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    )
     params = [GREEDY, GREEDY.replace(logits_processors=[fails_later]), GREEDY, GREEDY]
     outputs = llm.generate(prompts, params)
     assert outputs[1].outputs[0].finish_reason == "error"
     assert "no more" in (outputs[1].outputs[0].error or "")
-    assert [t for i, t in enumerate(token_ids(outputs)) if i != 1] == [t for i, t in enumerate(wanted) if i != 1]
+    assert [t for i, t in enumerate(token_ids(outputs)) if i != 1] == [
+        t for i, t in enumerate(wanted) if i != 1
+    ]
     assert token_ids(llm.generate(prompts, GREEDY)) == wanted
 
 
@@ -134,7 +138,7 @@ def test_models_that_cannot_be_loaded_say_why(tiny: TinyModels, tmp_path: Path) 
     def load(path: Path | str, **options: Any) -> LLM:
         return LLM(str(path), skip_tokenizer_init=True, device="cpu", dtype="float32", **options)
 
-    with pytest.raises(ModelLoadError, match="config.json"):
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
         load(tmp_path)
     broken = tmp_path / "truncated"
     shutil.copytree(tiny.target, broken)
@@ -212,7 +216,9 @@ def test_nothing_grows_with_finished_requests(make_llm: Callable[..., LLM], tiny
 
 
 def test_memory_is_what_the_blocks_say(make_llm: Callable[..., LLM], tiny: TinyModels) -> None:
-    llm = make_llm(kv_cache_memory=1 << 20, speculative_config={"model": tiny.far, "num_speculative_tokens": 2})
+    llm = make_llm(
+        kv_cache_memory=1 << 20, speculative_config={"model": tiny.far, "num_speculative_tokens": 2}
+    )
     engine = llm._engine
     assert engine is not None
     storage = engine.core.executor._storage  # type: ignore[attr-defined]

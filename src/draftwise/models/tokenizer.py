@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftwise.errors import ModelLoadError
@@ -21,10 +23,15 @@ def load_tokenizer(
             of the fast kind).
     """
     folder = resolve_path(path, revision, weights=False)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        if _is_generic(folder):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken file makes it raise
         raise ModelLoadError(f"no tokenizer can be loaded from {folder}: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -32,3 +39,16 @@ def load_tokenizer(
             f"{folder} has a slow tokenizer ({type(tokenizer).__name__}); a tokenizer.json is needed"
         )
     return tokenizer
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether the files alone describe the tokenizer, with no class of its own behind it.
+
+    `AutoTokenizer` would choose the same class, but importing it takes over a second of a command's start.
+    """
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # AutoTokenizer's error message is the better one
+    generic = config.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return generic and "auto_map" not in config and (folder / "tokenizer.json").is_file()
