@@ -1,0 +1,122 @@
+"""Whole engines: the joint distribution of the first tokens is the target's, whatever drafts.
+
+Every output of three tokens over a vocabulary of eight is a cell (512 in all), compared with exact probabilities
+from Transformers. The statistic is χ² over the cells of expectation 5 and more (the rest as one), the
+threshold df + 10 * sqrt(2 * df): under the null hypothesis it is passed with probability below 1e-9 (χ² with some 200 degrees
+of freedom is close to normal; ten standard deviations, with its heavier tail, leave far less than 1e-6). Detectable:
+the statistic exceeds its mean by trials * d, d = sum((observed - p) ** 2 / p); with 12,000 trials and df near 250 a bias
+of d = 0.02 passes the threshold, which is a shift of 7 % of the probability of every cell.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftwise import LLM, SamplingParams
+from tests.fakes.tiny import save_llama
+
+VOCAB = 8
+LENGTH = 3
+TRIALS = 12_000
+PROMPT = [3, 5, 3, 5, 3]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root: Path = tmp_path_factory.mktemp("chi")
+    settings: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": None, "initializer_range": 0.5}
+    return (
+        save_llama(root / "target", seed=1, **settings),
+        save_llama(root / "draft", seed=1, noise=0.1, **settings),
+    )
+
+
+def exact(folder: str, params: SamplingParams) -> np.ndarray:
+    """Probability of each of the 512 outputs."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    outputs = list(itertools.product(range(VOCAB), repeat=LENGTH))
+    ids = torch.tensor([PROMPT + list(o) for o in outputs])
+    with torch.no_grad():
+        logits = model(ids).logits[:, len(PROMPT) - 1 : -1].double() / params.temperature
+    p = logits.softmax(-1)
+    if params.top_k:
+        kept = p >= p.topk(params.top_k, -1).values[..., -1:]
+        p = torch.where(kept, p, 0.0)
+        p = p / p.sum(-1, keepdim=True)
+    return p.gather(-1, torch.tensor(outputs)[..., None]).squeeze(-1).prod(-1).numpy()
+
+
+def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
+    """Statistic and threshold."""
+    expected = p * counts.sum()
+    assert counts[p == 0].sum() == 0, "an impossible output occurred"
+    big = expected >= 5
+    observed = np.append(counts[big], counts[~big].sum())
+    wanted = np.append(expected[big], expected[~big].sum())
+    keep = wanted >= 5
+    statistic = float(((observed[keep] - wanted[keep]) ** 2 / wanted[keep]).sum())
+    df = int(keep.sum()) - 1
+    return statistic, df + 10 * (2 * df) ** 0.5
+
+
+CASES = [
+    ("draft_model", {"rule": "rejection"}, {}),
+    ("draft_model", {"rule": "block"}, {}),
+    ("draft_model", {"rule": "coupled"}, {}),
+    ("draft_model", {"rule": "rejection"}, {"temperature": 0.6, "top_k": 5}),
+    ("ngram", {"rule": "rejection"}, {}),
+    ("synthetic", {"rule": "rejection", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}, {}),
+    ("synthetic", {"rule": "coupled", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}, {}),
+]
+
+
+@pytest.mark.parametrize(("method", "speculation", "more"), CASES)
+def test_outputs_follow_the_target(
+    folders: tuple[str, str], method: str, speculation: dict[str, Any], more: dict[str, Any]
+) -> None:
+    target, draft = folders
+    # One more token than is looked at: the drafts of the third are verified as well.
+    params = SamplingParams(
+        max_tokens=LENGTH + 1,
+        speculation={"method": method, "num_speculative_tokens": 3} | speculation,
+        **more,
+    )
+    with LLM(
+        target,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_num_seqs=256,
+        num_kv_blocks=1024,
+        seed=12,
+        speculative_config=[
+            {"method": "draft_model", "model": draft, "num_speculative_tokens": 3},
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+            {"method": "synthetic", "num_speculative_tokens": 3},
+        ],
+    ) as llm:
+        counts = np.zeros(VOCAB**LENGTH)
+        outputs = llm.generate([{"prompt_token_ids": PROMPT}] * TRIALS, params)
+        accepted = 0
+        for output in outputs:
+            a, b, c = output.outputs[0].token_ids[:LENGTH]
+            counts[(a * VOCAB + b) * VOCAB + c] += 1
+            accepted += output.metrics.speculation.num_accepted_tokens
+        llm.check_integrity()
+    p = exact(target, params)
+    assert p.sum() == pytest.approx(1)
+    assert accepted > 0.02 * TRIALS, "nothing was accepted: the test would show nothing"
+    statistic, threshold = chi_square(counts, p)
+    assert statistic < threshold
+    # Negative control: the same counts are far from a slightly wrong target.
+    wrong = p**1.15
+    statistic, threshold = chi_square(counts, wrong / wrong.sum())
+    assert statistic > threshold
