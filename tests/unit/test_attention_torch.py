@@ -1,0 +1,213 @@
+"""Random ragged batches: the fast backend against the oracle, and the oracle against the mask rules by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import draftwise.attention.torch_grouped as torch_grouped
+from draftwise.attention.base import request_mask, request_positions, request_slots
+from draftwise.attention.reference import ReferenceAttention
+from draftwise.attention.torch_grouped import TorchGroupedAttention
+from draftwise.types import AttentionBatch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_parents(rng: np.random.Generator, n: int) -> list[int]:
+    return [int(rng.integers(-1, i)) if i else -1 for i in range(n)]
+
+
+def ancestor_bits(parents: list[int]) -> list[int]:
+    bits = [1]
+    for i, parent in enumerate(parents):
+        bits.append(bits[parent + 1] | 1 << (i + 1))
+    return bits
+
+
+def make_batch(
+    rng: np.random.Generator,
+    requests: list[tuple[int, int, bool]],  # (context, rows, tree)
+    block_size: int = 4,
+    in_a_row: bool = False,
+) -> tuple[AttentionBatch, int]:
+    """A batch and the number of slots; no two requests share a block, blocks are shuffled unless ``in_a_row``."""
+    blocks = [-(-(context + rows) // block_size) for context, rows, _ in requests]
+    total = sum(blocks) + 1
+    order = np.arange(1, total) if in_a_row else 1 + rng.permutation(total - 1)
+    tables = np.zeros((len(requests), max(blocks)), np.int32)
+    start = 0
+    for r, count in enumerate(blocks):
+        tables[r, :count] = order[start : start + count]
+        start += count
+    query_start = np.concatenate(([0], np.cumsum([rows for _, rows, _ in requests]))).astype(np.int32)
+    ancestors = None
+    if any(tree for *_, tree in requests):
+        ancestors = np.zeros(query_start[-1], np.uint64)
+        for r, (_, rows, tree) in enumerate(requests):
+            if tree:
+                bits = ancestor_bits(random_parents(rng, rows - 1))
+                ancestors[query_start[r] : query_start[r + 1]] = np.array(bits, np.uint64)
+    batch = AttentionBatch(
+        query_start_np=query_start,
+        context_len_np=np.array([context for context, *_ in requests], np.int32),
+        is_tree_np=np.array([tree for *_, tree in requests]),
+        block_tables_np=tables,
+        ancestors_np=ancestors,
+        block_size=block_size,
+    )
+    return batch, total * block_size
+
+
+def run_both(
+    rng: np.random.Generator,
+    batch: AttentionBatch,
+    slots: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(grouped, reference), over a cache in which every slot that no request owns is NaN."""
+    rows = int(batch.query_start_np[-1])
+    dim = 8
+    generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
+    kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)
+    for r, context in enumerate(batch.context_len_np):
+        n = int(batch.query_start_np[r + 1] - batch.query_start_np[r])
+        own = torch.from_numpy(request_slots(batch, r, 0, int(context) + n))
+        kv[own] = torch.randn((len(own), 2 * kv_heads, dim), generator=generator).to(dtype)
+    # queries as a strided view, as the packed q/k/v buffer gives them
+    q = torch.randn((rows, heads + 2 * kv_heads, dim), generator=generator).to(dtype)[:, :heads]
+    options = {"num_kv_heads": kv_heads, "scale": dim**-0.5, "window": window}
+    with torch.inference_mode():
+        expected = ReferenceAttention().run(q, (kv,), batch, **options)
+        actual = TorchGroupedAttention().run(q, (kv,), batch, **options)
+        buffer = torch.full_like(actual, 7.0)
+        assert TorchGroupedAttention().run(q, (kv,), batch, **options, out=buffer) is buffer
+        again = TorchGroupedAttention().run(q, (kv,), batch, **options)  # from the prepared tasks
+    torch.testing.assert_close(buffer, actual, rtol=0, atol=0)
+    torch.testing.assert_close(again, actual, rtol=0, atol=0)
+    assert actual.shape == (rows, heads * dim)
+    return actual, expected
+
+
+requests_strategy = st.lists(
+    st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 5, 8, 17, 40, 64, 70]), st.booleans()).map(
+        lambda item: (item[0], item[1], item[2] and 1 < item[1] <= 64)
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=requests_strategy,
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    window=st.sampled_from([None, None, 1, 3, 20]),
+    in_a_row=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_grouped_equals_reference(
+    requests: list[tuple[int, int, bool]],
+    heads: tuple[int, int],
+    window: int | None,
+    in_a_row: bool,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    batch, slots = make_batch(rng, requests, in_a_row=in_a_row)
+    actual, expected = run_both(rng, batch, slots, *heads, window)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("context", [0, 90])
+def test_long_chunks_are_cut_into_pieces(
+    context: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tiny limits, so that pieces and masks that are not kept occur; same numbers."""
+    monkeypatch.setattr(torch_grouped, "_PIECE_ELEMENTS", 3000)
+    monkeypatch.setattr(torch_grouped, "_KEPT_ELEMENTS", 5000)
+    rng = np.random.default_rng(1)
+    batch, slots = make_batch(rng, [(context, 130, False), (5, 1, False), (3, 4, True)])
+    actual, expected = run_both(rng, batch, slots, 4, 2, window)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    tasks = batch.cache["torch_grouped"][(window, torch.float32)]  # type: ignore[index]
+    pieces = [task for task in tasks if isinstance(task, torch_grouped._Single) and task.r == 0]
+    assert len(pieces) > 2
+    assert any(piece.needs_mask and piece.mask is None for piece in pieces)
+
+
+def test_very_different_lengths_are_not_padded_together() -> None:
+    rng = np.random.default_rng(2)
+    contexts = [3, 2000, 9, 1500, 30, 400]
+    batch, slots = make_batch(rng, [(context, 1, False) for context in contexts], block_size=16)
+    actual, expected = run_both(rng, batch, slots, 4, 2, None)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    tasks = batch.cache["torch_grouped"][(None, torch.float32)]  # type: ignore[index]
+    sizes = sorted(task.num_requests for task in tasks if isinstance(task, torch_grouped._Group))
+    assert sizes == [2, 3]  # 2000 and 1500; 3, 9 and 30; 400 goes alone
+
+
+def test_keys_in_a_row_are_read_in_place() -> None:
+    rng = np.random.default_rng(3)
+    for in_a_row in (True, False):
+        batch, slots = make_batch(rng, [(30, 2, False)], in_a_row=in_a_row)
+        run_both(rng, batch, slots, 4, 2, None)
+        (task,) = batch.cache["torch_grouped"][(None, torch.float32)]  # type: ignore[index]
+        assert (task.key_index is None) == in_a_row
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(4)
+    batch, slots = make_batch(rng, [(9, 1, False), (40, 5, True), (0, 70, False), (3, 1, False)])
+    actual, expected = run_both(rng, batch, slots, 4, 2, None, dtype)
+    assert actual.dtype is dtype
+    torch.testing.assert_close(actual.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_mask_rules_by_hand() -> None:
+    """The worked example of `attention.base`: context 10, root + tree (-1, -1, 0), window 3."""
+    batch = AttentionBatch(
+        query_start_np=np.array([0, 4], np.int32),
+        context_len_np=np.array([10], np.int32),
+        is_tree_np=np.array([True]),
+        block_tables_np=np.array([[2, 5, 3, 9]], np.int32),
+        ancestors_np=np.array([0b0001, 0b0011, 0b0101, 0b1011], np.uint64),
+        block_size=4,
+    )
+    assert request_positions(batch, 0).tolist() == [10, 11, 11, 12]
+    full = request_mask(batch, 0, 0, None)
+    assert full[:, :10].all()
+    assert full[:, 10:].astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    windowed = request_mask(batch, 0, 8, 3)  # keys 8, 9, then the rows
+    assert windowed.astype(int).tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0],
+        [0, 1, 1, 0, 1, 0],
+        [0, 0, 1, 1, 0, 1],
+    ]
+    assert request_slots(batch, 0, 6, 14).tolist() == [22, 23, 12, 13, 14, 15, 36, 37]
+
+
+def test_a_full_tree_of_64_rows() -> None:
+    rng = np.random.default_rng(5)
+    batch, slots = make_batch(rng, [(33, 64, True), (5, 64, True), (7, 60, True)])
+    actual, expected = run_both(rng, batch, slots, 4, 2, 40)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+
+CPU = torch.device("cpu")
+LATENT = KVLayerSpec((("latent", (5,)), ("rope_key", (2,))))
+
+
+def filled(layout: tuple[KVLayerSpec, ...], num_blocks: int = 4, block_size: int = 4) -> KVStorage:
+    storage = KVStorage(layout, num_blocks, block_size, torch.float32, CPU)
+    for i in range(len(layout)):
+        for tensor in storage.layer(i):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i)))
+    return storage
+
+
+def test_shapes_follow_each_layers_own_declaration() -> None:
+    dense = KVLayerSpec.dense(2, 8)
+    storage = KVStorage((dense, dense, LATENT, dense), 3, 4, torch.bfloat16, CPU)
+    assert [tuple(t.shape) for t in storage.layer(0)] == [(12, 4, 8)]
+    assert [tuple(t.shape) for t in storage.layer(2)] == [(12, 5), (12, 2)]
+    assert [tuple(t.shape) for t in storage.layer(3)] == [(12, 4, 8)]
+    assert storage.layer(1)[0].dtype is torch.bfloat16
+    assert not storage.layer(3)[0].any()
+
+
+def test_layers_do_not_share_memory() -> None:
+    storage = KVStorage((KVLayerSpec.dense(1, 2),) * 3, 2, 2, torch.float32, CPU)
+    storage.layer(1)[0].fill_(3.0)
+    assert not storage.layer(0)[0].any()
+    assert not storage.layer(2)[0].any()
+
+
+def test_separate_key_and_value_tensors_are_a_valid_layout() -> None:
+    storage = filled((KVLayerSpec((("k", (2, 3)), ("v", (2, 3)))),) * 2)
+    before = [tensor.clone() for tensor in storage.layer(1)]
+    storage.move(torch.tensor([7]), torch.tensor([5]))
+    for tensor, old in zip(storage.layer(1), before, strict=True):
+        assert torch.equal(tensor[5], old[7])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_move_reads_before_it_writes_in_every_layer(seed: int) -> None:
+    layout = (KVLayerSpec.dense(2, 3), KVLayerSpec.dense(2, 3), LATENT)
+    storage = filled(layout)
+    rng = np.random.default_rng(seed)
+    src = rng.integers(0, 16, 6)
+    dst = rng.permutation(16)[:6]  # overlaps src as it falls
+    before = [[tensor.clone() for tensor in storage.layer(i)] for i in range(3)]
+    storage.move(torch.from_numpy(src), torch.from_numpy(dst))
+    for i in range(3):
+        for tensor, old in zip(storage.layer(i), before[i], strict=True):
+            expected = old.clone()
+            for s, d in zip(src, dst, strict=True):
+                expected[d] = old[s]
+            assert torch.equal(tensor, expected)
+
+
+def test_moving_nothing_changes_nothing() -> None:
+    storage = filled((LATENT,))
+    before = storage.layer(0)[0].clone()
+    storage.move(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+    assert torch.equal(storage.layer(0)[0], before)
+
+
+def test_bytes_per_block_is_what_is_allocated() -> None:
+    layout = (KVLayerSpec.dense(2, 8), LATENT, LATENT)
+    for dtype in (torch.float32, torch.float16):
+        per_block = KVStorage.bytes_per_block(layout, 16, dtype)
+        assert per_block == (32 + 7 + 7) * 16 * dtype.itemsize
+        assert KVStorage(layout, 5, 16, dtype, CPU).nbytes == 5 * per_block
