@@ -1,11 +1,11 @@
 """Whole engines: the joint distribution of the first tokens is the target's, whatever drafts.
 
-Every output of three tokens over a vocabulary of eight is a cell (512 in all), compared with exact probabilities
-from Transformers. The statistic is χ² over the cells of expectation 5 and more (the rest as one), the
-threshold df + 10 * sqrt(2 * df): under the null hypothesis it is passed with probability below 1e-9 (χ² with some 200 degrees
-of freedom is close to normal; ten standard deviations, with its heavier tail, leave far less than 1e-6). Detectable:
-the statistic exceeds its mean by trials * d, d = sum((observed - p) ** 2 / p); with 12,000 trials and df near 250 a bias
-of d = 0.02 passes the threshold, which is a shift of 7 % of the probability of every cell.
+Every output of three tokens over a vocabulary of eight is a cell (512 in all), compared with exact probabilities from
+Transformers. The statistic is χ² over the cells of expectation 5 and more, the threshold df + 10 * sqrt(2 * df): under
+the null hypothesis it is passed with probability below 1e-9 (χ² with some 200 degrees of freedom is close to normal;
+ten standard deviations, with its heavier tail, leave far less than 1e-6). Detectable: the statistic exceeds its mean
+by trials * d, d = sum((observed - p) ** 2 / p); with 12,000 trials and df near 250 a bias of d = 0.02 passes the
+threshold, which is a shift of 14 % of the probability of every cell.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.tiny import save_llama
 
 from draftwise import LLM, SamplingParams
-from tests.fakes.tiny import save_llama
 
 VOCAB = 8
 LENGTH = 3
