@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
     else:
-        _print_table(facts)
+        _print_facts(facts)
     return 0
 
 
@@ -116,12 +115,8 @@ def _cpu() -> tuple[str, set[str]]:
     return name, set((fields.get("flags") or fields.get("Features") or "").split())
 
 
-def _print_table(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print_facts(facts: dict[str, Any]) -> None:
     cpu, engine, held = facts["cpu"], facts["engine"], facts["guarantees"]
-    table = Table(show_header=False, box=None, pad_edge=False)
     rows = [
         ("draftwise", facts["draftwise"]),
         ("python", facts["python"]),
@@ -139,6 +134,4 @@ def _print_table(facts: dict[str, Any]) -> None:
         *(("", reason) for reason in held["reasons"]),
     ]
     for name, value in rows:
-        table.add_row(name, str(value))
-    width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False, soft_wrap=not sys.stdout.isatty()).print(table)
+        print(f"{name:<22}{value}")

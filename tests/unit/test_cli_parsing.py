@@ -1,0 +1,242 @@
+"""Command lines: spellings, errors of one line, exit codes; nothing here loads a model."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftwise.cli import generate, main
+from draftwise.cli.errors import UsageError
+from draftwise.cli.generate import read_prompts
+from draftwise.cli.options import engine_kwargs, sampling_params
+from draftwise.config import resolve_engine_config
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = main.build_parser("generate")
+    return parser.parse_args(main.normalise(["generate", *arguments], generate.BOOLEANS))
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must end with code 2 and one line on stderr; return the line."""
+    assert main.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and captured.err.startswith("draftwise: ")
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--max_num_seqs", "4"], ["--max-num-seqs", "4"]),
+        (["--max_num_seqs=4"], ["--max-num-seqs=4"]),
+        (["--enforce-eager", "text"], ["--enforce-eager=true", "text"]),
+        (["--enforce_eager", "False", "text"], ["--enforce-eager=false", "text"]),
+        (["--no-enable_prefix_caching"], ["--enable-prefix-caching=false"]),
+        (["--no-such-thing"], ["--no-such-thing"]),
+        (["--", "--a_b"], ["--", "--a_b"]),
+        (["-", "plain_text", "--stop", "a_b"], ["-", "plain_text", "--stop", "a_b"]),
+        (["--stop=a_b\nc_d"], ["--stop=a_b\nc_d"]),
+    ],
+)
+def test_spellings(given: list[str], expected: list[str]) -> None:
+    assert main.normalise(given, generate.BOOLEANS) == expected
+
+
+def test_flags_become_keywords() -> None:
+    args = parse(
+        "--model", "M", "--max_num_batched_tokens", "5000", "--speculative_config", '{"method": "ngram"}',
+        "--no-enable-prefix-caching", "--trust-remote-code", "--engine-seed", "7", "--seed", "3", "text",
+    )  # fmt: skip
+    assert args.prompts == ["text"]
+    assert engine_kwargs(args) == {
+        "model": "M",
+        "max_num_batched_tokens": "5000",
+        "enable_prefix_caching": "false",
+        "trust_remote_code": "true",
+        "seed": "7",
+        "speculative_config": [{"method": "ngram"}],
+    }
+    assert sampling_params(args).seed == 3
+
+
+def test_old_speculative_flags() -> None:
+    args = parse("--model", "M", "--speculative-model", "D", "--num-speculative-tokens", "5")
+    (spec,) = resolve_engine_config(**engine_kwargs(args), device="cpu").speculative
+    assert (spec.method, spec.num_speculative_tokens) == ("draft_model", 5)
+
+
+def test_method_none_switches_speculation_off() -> None:
+    assert (
+        resolve_engine_config(
+            **engine_kwargs(parse("--speculative-method", "none")), device="cpu"
+        ).speculative
+        == ()
+    )
+    off = parse("--speculative-config", '{"method": "none"}')
+    assert resolve_engine_config(**engine_kwargs(off), device="cpu").default_method == "none"
+
+
+def test_several_drafters() -> None:
+    args = parse("--speculative-config", '{"method": "ngram"}', "--speculative-config", '{"model": "D"}')
+    config = resolve_engine_config(**engine_kwargs(args), model="M", device="cpu")
+    assert [spec.method for spec in config.speculative] == ["ngram", "draft_model"]
+
+
+def test_every_sampling_flag_arrives() -> None:
+    params = sampling_params(
+        parse(
+            "--max-tokens", "9", "--min-tokens", "2", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "7",
+            "--min-p", "0.1", "--n", "2", "--stop", "a", "--stop", "b", "--stop-token-ids", "1,2", "--ignore-eos",
+            "--include-stop-str-in-output", "--presence-penalty", "0.1", "--frequency-penalty", "-0.1",
+            "--repetition-penalty", "1.1", "--logit-bias", '{"5": 1.5}', "--bad-words", "bad", "--allowed-token-ids",
+            "[1, 5]", "--logprobs", "3", "--prompt-logprobs", "1", "--no-skip-special-tokens", "--detokenize", "True",
+            "--speculation", '{"method": "ngram"}',
+        )
+    )  # fmt: skip
+    assert params.max_tokens == 9 and params.min_tokens == 2 and params.temperature == 0.5 and params.n == 2
+    assert (params.top_p, params.top_k, params.min_p) == (0.9, 7, 0.1)
+    assert params.stop == ("a", "b") and params.stop_token_ids == (1, 2)
+    assert params.ignore_eos and params.include_stop_str_in_output and params.detokenize
+    assert not params.skip_special_tokens
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, -0.1, 1.1)
+    assert (
+        params.logit_bias == {5: 1.5} and params.bad_words == ("bad",) and params.allowed_token_ids == (1, 5)
+    )
+    assert (params.logprobs, params.prompt_logprobs) == (3, 1)
+    assert params.speculation == {"method": "ngram"}
+
+
+def test_unset_sampling_flags_keep_the_defaults() -> None:
+    from draftwise.sampling.params import SamplingParams
+
+    assert sampling_params(parse("text")) == SamplingParams(max_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["genrate"], ["genrate", "generate"]),
+        (["generate"], ["no prompt"]),
+        (["generate", "x", "--max-token", "3"], ["--max-token", "did you mean '--max-tokens'"]),
+        (["generate", "x", "--max-tokens", "many"], ["--max-tokens", "many"]),
+        (["generate", "x", "--max-tokens", "0"], ["max_tokens"]),
+        (["generate", "x", "--temperature", "-1"], ["temperature"]),
+        (["generate", "x", "--logit-bias", "5"], ["--logit-bias"]),
+        (["generate", "x", "--speculative-config", "{"], ["--speculative-config", "JSON"]),
+        (["generate", "x", "--speculative-config", '{"method": "ngarm"}'], ["ngarm", "ngram"]),
+        (["generate", "x", "--speculative-config", '{"method": "eagle3"}'], ["eagle3", "not supported yet"]),
+        (["generate", "x", "--tensor-parallel-size", "4"], ["tensor_parallel_size", "4"]),
+        (["generate", "x", "--quantization", "awq"], ["quantization", "awq"]),
+        (["generate", "x", "--dtype", "int3"], ["dtype", "int3"]),
+        (["generate", "--file", "/no/such/file"], ["/no/such/file"]),
+        (["generate", "x", "--model", "/no/such/model"], ["/no/such/model"]),
+        (["generate", "x", "--structured-outputs", "{}"], ["structured_outputs"]),
+        (["chat", "--json"], ["--json"]),
+        (["chat", "hello", "--n", "2"], ["--n"]),
+        (["bench"], ["KIND"]),
+        (["bench", "latncy"], ["latncy"]),
+        (["bench", "latency", "--rounds", "0"], ["--rounds"]),
+        (["bench", "latency", "--prompt-tokens", "3"], ["--prompt-tokens"]),
+        (["bench", "latency", "--temperatures", "0", "hot"], ["hot"]),
+    ],
+)
+def test_bad_usage_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    line = failing(capsys, *arguments)
+    for word in words:
+        assert word in line
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in main.COMMANDS:
+        assert name in text
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("draftwise ")
+    assert main.main([]) == 2
+    assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [[name] for name in main.COMMANDS] + [["bench", "latency"], ["train", "demo"]]
+)
+def test_every_command_has_help_without_torch(command: list[str]) -> None:
+    code = (
+        "import sys; from draftwise.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+
+
+def test_help_is_quick() -> None:
+    """0.3 s is the promise; the best of three, since the machine may be busy."""
+    best = 10.0
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "draftwise", "--help"], capture_output=True, check=True)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.3
+
+
+def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_interruption_is_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "run", raising(KeyboardInterrupt()))
+    assert main.main(["generate", "x"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_dead_engine_is_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from draftwise import EngineDeadError
+
+    monkeypatch.setattr(generate, "run", raising(EngineDeadError("the engine\nfailed")))
+    assert main.main(["generate", "x"]) == 1
+    assert capsys.readouterr().err == "draftwise: the engine failed\n"
+
+
+def test_prompts_from_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one prompt\nof two lines\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(
+        '{"prompt": "x\\u2028y"}\n\n{"prompt_token_ids": [1, 2]}\n', encoding="utf-8"
+    )
+    found = read_prompts(["first"], [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])
+    assert found == [
+        "first",
+        "one prompt\nof two lines\n",
+        {"prompt": "x\u2028y"},
+        {"prompt_token_ids": [1, 2]},
+    ]
+
+
+@pytest.mark.parametrize("line", ["{", '"text"', "{}", '{"text": "x"}'])
+def test_bad_json_lines_name_the_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n' + line, encoding="utf-8")
+    with pytest.raises(UsageError, match="line 2"):
+        read_prompts([], [str(tmp_path / "b.jsonl")])
+
+
+def test_prompt_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ok \xff")
+    with pytest.raises(UsageError, match="UTF-8"):
+        read_prompts([], [str(tmp_path / "a.txt")])
