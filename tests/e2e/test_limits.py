@@ -1,0 +1,130 @@
+"""At the edges: the model's last position, a drafter with a shorter context, tokens past the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from draftwise import LLM, SamplingParams
+from draftwise.models.base import DecoderModel
+from tests.e2e.conftest import random_prompts, token_ids
+from tests.fakes.tiny import TinyModels
+
+ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+def watch_positions(model: DecoderModel) -> list[int]:
+    """Record the highest position of every pass."""
+    highest: list[int] = []
+    forward = model.forward
+
+    def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        highest.append(int(batch.positions.max()))
+        return forward(batch, *args, **kwargs)
+
+    model.forward = watched  # type: ignore[method-assign]
+    return highest
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model", "ngram", "synthetic"])
+def test_no_position_past_the_models_length(
+    make_llm: Callable[..., LLM], tiny: TinyModels, method: str
+) -> None:
+    prompts = random_prompts(3, seed=1, low=150, high=185)
+    prompts.append({"prompt_token_ids": [5] * 191})  # room for one token
+    wanted = token_ids(make_llm().generate(prompts, ENDLESS))
+    llm = make_llm(
+        speculative_config=[
+            {"method": "draft_model", "model": tiny.near, "num_speculative_tokens": 7},
+            {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1},
+            {"method": "synthetic", "num_speculative_tokens": 7},
+        ]
+    )
+    assert llm._engine is not None
+    target = watch_positions(llm._engine.model)
+    proposers = llm._engine.core.executor._drafting._proposers  # type: ignore[attr-defined]
+    drafter = watch_positions(proposers["draft_model"]._model)
+    outputs = llm.generate(prompts, ENDLESS.replace(speculation={"method": method}))
+    assert token_ids(outputs) == wanted
+    for output in outputs:
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == llm.max_model_len == 192
+        assert output.outputs[0].finish_reason == "length"
+    assert max(target) <= 191
+    if method == "draft_model":
+        assert max(drafter) <= 191
+
+
+def test_a_drafter_with_a_shorter_context_stops_there(make_llm: Callable[..., LLM], tiny: TinyModels) -> None:
+    prompt = random_prompts(1, seed=2, low=20, high=21)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    wanted = token_ids(make_llm().generate(prompt, params))
+    llm = make_llm(
+        speculative_config={"model": tiny.target, "num_speculative_tokens": 4, "max_model_len": 60}
+    )
+    assert llm._engine is not None
+    drafter = watch_positions(
+        llm._engine.core.executor._drafting._proposers["draft_model"]._model  # type: ignore[attr-defined]
+    )
+    output = llm.generate(prompt, params)[0]
+    assert token_ids([output]) == wanted
+    speculation = output.metrics.speculation
+    assert max(drafter) < 60
+    # 40 tokens at nearly five a step, the other 60 one by one
+    assert 8 <= speculation.num_drafts <= 12
+    assert speculation.steps_by_method["none"] >= 58
+
+
+def test_stop_token_inside_accepted_drafts_cuts_there(make_llm: Callable[..., LLM], tiny: TinyModels) -> None:
+    prompts = random_prompts(6, seed=3)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    free = token_ids(make_llm().generate(prompts, params))
+    llm = make_llm(speculative_config={"model": tiny.target, "num_speculative_tokens": 6})
+    for i, prompt in enumerate(prompts):
+        stop = free[i][17]
+        first = free[i].index(stop)
+        output = llm.generate(prompt, params.replace(stop_token_ids=[stop], logprobs=0))[0].outputs[0]
+        assert output.token_ids == free[i][: first + 1]
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+        assert output.logprobs is not None and len(output.logprobs) == first + 1
+    llm.check_integrity()
+    # Only what was delivered is cached: a later request that shares the prefix is right.
+    assert token_ids(llm.generate(prompts, params)) == free
+
+
+def test_num_speculative_tokens_follows_the_batch_size(
+    make_llm: Callable[..., LLM], tiny: TinyModels
+) -> None:
+    llm = make_llm(
+        speculative_config={
+            "model": tiny.target,
+            "num_speculative_tokens": 4,
+            "num_speculative_tokens_per_batch_size": [(1, 1, 3), (2, 4, 1), (5, 64, 0)],
+        }
+    )
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    alone = llm.generate(random_prompts(1, seed=4), params)[0].metrics.speculation
+    assert alone.num_draft_tokens / alone.num_drafts > 2.5
+    three = llm.generate(random_prompts(3, seed=4), params)[0].metrics.speculation
+    assert 0 < three.num_draft_tokens <= 1.5 * three.num_drafts  # the last steps may be another's alone
+    many = llm.generate(random_prompts(6, seed=4), params)
+    assert sum(o.metrics.speculation.num_drafts for o in many) == 0
+
+
+def test_synthetic_acceptance_is_what_was_asked_for(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(
+        speculative_config={
+            "method": "synthetic",
+            "num_speculative_tokens": 3,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": 2.6,
+        }
+    )
+    outputs = llm.generate(
+        random_prompts(20, seed=5), SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    )
+    drafts = sum(o.metrics.speculation.num_drafts for o in outputs)
+    accepted = sum(o.metrics.speculation.num_accepted_tokens for o in outputs)
+    # About 600 drafts accept 1 or 2 tokens (0.6): standard deviation of the mean 0.02, allowed are six of them.
+    assert abs(1 + accepted / drafts - 2.6) < 0.12
