@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwise.errors import ModelLoadError
 
 _INDEX = "model.safetensors.index.json"
-_WINDOW_BYTES = 32 << 20
+_WINDOW_BYTES = 16 << 20
 """Pages of the mapped file that may be resident at once: the file is mapped anew after each window, because pages
 once read would count as this process's memory until it is unmapped."""
 
@@ -54,7 +54,7 @@ def scan_checkpoint(folder: Path) -> dict[str, TensorEntry]:
 def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> None:
     """Fill ``targets[name]`` from ``entries[name]`` (equal shapes), converting dtype and device, file by file.
 
-    Peak memory beyond the targets is about one window (32 MiB) or one row, whichever is more.
+    Peak memory beyond the targets is about one window (16 MiB) or one row, whichever is more.
     """
     by_file: dict[Path, list[str]] = {}
     for name in targets:
@@ -84,7 +84,7 @@ def _copy_file(file: Path, names: list[str], targets: Mapping[str, Tensor]) -> N
         step = max(1, _WINDOW_BYTES // row_bytes)
         for start in range(0, dest.shape[0], step):
             end = min(start + step, dest.shape[0])
-            if touched > _WINDOW_BYTES:
+            if touched and touched + (end - start) * row_bytes > _WINDOW_BYTES:
                 handle = safe_open(file, framework="pt")
                 touched = 0
             dest[start:end].copy_(handle.get_slice(name)[start:end])

@@ -32,15 +32,17 @@ def resolve_path(path: str | Path, revision: str | None = None, *, weights: bool
     Raises:
         ModelLoadError: neither a folder nor an id that can be had.
     """
+    text = str(path)
+    if not text.strip():
+        raise ModelLoadError("the model's path is empty")
     folder = Path(path).expanduser()
     if folder.is_dir():
         if revision is not None:
             raise ModelLoadError(f"revision {revision!r} was given, but {folder} is a local folder")
         return folder
-    text = str(path)
     if folder.exists():
         raise ModelLoadError(f"{text} is a file; a model is a folder with config.json and safetensors")
-    if text.startswith((".", "/", "~")) or text.count("/") > 1 or not text.strip():
+    if text.startswith((".", "/", "~")) or text.count("/") > 1:
         raise ModelLoadError(f"model folder {text!r} does not exist")
     from huggingface_hub import snapshot_download
 
@@ -81,7 +83,7 @@ def load_model(
     max_model_len: int | None = None,
     ops: Ops | None = None,
 ) -> DecoderModel:
-    """Load a model. Peak memory is the weights plus some 40 MiB: tensors stream from the mapped files into place.
+    """Load a model. Peak memory is the weights plus some 20 MiB: tensors stream from the mapped files into place.
 
     Args:
         path: local folder or hub id.
@@ -95,7 +97,7 @@ def load_model(
     """
     folder = resolve_path(path, revision)
     config, cls = _read_config(folder, max_model_len)
-    chosen = dtype or _config_dtype(config)
+    chosen = dtype or _config_dtype(config, folder)
     if chosen not in _DTYPES.values():
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
     entries = scan_checkpoint(folder)
@@ -153,12 +155,10 @@ def _quantization_name(raw: RawConfig) -> str:
     return str(value.get("quant_method", "unknown")) if isinstance(value, Mapping) else str(value)
 
 
-def _config_dtype(config: ModelConfig) -> torch.dtype:
+def _config_dtype(config: ModelConfig, folder: Path) -> torch.dtype:
     name = config.dtype or "float32"
     if name not in _DTYPES:
-        raise ModelLoadError(
-            f"config.json: dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})"
-        )
+        raise ModelLoadError(f"{folder}: dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})")
     return _DTYPES[name]
 
 

@@ -33,7 +33,8 @@ def load_tokenizer(
 
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken file makes it raise
-        raise ModelLoadError(f"no tokenizer can be loaded from {folder}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"no tokenizer can be loaded from {folder}: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelLoadError(
             f"{folder} has a slow tokenizer ({type(tokenizer).__name__}); a tokenizer.json is needed"

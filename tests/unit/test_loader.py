@@ -1,0 +1,371 @@
+"""Loading: what fits is loaded exactly, and everything else is an error that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftwise.errors import ModelLoadError
+from draftwise.models import checkpoint
+from draftwise.models.embedded import embedded_path
+from draftwise.models.loader import checkpoint_num_parameters, load_config, load_model, resolve_path
+from draftwise.models.tokenizer import load_tokenizer
+
+CPU = torch.device("cpu")
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def tensors_of(config: dict[str, Any]) -> dict[str, Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    dim = hidden // config["num_attention_heads"]
+    kv = config["num_key_value_heads"] * dim
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        shapes |= {
+            layer + "input_layernorm.weight": (hidden,),
+            layer + "post_attention_layernorm.weight": (hidden,),
+            layer + "self_attn.q_proj.weight": (hidden, hidden),
+            layer + "self_attn.k_proj.weight": (kv, hidden),
+            layer + "self_attn.v_proj.weight": (kv, hidden),
+            layer + "self_attn.o_proj.weight": (hidden, hidden),
+            layer + "mlp.gate_proj.weight": (inner, hidden),
+            layer + "mlp.up_proj.weight": (inner, hidden),
+            layer + "mlp.down_proj.weight": (hidden, inner),
+        }
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def write(folder: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> Path:
+    """A model folder; a config change to None removes the field."""
+    config = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors if tensors is not None else tensors_of(CONFIG), folder / "model.safetensors")
+    return folder
+
+
+def load(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    return load_model(str(folder), dtype=dtype, device=CPU, **options)
+
+
+def fails(call: Callable[[], object], *parts: str) -> None:
+    """The call raises ModelLoadError, which is a ValueError, with every part in its message."""
+    with pytest.raises(ModelLoadError) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------- what fits
+
+
+def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
+    tensors = tensors_of(CONFIG)
+    model = load(write(tmp_path))
+    layer = model._layers[1]
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    packed = torch.cat([tensors[f"model.layers.1.{name}.weight"] for name in names])
+    assert torch.equal(layer.qkv.weight_t.T, packed)
+    packed = torch.cat([tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    assert torch.equal(layer.gate_up.weight_t.T, packed)
+    assert torch.equal(layer.down.weight_t.T, tensors["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(model._final_norm.weight, tensors["model.norm.weight"])
+    assert torch.equal(model._head.weight_t.T, tensors["lm_head.weight"])
+    assert model.weight_bytes() == sum(tensor.numel() * 4 for tensor in tensors.values())
+    assert checkpoint_num_parameters(tmp_path) == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_an_index_with_several_files(tmp_path: Path) -> None:
+    tensors = tensors_of(CONFIG)
+    write(tmp_path)
+    whole = load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {name: f"model-{i % 3}-of-3.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in names if files[name] == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    model = load(tmp_path)
+    for ours, theirs in zip(model._layers, whole._layers, strict=True):
+        assert torch.equal(ours.qkv.weight_t, theirs.qkv.weight_t)
+        assert torch.equal(ours.down.weight_t, theirs.down.weight_t)
+
+    (tmp_path / "model-1-of-3.safetensors").unlink()
+    fails(lambda: load(tmp_path), "model-1-of-3.safetensors", "missing")
+    save_file({}, tmp_path / "model-1-of-3.safetensors")
+    fails(
+        lambda: load(tmp_path), "not where it says", next(n for n in names if files[n].startswith("model-1"))
+    )
+    index.write_text("{")
+    fails(lambda: load(tmp_path), str(index))
+
+
+def test_pieces_smaller_than_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying row by row, with the file mapped anew all the time, gives the same weights."""
+    folder = write(tmp_path)
+    whole = load(folder)
+    monkeypatch.setattr(checkpoint, "_WINDOW_BYTES", 100)
+    pieces = load(folder)
+    assert torch.equal(pieces._embedding, whole._embedding)
+    for ours, theirs in zip(pieces._layers, whole._layers, strict=True):
+        assert torch.equal(ours.qkv.weight_t, theirs.qkv.weight_t)
+        assert torch.equal(ours.gate_up.weight_t, theirs.gate_up.weight_t)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_what_is_asked_else_what_config_says(
+    tmp_path: Path, stored: torch.dtype, asked: torch.dtype | None
+) -> None:
+    tensors = {name: tensor.to(stored) for name, tensor in tensors_of(CONFIG).items()}
+    folder = write(tmp_path, tensors, torch_dtype=..., dtype=str(stored).removeprefix("torch."))
+    model = load(folder, asked)
+    wanted = asked or stored
+    assert model.dtype is wanted
+    assert torch.equal(model._embedding, tensors["model.embed_tokens.weight"].to(wanted))
+
+
+def test_tied_output_layer_shares_memory(tmp_path: Path) -> None:
+    tensors = tensors_of(CONFIG)
+    untied = load(write(tmp_path))
+    tied_copy = load(write(tmp_path, tensors, tie_word_embeddings=True))  # stored twice: harmless
+    del tensors["lm_head.weight"]
+    tied = load(write(tmp_path, tensors, tie_word_embeddings=True))
+    for model in (tied, tied_copy):
+        assert model._head.weight_t.data_ptr() == model._embedding.data_ptr()
+        assert untied.weight_bytes() - model.weight_bytes() == 50 * 16 * 4
+    fails(lambda: load(write(tmp_path, tensors)), "missing", "lm_head.weight")
+
+
+def test_recomputed_buffers_are_ignored(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    load(write(tmp_path, tensors_of(CONFIG) | extra))
+
+
+def test_end_tokens_come_from_both_configs(tmp_path: Path) -> None:
+    folder = write(tmp_path, eos_token_id=2)
+    assert load_config(folder).eos_token_ids == (2,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    assert load_config(folder).eos_token_ids == (2, 7, 9)
+    write(tmp_path, eos_token_id=None)
+    assert load_config(folder).eos_token_ids == (7, 2, 9)
+    assert load_config(folder).bos_token_id == 1
+
+
+# ------------------------------------------------------------------------------------ tensors that do not
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    tensors = tensors_of(CONFIG)
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    fails(lambda: load(write(tmp_path, tensors)), "model.layers.1.mlp.up_proj.weight", "model.norm.weight")
+
+
+def test_surplus_tensors_are_named(tmp_path: Path) -> None:
+    tensors = tensors_of(CONFIG) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)}
+    fails(lambda: load(write(tmp_path, tensors)), "does not have", "model.layers.0.self_attn.q_proj.bias")
+    fails(lambda: load(write(tmp_path, num_hidden_layers=1)), "model.layers.1.", "and 1 more")
+
+
+def test_shape_mismatch_names_both_shapes(tmp_path: Path) -> None:
+    fails(
+        lambda: load(write(tmp_path, num_key_value_heads=4)),
+        "model.layers.0.self_attn.k_proj.weight",
+        "[8, 16]",
+        "[16, 16]",
+    )
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    tensors = tensors_of(CONFIG)
+    tensors["lm_head.weight"] = torch.zeros(50, 16, dtype=torch.int8)
+    fails(lambda: load(write(tmp_path, tensors)), "I8", "lm_head.weight")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -1])
+def test_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    folder = write(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    fails(lambda: load(folder), str(path), "truncated or damaged")
+
+
+# -------------------------------------------------------------------------------------- folders that do not
+
+
+def test_folder_that_is_no_model(tmp_path: Path) -> None:
+    fails(lambda: load(tmp_path), "config.json is missing", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    fails(lambda: load(tmp_path), "no weights")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    fails(lambda: load(tmp_path), "pytorch_model.bin", "convert")
+    (tmp_path / "other.safetensors").write_bytes(b"x")
+    fails(lambda: load(tmp_path), "other.safetensors", "neither")
+    (tmp_path / "config.json").write_text("[]")
+    fails(lambda: load(tmp_path), "JSON object")
+
+
+def test_paths_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(lambda: load(tmp_path / "nowhere"), "does not exist")
+    fails(lambda: resolve_path("./nowhere"), "does not exist")
+    fails(lambda: resolve_path(""), "empty")
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"")
+    fails(lambda: load(file), "is a file")
+    fails(lambda: load(write(tmp_path), revision="main"), "revision 'main'", "local folder")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fails(lambda: load(Path("no-such-owner/no-such-model")), "no-such-owner/no-such-model", "no local folder")
+
+
+def test_unknown_architecture_names_the_supported_ones(tmp_path: Path) -> None:
+    folder = write(tmp_path, architectures=["MambaForCausalLM"])
+    fails(lambda: load(folder), "MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+    write(tmp_path, architectures=["OwnForCausalLM"], auto_map={"AutoModelForCausalLM": "own.Model"})
+    fails(lambda: load(folder, trust_remote_code=True), "OwnForCausalLM", "never run")
+    write(tmp_path, architectures=...)
+    fails(lambda: load(folder), "architectures")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}}, ("multimodal", "Qwen2VL")),
+        ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, ("multimodal", "Llava")),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, ("M-RoPE",)),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, ("M-RoPE",)),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("longrope", "llama3")),
+        ({"rope_scaling": {"rope_type": "linear"}}, ("factor",)),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("factor", "'2'")),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("layer type",)),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantised", "gptq")),
+        ({"hidden_act": "gelu"}, ("activation", "gelu")),
+        ({"hidden_size": ...}, ("hidden_size",)),
+        ({"hidden_size": "16"}, ("hidden_size", "'16'")),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers",)),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads",)),
+        ({"hidden_size": 18}, ("hidden_size 18",)),
+        ({"head_dim": 5}, ("even head_dim",)),
+        ({"torch_dtype": "float8"}, ("float8", "bfloat16")),
+        ({"eos_token_id": "end"}, ("eos_token_id",)),
+        ({"rms_norm_eps": "small"}, ("rms_norm_eps",)),
+        ({"architectures": "LlamaForCausalLM"}, ("architectures",)),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["odd", "odd"]}, ("odd",)),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, (dict, tuple)) else None,
+)  # fmt: skip
+def test_unsupported_settings_are_named(
+    tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    fails(lambda: load(write(tmp_path, **changes)), str(tmp_path), *parts)
+
+
+def test_model_length(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert load_config(folder).max_model_len == 64
+    assert load(folder, max_model_len=20).config.max_model_len == 20
+    fails(lambda: load_config(folder, max_model_len=65), "65", "64")
+    fails(lambda: load_config(folder, max_model_len=0), "0")
+    for kind in ("linear", "dynamic"):
+        write(tmp_path, rope_scaling={"type": kind, "factor": 2.5})
+        assert load_config(folder).max_model_len == 64
+        assert load_config(folder, max_model_len=160).max_model_len == 160
+        fails(lambda: load_config(folder, max_model_len=161), "160")
+
+
+def test_mistral_without_the_field_slides_by_4096(tmp_path: Path) -> None:
+    folder = write(tmp_path, architectures=["MistralForCausalLM"])
+    assert load_config(folder).sliding_window == (4096, 4096)
+    write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=None)
+    assert load_config(folder).sliding_window == (None, None)
+
+
+# ---------------------------------------------------------------------------------------------- tokenizer
+
+
+def test_tokenizer_errors(tmp_path: Path) -> None:
+    fails(lambda: load_tokenizer(str(tmp_path / "nowhere")), "does not exist")
+    fails(lambda: load_tokenizer(str(write(tmp_path))), "tokenizer", str(tmp_path))
+
+
+def test_tokenizer_is_loaded(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.is_fast
+    assert tokenizer.encode("b") == [1]
+
+
+def test_embedded_models_that_are_not_there() -> None:
+    fails(lambda: embedded_path("nothing"), "nothing", "not in this installation")
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+_MEASURE = """
+import re, sys, torch
+from draftwise.models.loader import load_model
+import safetensors.torch
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+torch.ones(100, 100) @ torch.ones(100, 100)
+before = status("VmRSS")
+model = load_model(sys.argv[1], dtype=getattr(torch, sys.argv[2]), device=torch.device("cpu"))
+print(status("VmHWM") - before, model.weight_bytes())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_takes_at_most_a_fifth_more_than_the_weights(tmp_path: Path, dtype: str) -> None:
+    """Peak resident memory of a fresh process, pages of the mapped file included."""
+    config = CONFIG | {
+        "vocab_size": 20000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+    }
+    stored = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors_of(config).items()}
+    write(tmp_path, stored, **config)
+    del stored
+    result = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path), dtype], capture_output=True, text=True, check=True
+    )
+    peak, weights = map(int, result.stdout.split())
+    assert weights > 140e6
+    assert 0.9 * weights < peak < 1.2 * weights
