@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import re
 import sys
@@ -126,6 +127,8 @@ def _run(arguments: list[str]) -> int:
             f"unrecognized argument {unknown[0]!r}{suggest(unknown[0].partition('=')[0], known)} "
             f"(see draftwise {command} --help)"
         )
+    # Its warning of a prompt over the model's length would stand before our error that says the same.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     code = args.run(args)
     return int(code)
 
