@@ -43,6 +43,8 @@ class Scheduler:
         self._running: list[Request] = []  # sorted by Request.order
         self._removed: list[int] = []  # the executor still has them
         self._planned: dict[int, RowPlan] = {}
+        self._trimmed: dict[int, int] = {}
+        self._batch_size = 0
         self._finished: list[RequestUpdate] = []  # cancelled between steps
         self._step = 0
         self.num_preemptions = 0
@@ -98,7 +100,9 @@ class Scheduler:
         """Plan a step: running requests first, in order of priority and arrival, then waiting ones."""
         self._step += 1
         self._planned = {}
-        self._trimmed: dict[int, int] = {}
+        self._trimmed = {}
+        # What will run once everybody who can is admitted: the first of many must not draft as if it were alone.
+        self._batch_size = min(len(self._requests), self.config.max_num_seqs)
         left = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
         for request in list(self._running):
@@ -134,7 +138,7 @@ class Scheduler:
         num_draft = budget = 0
         if num_new == missing:
             num_draft = min(request.num_proposed, left - num_new)
-            budget = self._controller.draft_budget(request.speculation, len(self._running))
+            budget = self._controller.draft_budget(request.speculation, self._batch_size)
         while True:
             blocks = self.kv.reserve(request.rid, num_new + num_draft + budget)
             if blocks is not None:
@@ -196,7 +200,7 @@ class Scheduler:
         completes = num_new == request.num_tokens - cached
         budget = 0
         if completes:
-            budget = self._controller.draft_budget(request.speculation, len(self._running) + 1)
+            budget = self._controller.draft_budget(request.speculation, self._batch_size)
         # All known tokens must fit now, even if their computation takes several steps: admitting on the first
         # chunk alone makes requests preempt each other half-way.
         fits = completes or self.config.chunked_prefill
