@@ -16,7 +16,7 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.registry import ProposerContext
-from draftwise.sampling.draw import draft_tokens
+from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.types import EMPTY_PROPOSAL, Proposal, chain
 
@@ -52,7 +52,7 @@ class DraftModelProposer(Proposer):
         *,
         block_size: int,
         max_model_len: int,
-        sample_method: str = "probabilistic",
+        sample_method: DraftSampleMethod = "probabilistic",
     ) -> None:
         """``max_model_len``: no token at this position or later is fed to the drafter; drafting stops there.
         ``sample_method``: "probabilistic" draws from the drafter's distribution, "greedy" takes its argmax."""
@@ -82,7 +82,7 @@ class DraftModelProposer(Proposer):
             model,
             block_size=context.block_size,
             max_model_len=limit,
-            sample_method=config.draft_sample_method or "probabilistic",
+            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
         )
 
     # -------------------------------------------------------------------------------------------- propose
@@ -185,7 +185,7 @@ class DraftModelProposer(Proposer):
             positions=[d.row.num_tokens + depth for d in active],
             nodes=[depth] * len(active),
             bases=[d.row.num_tokens for d in active],
-            method="greedy" if self._sample_method == "greedy" else "probabilistic",
+            method=self._sample_method,
         )
 
     def _proposals(
@@ -204,18 +204,10 @@ class DraftModelProposer(Proposer):
                 out.append(EMPTY_PROPOSAL)
                 continue
             rows = q_rows.get(draft.row.rid)
-            sampled = rows is not None and self._needs_q(draft.row)
+            sampled = draws_from_q(draft.row.sampling, draft.row.speculation.rule, self._sample_method)
             q = torch.stack(rows) if rows is not None and sampled else None
             out.append(chain(draft.tokens, self.name, q))
         return out
-
-    def _needs_q(self, row: DraftRow) -> bool:
-        """Greedy requests and the coupled rule treat drafts as point masses."""
-        return (
-            not row.sampling.is_greedy
-            and row.speculation.rule != "coupled"
-            and self._sample_method == "probabilistic"
-        )
 
     # ------------------------------------------------------------------------------------------ state kept
 
