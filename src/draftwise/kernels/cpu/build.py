@@ -1,0 +1,177 @@
+"""Compile the native kernels: ``python -m draftwise.kernels.cpu.build``, and what ``pip install`` runs.
+
+This file imports nothing of the package, so that ``setup.py`` can use it before the package can be imported. Every source
+in ``csrc/`` is compiled on its own: ``*_avx512.cpp`` and ``*_avx2.cpp`` with the flags of that instruction set (and only
+where the compiler has them), the others for the platform's baseline. The choice among them is made at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+LIBRARY = "_native.so"
+
+# -ffp-contract=off: a product and a sum are fused where the source says so and nowhere else, else two
+# loops over the same numbers could round differently.
+COMMON_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized",  # GCC 12 sees some in its own intrinsics
+)  # fmt: skip
+ISA_FLAGS = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": (
+        "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi",
+        "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512",
+    ),
+}  # fmt: skip
+
+
+class BuildError(Exception):
+    """No compiler, or it failed; the message ends with what it said."""
+
+
+def find_compiler() -> str:
+    """The C++ compiler: ``$CXX``, or the first of g++, clang++, c++ that is there.
+
+    Raises:
+        BuildError: There is none.
+    """
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["g++", "clang++", "c++"]:
+        if name and shutil.which(shlex.split(name)[0]):
+            return name
+    raise BuildError(f"no C++ compiler found ({'CXX=' + wanted if wanted else 'g++, clang++ or c++'})")
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}".rstrip())
+    if done.stderr:
+        print(done.stderr.rstrip(), file=sys.stderr)
+
+
+def _supports(compiler: Sequence[str], flags: Sequence[str]) -> bool:
+    """Whether the compiler makes code with these flags (an old one may lack AVX512-BF16; one for ARM lacks all)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("#include <immintrin.h>\nint main() { return 0; }\n")
+        command = [*compiler, *flags, "-c", str(source), "-o", str(Path(folder, "probe.o"))]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def _isa_of(source: Path) -> str | None:
+    suffix = source.stem.rpartition("_")[2]
+    return suffix if suffix in ISA_FLAGS else None
+
+
+def build(target: Path, objects: Path | None = None, *, sanitize: str | None = None) -> Path:
+    """Compile and link.
+
+    Args:
+        target: The library to write; replaced as a whole, so that a process that has it loaded is not disturbed.
+        objects: Folder for object files, kept: sources that did not change are not compiled again. None: a
+            temporary one.
+        sanitize: ``"address"`` or ``"thread"`` for an instrumented library.
+
+    Returns:
+        ``target``.
+
+    Raises:
+        BuildError: No compiler, or it failed.
+    """
+    compiler = shlex.split(find_compiler())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) if objects is None else objects
+        folder.mkdir(parents=True, exist_ok=True)
+        common = [*COMMON_FLAGS]
+        if sanitize:
+            common += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"]
+        x86 = platform.machine().lower() in {"x86_64", "amd64"}
+        present = {isa: x86 and _supports(compiler, flags) for isa, flags in ISA_FLAGS.items()}
+        common += [f"-DDW_HAVE_{isa.upper()}={int(there)}" for isa, there in present.items()]
+        headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
+        sources = [path for path in sorted(SOURCES.glob("*.cpp")) if present.get(_isa_of(path) or "", True)]
+
+        def flags_of(source: Path) -> list[str]:
+            isa = _isa_of(source)
+            return [*common, *(ISA_FLAGS[isa] if isa else ())]
+
+        def digest_of(source: Path) -> str:
+            how = repr((compiler, flags_of(source))).encode()
+            return hashlib.sha256(how + headers + source.read_bytes()).hexdigest()[:16]
+
+        # the library carries the digest of what it was made from: nothing to do if that did not change
+        identity = hashlib.sha256(
+            repr([(path.name, digest_of(path)) for path in sources]).encode()
+        ).hexdigest()[:32]
+        mark = f"draftwise-build:{identity}".encode()
+        if target.exists() and mark in target.read_bytes():
+            return target
+
+        def compile_one(source: Path) -> str:
+            result = folder / f"{source.stem}-{digest_of(source)}.o"
+            if not result.exists():
+                for stale in folder.glob(f"{source.stem}-????????????????.o"):
+                    stale.unlink(missing_ok=True)
+                partial = result.with_suffix(f".{os.getpid()}.tmp")
+                _run([*compiler, *flags_of(source), "-c", str(source), "-o", str(partial)])
+                partial.replace(result)
+            return str(result)
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+            compiled = list(threads.map(compile_one, sources))
+        identity_source = folder / "identity.cpp"
+        identity_source.write_text(
+            f'extern "C" __attribute__((visibility("default"))) const char* dw_build_id() '
+            f'{{ return "{mark.decode()}"; }}\n'
+        )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        linked = target.with_suffix(f".{os.getpid()}.tmp")
+        extra = [f"-fsanitize={sanitize}"] if sanitize else []
+        _run(
+            [
+                *compiler,
+                "-shared",
+                "-fPIC",
+                "-pthread",
+                *extra,
+                "-o",
+                str(linked),
+                str(identity_source),
+                *compiled,
+            ]
+        )
+        linked.replace(target)
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m draftwise.kernels.cpu.build", description=__doc__)
+    parser.add_argument("--output", type=Path, default=SOURCES.parent / LIBRARY, help="library to write")
+    parser.add_argument("--sanitize", choices=["address", "thread"], help="make an instrumented library")
+    options = parser.parse_args()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "draftwise", "objects")
+    try:
+        built = build(options.output, cache / (options.sanitize or "plain"), sanitize=options.sanitize)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(built)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+// Memory for weights (huge pages, aligned to 64 bytes) and for scratch that grows and stays.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dw {
+
+// Zeroed, aligned to 64 bytes; null when there is no memory. Small blocks share slabs, so that they too lie on huge pages.
+void* big_alloc(size_t bytes);
+void big_free(void*);
+
+// A buffer that only grows; its content is lost when it does. Aligned to 64 bytes.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch();
+  void* reserve(size_t bytes);
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace dw

@@ -1,0 +1,268 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <time.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "isa.h"
+
+namespace dw {
+namespace {
+
+constexpr int64_t kPollNs = 40 * 1000;            // a worker polls this long before it sleeps
+constexpr int64_t kOpenPollNs = 10 * 1000 * 1000;  // and this long inside pool_begin .. pool_end
+constexpr int kPausesPerClock = 16;
+
+std::atomic<uint32_t> g_forks{0};  // number of forks behind this process
+std::mutex g_start;                // held while threads are started, and across a fork
+
+void before_fork() { g_start.lock(); }
+void after_fork_in_parent() { g_start.unlock(); }
+void after_fork_in_child() {
+  g_forks.fetch_add(1, std::memory_order_relaxed);
+  g_start.unlock();
+}
+
+inline void pause_briefly() {
+#if DW_X86
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+using TaskFn = void (*)(void*, int, int);
+
+// What threads share. Replaced as a whole in a forked child, whose copy may be in any state.
+struct State {
+  // generation in the upper half, unclaimed tasks of that job in the lower. While tasks are unclaimed the job's
+  // fields below cannot change, so a worker that claims by compare-and-swap has read the fields of that very job.
+  alignas(64) std::atomic<uint64_t> control{0};
+  std::atomic<TaskFn> fn{nullptr};
+  std::atomic<void*> arg{nullptr};
+  std::atomic<int> tasks{0};
+
+  alignas(64) std::atomic<int> done{0};  // finished tasks of the current job
+
+  alignas(64) std::atomic<int> sleeping{0};
+  std::atomic<bool> open{false};  // inside pool_begin .. pool_end
+  std::atomic<bool> stop{false};
+  std::mutex sleep_mutex;
+  std::condition_variable wake;
+  uint64_t epoch = 0;  // under sleep_mutex; counts wake-ups
+
+  std::vector<pthread_t> workers;
+};
+
+// Takes tasks until none is left; returns how many it ran.
+int work(State& s, int thread) {
+  int ran = 0;
+  for (;;) {
+    uint64_t control = s.control.load(std::memory_order_acquire);
+    if (uint32_t(control) == 0) return ran;
+    TaskFn fn = s.fn.load(std::memory_order_relaxed);
+    void* arg = s.arg.load(std::memory_order_relaxed);
+    int tasks = s.tasks.load(std::memory_order_relaxed);
+    if (!s.control.compare_exchange_weak(control, control - 1, std::memory_order_acq_rel)) continue;
+    fn(arg, tasks - int(uint32_t(control)), thread);
+    s.done.fetch_add(1, std::memory_order_release);
+    ++ran;
+  }
+}
+
+thread_local Pool* t_pool = nullptr;  // the pool whose task this thread is running, with its index
+thread_local int t_thread = 0;
+
+struct WorkerStart {
+  Pool* pool;
+  State* state;
+  int thread;
+};
+
+bool has_work(const State& s) { return uint32_t(s.control.load(std::memory_order_acquire)) != 0; }
+
+void* worker_main(void* raw) {
+  WorkerStart start = *static_cast<WorkerStart*>(raw);
+  delete static_cast<WorkerStart*>(raw);
+  State& s = *start.state;
+  t_pool = start.pool;
+  t_thread = start.thread;
+  int64_t idle_since = now_ns();
+  for (int polls = 0;; ++polls) {
+    if (s.stop.load(std::memory_order_acquire)) return nullptr;
+    if (has_work(s)) {
+      work(s, start.thread);
+      idle_since = now_ns();
+      continue;
+    }
+    pause_briefly();
+    if (polls % kPausesPerClock != 0) continue;
+    int64_t limit = s.open.load(std::memory_order_relaxed) ? kOpenPollNs : kPollNs;
+    if (now_ns() - idle_since < limit) continue;
+    {
+      std::unique_lock<std::mutex> lock(s.sleep_mutex);
+      uint64_t epoch = s.epoch;
+      // Either this thread sees the job published before, or the publisher sees that it sleeps (both sequentially
+      // consistent), and then waits for the mutex to announce.
+      s.sleeping.fetch_add(1, std::memory_order_seq_cst);
+      if (uint32_t(s.control.load(std::memory_order_seq_cst)) == 0 && !s.stop.load(std::memory_order_seq_cst))
+        s.wake.wait(lock, [&] { return s.epoch != epoch; });
+      s.sleeping.fetch_sub(1, std::memory_order_seq_cst);
+    }
+    idle_since = now_ns();
+  }
+}
+
+void wake_sleepers(State& s) {
+  if (s.sleeping.load(std::memory_order_seq_cst) == 0) return;
+  {
+    std::lock_guard<std::mutex> lock(s.sleep_mutex);
+    ++s.epoch;
+  }
+  s.wake.notify_all();
+}
+
+}  // namespace
+
+struct Pool {
+  int threads;
+  std::atomic<uint32_t> forks;
+  std::atomic<State*> state;
+  std::mutex* turn;  // one job at a time
+};
+
+namespace {
+
+void start_workers(Pool* pool, State* state) {
+  State& s = *state;
+  s.workers.reserve(size_t(pool->threads - 1));
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to the program's own threads
+  for (int thread = 1; thread < pool->threads; ++thread) {
+    pthread_t id;
+    auto* start = new WorkerStart{pool, state, thread};
+    if (pthread_create(&id, nullptr, worker_main, start) != 0) {
+      delete start;  // fewer threads: slower, not wrong
+      break;
+    }
+    s.workers.push_back(id);
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+bool started(const Pool* pool) {
+  return pool->state.load(std::memory_order_acquire) != nullptr &&
+         pool->forks.load(std::memory_order_relaxed) == g_forks.load(std::memory_order_relaxed);
+}
+
+// Threads do not survive a fork, and their copy of the state may be in the middle of a job.
+State& ensure_started(Pool* pool) {
+  if (!started(pool)) {
+    std::lock_guard<std::mutex> lock(g_start);
+    if (!started(pool)) {
+      // after a fork the parent's copies are left alone: a thread that no longer exists may hold them
+      if (pool->state.load() != nullptr) pool->turn = new std::mutex;
+      pool->forks.store(g_forks.load());
+      State* state = new State;
+      start_workers(pool, state);
+      pool->state.store(state, std::memory_order_release);
+    }
+  }
+  return *pool->state.load(std::memory_order_acquire);
+}
+
+}  // namespace
+
+Pool* pool_create(int threads) {
+  static const int registered = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  (void)registered;
+  return new Pool{threads < 1 ? 1 : threads, {g_forks.load()}, {nullptr}, new std::mutex};
+}
+
+void pool_destroy(Pool* pool) {
+  if (pool == nullptr) return;
+  if (started(pool)) {
+    State* state = pool->state.load();
+    state->stop.store(true, std::memory_order_seq_cst);
+    wake_sleepers(*state);
+    for (pthread_t id : state->workers) pthread_join(id, nullptr);
+    delete state;
+  }
+  if (started(pool) || pool->state.load() == nullptr) delete pool->turn;
+  delete pool;
+}
+
+int pool_threads(const Pool* pool) { return pool == nullptr ? 1 : pool->threads; }
+
+void parallel_for(Pool* pool, int tasks, TaskFn fn, void* arg) {
+  if (tasks <= 0) return;
+  bool nested = pool != nullptr && t_pool == pool;
+  if (pool == nullptr || nested) {
+    for (int task = 0; task < tasks; ++task) fn(arg, task, nested ? t_thread : 0);
+    return;
+  }
+  State& s = ensure_started(pool);
+  std::lock_guard<std::mutex> turn(*pool->turn);
+  Pool* outer = t_pool;
+  int outer_thread = t_thread;
+  t_pool = pool;
+  t_thread = 0;
+  if (tasks == 1 || s.workers.empty()) {
+    for (int task = 0; task < tasks; ++task) fn(arg, task, 0);
+    t_pool = outer;
+    t_thread = outer_thread;
+    return;
+  }
+  s.done.store(0, std::memory_order_relaxed);
+  s.fn.store(fn, std::memory_order_relaxed);
+  s.arg.store(arg, std::memory_order_relaxed);
+  s.tasks.store(tasks, std::memory_order_relaxed);
+  uint64_t generation = (s.control.load(std::memory_order_relaxed) >> 32) + 1;
+  s.control.store(generation << 32 | uint32_t(tasks), std::memory_order_seq_cst);
+  wake_sleepers(s);
+
+  work(s, 0);
+  t_pool = outer;
+  t_thread = outer_thread;
+  for (int spins = 0; s.done.load(std::memory_order_acquire) != tasks; ++spins) {
+    pause_briefly();
+    if (spins > 2000) sched_yield();  // the thread that has the last task lost its core: do not hold another
+  }
+}
+
+void pool_begin(Pool* pool) {
+  if (pool == nullptr || pool->threads == 1) return;
+  State& s = ensure_started(pool);
+  s.open.store(true, std::memory_order_seq_cst);
+  wake_sleepers(s);
+}
+
+void pool_end(Pool* pool) {
+  if (pool == nullptr || pool->threads == 1 || !started(pool)) return;
+  pool->state.load()->open.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace dw
+
+DW_EXPORT void* dw_pool_create(int threads) { return dw::pool_create(threads); }
+DW_EXPORT void dw_pool_destroy(void* pool) { dw::pool_destroy(static_cast<dw::Pool*>(pool)); }
+DW_EXPORT int dw_pool_threads(const void* pool) { return dw::pool_threads(static_cast<const dw::Pool*>(pool)); }
+DW_EXPORT void dw_pool_begin(void* pool) { dw::pool_begin(static_cast<dw::Pool*>(pool)); }
+DW_EXPORT void dw_pool_end(void* pool) { dw::pool_end(static_cast<dw::Pool*>(pool)); }
+DW_EXPORT void dw_parallel_for(void* pool, int tasks, void (*fn)(void*, int, int), void* arg) {
+  dw::parallel_for(static_cast<dw::Pool*>(pool), tasks, fn, arg);
+}

@@ -1,0 +1,147 @@
+"""Linear layers on the native library: packing of weights, and the product for any number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import weakref
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Linear
+from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.pool import ThreadPool
+
+_I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+
+
+class Format(enum.IntEnum):
+    """How weights are stored; the values of ``csrc/linear.h``."""
+
+    F32 = 0
+    BF16 = 1
+    I8 = 2
+    I8_DYNAMIC = 3
+    I4 = 4
+    I4_DYNAMIC = 5
+
+
+class Epilogue(enum.IntEnum):
+    """What happens to a row of results; the values of ``csrc/linear.h``."""
+
+    STORE = 0
+    ADD = 1  # added to what ``out`` holds
+    SILU_MUL = 2  # silu(gate) * up, for weights packed as gate | up
+
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # csrc/linear.h, DType
+
+
+class NativeLinear(Linear):
+    """Packed weights. ``pointer`` is a ``dw::Linear*``, valid while this object lives."""
+
+    __slots__ = ("__weakref__", "_finalizer", "bytes", "dtype", "inputs", "outputs", "paired", "pointer")
+
+    def __init__(
+        self,
+        pointer: int,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        paired: bool,
+        kernels: LinearKernels,
+    ) -> None:
+        self.pointer = pointer
+        self.outputs = outputs
+        self.inputs = inputs
+        self.dtype = dtype  # of the rows that go in
+        self.paired = paired
+        self.bytes = kernels.bytes_of(pointer)  # what one pass reads
+        self._finalizer = weakref.finalize(self, kernels.free, pointer)
+
+
+class LinearKernels:
+    """The C functions of ``csrc/linear.h`` with a pool of threads."""
+
+    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+        self.pool = pool
+        self._pack = library.function(
+            "dw_linear_pack", _PTR, [_PTR, _INT, _PTR, _I64, _PTR, _I64, _I64, _INT]
+        )
+        self._run = library.function(
+            "dw_linear_run", None, [_PTR, _PTR, _PTR, _I64, _PTR, _I64, _INT, _I64, _INT]
+        )
+        self.free = library.function("dw_linear_free", None, [_PTR])
+        self.bytes_of = library.function("dw_linear_bytes", _I64, [_PTR])
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, paired: bool = False) -> NativeLinear:
+        """Pack float32 or bfloat16 weights; the tensors are not kept.
+
+        Args:
+            weight: [out, in], rows of stride 1.
+            bias: [out], any float dtype.
+            paired: ``weight`` is gate | up, each [out / 2, in], and may be used with `Epilogue.SILU_MUL`.
+        """
+        formats = {torch.float32: Format.F32, torch.bfloat16: Format.BF16}
+        assert weight.dtype in formats, weight.dtype
+        outputs, inputs = weight.shape
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        wide = None if bias is None else bias.to(torch.float32).contiguous()
+        pointer = self._pack(
+            self.pool.pointer,
+            formats[weight.dtype],
+            weight.data_ptr(),
+            weight.stride(0),
+            None if wide is None else wide.data_ptr(),
+            outputs,
+            inputs,
+            paired,
+        )
+        if not pointer:
+            raise MemoryError(f"no memory for a linear layer of {outputs} x {inputs}")
+        return NativeLinear(pointer, outputs, inputs, weight.dtype, paired, self)
+
+    def run(
+        self,
+        x: Tensor,
+        weight: NativeLinear,
+        out: Tensor | None = None,
+        epilogue: Epilogue = Epilogue.STORE,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The product.
+
+        Args:
+            x: [T, in] of the weight's ``dtype``, rows of stride 1.
+            weight: From `pack`.
+            out: [T, out] (``SILU_MUL``: [T, out / 2]) float32 or bfloat16, rows of stride 1; needed for ``ADD``.
+            epilogue: What to do with the results.
+            dtype: Of ``out`` if that is to be made; the dtype of ``x`` by default.
+
+        Returns:
+            ``out``.
+        """
+        rows, inputs = x.shape
+        assert x.dtype is weight.dtype and inputs == weight.inputs and x.stride(1) == 1
+        columns = weight.outputs
+        if epilogue is Epilogue.SILU_MUL:
+            assert weight.paired
+            columns //= 2
+        if out is None:
+            assert epilogue is not Epilogue.ADD
+            out = torch.empty((rows, columns), dtype=dtype or x.dtype)
+        assert out.shape == (rows, columns) and (rows == 0 or out.stride(1) == 1)
+        self._run(
+            self.pool.pointer,
+            weight.pointer,
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            DTYPE_CODES[out.dtype],
+            rows,
+            epilogue,
+        )
+        return out

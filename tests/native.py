@@ -1,0 +1,52 @@
+"""The native library for tests: built when it is missing or its sources changed, skipped without a compiler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from draftwise.kernels.cpu import build as builder
+from draftwise.kernels.cpu.library import Isa, NativeLibrary, native_library, why_not_native
+
+
+@functools.cache
+def _build() -> str | None:
+    """Why the library could not be built, or None."""
+    target = builder.SOURCES.parent / builder.LIBRARY
+    objects = Path.home() / ".cache" / "draftwise" / "objects" / "plain"
+    try:
+        builder.build(target, objects)
+    except builder.BuildError as error:
+        return str(error)
+    return None
+
+
+def native_or_skip() -> NativeLibrary:
+    """The library; skips the test without a compiler. A compiler that fails on our sources is a failure."""
+    try:
+        builder.find_compiler()
+    except builder.BuildError as error:
+        pytest.skip(str(error))
+    failed = _build()
+    assert failed is None, failed
+    library = native_library()
+    assert library is not None, why_not_native()
+    return library
+
+
+@contextmanager
+def forced_isa(isa: Isa) -> Iterator[None]:
+    """Kernels run on this instruction set inside; skips the test where the processor lacks it."""
+    library = native_or_skip()
+    if isa > library.best_isa:
+        pytest.skip(f"this processor has no {isa.name}")
+    before = library.isa
+    library.use_isa(isa)
+    try:
+        yield
+    finally:
+        library.use_isa(before)

@@ -1,0 +1,157 @@
+"""The thread pool: every task once, from any thread, nested, after a fork, and asleep when idle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+
+import pytest
+from tests.native import native_or_skip
+
+from draftwise.kernels.cpu.pool import TASK, ThreadPool
+
+
+@pytest.fixture(params=[1, 2, 5])
+def pool(request: pytest.FixtureRequest) -> ThreadPool:
+    return ThreadPool(native_or_skip(), request.param)
+
+
+def run_counting(pool: ThreadPool, tasks: int) -> list[int]:
+    counts = [0] * tasks
+
+    def task(_: object, index: int, thread: int) -> None:
+        assert 0 <= thread < pool.threads
+        counts[index] += 1
+
+    pool.parallel_for(tasks, TASK(task))
+    return counts
+
+
+def test_every_task_runs_once(pool: ThreadPool) -> None:
+    for tasks in (0, 1, 2, 3, 17, 1000):
+        assert run_counting(pool, tasks) == [1] * tasks
+
+
+def test_many_small_jobs_in_a_row(pool: ThreadPool) -> None:
+    for tasks in range(1, 400):
+        assert run_counting(pool, tasks % 7) == [1] * (tasks % 7)
+
+
+def test_threads_that_run_at_once_have_their_own_index(pool: ThreadPool) -> None:
+    running: set[int] = set()
+    lock = threading.Lock()
+    clashes = []
+
+    def task(_: object, index: int, thread: int) -> None:
+        with lock:
+            clashes.append(thread in running)
+            running.add(thread)
+        time.sleep(0.0005)
+        with lock:
+            running.discard(thread)
+
+    pool.parallel_for(40, TASK(task))
+    assert len(clashes) == 40 and not any(clashes)
+
+
+def test_all_threads_take_part() -> None:
+    pool = ThreadPool(native_or_skip(), 3)
+    seen = set()
+
+    def task(_: object, index: int, thread: int) -> None:
+        seen.add(thread)
+        time.sleep(0.005)  # the lock is free: the others come in
+
+    pool.parallel_for(30, TASK(task))
+    assert seen == {0, 1, 2}
+
+
+def test_a_call_inside_a_task_runs_inline(pool: ThreadPool) -> None:
+    inner = []
+
+    def nested(_: object, index: int, thread: int) -> None:
+        inner.append(index)
+
+    nested_task = TASK(nested)
+
+    def task(_: object, index: int, thread: int) -> None:
+        pool.parallel_for(3, nested_task)
+
+    pool.parallel_for(4, TASK(task))
+    assert sorted(inner) == sorted([0, 1, 2] * 4)
+
+
+def test_several_callers_and_several_pools_at_once() -> None:
+    pools = [ThreadPool(native_or_skip(), 3) for _ in range(2)]
+    wrong = []
+
+    def caller(pool: ThreadPool) -> None:
+        for _ in range(50):
+            if run_counting(pool, 5) != [1] * 5:
+                wrong.append(pool)
+
+    callers = [threading.Thread(target=caller, args=(pools[i % 2],)) for i in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_works_in_a_forked_child(pool: ThreadPool) -> None:
+    assert run_counting(pool, 9) == [1] * 9  # threads are up
+    child = os.fork()
+    if child == 0:
+        ok = False
+        try:
+            ok = all(run_counting(pool, 9) == [1] * 9 for _ in range(20))
+            pool.close()
+        finally:
+            os._exit(0 if ok else 1)
+    deadline = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert done[1] == 0
+    assert run_counting(pool, 9) == [1] * 9  # the parent is not disturbed
+
+
+def test_idle_threads_cost_nothing() -> None:
+    pool = ThreadPool(native_or_skip(), 4)
+    run_counting(pool, 8)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.05
+
+
+def test_an_open_pool_wakes_and_sleeps_again() -> None:
+    library = native_or_skip()
+    pool = ThreadPool(library, 3)
+    begin = library.function("dw_pool_begin", None, [ctypes.c_void_p])
+    end = library.function("dw_pool_end", None, [ctypes.c_void_p])
+    for _ in range(20):
+        begin(pool.pointer)
+        assert run_counting(pool, 6) == [1] * 6
+        end(pool.pointer)
+    begin(pool.pointer)  # forgotten: sleeps all the same
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.05
+    end(pool.pointer)
+
+
+def test_close_ends_the_threads() -> None:
+    pool = ThreadPool(native_or_skip(), 4)
+    before = len(os.listdir("/proc/self/task"))
+    run_counting(pool, 8)
+    assert len(os.listdir("/proc/self/task")) == before + 3
+    pool.close()
+    assert len(os.listdir("/proc/self/task")) == before
