@@ -1,8 +1,9 @@
 """Every lossless rule: the joint distribution of several tokens, over several steps, is exactly the target's.
 
-Power: with 12,000 trials over 125 to 625 cells the limit is df + 10 * sqrt(2 df), that is an excess of 160 to
-350 in chi-square; a bias that moves 15% of relative probability (trials * sum d^2/p = 12,000 * 0.15^2 = 270)
-is caught. The negative controls next door show what that means in practice.
+Power: the limit df + 10 * sqrt(2 df) is an excess of 112 over the 64 cells of three tokens from four. A bias that
+moves each cell by a relative r adds trials * r^2: with 8,000 trials r = 12% is caught, and much less where it
+is concentrated. The negative controls next door show what that means in practice. Chance alone fails a test
+once in more than 10^7 runs, and the seeds are fixed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from world import CHAINS, World, assert_same_distribution, simulate
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import DrawKind
 
-TRIALS = 12_000
+TRIALS = 8_000
 TREES = (
     (-1, -1, 0, 0, 1, 2),  # root -> {a -> {c -> f, d}, b -> e}
     (-1, 0, -1, 0, -1, 2),  # siblings not next to each other
@@ -26,40 +27,40 @@ TREES = (
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_chains(rule: str, k: int, temperature: float) -> None:
-    world = World.random(5, seed=k)
+    world = World.random(4, seed=k)
     params = SamplingParams(temperature=temperature)
     out = simulate(world, rule, TRIALS, 3, shapes=[CHAINS[k]], params=params, first_seed=1000)
     assert 0.3 < out.accepted / out.drafted < 0.97
-    assert_same_distribution(out.cells(5), world.exact(params, 3))
+    assert_same_distribution(out.cells(4), world.exact(params, 3))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_point_mass_chains(rule: str) -> None:
-    world = World.random(5, seed=8)
+    world = World.random(4, seed=8)
     params = SamplingParams(temperature=0.8)
     out = simulate(world, rule, TRIALS, 3, draw="fixed", params=params)
     assert out.accepted > out.steps / 4
-    assert_same_distribution(out.cells(5), world.exact(params, 3))
+    assert_same_distribution(out.cells(4), world.exact(params, 3))
 
 
 @pytest.mark.parametrize("draw", ["independent", "without_replacement", "fixed"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_trees(draw: DrawKind, temperature: float) -> None:
-    world = World.random(5, seed=21)
+    world = World.random(4, seed=21)
     params = SamplingParams(temperature=temperature)
     out = simulate(world, "rejection", TRIALS, 3, shapes=TREES, draw=draw, params=params)
     assert out.accepted > out.steps / 2
-    assert_same_distribution(out.cells(5), world.exact(params, 3))
+    assert_same_distribution(out.cells(4), world.exact(params, 3))
 
 
 @pytest.mark.parametrize("rule", ["block", "coupled"])
 def test_trees_under_other_rules(rule: str) -> None:
     """Block judges trees by rejection; coupled walks any tree."""
-    world = World.random(5, seed=22)
+    world = World.random(4, seed=22)
     params = SamplingParams()
     draw: DrawKind = "without_replacement" if rule == "block" else "fixed"
     out = simulate(world, rule, TRIALS, 3, shapes=TREES, draw=draw, params=params)
-    assert_same_distribution(out.cells(5), world.exact(params, 3))
+    assert_same_distribution(out.cells(4), world.exact(params, 3))
 
 
 def test_more_siblings_than_support() -> None:
@@ -83,10 +84,10 @@ def test_draft_length_that_varies_without_looking(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_all_parameters_together(rule: str) -> None:
     """Penalties see the history each position would have; truncation applies to p and q alike."""
-    world = World.random(6, seed=41, spread=1.0)
+    world = World.random(5, seed=41, spread=1.0)
     params = SamplingParams(
-        temperature=0.9, top_p=0.95, top_k=5, min_p=0.02, presence_penalty=0.7, frequency_penalty=0.4,
-        repetition_penalty=1.2, logit_bias={2: 0.8}, allowed_token_ids=(0, 1, 2, 3, 5),
+        temperature=0.9, top_p=0.95, top_k=4, min_p=0.02, presence_penalty=0.7, frequency_penalty=0.4,
+        repetition_penalty=1.2, logit_bias={2: 0.8}, allowed_token_ids=(0, 1, 2, 4),
     )  # fmt: skip
     out = simulate(world, rule, TRIALS, 3, shapes=[CHAINS[2]], params=params)
-    assert_same_distribution(out.cells(6), world.exact(params, 3))
+    assert_same_distribution(out.cells(5), world.exact(params, 3))

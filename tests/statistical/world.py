@@ -165,7 +165,7 @@ def _draft(
         rules = [rule] * trials
         method = "greedy" if draw == "fixed" and rule != "coupled" else "probabilistic"
         q: torch.Tensor | None = None
-        if draw == "independent" and len(children) * (rule != "coupled"):
+        if draw == "independent" and (rule != "coupled" or len(children) == 1):
             for child in children:
                 drawn, q = draft_tokens(
                     logits.clone(),
@@ -184,6 +184,9 @@ def _draft(
             )  # fmt: skip
             q = found.q
             for t, drawn in enumerate(found.tokens):
+                if len(drawn) < len(children):  # fewer tokens have probability: any will do as a point mass
+                    assert q is None
+                    drawn = [*drawn, *[0] * (len(children) - len(drawn))]
                 for child, token in zip(children, drawn, strict=True):
                     tokens[t][child] = token
         for child in children:

@@ -15,6 +15,7 @@ import torch
 
 from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.sampling.rows import argmax_rows
 from draftwise.sampling.state import SamplingState
 from draftwise.types import DrawKind
 
@@ -25,6 +26,11 @@ _POINT_MASS_RULES = frozenset({"greedy", "typical", "synthetic"})
 
 _BELOW_ONE = 1.0 - 2.0**-52
 """Largest uniform used: total * u then stays below total after rounding, for every float64 total."""
+
+
+_BLOCK = 64
+_HOST_LIMIT = 1 << 16
+"""Weights that are copied to the host whole; of larger ones only the blocks that are picked from."""
 
 
 def draws_from_q(state: SamplingState, rule: str, method: DraftSampleMethod = "probabilistic") -> bool:
@@ -44,26 +50,41 @@ def draws_from_q(state: SamplingState, rule: str, method: DraftSampleMethod = "p
 def pick(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     """Inverse CDF: one index per row of ``weights`` [R, V] float32 >= 0, with probability weight / row sum.
 
-    Sums run in float64, so that a token of probability 1e-12 among 150k keeps its share. A token of weight 0
-    is never picked; a row without weight gives -1.
+    Sums over blocks run in float64, so that a token of probability 1e-12 among 150k keeps its share. A token of
+    weight 0 is never picked; a row without weight gives -1.
 
     Example: weights (.5, 0, .5), u = .5: sums (.5, .5, 1), the first sum above .5 * 1 is at index 2.
+
+    Two levels, for a running sum cannot be vectorised: which block of 64 tokens, then which token in it.
     """
-    if weights.device.type == "cpu":
-        out = []
-        for row, u in zip(weights.numpy(), uniforms, strict=True):
-            sums = row.cumsum(dtype=np.float64)
-            total = sums[-1]
-            out.append(
-                int(sums.searchsorted(min(u, _BELOW_ONE) * total, side="right")) if total > 0.0 else -1
-            )
-        return out
-    sums_t = weights.cumsum(dim=-1, dtype=torch.float64)
-    at = torch.tensor([min(u, _BELOW_ONE) for u in uniforms], dtype=torch.float64, device=weights.device)
-    total_t = sums_t[:, -1]
-    found = torch.searchsorted(sums_t, (at * total_t)[:, None], right=True).squeeze(1)
-    picked: list[int] = torch.where(total_t > 0, found, -1).tolist()
-    return picked
+    rows, vocab = weights.shape
+    full = vocab - vocab % _BLOCK
+    blocks = weights[:, :full].reshape(rows, full // _BLOCK, _BLOCK).sum(dim=-1)
+    if full < vocab:
+        blocks = torch.cat([blocks, weights[:, full:].sum(dim=-1, keepdim=True)], dim=1)
+    block_sums = blocks.cumsum(dim=-1, dtype=torch.float64).cpu().numpy()
+    values = weights.cpu().numpy() if rows * vocab <= _HOST_LIMIT or weights.device.type == "cpu" else None
+    out = []
+    for r, u in enumerate(uniforms):
+        sums = block_sums[r]
+        total = sums[-1]
+        if not total > 0.0:
+            out.append(-1)
+            continue
+        u = min(u, _BELOW_ONE)
+        block = int(sums.searchsorted(u * total, side="right"))
+        start = block * _BLOCK
+        inner_weights = (
+            values[r, start : start + _BLOCK]
+            if values is not None
+            else weights[r, start : start + _BLOCK].cpu().numpy()
+        )
+        inner = inner_weights.cumsum(dtype=np.float64)
+        before = sums[block - 1] if block else 0.0
+        # the block's sum differs in its last bits from the running one: stay inside
+        target = min(u * total - before, inner[-1] * _BELOW_ONE)
+        out.append(start + int(inner.searchsorted(target, side="right")))
+    return out
 
 
 def draft_tokens(
@@ -89,13 +110,10 @@ def draft_tokens(
     kinds = [_kind(row.state, rule, method) for row, rule in zip(rows, rules, strict=True)]
     greedy_only = all(kind == "argmax" for kind in kinds)
     if greedy_only and not any(row.state.needs_processing or row.mask is not None for row in rows):
-        best = logits.argmax(dim=-1)
-        plain: list[int] = (best if vocab_map is None else vocab_map[best]).tolist()
-        return plain, None
+        return _target_ids(argmax_rows(logits), vocab_map), None
     processed = _processed(logits, rows, vocab_map)
     if greedy_only:
-        processed_best: list[int] = processed.argmax(dim=-1).tolist()
-        return processed_best, None
+        return argmax_rows(processed), None
 
     tokens = [-1] * len(rows)
     q = None
@@ -105,10 +123,10 @@ def draft_tokens(
             continue
         part = processed if len(members) == len(rows) else processed[members]
         if kind == "argmax":
-            drawn = part.argmax(dim=-1).tolist()
+            drawn = argmax_rows(part)
         elif kind == "coupled":
             keys = [_shared_key(rows[i].state, positions[i]) for i in members]
-            drawn = _with_noise(part, keys, vocab_map, 1)[0].squeeze(1).tolist()
+            drawn = _target_ids(argmax_rows(_scores(part, keys, vocab_map)), vocab_map)
         else:
             q_part = part.softmax(dim=-1)
             drawn = pick(
@@ -183,11 +201,10 @@ def draft_children(
                 )
                 for i in members
             ]
-        ids, scores = _with_noise(part, keys, vocab_map, width)
-        for i, row_ids, row_scores in zip(members, ids.tolist(), scores.tolist(), strict=True):
-            tokens[i] = [t for t, s in zip(row_ids, row_scores, strict=True) if s > float("-inf")][
-                : counts[i]
-            ]
+        top = _scores(part, keys, vocab_map).topk(width, dim=-1)
+        for i, ids, scores in zip(members, top.indices.tolist(), top.values.tolist(), strict=True):
+            possible = [token for token, score in zip(ids, scores, strict=True) if score > float("-inf")]
+            tokens[i] = _target_ids(possible[: counts[i]], vocab_map)
     sampled = any(kind == "sampled" for kind in kinds)
     return Children(
         tokens,
@@ -229,16 +246,18 @@ def _processed(
     return processed
 
 
-def _with_noise(
-    processed: torch.Tensor, keys: Sequence[NoiseKey] | None, vocab_map: torch.Tensor | None, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target ids and scores [R, width] of the largest (log q + noise); noise is made only for tokens that
-    the drafter has."""
+def _scores(
+    processed: torch.Tensor, keys: Sequence[NoiseKey] | None, vocab_map: torch.Tensor | None
+) -> torch.Tensor:
+    """log q + noise, up to a constant, [R, V'] over the drafter's own tokens: others need no noise."""
     scores = processed if vocab_map is None else processed[:, vocab_map]
-    if keys is not None:
-        scores = scores + gumbel(keys, processed.shape[1], processed.device, vocab_map)
-    if width == 1:
-        values, index = scores.max(dim=-1, keepdim=True)
-    else:
-        values, index = scores.topk(width, dim=-1)
-    return (index if vocab_map is None else vocab_map[index]), values
+    if keys is None:
+        return scores
+    return scores + gumbel(keys, processed.shape[1], processed.device, vocab_map)
+
+
+def _target_ids(tokens: list[int], vocab_map: torch.Tensor | None) -> list[int]:
+    if vocab_map is None or not tokens:
+        return tokens
+    ids: list[int] = vocab_map[tokens].tolist()
+    return ids

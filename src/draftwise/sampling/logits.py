@@ -1,8 +1,8 @@
 """Logits -> the logits that are sampled from. One code path for drafter and target, every tree position.
 
 Row-wise by construction: what happens to a row depends on that row alone, not on which rows share the call,
-so that a request's distribution is the same in every batch. Reductions here are ones torch runs within a row
-(softmax, sort, topk, cumsum, amax over the last dimension).
+so that a request's distribution is the same in every batch. Reductions here are ones that run within a row
+(softmax, sort, cumsum, amax over the last dimension).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from draftwise.errors import RequestError
+from draftwise.sampling.rows import largest
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray
 
@@ -49,8 +50,7 @@ def process(
     custom: list[int] = []
     scaled: list[int] = []
     min_p: list[int] = []
-    top_k: list[int] = []
-    top_p: list[int] = []
+    truncated: list[int] = []
     for i, row in enumerate(rows):
         state = row.state
         if row.mask is not None:
@@ -66,10 +66,8 @@ def process(
             if not state.is_greedy:
                 if params.min_p > 0.0:
                     min_p.append(i)
-                if state.top_k:
-                    top_k.append(i)
-                if params.top_p < 1.0:
-                    top_p.append(i)
+                if state.top_k or params.top_p < 1.0:
+                    truncated.append(i)
         if state.temperature != 1.0:
             scaled.append(i)
 
@@ -90,10 +88,8 @@ def process(
             logits.div_(torch.tensor(temperatures, device=logits.device)[:, None])
     if min_p:
         _apply_min_p(logits, rows, min_p)
-    if top_k:
-        _apply_top_k(logits, rows, top_k)
-    if top_p:
-        _apply_top_p(logits, rows, top_p)
+    if truncated:
+        _apply_truncation(logits, rows, truncated)
     return logits
 
 
@@ -202,42 +198,62 @@ def _apply_min_p(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[
     _put(logits, members, part.masked_fill_(part < floor, -math.inf))
 
 
-def _apply_top_k(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[int]) -> None:
-    """Keep the k largest; what ties with the k-th stays, so that the result depends on no sorting order."""
+def _apply_truncation(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[int]) -> None:
+    """top_k: keep the k largest. top_p: of those, keep the most likely until their share reaches top_p. What ties
+    with the last one kept stays, so that the result depends on no sorting order.
+
+    Rows with top_p alone mostly reach it within a few tokens, so only the head of the sorted row is looked at
+    first. Whether that sufficed is decided row by row, and all ways add the same numbers in the same order.
+    """
     part = _take(logits, members)
-    ks = [rows[i].state.top_k for i in members]
-    largest = part.topk(max(ks), dim=-1).values
-    index = torch.tensor([k - 1 for k in ks], device=logits.device)[:, None]
-    floor = largest.gather(1, index)
+    vocab = part.shape[1]
+    states = [rows[i].state for i in members]
+    tried = max(
+        max(state.top_k for state in states), TOP_P_FIRST_TRY if any(_top_p_only(s) for s in states) else 1
+    )
+    floor, reached = _floor(part, states, largest(part, min(tried, vocab)))
+    if not all(reached):
+        rest = [j for j, enough in enumerate(reached) if not enough]
+        again = part[rest]
+        floor[rest] = _floor(again, [states[j] for j in rest], largest(again, vocab))[0]
     _put(logits, members, part.masked_fill_(part < floor, -math.inf))
 
 
-def _apply_top_p(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[int]) -> None:
-    """Keep the most likely tokens until their sum reaches top_p; ties with the last one stay.
+def _top_p_only(state: SamplingState) -> bool:
+    return not state.top_k and state.params.top_p < 1.0
 
-    Most rows reach top_p within a few tokens, so a partial sort is tried first. Whether it sufficed is
-    decided row by row and both ways add the same numbers in the same order: same result.
+
+def _floor(
+    part: torch.Tensor, states: Sequence[SamplingState], top: torch.Tensor
+) -> tuple[torch.Tensor, Sequence[bool]]:
+    """``part`` [R, V] logits, ``top`` [R, W] their largest, falling -> the smallest logit kept [R, 1], and
+    whether W tokens were enough to tell.
+
+    Example: probabilities (.5, .3, .2), top_p .7: a token stays if the sum before it is below .7, so 2 stay.
     """
-    part = _take(logits, members)
-    probs = part.softmax(dim=-1)
-    limit = torch.tensor(
-        [rows[i].state.params.top_p for i in members], dtype=torch.float64, device=logits.device
-    )
-    vocab = part.shape[1]
-    width = min(TOP_P_FIRST_TRY, vocab)
-    floor, reached = _top_p_floor(probs.topk(width, dim=-1).values, limit)
-    if width < vocab and not bool(reached.all()):
-        rest = (~reached).nonzero().squeeze(1)
-        floor[rest] = _top_p_floor(probs[rest].sort(dim=-1, descending=True).values, limit[rest])[0]
-    _put(logits, members, part.masked_fill_(probs < floor[:, None], -math.inf))
-
-
-def _top_p_floor(largest: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``largest`` [R, W] falling probabilities, ``limit`` [R] float64 -> smallest kept probability [R] float32,
-    and whether the W largest reach the limit [R] bool.
-
-    Example: (.5, .3, .2) and .7: sums (.5, .8, 1); a token is kept if the sum before it is below .7: 2 kept.
-    """
-    sums = largest.cumsum(dim=-1, dtype=torch.float64)
-    kept = (sums < limit[:, None]).sum(dim=-1).clamp_(max=largest.shape[1] - 1)
-    return largest.gather(1, kept[:, None]).squeeze(1), sums[:, -1] >= limit
+    width = top.shape[1]
+    device = part.device
+    last = torch.tensor([(state.top_k or width) - 1 for state in states], device=device)[:, None]
+    if all(state.params.top_p >= 1.0 for state in states):
+        return top.gather(1, last), [True]
+    weights = (top - top[:, :1]).exp_()
+    if any(state.top_k for state in states):
+        weights.masked_fill_(torch.arange(width, device=device) > last, 0.0)
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    totals = sums[:, -1:]
+    if any(_top_p_only(state) for state in states):
+        # the whole row's mass in units of its most likely token; softmax never splits a row's sum over threads
+        whole = part.softmax(dim=-1).amax(dim=-1, keepdim=True).double().reciprocal_()
+        only = torch.tensor([_top_p_only(state) for state in states], device=device)[:, None]
+        totals = torch.where(only, whole, totals)
+    # top_p 1 keeps all: its limit must not be met early by a sum that no longer grows
+    shares = [state.params.top_p if state.params.top_p < 1.0 else math.inf for state in states]
+    limits = totals * torch.tensor(shares, dtype=torch.float64, device=device)[:, None]
+    kept = torch.minimum((sums < limits).sum(dim=-1, keepdim=True), last)
+    if width == part.shape[1]:
+        return top.gather(1, kept), [True]
+    enough: list[bool] = (sums[:, -1:] >= limits).squeeze(1).tolist()
+    reached = [
+        state.top_k > 0 or state.params.top_p >= 1.0 or e for state, e in zip(states, enough, strict=True)
+    ]
+    return top.gather(1, kept), reached

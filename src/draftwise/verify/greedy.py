@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from draftwise.sampling.rows import argmax_rows
 from draftwise.types import Proposal, Verification
 from draftwise.verify.base import Rule, VerifyRequest
 from draftwise.verify.common import rows_of, select_rows
@@ -18,7 +19,7 @@ class GreedyRule(Rule):
 
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
         rows, starts = rows_of(requests)
-        best: list[int] = select_rows(logits, rows).argmax(dim=-1).tolist()
+        best = argmax_rows(select_rows(logits, rows))
         return [walk(request.proposal, best, start) for request, start in zip(requests, starts, strict=True)]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from draftwise.sampling.draw import pick
+from draftwise.sampling.rows import argmax_rows
 from draftwise.types import Proposal, Verification
 from draftwise.verify.base import Rule, VerifyRequest
 from draftwise.verify.common import accept_uniform, recover_uniform, rows_of, select_rows
@@ -192,7 +193,7 @@ def finish(requests: Sequence[VerifyRequest], ends: Sequence[End], p: torch.Tens
     ]
     greedy = [r for r, request in enumerate(requests) if request.state.is_greedy]
     if greedy:  # only rules that also serve temperature 0 (typical, synthetic) get here
-        best = weights.argmax(dim=-1).tolist()
+        best = argmax_rows(weights)
     last = pick(weights, uniforms)
     for r in greedy:
         last[r] = best[r]
