@@ -10,6 +10,7 @@ import torch
 from world import CHAINS, World, simulate
 
 from draftwise.sampling.params import SamplingParams
+from draftwise.types import DrawKind
 
 TRIALS = 6_000
 
@@ -66,11 +67,24 @@ def test_coupled_matches_at_least_as_promised() -> None:
         assert rate < 1 - d + 5 * math.sqrt(d * (1 - d) / TRIALS)  # no coupling beats maximal coupling
 
 
-def test_more_siblings_are_accepted_more() -> None:
+def test_siblings_are_accepted_as_often_as_computed() -> None:
+    """Independent siblings: round j accepts with sum_x min(p_j, q), p_{j+1} = norm(max(p_j - q, 0))."""
+    world = World.random(6, seed=2)
+    p, q = world.target[0].double().softmax(-1), world.draft[0].double().softmax(-1)
+    refused = 1.0
+    for m in range(1, 4):
+        refused *= 1 - float(torch.minimum(p, q).sum())
+        p = (p - q).clamp(min=0)
+        p /= p.sum()
+        lengths = simulate(world, "rejection", TRIALS, 1, shapes=[(-1,) * m]).first_lengths
+        assert abs(np.mean(lengths) - (2 - refused)) < 5 * math.sqrt(refused * (1 - refused) / TRIALS), m
+
+
+@pytest.mark.parametrize("draw", ["without_replacement", "fixed"])
+def test_distinct_siblings_are_accepted_more(draw: DrawKind) -> None:
     world = World.random(6, seed=2, noise=1.5)
-    for draw in ("independent", "without_replacement", "fixed"):
-        rates = [
-            np.mean(simulate(world, "rejection", 3000, 1, shapes=[(-1,) * m], draw=draw).first_lengths)
-            for m in (1, 4)
-        ]
-        assert rates[1] > rates[0] + 0.04, (draw, rates)  # more than four standard errors
+    one, four = (
+        np.mean(simulate(world, "rejection", 3000, 1, shapes=[(-1,) * m], draw=draw).first_lengths)
+        for m in (1, 4)
+    )
+    assert four > one + 0.06  # five standard errors

@@ -23,12 +23,14 @@ from draftwise.verify.base import VerifyRequest, verify_batch
 
 VOCAB = 4096
 TRIALS = 40_960
-BATCH = 512
+BATCH = 128  # small enough for the cache
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize(
-    ("rule", "k"), [("rejection", 1), ("rejection", 3), pytest.param("coupled", 3, marks=pytest.mark.slow)]
+    ("rule", "k"),
+    [("rejection", 1), pytest.param("rejection", 3, marks=SLOW), pytest.param("coupled", 3, marks=SLOW)],
 )
 def test_every_position(rule: str, k: int, temperature: float) -> None:
     gen = torch.Generator().manual_seed(17)
