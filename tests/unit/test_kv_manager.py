@@ -101,6 +101,19 @@ def test_a_block_is_hashed_with_what_was_committed_not_with_what_was_known_at_fi
     assert kv.match_prefix(final) == 8
 
 
+def test_the_chain_of_hashes_goes_on_over_commits_of_any_length() -> None:
+    kv = KVManager(20, 4)
+    for rid, lengths in enumerate([(11, 1, 9, 4), (4, 4, 4, 13), (25,)]):
+        tokens = TOKENS + 1000 * rid
+        kv.open(rid, tokens[:1])
+        for n in lengths:
+            kv.reserve(rid, n)
+            kv.commit(rid, n, tokens)
+        assert kv.match_prefix(tokens[:26]) == 24
+        kv.release(rid)
+    kv.check_integrity()
+
+
 def test_live_blocks_are_shared_and_counted() -> None:
     kv = KVManager(6, 4)
     kv.open(1, TOKENS[:9])

@@ -187,44 +187,36 @@ class IncrementalDetokenizer:
 
 
 def _text_stream(tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> _TextStream:
-    table = _ByteTable.of(tokenizer)
-    if table is not None:
-        return _ByteStream(table, skip_special_tokens)
-    return _WindowStream(tokenizer, prompt_ids, skip_special_tokens)
+    vocabulary = _VOCABULARIES.get(tokenizer)
+    if vocabulary is None:
+        vocabulary = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
+    skipped = vocabulary.special if skip_special_tokens else frozenset[int]()
+    if vocabulary.byte_level:
+        return _ByteStream(vocabulary, skipped)
+    return _WindowStream(vocabulary.backend, prompt_ids, skipped, skip_special_tokens)
 
 
-class _ByteTable:
-    """The bytes of each token of a byte-level tokenizer, looked up once per token and shared by requests."""
+class _Vocabulary:
+    """What requests share of a tokenizer: its special tokens, and the bytes of those tokens that were met."""
 
-    __slots__ = ("_backend", "_bytes", "special")
+    __slots__ = ("_bytes", "backend", "byte_level", "special")
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, tokenizer: Any) -> None:
+        self.backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self.byte_level = type(getattr(self.backend, "decoder", None)).__name__ == "ByteLevel"
+        added = self.backend.get_added_tokens_decoder()
+        self.special = frozenset(i for i, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
-        self.special = special_ids(backend)
 
-    @staticmethod
-    def of(tokenizer: Any) -> _ByteTable | None:
-        """The table of a tokenizer whose decoder is byte-level; None for another."""
-        if tokenizer not in _TABLES:
-            backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-            decoder = type(getattr(backend, "decoder", None)).__name__
-            _TABLES[tokenizer] = _ByteTable(backend) if decoder == "ByteLevel" else None
-        return _TABLES[tokenizer]
-
-    def __getitem__(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
+        """Of a byte-level tokenizer; an id that does not exist has none."""
         data = self._bytes.get(token_id)
         if data is None:
-            data = self._bytes[token_id] = token_bytes(self._backend.id_to_token(token_id) or "")
+            data = self._bytes[token_id] = token_bytes(self.backend.id_to_token(token_id) or "")
         return data
 
 
-_TABLES: weakref.WeakKeyDictionary[Any, _ByteTable | None] = weakref.WeakKeyDictionary()
-
-
-def special_ids(backend: Any) -> frozenset[int]:
-    """Ids of special tokens, of a tokenizer of the tokenizers library."""
-    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+_VOCABULARIES: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
 
 
 @cache
@@ -256,22 +248,20 @@ class _ByteStream:
     Malformed bytes become U+FFFD as in one go (both follow the Unicode recommendation on maximal subparts).
     """
 
-    __slots__ = ("_decoder", "_skipped", "_table")
+    __slots__ = ("_decoder", "_skipped", "_vocabulary")
 
-    def __init__(self, table: _ByteTable, skip_special_tokens: bool) -> None:
-        self._table = table
-        self._skipped = table.special if skip_special_tokens else frozenset[int]()
+    def __init__(self, vocabulary: _Vocabulary, skipped: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._decoder.decode(self._table[token_id])
+        return self._decoder.decode(self._vocabulary.bytes_of(token_id))
 
     def flush(self) -> str:
-        text = self._decoder.decode(b"", True)
-        self._decoder.reset()
-        return text
+        return self._decoder.decode(b"", True)
 
 
 class _WindowStream:
@@ -282,13 +272,14 @@ class _WindowStream:
     tokens, malformed sequences may come out as fewer or more U+FFFD than in one go.
     """
 
-    __slots__ = ("_context", "_context_text", "_pending", "_skip", "_skipped", "_tokenizer")
+    __slots__ = ("_backend", "_context", "_context_text", "_pending", "_skip", "_skipped")
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self._tokenizer = backend
+    def __init__(
+        self, backend: Any, prompt_ids: Sequence[int], skipped: frozenset[int], skip_special_tokens: bool
+    ) -> None:
+        self._backend = backend
         self._skip = skip_special_tokens
-        self._skipped = special_ids(backend) if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped
         self._pending: list[int] = []
         self._context: list[int] = []
         self._context_text = ""
@@ -302,7 +293,7 @@ class _WindowStream:
                 break
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
         return text
 
     def push(self, token_id: int) -> str:
