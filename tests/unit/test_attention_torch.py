@@ -164,6 +164,17 @@ def test_very_different_lengths_are_not_padded_together() -> None:
     assert sizes == [2, 3]  # 2000 and 1500; 3, 9 and 30; 400 goes alone
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_group_is_gathered_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_grouped, "_GATHER_BYTES", 2 * 60 * 4 * 8 * 4)  # about two of seven requests
+    rng = np.random.default_rng(6)
+    batch, slots = make_batch(rng, [(40 + i, rows, False) for i in range(7)])
+    actual, expected = run_both(rng, batch, slots, 4, 2, None)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    (task,) = batch.cache["torch_grouped"][(None, torch.float32)]  # type: ignore[index]
+    assert task.scratch.shape[0] == 2 * task.num_keys
+
+
 def test_keys_in_a_row_are_read_in_place() -> None:
     rng = np.random.default_rng(3)
     for in_a_row in (True, False):

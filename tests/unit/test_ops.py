@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwise.kernels import onednn, torch_ops
 from draftwise.kernels.base import HeadShape
-from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kernels.torch_ops import TorchLinear, TorchOps
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,6 +53,40 @@ def test_linear(ops: TorchOps, rows: int, bias: bool) -> None:
     torch.testing.assert_close(
         actual.float(), expected, atol=6e-2 if ops.dtype != torch.float32 else 1e-5, rtol=2e-2
     )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 64])
+@pytest.mark.parametrize("size", [(24, 16), (1100, 500)], ids=["small", "large"])
+def test_packed_linear_for_any_number_of_rows(ops: TorchOps, rows: int, size: tuple[int, int]) -> None:
+    x, weight = random(ops, rows, size[1]), random(ops, *size, seed=1)
+    expected = x.float() @ weight.float().T
+    for packed in (ops.pack_linear(weight.clone()), ops.pack_tied_head(weight)):
+        actual = both(ops, lambda out, packed=packed: ops.linear(x, packed, out), rows, size[0])
+        scale = 0 if rows == 0 else float(expected.abs().max())
+        torch.testing.assert_close(
+            actual.float(), expected, atol=scale * (4e-6 if ops.dtype == torch.float32 else 1e-2), rtol=0
+        )
+
+
+def test_a_large_tied_head_shares_the_table(ops: TorchOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, x = random(ops, 50, 16), random(ops, 3, 16, seed=1)
+    monkeypatch.setattr(torch_ops, "_TIED_PACKED", 799)
+    head = ops.pack_tied_head(table)
+    assert isinstance(head, TorchLinear) and head.weight_t is not None and head.packed is None
+    assert head.weight_t.data_ptr() == table.data_ptr()
+    torch.testing.assert_close(
+        ops.logits(x, head), ops.logits(x, ops.pack_linear(table)), atol=5e-2, rtol=2e-2
+    )
+
+
+def test_without_onednn_plain_products_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_works", lambda dtype: False)
+    ops = TorchOps(torch.float32, CPU)
+    weight = random(ops, 1100, 500)
+    packed = ops.pack_linear(weight)
+    assert isinstance(packed, TorchLinear) and packed.packed is None
+    x = random(ops, 3, 500)
+    torch.testing.assert_close(ops.linear(x, packed), x @ weight.T)
 
 
 def test_embedding_and_copy(ops: TorchOps) -> None:

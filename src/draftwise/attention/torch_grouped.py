@@ -26,6 +26,7 @@ from draftwise.types import AttentionBatch
 
 _GROUP_MAX_ROWS = 64  # a request with more rows in a pass goes alone
 _ROW_BUCKETS = (1, 8, 32, _GROUP_MAX_ROWS)  # requests are padded together within a bucket of row counts
+_GATHER_BYTES = 2 << 20  # keys and values gathered at once on a CPU: they are read back from its cache
 _PIECE_ELEMENTS = 1 << 22  # mask elements of one piece of a prompt chunk
 _KEPT_ELEMENTS = 1 << 24  # mask elements a pass keeps for all layers; beyond it masks are made anew per layer
 
@@ -44,6 +45,7 @@ class _Single:
     causal: bool  # rows and keys are the same tokens: torch's own causal masking does
     needs_mask: bool
     mask: Tensor | None = None  # [rows, num_keys - first_key], 0 or -inf
+    scratch: Tensor | None = None  # [num_keys - first_key, 2 * Hkv, D] gathered entries; reused by each layer
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class _Group:
     )  # [R * n] int64: row of the pass in each place; padding repeats a row of its request
     places: Tensor | None  # [rows of the group] int64: place of each row that is no padding
     rows: Tensor | None  # [rows of the group] int64: the row it belongs to
+    scratch: Tensor | None = None  # [requests at once * L, 2 * Hkv, D] gathered entries; reused by each layer
 
 
 Ints = npt.NDArray[np.int64]
@@ -129,7 +132,9 @@ def _run_single(
     if task.key_index is None:
         taken = entries.narrow(0, task.key_start, task.num_keys - task.first_key)
     else:
-        taken = entries.index_select(0, task.key_index)
+        if task.scratch is None:
+            task.scratch = entries.new_empty((task.num_keys - task.first_key, *entries.shape[1:]))
+        taken = torch.index_select(entries, 0, task.key_index, out=task.scratch)
     by_head = taken.transpose(0, 1).unsqueeze(0)  # [1, 2 * Hkv, L, D]
     keys = by_head.narrow(1, 0, num_kv_heads)
     values = by_head.narrow(1, num_kv_heads, num_kv_heads)
@@ -155,27 +160,40 @@ def _run_single(
 
 def _run_group(task: _Group, q: Tensor, entries: Tensor, num_kv_heads: int, scale: float) -> Tensor:
     """Attend with a group's rows: [R * n, Hq * D], padding included."""
-    count, n = task.num_requests, task.num_rows
+    count, n, num_keys = task.num_requests, task.num_rows, task.num_keys
     _, heads, dim = q.shape
-    taken = entries.index_select(0, task.key_index)
-    by_head = taken.view(count, task.num_keys, 2 * num_kv_heads, dim).transpose(1, 2)  # [R, 2 * Hkv, L, D]
-    keys = by_head.narrow(1, 0, num_kv_heads)
-    values = by_head.narrow(1, num_kv_heads, num_kv_heads)
     index = task.row_index
     mine = q.narrow(0, task.row_start, count * n) if index is None else q.index_select(0, index)
-    if n == 1:
-        grouped = mine.view(count, num_kv_heads, heads // num_kv_heads, dim)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=task.mask, scale=scale)
-        return attended.reshape(count, heads * dim)
-    attended = F.scaled_dot_product_attention(
-        mine.view(count, n, heads, dim).transpose(1, 2),
-        keys,
-        values,
-        attn_mask=task.mask,
-        scale=scale,
-        enable_gqa=heads != num_kv_heads,
-    )
-    return attended.transpose(1, 2).reshape(count * n, heads * dim)
+    scratch = task.scratch
+    if scratch is None:
+        per_request = num_keys * entries[0].numel() * entries.element_size()
+        at_once = count if q.device.type != "cpu" else min(count, max(1, _GATHER_BYTES // per_request))
+        scratch = task.scratch = entries.new_empty((at_once * num_keys, *entries.shape[1:]))
+    at_once = scratch.shape[0] // num_keys
+    parts = []
+    for start in range(0, count, at_once):
+        size = min(at_once, count - start)
+        taken = scratch if size == at_once else scratch.narrow(0, 0, size * num_keys)
+        torch.index_select(entries, 0, task.key_index.narrow(0, start * num_keys, size * num_keys), out=taken)
+        by_head = taken.view(size, num_keys, 2 * num_kv_heads, dim).transpose(1, 2)  # [size, 2 * Hkv, L, D]
+        keys = by_head.narrow(1, 0, num_kv_heads)
+        values = by_head.narrow(1, num_kv_heads, num_kv_heads)
+        rows = mine.narrow(0, start * n, size * n)
+        mask = task.mask.narrow(0, start, size)
+        if n == 1:
+            grouped = rows.view(size, num_kv_heads, heads // num_kv_heads, dim)
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        else:
+            attended = F.scaled_dot_product_attention(
+                rows.view(size, n, heads, dim).transpose(1, 2),
+                keys,
+                values,
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=heads != num_kv_heads,
+            ).transpose(1, 2)
+        parts.append(attended.reshape(size * n, heads * dim))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 # ----------------------------------------------------------------------------------------------- planning

@@ -55,6 +55,15 @@ class Ops(ABC):
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """``weight`` [out, in], ``bias`` [out] -> handle. The caller gives the tensors up (they may be reused)."""
 
+    def pack_tied_head(self, table: Tensor) -> Linear:
+        """The embedding table [V, H] as output layer; unlike `pack_linear` the table stays in use elsewhere, so
+        an implementation may prefer to share its memory."""
+        return self.pack_linear(table)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """As `pack_linear`, for a product that only `silu_mul` reads; ``weight`` [2 * I, in], gate first."""
+        return self.pack_linear(weight, bias)
+
     @abstractmethod
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         """``weight`` [H] -> handle."""
@@ -95,8 +104,9 @@ class Ops(ABC):
     def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """Rotations of the rows of a pass, read once and used by all layers.
 
-        ``positions`` [T] int64 -> [T, 2, D] of the model's dtype: ``[:, 0]`` the cosines, ``[:, 1]`` the sines with the
-        first half negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
+        ``positions`` [T] int64 -> cosines ``[:, 0]`` and sines ``[:, 1]`` in whatever form `qkv_rope_write` of the same
+        Ops takes. Plain torch: [T, 2, D] of the model's dtype, the first half of the sines negated, so that rotating is
+        ``x * cos + swap_halves(x) * sin``; native kernels: [T, 2, D / 2] float32.
         """
 
     @abstractmethod
@@ -115,7 +125,7 @@ class Ops(ABC):
 
         Args:
             qkv: [T, (Hq + 2 * Hkv) * D]; used as scratch.
-            rope_rows: [T, 2, D] from `rope_rows`.
+            rope_rows: [T, 2, ...] from `rope_rows`.
             kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`, ``(kv [slots, 2 * Hkv, D],)``.
             slots: [T] int64, where each row's K/V goes; distinct.
             q_norm, k_norm: over D, before the rotation.

@@ -14,17 +14,21 @@ from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend
 from draftwise.attention.torch_grouped import TorchGroupedAttention
+from draftwise.kernels import onednn
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
 from draftwise.types import AttentionBatch
 
+_TIED_PACKED = 1 << 22  # elements up to which a tied output layer is packed beside the embedding table
+
 
 class TorchLinear(Linear):
-    """``weight_t`` [in, out] (a transposed view), ``bias`` [out] or None."""
+    """Either ``packed`` (oneDNN's layout) or ``weight_t`` [in, out] (a transposed view); ``bias`` [out] or None."""
 
-    __slots__ = ("bias", "weight_t")
+    __slots__ = ("bias", "packed", "weight_t")
 
-    def __init__(self, weight_t: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight_t: Tensor | None, packed: Tensor | None, bias: Tensor | None) -> None:
         self.weight_t = weight_t
+        self.packed = packed
         self.bias = bias
 
 
@@ -68,7 +72,13 @@ class TorchOps(Ops):
         return self._device
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return TorchLinear(weight.t(), bias)
+        packed = onednn.pack(weight)
+        return TorchLinear(weight.t() if packed is None else None, packed, bias)
+
+    def pack_tied_head(self, table: Tensor) -> Linear:
+        if table.numel() <= _TIED_PACKED:
+            return self.pack_linear(table)
+        return TorchLinear(table.t(), None, None)
 
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return TorchNorm(weight, eps)
@@ -95,11 +105,18 @@ class TorchOps(Ops):
 
     def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         assert isinstance(weight, TorchLinear)
+        dense, packed = weight.weight_t, weight.packed
+        if packed is not None:
+            if x.shape[0] == 0:  # oneDNN knows no empty product
+                return x.new_empty((0, packed.shape[0])) if out is None else out
+            result = onednn.linear(x, packed, weight.bias)
+            return result if out is None else out.copy_(result)
+        assert dense is not None
         if weight.bias is None:
-            return torch.mm(x, weight.weight_t) if out is None else torch.mm(x, weight.weight_t, out=out)
+            return torch.mm(x, dense) if out is None else torch.mm(x, dense, out=out)
         if out is None:
-            return torch.addmm(weight.bias, x, weight.weight_t)
-        return torch.addmm(weight.bias, x, weight.weight_t, out=out)
+            return torch.addmm(weight.bias, x, dense)
+        return torch.addmm(weight.bias, x, dense, out=out)
 
     def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         assert isinstance(norm, TorchNorm)

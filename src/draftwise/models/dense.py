@@ -87,15 +87,25 @@ class _LayerWeights:
         plan.ignored.add(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
 
     def pack(self, ops: Ops, eps: float, window: int | None) -> DenseLayer:
+        def norm(name: str) -> Norm | None:
+            weight = self.__dict__.pop(name)
+            return None if weight is None else ops.pack_norm(weight, eps)
+
+        def linear(name: str) -> Linear:
+            # popped: a kernel that repacks then frees the source before the next one is packed
+            return ops.pack_linear(*self.__dict__.pop(name))
+
+        input_norm, post_norm = norm("input_norm"), norm("post_norm")
+        assert input_norm is not None and post_norm is not None
         return DenseLayer(
-            input_norm=ops.pack_norm(self.input_norm, eps),
-            qkv=ops.pack_linear(*self.qkv),
-            q_norm=None if self.q_norm is None else ops.pack_norm(self.q_norm, eps),
-            k_norm=None if self.k_norm is None else ops.pack_norm(self.k_norm, eps),
-            o=ops.pack_linear(*self.o),
-            post_norm=ops.pack_norm(self.post_norm, eps),
-            gate_up=ops.pack_linear(*self.gate_up),
-            down=ops.pack_linear(*self.down),
+            input_norm=input_norm,
+            qkv=linear("qkv"),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
+            o=linear("o"),
+            post_norm=post_norm,
+            gate_up=linear("gate_up"),
+            down=linear("down"),
             window=window,
         )
 
@@ -122,8 +132,9 @@ class DenseDecoder(DecoderModel):
             _LayerWeights(config, self.names, plan, i) for i in range(config.num_layers)
         ]
         self._loaded_norm = plan.tensor(self.names.final_norm, (hidden,))
+        self._loaded_head: Tensor | None
         if config.tied:
-            self._loaded_head = self._embedding
+            self._loaded_head = None
             plan.ignored.add(self.names.head)  # some writers store it twice
         else:
             self._loaded_head = plan.tensor(self.names.head, (vocab, hidden))
@@ -136,11 +147,14 @@ class DenseDecoder(DecoderModel):
             weights = self._loaded[i]
             assert weights is not None
             layers.append(weights.pack(ops, config.norm_eps, window))
-            self._loaded[i] = None  # a kernel that repacks frees the source layer by layer
+            self._loaded[i] = None
         del self._loaded
         self._layers = tuple(layers)
         self._final_norm = ops.pack_norm(self._loaded_norm, config.norm_eps)
-        self._head = ops.pack_linear(self._loaded_head)
+        if self._loaded_head is None:
+            self._head = ops.pack_tied_head(self._embedding)
+        else:
+            self._head = ops.pack_linear(self._loaded_head)
         del self._loaded_norm, self._loaded_head
         self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, config.max_model_len)
 
