@@ -115,6 +115,7 @@ def _continuation(token_ids_np: IntArray, start: int, length: int) -> list[int]:
     Example: 5 6 5 6 5 6 with start 4: 5 6, then the copy 5 6 again, ... A suffix that overlaps its own
     occurrence is a period, and a period is most likely continued.
     """
+    assert start < len(token_ids_np), "nothing to copy"
     found: list[int] = token_ids_np[start : start + length].tolist()
     while len(found) < length:
         found += found[: length - len(found)]
