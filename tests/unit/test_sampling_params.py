@@ -1,0 +1,144 @@
+"""SamplingParams: defaults, normalisation, and an error that helps for every invalid value."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from draftwise.errors import DraftwiseError, RequestError
+from draftwise.sampling.params import SamplingParams, resolve_bad_words
+
+
+def test_defaults() -> None:
+    p = SamplingParams()
+    assert (p.temperature, p.top_p, p.top_k, p.min_p, p.max_tokens, p.n, p.seed) == (
+        1.0,
+        1.0,
+        0,
+        0.0,
+        16,
+        1,
+        None,
+    )
+    assert not p.is_greedy and p.output_kind == "cumulative"
+
+
+def test_lists_become_tuples() -> None:
+    p = SamplingParams(
+        stop="END",
+        stop_token_ids=[1, 2],
+        bad_words=["a"],
+        allowed_token_ids=[3],
+        logit_bias={"5": 1, 6: -2.5},
+    )  # type: ignore[arg-type]
+    assert p.stop == ("END",) and p.stop_token_ids == (1, 2) and p.bad_words == ("a",)
+    assert p.allowed_token_ids == (3,) and p.logit_bias == {5: 1, 6: -2.5}
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None).stop == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "valid"),
+    [
+        ("n", 0, "at least 1"),
+        ("n", True, "an integer"),
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", math.nan, "finite"),
+        ("temperature", math.inf, "finite"),
+        ("temperature", "1", "finite number"),
+        ("top_p", 0.0, "(0, 1]"),
+        ("top_p", 1.01, "(0, 1]"),
+        ("top_k", -2, "at least -1"),
+        ("top_k", 1.5, "an integer"),
+        ("min_p", -0.1, "[0, 1]"),
+        ("min_p", 1.1, "[0, 1]"),
+        ("presence_penalty", 2.1, "[-2, 2]"),
+        ("frequency_penalty", -2.1, "[-2, 2]"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("seed", 1.0, "an integer"),
+        ("seed", 2**64, "in ["),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", -1, "at least 1"),
+        ("min_tokens", -1, "at least 0"),
+        ("min_tokens", 17, "at most max_tokens (16)"),
+        ("logprobs", -2, "at least -1"),
+        ("prompt_logprobs", "all", "an integer"),
+        ("stop", [""], "non-empty strings"),
+        ("stop", 3, "a list"),
+        ("bad_words", [1], "non-empty strings"),
+        ("stop_token_ids", [-1], "at least 0"),
+        ("stop_token_ids", "12", "a list"),
+        ("allowed_token_ids", [], "at least one"),
+        ("allowed_token_ids", [1.5], "an integer"),
+        ("logits_processors", [3], "callables"),
+        ("output_kind", "all", "cumulative, delta, final_only"),
+        ("ignore_eos", 1, "true or false"),
+        ("speculation", "ngram", "a mapping"),
+        ("logit_bias", [1], "a mapping"),
+        ("logit_bias", {"x": 1.0}, "a mapping"),
+    ],
+)
+def test_invalid_values(field: str, value: Any, valid: str) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{field: value})
+    message = str(error.value)
+    assert message.startswith(f"{field} is ") and valid in message
+    assert isinstance(error.value, ValueError) and isinstance(error.value, DraftwiseError)
+
+
+def test_invalid_bias_names_the_token() -> None:
+    with pytest.raises(RequestError, match=r"logit_bias\[7\] is 101.0; it must be a number in \[-100, 100\]"):
+        SamplingParams(logit_bias={7: 101.0})
+
+
+def test_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="structured_outputs is not supported yet"):
+        SamplingParams(structured_outputs={"json": {}})
+
+
+def test_from_dict() -> None:
+    assert SamplingParams.from_dict({"temperature": 0, "max_tokens": None}) == SamplingParams(
+        temperature=0, max_tokens=None
+    )
+    with pytest.raises(
+        RequestError, match=r"unknown sampling parameter 'temprature'; did you mean 'temperature'\?"
+    ):
+        SamplingParams.from_dict({"temprature": 1})
+
+
+def test_greedy_forms() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(temperature=1e-6).is_greedy
+    assert SamplingParams(top_k=1).is_greedy
+    assert not SamplingParams(temperature=0.01, top_k=-1).is_greedy
+
+
+def test_pickle_and_replace() -> None:
+    p = SamplingParams(temperature=0.5, stop=["x"], logit_bias={1: 2.0}, speculation={"method": "ngram"})
+    assert pickle.loads(pickle.dumps(p)) == p
+    assert p.replace(n=2).n == 2 and p.n == 1
+    with pytest.raises(RequestError):
+        p.replace(top_p=2.0)
+
+
+class WordTokenizer:
+    """Letters are their own tokens; a leading space is part of the first one."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        ids, space = [1] if add_special_tokens else [], 0
+        for ch in text:
+            if ch == " ":
+                space = 100
+            elif ch.isalpha():
+                ids.append(ord(ch) - ord("a") + 10 + space)
+                space = 0
+        return ids
+
+
+def test_resolve_bad_words() -> None:
+    assert resolve_bad_words(WordTokenizer(), ["ab", " c"]) == ((10, 11), (110, 11), (12,), (112,))
+    with pytest.raises(RequestError, match="bad_words is '!'"):
+        resolve_bad_words(WordTokenizer(), ["!"])
