@@ -77,7 +77,7 @@ def tokens_of(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
+def load(folder: Path | str, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
     return load_model(str(folder), dtype=dtype, device=torch.device("cpu"), **options)
 
 

@@ -105,7 +105,7 @@ def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
     packed = torch.cat([tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")])
     assert torch.equal(weight_of(layer.gate_up), packed)
     assert torch.equal(weight_of(layer.down), tensors["model.layers.1.mlp.down_proj.weight"])
-    assert torch.equal(model._final_norm.weight, tensors["model.norm.weight"])
+    torch.testing.assert_close(model._final_norm.scaled[0] / 4, tensors["model.norm.weight"])  # sqrt(16)
     assert torch.equal(weight_of(model._head), tensors["lm_head.weight"])
     assert model.weight_bytes() == sum(tensor.numel() * 4 for tensor in tensors.values())
     assert checkpoint_num_parameters(tmp_path) == sum(tensor.numel() for tensor in tensors.values())

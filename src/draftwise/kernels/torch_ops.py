@@ -33,15 +33,15 @@ class TorchLinear(Linear):
 
 
 class TorchNorm(Norm):
-    """``weight`` [H] as loaded, ``scaled`` [H] float32 = weight * sqrt(H), ``root`` [] float32 = sqrt(H * eps)."""
+    """``scaled`` [1, H] float32 = weight * sqrt(H), ``root`` [1, 1] float32 = sqrt(H * eps)."""
 
-    __slots__ = ("root", "scaled", "weight")
+    __slots__ = ("root", "scaled")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[0]
-        self.weight = weight
-        self.scaled = weight.float() * math.sqrt(size)
-        self.root = torch.tensor(math.sqrt(size * eps), dtype=torch.float32, device=weight.device)
+        self.scaled = (weight.float() * math.sqrt(size)).view(1, size)
+        # a matrix, not a scalar: torch would not count a scalar's dtype when promoting
+        self.root = torch.full((1, 1), math.sqrt(size * eps), dtype=torch.float32, device=weight.device)
 
 
 class TorchRope(Rope):
@@ -121,16 +121,12 @@ class TorchOps(Ops):
     def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         assert isinstance(norm, TorchNorm)
         # x / sqrt(mean(x^2) + eps) = x * sqrt(H) / hypot(|x|, sqrt(H * eps)): four calls instead of six
-        wide = x.dtype is torch.float32
-        value = x if wide else x.float()
-        length = torch.linalg.vector_norm(value, 2, -1, True)
-        if wide:
-            result = torch.div(value, torch.hypot(length, norm.root), out=out)
-            return result.mul_(norm.scaled)
-        # as Transformers: round to the dtype, then multiply by the weight in the dtype
-        scale = math.sqrt(x.shape[-1])
-        narrow = value.mul_(scale).div_(torch.hypot(length, norm.root)).to(x.dtype)
-        return torch.mul(narrow, norm.weight, out=out)
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        scale = torch.hypot(length, norm.root)
+        if x.dtype is torch.float32:
+            return torch.div(x, scale, out=out).mul_(norm.scaled)
+        wide = torch.div(x, scale).mul_(norm.scaled)  # float32 by promotion
+        return wide.to(x.dtype) if out is None else out.copy_(wide)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         return self.rms_norm(residual.add_(x), norm, out)
