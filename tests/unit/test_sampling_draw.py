@@ -14,7 +14,7 @@ from draftwise.sampling.logits import LogitsRow
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
 from draftwise.sampling.params import SamplingParams
-from draftwise.sampling.rows import argmax_rows, largest
+from draftwise.sampling.rows import SortedRows, argmax_rows
 from draftwise.sampling.state import SamplingState
 
 V = 40
@@ -193,7 +193,8 @@ def test_row_searches() -> None:
     assert argmax_rows(x) == [int(r.argmax()) for r in x] and argmax_rows(x)[2] == 4
     assert argmax_rows(x.bfloat16())[2] == 4
     for width in (1, 7, 33):
-        assert torch.equal(largest(x, width), x.sort(-1, descending=True).values[:, :width])
+        assert torch.equal(SortedRows(x).head(width), x.sort(-1, descending=True).values[:, :width])
+    assert torch.equal(SortedRows(x).whole([4, 1]), x[[4, 1]].sort(-1, descending=True).values)
 
 
 class TestLogprobs:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from draftwise.errors import RequestError
-from draftwise.sampling.rows import largest
+from draftwise.sampling.rows import SortedRows
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray
 
@@ -211,11 +211,11 @@ def _apply_truncation(logits: torch.Tensor, rows: Sequence[LogitsRow], members: 
     tried = max(
         max(state.top_k for state in states), TOP_P_FIRST_TRY if any(_top_p_only(s) for s in states) else 1
     )
-    floor, reached = _floor(part, states, largest(part, min(tried, vocab)))
+    ordered = SortedRows(part)
+    floor, reached = _floor(part, states, ordered.head(min(tried, vocab)))
     if not all(reached):
         rest = [j for j, enough in enumerate(reached) if not enough]
-        again = part[rest]
-        floor[rest] = _floor(again, [states[j] for j in rest], largest(again, vocab))[0]
+        floor[rest] = _floor(part[rest], [states[j] for j in rest], ordered.whole(rest))[0]
     _put(logits, members, part.masked_fill_(part < floor, -math.inf))
 
 

@@ -15,10 +15,22 @@ def argmax_rows(values: torch.Tensor) -> list[int]:
     return best
 
 
-def largest(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The ``width`` largest of each row of ``values`` [R, V] float32, falling, [R, width]."""
-    if values.device.type != "cpu":
-        return values.topk(width, dim=-1).values
-    # numpy's partition is twice as fast as its sort, except among many equals (excluded tokens): 20 times slower
-    ordered = np.sort(values.numpy(), axis=-1)
-    return torch.from_numpy(ordered[:, ::-1][:, :width].copy())  # torch takes no negative strides
+class SortedRows:
+    """``values`` [R, V] float32, each row in falling order, as far as it is looked at."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        # numpy's partition is twice as fast as its sort, but 20 times slower among many equals (excluded tokens)
+        self._rising = np.sort(values.numpy(), axis=-1) if values.device.type == "cpu" else None
+
+    def head(self, width: int) -> torch.Tensor:
+        """The ``width`` largest of each row, falling, [R, width]."""
+        if self._rising is None:
+            return self._values.topk(width, dim=-1).values
+        return torch.from_numpy(self._rising[:, ::-1][:, :width].copy())  # torch takes no negative strides
+
+    def whole(self, rows: list[int]) -> torch.Tensor:
+        """All values of the given rows, falling, [len(rows), V]."""
+        if self._rising is None:
+            return self._values[rows].sort(dim=-1, descending=True).values
+        return torch.from_numpy(self._rising[rows, ::-1].copy())

@@ -30,9 +30,12 @@ class TypicalRule(Rule):
 
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
         rows, starts = rows_of(requests)
-        p = select_rows(logits, rows).softmax(dim=-1)
+        part = select_rows(logits, rows)
+        p = part.softmax(dim=-1)
         p_of, _ = gather_drafts(p, starts, requests)
-        entropies = torch.special.entr(p).sum(dim=-1).tolist()
+        # H = log(sum exp l) - sum p l, with log(sum exp l) = max l - log max p: no logarithm over the vocabulary
+        log_total = part.amax(dim=-1) - p.amax(dim=-1).log()
+        entropies = (log_total - (p * part.clamp(min=-1e30)).sum(dim=-1)).tolist()
         ends = []
         for request, start, px in zip(requests, starts, p_of, strict=True):
             paths: dict[int, tuple[int, ...]] = {-1: ()}
