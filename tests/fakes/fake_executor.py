@@ -70,7 +70,9 @@ class FakeExecutor(Executor):
             self.rows[planned.rid].blocks.extend(planned.new_block_ids)
         assert sum(p.num_new + p.num_draft for p in plan.rows) <= self.max_rows
         self._check_blocks()
-        return StepResult(plan.step, tuple(self._run(p.rid, p.num_new, p.num_draft, p.draft_budget) for p in plan.rows))
+        return StepResult(
+            plan.step, tuple(self._run(p.rid, p.num_new, p.num_draft, p.draft_budget) for p in plan.rows)
+        )
 
     def _check_blocks(self) -> None:
         """A block that two rows hold must be entirely committed, with equal contents, in both."""
@@ -88,7 +90,7 @@ class FakeExecutor(Executor):
     def _run(self, rid: int, num_new: int, num_draft: int, budget: int) -> RowResult:
         row = self.rows[rid]
         base = row.num_computed + num_new
-        assert 1 <= num_new and base <= len(row.tokens)
+        assert num_new >= 1 and base <= len(row.tokens)
         assert len(row.blocks) * self.block_size >= base + num_draft
         for key in range(row.num_computed):
             assert self.slots.get(self.slot(row, key)) == prefix_hash(row.tokens[: key + 1]), (
@@ -148,7 +150,9 @@ class FakeExecutor(Executor):
             n = len(row.drafts)
             parent = self.random.randint(-1, n - 1) if self.random.random() < 0.5 else n - 1
             above = prefixes[parent] if parent >= 0 else []
-            token = next_token(row.tokens + above) if self.random.random() < 0.7 else self.random.randrange(VOCAB)
+            token = (
+                next_token(row.tokens + above) if self.random.random() < 0.7 else self.random.randrange(VOCAB)
+            )
             if (parent, token) in zip(row.parents, row.drafts, strict=True):
                 continue  # siblings differ
             row.parents.append(parent)

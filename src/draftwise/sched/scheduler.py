@@ -45,6 +45,8 @@ class Scheduler:
         self._planned: dict[int, RowPlan] = {}
         self._trimmed: dict[int, int] = {}
         self._batch_size = 0
+        self._refused = -1  # the waiting request that found no room, and the free blocks it found
+        self._refused_free = 0
         self._finished: list[RequestUpdate] = []  # cancelled between steps
         self._step = 0
         self.num_preemptions = 0
@@ -191,6 +193,8 @@ class Scheduler:
         if not self._waiting:
             return None
         request = self._waiting[0][1]
+        if self._running and self._refused == request.rid and self.kv.num_free <= self._refused_free:
+            return None  # nothing was freed since: do not match its prefix again every step
         wants_prompt_logprobs = (
             request.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt
         )
@@ -213,7 +217,9 @@ class Scheduler:
             fresh = self.kv.reserve(request.rid, num_new)
         if fresh is None:
             self.kv.release(request.rid)
+            self._refused, self._refused_free = request.rid, self.kv.num_free
             return None
+        self._refused = -1
         heapq.heappop(self._waiting)
         request.status = RequestStatus.RUNNING
         request.num_computed = cached
