@@ -192,6 +192,7 @@ def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[in
     for request in requests:
         state, proposal, masks = request.state, request.proposal, request.masks
         first = request.first_row
+        assert len(request.token_ids_np) == state.num_tokens, "state and tokens must stand at the same step"
         order.extend(range(first, first + request.num_rows))
         can_exclude = can_exclude or state.can_exclude or masks is not None
         if masks is None and not state.needs_history:  # all positions are treated alike
