@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
@@ -78,7 +79,8 @@ def tokens_of(seed: int, length: int) -> list[int]:
 
 
 def load(folder: Path | str, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
-    return load_model(str(folder), dtype=dtype, device=torch.device("cpu"), **options)
+    ops = TorchOps(dtype, torch.device("cpu"))  # other kernels have tests of their own
+    return load_model(str(folder), dtype=dtype, device=torch.device("cpu"), ops=ops, **options)
 
 
 def expected_logits(reference: Any, tokens: Sequence[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
+from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models import checkpoint
 from draftwise.models.embedded import embedded_path
 from draftwise.models.loader import checkpoint_num_parameters, load_config, load_model, resolve_path
@@ -73,7 +74,9 @@ def write(folder: Path, tensors: dict[str, Tensor] | None = None, **changes: Any
 
 
 def load(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    return load_model(str(folder), dtype=dtype, device=CPU, **options)
+    """On plain torch, whose packed weights can be looked into."""
+    chosen = dtype or getattr(torch, load_config(folder).dtype or "float32", torch.float32)
+    return load_model(str(folder), dtype=dtype, device=CPU, ops=TorchOps(chosen, CPU), **options)
 
 
 def fails(call: Callable[[], object], *parts: str) -> None:

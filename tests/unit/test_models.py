@@ -47,7 +47,7 @@ def _registry_restored() -> Iterator[None]:
 def test_a_third_party_model_is_served(model: Any, tmp_path: Path) -> None:
     register_model("ThirdForCausalLM", model)
     folder = write(tmp_path, architectures=["ThirdForCausalLM"])
-    loaded = load_model(str(folder), dtype=None, device=CPU)
+    loaded = load_model(str(folder), dtype=None, device=CPU, ops=TorchOps(torch.float32, CPU))
     assert type(loaded).__name__ == "ThirdModel"
     assert loaded.config.architecture == "ThirdForCausalLM"
     assert "ThirdForCausalLM" in supported_architectures()
@@ -137,7 +137,7 @@ def test_a_forward_is_made_of_ops_alone(tmp_path: Path) -> None:
 
 
 def test_the_layout_says_what_is_stored(tmp_path: Path) -> None:
-    model = load_model(str(write(tmp_path)), dtype=None, device=CPU)
+    model = load_model(str(write(tmp_path)), dtype=None, device=CPU, ops=TorchOps(torch.float32, CPU))
     layout = model.kv_layout()
     assert len(layout) == 2
     # 2 tensors of 2 heads of 4 in float32

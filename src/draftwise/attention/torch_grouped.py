@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.attention.base import AttentionBackend, request_mask, request_slots
+from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend, request_mask, request_slots
 from draftwise.types import AttentionBatch
 
 _GROUP_MAX_ROWS = 64  # a request with more rows in a pass goes alone
@@ -315,18 +315,20 @@ def _plan_group(
     slots = blocks * size + keys % size
     # rows [R, n]: padding repeats the request's last row
     row_offsets = np.minimum(np.arange(n), counts[:, None] - 1)
-    rows = batch.query_start_np[chosen][:, None] + row_offsets
-    # visibility [R, n, L]: causal for all, then trees one by one
-    contexts = batch.context_len_np[chosen][:, None, None]
-    position = contexts + row_offsets[:, :, None]
-    key_position = (offsets + first[:, None])[:, None, :]
-    visible = (key_position <= position) & inside[:, None, :]
+    rows: Ints = batch.query_start_np[chosen].astype(np.int64)[:, None] + row_offsets
+    # visibility [R, n, L]
+    contexts = batch.context_len_np[chosen].astype(np.int64)
+    numbers = offsets + first[:, None]  # [R, L] number of each key in its request
+    trees = batch.is_tree_np[chosen]
+    if trees.any():
+        visible, position, key_position = _tree_visibility(batch, rows, row_offsets, trees, contexts, numbers)
+    else:
+        position = contexts[:, None] + row_offsets
+        key_position = numbers
+        visible = numbers[:, None, :] <= position[:, :, None]
+    visible &= inside[:, None, :]
     if window is not None:
-        visible &= position - key_position < window
-    for i in np.flatnonzero(batch.is_tree_np[chosen]):
-        own = request_mask(batch, int(chosen[i]), int(first[i]), window)
-        visible[i] = False
-        visible[i, :, : own.shape[1]] = own[row_offsets[i]]
+        visible &= position[:, :, None] - key_position[:, None, :] < window
     mask = np.where(visible, np.float32(0), np.float32("-inf"))[:, None]
     consecutive = bool((counts == n).all()) and bool((np.diff(chosen) == 1).all())
     valid = np.arange(n) < counts[:, None]
@@ -337,7 +339,34 @@ def _plan_group(
         torch.from_numpy(slots.reshape(-1)).to(device),
         torch.from_numpy(mask).to(device, dtype),
         int(rows[0, 0]) if consecutive else -1,
-        None if consecutive else torch.from_numpy(rows.reshape(-1).astype(np.int64)).to(device),
+        None if consecutive else torch.from_numpy(rows.reshape(-1)).to(device),
         None if consecutive else torch.from_numpy(np.flatnonzero(valid)).to(device),
-        None if consecutive else torch.from_numpy(rows[valid].astype(np.int64)).to(device),
+        None if consecutive else torch.from_numpy(rows[valid]).to(device),
     )
+
+
+def _tree_visibility(
+    batch: AttentionBatch,
+    rows: Ints,  # [R, n] rows of the pass; padding repeats a request's last one
+    row_offsets: Ints,  # [R, n] number of each row in its request
+    trees: npt.NDArray[np.bool_],  # [R]
+    contexts: Ints,  # [R]
+    numbers: Ints,  # [R, L] number of each key in its request
+) -> tuple[npt.NDArray[np.bool_], Ints, Ints]:
+    """Visibility [R, n, L], row positions [R, n] and key positions [R, L] of a group with trees in it.
+
+    The same as `request_mask`, for all requests at once: a key at or past the context is own row ``number - context``.
+    """
+    n = rows.shape[1]
+    assert batch.ancestors_np is not None and n <= MAX_TREE_ROWS
+    bits = (batch.ancestors_np[rows][:, :, None] >> np.arange(n, dtype=np.uint64)) & np.uint64(1)
+    own = np.where(
+        trees[:, None, None], bits.astype(bool), np.arange(n) <= row_offsets[:, :, None]
+    )  # [R, n, n]
+    depth: Ints = np.where(trees[:, None], own.sum(axis=2) - 1, row_offsets)
+    position: Ints = contexts[:, None] + depth
+    committed = numbers < contexts[:, None]
+    row = np.clip(numbers - contexts[:, None], 0, n - 1)  # [R, L] own row a key belongs to
+    visible = np.take_along_axis(own, row[:, None, :], axis=2) | committed[:, None, :]
+    key_position: Ints = np.where(committed, numbers, np.take_along_axis(position, row, axis=1))
+    return visible, position, key_position
