@@ -15,7 +15,7 @@ KERNELS = Path("src/draftwise/kernels/cpu")
 
 
 class BuildKernels(build_ext):
-    """Compiles with `draftwise.kernels.cpu.build` instead of as a Python extension: it is a plain library for ctypes."""
+    """Compiles with `draftwise.kernels.cpu.build`: a plain library for ctypes, no Python extension."""
 
     def run(self) -> None:
         spec = importlib.util.spec_from_file_location("_draftwise_build", ROOT / KERNELS / "build.py")

@@ -1,8 +1,8 @@
 """Compile the native kernels: ``python -m draftwise.kernels.cpu.build``, and what ``pip install`` runs.
 
-This file imports nothing of the package, so that ``setup.py`` can use it before the package can be imported. Every source
-in ``csrc/`` is compiled on its own: ``*_avx512.cpp`` and ``*_avx2.cpp`` with the flags of that instruction set (and only
-where the compiler has them), the others for the platform's baseline. The choice among them is made at run time.
+This file imports nothing of the package, so that ``setup.py`` can use it before the package can be imported. Every
+source in ``csrc/`` is compiled on its own: ``*_avx512.cpp`` and ``*_avx2.cpp`` with the flags of that instruction set
+(and only where the compiler has them), the others for the platform's baseline. The choice is made at run time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ LIBRARY = "_native.so"
 # loops over the same numbers could round differently.
 COMMON_FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
-    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized",  # GCC 12 sees some in its own intrinsics
+    "-Wall", "-Wextra", "-Wno-unknown-warning-option", "-Wno-psabi",
+    "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC 12 sees some in its own intrinsics
 )  # fmt: skip
 ISA_FLAGS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),

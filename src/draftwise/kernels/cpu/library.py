@@ -1,7 +1,7 @@
 """The native library: found, loaded once, told which instruction set to use.
 
-``DRAFTWISE_CPU_ISA`` = ``portable`` | ``avx2`` | ``avx512`` forces an instruction set that the processor has. Results are the
-same bits for any batch on each of them, not across them.
+``DRAFTWISE_CPU_ISA`` = ``portable`` | ``avx2`` | ``avx512`` forces an instruction set that the processor has. Results
+are the same bits for any batch on each of them, not across them.
 """
 
 from __future__ import annotations

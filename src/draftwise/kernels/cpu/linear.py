@@ -12,6 +12,8 @@ from torch import Tensor
 from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.quantization.scheme import Scheme
+from draftwise.quantization.weights import QuantizedWeight, quantize
 
 _I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
 
@@ -69,6 +71,11 @@ class LinearKernels:
         self._pack = library.function(
             "dw_linear_pack", _PTR, [_PTR, _INT, _PTR, _I64, _PTR, _I64, _I64, _INT]
         )
+        self._pack_quantized = library.function(
+            "dw_linear_pack_quantized",
+            _PTR,
+            [_PTR, _INT, _INT, _PTR, _PTR, _PTR, _INT, _PTR, _I64, _I64, _INT],
+        )
         self._run = library.function(
             "dw_linear_run", None, [_PTR, _PTR, _PTR, _I64, _PTR, _I64, _INT, _I64, _INT]
         )
@@ -102,6 +109,63 @@ class LinearKernels:
         if not pointer:
             raise MemoryError(f"no memory for a linear layer of {outputs} x {inputs}")
         return NativeLinear(pointer, outputs, inputs, weight.dtype, paired, self)
+
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        dynamic: bool,
+        dtype: torch.dtype = torch.bfloat16,
+        paired: bool = False,
+    ) -> NativeLinear:
+        """Pack quantised weights; the tensors are not kept.
+
+        Args:
+            weight: The codes; groups of a multiple of 8 inputs.
+            bias: [out], any float dtype.
+            dynamic: Rows are quantised to int8 as they come; else they stay bfloat16.
+            dtype: Of the rows: bfloat16, or float32 if ``dynamic``.
+            paired: As in `pack`.
+        """
+        assert dtype is torch.bfloat16 or (dtype is torch.float32 and dynamic), dtype
+        outputs, inputs = weight.codes.shape
+        codes = weight.codes.contiguous()
+        scales = weight.scales.to(torch.float32).contiguous()
+        zeros = None if weight.zeros is None else weight.zeros.to(torch.uint8).contiguous()
+        wide = None if bias is None else bias.to(torch.float32).contiguous()
+        if weight.bits == 8:
+            code = Format.I8_DYNAMIC if dynamic else Format.I8
+            # only sign and magnitude of seven bits fit where rows are not quantised
+            assert dynamic or bool((codes != -128).all())
+        else:
+            code = Format.I4_DYNAMIC if dynamic else Format.I4
+        pointer = self._pack_quantized(
+            self.pool.pointer,
+            code,
+            DTYPE_CODES[dtype],
+            codes.data_ptr(),
+            scales.data_ptr(),
+            None if zeros is None else zeros.data_ptr(),
+            weight.group or 0,
+            None if wide is None else wide.data_ptr(),
+            outputs,
+            inputs,
+            paired,
+        )
+        if not pointer:
+            raise MemoryError(f"a linear layer of {outputs} x {inputs} cannot be packed as {code.name}")
+        return NativeLinear(pointer, outputs, inputs, dtype, paired, self)
+
+    def pack_as(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None, *, paired: bool = False
+    ) -> NativeLinear:
+        """Quantise a float weight [out, in] to a scheme and pack it; None: pack it as it is."""
+        if scheme is None:
+            return self.pack(weight, bias, paired=paired)
+        return self.pack_quantized(
+            quantize(weight, scheme), bias, dynamic=scheme.dynamic, dtype=weight.dtype, paired=paired
+        )
 
     def run(
         self,

@@ -1,77 +1,17 @@
-// Packing of weights, blocking of the product, and the split among threads. The arithmetic is in linear_*.cpp.
+// The blocking of the product and its split among threads. Packing is in linear_pack.cpp, the arithmetic in linear_*.cpp by
+// instruction set.
 #include "linear.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "isa.h"
-#include "linear_kernels.h"
+#include "linear_weights.h"
 #include "memory.h"
 
 namespace dw {
-
-struct Linear {
-  Format format;
-  DType input;
-  bool paired;          // gate | up: panels hold 16 gates and their 16 ups
-  int64_t outputs;      // N
-  int64_t inputs;       // K
-  int64_t units;        // of a panel, the last one padded with zeros
-  int64_t panels;
-  uint8_t* weights;     // [panels][units][32] dwords
-  float* bias;          // [panels * 32] or null
-  int64_t panel_bytes() const { return units * kUnitBytes; }
-};
-
 namespace {
-
-int k_per_unit(Format format) { return format == W_F32 ? 1 : format == W_BF16 ? 2 : 4; }
-int64_t element_bytes(DType dtype) { return dtype == F32 ? 4 : dtype == I8 ? 1 : 2; }
-
-// Which row of the weight stands in lane j of panel p; -1 for padding. Paired, N = 80, panel 1: lanes 0..15 are gates
-// 16..31, lanes 16..31 are ups 16..31, rows 56..71.
-int64_t source_row(const Linear& w, int64_t p, int j) {
-  if (!w.paired) {
-    int64_t n = p * kPanel + j;
-    return n < w.outputs ? n : -1;
-  }
-  int64_t half = w.outputs / 2, n = p * 16 + j % 16;
-  if (n >= half) return -1;
-  return j < 16 ? n : half + n;
-}
-
-// ------------------------------------------------------------------------------------------------ packing
-
-struct PackJob {
-  Linear* w;
-  const uint8_t* source;
-  int64_t row_bytes;
-};
-
-void pack_panel(void* raw, int p, int) {
-  const PackJob& job = *static_cast<PackJob*>(raw);
-  Linear& w = *job.w;
-  uint8_t* panel = w.weights + int64_t(p) * w.panel_bytes();
-  int64_t bytes = w.inputs * (4 / k_per_unit(w.format));  // of one source row
-  for (int j = 0; j < kPanel; ++j) {
-    int64_t n = source_row(w, p, j);
-    if (n < 0) {
-      for (int64_t u = 0; u < w.units; ++u) std::memset(panel + u * kUnitBytes + j * 4, 0, 4);
-      continue;
-    }
-    const uint8_t* row = job.source + n * job.row_bytes;
-    int64_t whole = bytes / 4;
-    for (int64_t u = 0; u < whole; ++u) std::memcpy(panel + u * kUnitBytes + j * 4, row + u * 4, 4);
-    if (whole < w.units) {
-      uint32_t last = 0;
-      std::memcpy(&last, row + whole * 4, size_t(bytes - whole * 4));
-      std::memcpy(panel + whole * kUnitBytes + j * 4, &last, 4);
-    }
-  }
-}
 
 // --------------------------------------------------------------------------------------------------- rows
 
@@ -83,16 +23,69 @@ struct Tiles {
   int64_t begin(int tile) const { return rows * tile / count; }
 };
 
-void pack_tile(const LinearCall& c, int64_t units, int64_t begin, int64_t end, uint32_t* packed) {
-  int64_t bytes = c.weights->inputs * element_bytes(c.weights->input);
-  int64_t whole = bytes / 4, height = end - begin;
+// Rows as kernels want them, in one buffer: per tile [steps][R] dwords, then per tile sums of the rows' values [groups][R], then
+// the rows' scales [rows].
+struct PackedRows {
+  uint32_t* steps;
+  uint32_t* sums;    // int32, or float32 for W_I4
+  float* scale;
+
+  PackedRows(void* buffer, const Linear& w, int64_t rows)
+      : steps(static_cast<uint32_t*>(buffer)), sums(steps + rows * w.steps()),
+        scale(reinterpret_cast<float*>(sums + rows * w.groups())) {}
+  static size_t bytes(const Linear& w, int64_t rows) { return size_t(rows * (w.steps() + w.groups() + 1)) * 4; }
+};
+
+// One row's dwords into column r of a tile of `height` rows; what is missing to `steps` is zero.
+void scatter(const uint8_t* row, int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+  int64_t whole = bytes / 4;
+  for (int64_t u = 0; u < whole; ++u) std::memcpy(&packed[u * height], row + u * 4, 4);
+  for (int64_t u = whole; u < steps; ++u) {
+    uint32_t last = 0;
+    if (u == whole) std::memcpy(&last, row + whole * 4, size_t(bytes - whole * 4));
+    packed[u * height] = last;
+  }
+}
+
+float sum_bf16(const uint8_t* values, int64_t count) {
+  float sums[8] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    uint16_t half;
+    std::memcpy(&half, values + i * 2, 2);
+    uint32_t bits = uint32_t(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    sums[i % 8] += value;
+  }
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+thread_local Scratch t_quantized;
+
+void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin, int64_t end, const PackedRows& packed) {
+  const Linear& w = *c.weights;
+  int64_t height = end - begin, steps = w.steps(), groups = w.groups(), element = element_bytes(w.input);
+  int64_t group = int64_t(w.group_units) * k_per_unit(w.format);
   for (int64_t r = 0; r < height; ++r) {
-    const uint8_t* row = static_cast<const uint8_t*>(c.x) + (begin + r) * c.ldx * element_bytes(c.weights->input);
-    for (int64_t u = 0; u < whole; ++u) std::memcpy(&packed[u * height + r], row + u * 4, 4);
-    if (whole < units) {
-      uint32_t last = 0;
-      std::memcpy(&last, row + whole * 4, size_t(bytes - whole * 4));
-      packed[whole * height + r] = last;
+    const uint8_t* row = static_cast<const uint8_t*>(c.x) + (begin + r) * c.ldx * element;
+    uint32_t* to = packed.steps + begin * steps + r;
+    uint32_t* sums = packed.sums + begin * groups + r;
+    if (!is_dynamic(w.format)) {
+      scatter(row, w.inputs * element, steps, height, to);
+      if (w.format == W_I4)
+        for (int64_t g = 0; g < groups; ++g) {
+          float sum = w.zeros ? sum_bf16(row + g * group * 2, std::min(group, w.inputs - g * group)) : 0.0f;
+          std::memcpy(&sums[g * height], &sum, 4);
+        }
+      continue;
+    }
+    auto* q = static_cast<int8_t*>(t_quantized.reserve(size_t(w.inputs)));
+    packed.scale[begin + r] = kernels.quantize(row, w.input, w.inputs, q);
+    scatter(reinterpret_cast<const uint8_t*>(q), w.inputs, steps, height, to);
+    for (int64_t g = 0; g < groups; ++g) {
+      int32_t sum = 0;
+      for (int64_t i = g * group, stop = std::min(i + group, w.inputs); i < stop; ++i) sum += q[i];
+      sums[g * height] = uint32_t(sum);
     }
   }
 }
@@ -101,7 +94,7 @@ void pack_tile(const LinearCall& c, int64_t units, int64_t begin, int64_t end, u
 struct Pass {
   const LinearCall* call;
   const LinearKernels* kernels;
-  const uint32_t* packed;  // all rows' tiles, or null: each task packs for itself
+  void* packed;        // all rows, packed for all threads, or null: each thread packs for itself
   uint64_t id;
   int tasks;
   Tiles tiles;
@@ -111,32 +104,34 @@ std::atomic<uint64_t> g_pass{0};
 thread_local Scratch t_rows, t_shared_rows, t_sums;
 thread_local uint64_t t_rows_pass = 0;  // whose rows t_rows holds
 
-const uint32_t* packed_rows(const Pass& pass) {
+PackedRows packed_rows(const Pass& pass) {
   const LinearCall& c = *pass.call;
   const Linear& w = *c.weights;
-  if (pass.packed != nullptr) return pass.packed;
-  auto* packed = static_cast<uint32_t*>(t_rows.reserve(size_t(c.rows * w.units) * 4));
+  if (pass.packed != nullptr) return PackedRows(pass.packed, w, c.rows);
+  PackedRows packed(t_rows.reserve(PackedRows::bytes(w, c.rows)), w, c.rows);
   if (t_rows_pass == pass.id) return packed;
-  for (int tile = 0; tile < pass.tiles.count; ++tile) {
-    int64_t begin = pass.tiles.begin(tile);
-    pack_tile(c, w.units, begin, pass.tiles.begin(tile + 1), packed + begin * w.units);
-  }
+  for (int tile = 0; tile < pass.tiles.count; ++tile)
+    pack_tile(c, *pass.kernels, pass.tiles.begin(tile), pass.tiles.begin(tile + 1), packed);
   t_rows_pass = pass.id;
   return packed;
 }
 
 void pack_tile_task(void* raw, int tile, int) {
   const Pass& pass = *static_cast<Pass*>(raw);
-  int64_t begin = pass.tiles.begin(tile), units = pass.call->weights->units;
-  pack_tile(*pass.call, units, begin, pass.tiles.begin(tile + 1), const_cast<uint32_t*>(pass.packed) + begin * units);
+  PackedRows packed(pass.packed, *pass.call->weights, pass.call->rows);
+  pack_tile(*pass.call, *pass.kernels, pass.tiles.begin(tile), pass.tiles.begin(tile + 1), packed);
 }
 
-void finish_panel(const Pass& pass, int64_t panel, int64_t row, int rows, const float* sums, int64_t sums_stride) {
+void finish_panel(const Pass& pass, int64_t panel, int64_t row, int rows, const float* sums, int64_t sums_stride,
+                  const PackedRows& packed) {
   const LinearCall& c = *pass.call;
   const Linear& w = *c.weights;
   Finish f;
   f.sums = sums;
   f.sums_stride = sums_stride;
+  f.integers = w.format == W_I8_DYN;
+  f.scale = w.scale == nullptr ? nullptr : w.scale + panel * kPanel;
+  f.row_scale = is_dynamic(w.format) ? packed.scale + row : nullptr;
   f.bias = w.bias == nullptr ? nullptr : w.bias + panel * kPanel;
   f.out = static_cast<uint8_t*>(c.out) + row * c.ldo * element_bytes(c.io_out);
   f.ldo = c.ldo;
@@ -162,19 +157,21 @@ void run_panels(void* raw, int task, int) {
   const LinearKernels& kernels = *pass.kernels;
   int64_t first = w.panels * task / pass.tasks, last = w.panels * (task + 1) / pass.tasks;
   if (first == last) return;
-  const uint32_t* packed = packed_rows(pass);
+  PackedRows packed = packed_rows(pass);
   const Tiles& tiles = pass.tiles;
   int64_t tile_rows = (c.rows + tiles.count - 1) / tiles.count;
   int64_t step = tile_rows <= kernels.pair_rows ? 2 : 1;
-  int64_t block = w.units;
-  if (tile_rows * w.units * 4 > kRowBlockBytes + kRowBlockBytes / 2) {
-    int64_t blocks = (tile_rows * w.units * 4 + kRowBlockBytes - 1) / kRowBlockBytes;
+  int64_t block = w.units, row_bytes = tile_rows * w.steps() * 4;
+  if (row_bytes > kRowBlockBytes + kRowBlockBytes / 2) {
+    int64_t blocks = (row_bytes + kRowBlockBytes - 1) / kRowBlockBytes;
     block = (w.units + blocks - 1) / blocks;
+    if (is_grouped(w.format)) block = (block + w.group_units - 1) / w.group_units * w.group_units;
   }
   int64_t group = step;
   if (block < w.units) group = std::max(step, kSumBytes / (c.rows * kPanel * 4) / step * step);
   auto* sums = static_cast<float*>(t_sums.reserve(size_t(std::min(group, last - first) * c.rows * kPanel) * 4));
-  void (*kernel)(const Tile&) = w.format == W_F32 ? kernels.f32 : kernels.bf16;
+  void (*kernel)(const Tile&) = kernels.tile[w.format];
+  const int64_t stride = w.panel_bytes(), steps = steps_per_unit(w.format);
 
   for (int64_t g = first; g < last; g += group) {
     int64_t group_end = std::min(g + group, last);
@@ -184,29 +181,33 @@ void run_panels(void* raw, int task, int) {
       for (int64_t p = g; p < group_end; p += step) {
         int64_t panels = std::min(step, group_end - p);
         Tile t;
-        t.w = w.weights + p * w.panel_bytes() + u * kUnitBytes;
-        t.panel_stride = w.panel_bytes();
+        t.w = w.weights + p * stride + w.offset(u);
+        t.panel_stride = stride;
         t.units = units;
+        t.bytes = w.offset(u + units) - w.offset(u);
         t.load = u > 0;
         t.panels = int(panels);
+        t.group_units = w.group_units;
+        t.zeros = w.zeros;
         t.next_w = nullptr;
         if (p + panels < group_end)
-          t.next_w = w.weights + (p + panels) * w.panel_bytes() + u * kUnitBytes;
+          t.next_w = w.weights + (p + panels) * stride + w.offset(u);
         else if (!done)
-          t.next_w = w.weights + g * w.panel_bytes() + (u + units) * kUnitBytes;
+          t.next_w = w.weights + g * stride + w.offset(u + units);
         else if (group_end < last)
-          t.next_w = w.weights + group_end * w.panel_bytes();
+          t.next_w = w.weights + group_end * stride;
         for (int tile = 0; tile < tiles.count; ++tile) {
           int64_t row = tiles.begin(tile);
           int rows = int(tiles.begin(tile + 1) - row);
           t.rows = rows;
-          t.x = packed + row * w.units + u * rows;
+          t.x = packed.steps + row * w.steps() + u * steps * rows;
+          t.x_sums = packed.sums + row * w.groups() + (is_grouped(w.format) ? u / w.group_units * rows : 0);
           // the sums of one tile lie together, [rows][32 * panels]
           t.sums = sums + (p - g) * c.rows * kPanel + row * kPanel * panels;
           kernel(t);
           if (done)
             for (int64_t i = 0; i < panels; ++i)
-              finish_panel(pass, p + i, row, rows, t.sums + i * kPanel, kPanel * panels);
+              finish_panel(pass, p + i, row, rows, t.sums + i * kPanel, kPanel * panels, packed);
         }
       }
     }
@@ -217,49 +218,6 @@ constexpr int64_t kTaskBytes = 48 << 10;  // of weights; less than this per task
 constexpr int64_t kSharedRows = 16;       // from so many rows on they are packed once for all threads
 
 }  // namespace
-
-Linear* linear_pack(Pool* pool, Format format, const void* weight, int64_t ldw, const float* bias, int64_t outputs,
-                    int64_t inputs, bool paired) {
-  if ((format != W_F32 && format != W_BF16) || outputs < 1 || inputs < 1 || (paired && outputs % 2 != 0))
-    return nullptr;
-  auto* w = new (std::nothrow) Linear{};
-  if (w == nullptr) return nullptr;
-  w->format = format;
-  w->input = format == W_F32 ? F32 : BF16;
-  w->paired = paired;
-  w->outputs = outputs;
-  w->inputs = inputs;
-  int kpu = k_per_unit(format);
-  w->units = (inputs + kpu - 1) / kpu;
-  w->panels = paired ? (outputs / 2 + 15) / 16 : (outputs + kPanel - 1) / kPanel;
-  w->weights = static_cast<uint8_t*>(big_alloc(size_t(w->panels * w->panel_bytes())));
-  if (bias != nullptr) w->bias = static_cast<float*>(big_alloc(size_t(w->panels * kPanel) * 4));
-  if (w->weights == nullptr || (bias != nullptr && w->bias == nullptr)) {
-    linear_free(w);
-    return nullptr;
-  }
-  PackJob job{w, static_cast<const uint8_t*>(weight), ldw * element_bytes(w->input)};
-  parallel_for(pool, int(w->panels), pack_panel, &job);
-  if (bias != nullptr)
-    for (int64_t p = 0; p < w->panels; ++p)
-      for (int j = 0; j < kPanel; ++j) {
-        int64_t n = source_row(*w, p, j);
-        w->bias[p * kPanel + j] = n < 0 ? 0.0f : bias[n];
-      }
-  return w;
-}
-
-void linear_free(Linear* w) {
-  if (w == nullptr) return;
-  big_free(w->weights);
-  big_free(w->bias);
-  delete w;
-}
-
-int64_t linear_outputs(const Linear* w) { return w->outputs; }
-int64_t linear_inputs(const Linear* w) { return w->inputs; }
-DType linear_input_dtype(const Linear* w) { return w->input; }
-int64_t linear_bytes(const Linear* w) { return w->panels * (w->panel_bytes() + (w->bias == nullptr ? 0 : kPanel * 4)); }
 
 const LinearKernels& linear_kernels() {
   switch (isa_current()) {
@@ -288,10 +246,11 @@ void linear_run(Pool* pool, const LinearCall* call) {
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
             Tiles(call->rows, kernels.tile_rows)};
   bool aligned = reinterpret_cast<uintptr_t>(call->x) % 4 == 0;
-  if (call->rows == 1 && aligned && w.inputs % k_per_unit(w.format) == 0) {
-    pass.packed = static_cast<const uint32_t*>(call->x);  // one row is its own packing
+  bool whole = w.inputs == w.units * k_per_unit(w.format);
+  if (call->rows == 1 && aligned && whole && !is_dynamic(w.format) && !is_grouped(w.format)) {
+    pass.packed = const_cast<void*>(call->x);  // one row is its own packing
   } else if (call->rows >= kSharedRows) {
-    pass.packed = static_cast<uint32_t*>(t_shared_rows.reserve(size_t(call->rows * w.units) * 4));
+    pass.packed = t_shared_rows.reserve(PackedRows::bytes(w, call->rows));
     parallel_for(pool, pass.tiles.count, pack_tile_task, &pass);
   }
   parallel_for(pool, int(tasks), run_panels, &pass);
@@ -307,13 +266,6 @@ void linear_forward(Pool* pool, const Linear* w, const void* x, int64_t ldx, voi
 
 using dw::Linear;
 
-DW_EXPORT void* dw_linear_pack(void* pool, int format, const void* weight, int64_t ldw, const float* bias,
-                               int64_t outputs, int64_t inputs, int paired) {
-  return dw::linear_pack(static_cast<dw::Pool*>(pool), dw::Format(format), weight, ldw, bias, outputs, inputs,
-                         paired != 0);
-}
-DW_EXPORT void dw_linear_free(void* w) { dw::linear_free(static_cast<Linear*>(w)); }
-DW_EXPORT int64_t dw_linear_bytes(const void* w) { return dw::linear_bytes(static_cast<const Linear*>(w)); }
 DW_EXPORT void dw_linear_run(void* pool, const void* weights, const void* x, int64_t ldx, void* out, int64_t ldo,
                              int io_out, int64_t rows, int epilogue) {
   dw::LinearCall call{static_cast<const Linear*>(weights), x, ldx, out, ldo, dw::DType(io_out), rows,

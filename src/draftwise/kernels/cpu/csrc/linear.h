@@ -37,6 +37,13 @@ struct Linear;
 Linear* linear_pack(Pool*, Format, const void* weight, int64_t ldw, const float* bias, int64_t outputs, int64_t inputs,
                     bool paired);
 
+// Quantised weights. `q` [outputs, inputs], one byte each: int8 -127..127, or int4 as 0..15. W_I8*: w = q * scales[n]. W_I4*:
+// w = (q - zero) * scale with `scales` and `zeros` [outputs, ceil(inputs / group)]; without `zeros` the zero point is 8; `group` is a
+// multiple of 8. Scales of groups are kept in float16 (times a power of two of the layer). `input`: BF16, or F32 for the
+// formats that quantise rows.
+Linear* linear_pack_quantized(Pool*, Format, DType input, const uint8_t* q, const float* scales, const uint8_t* zeros,
+                              int group, const float* bias, int64_t outputs, int64_t inputs, bool paired);
+
 int64_t linear_outputs(const Linear*);  // N
 int64_t linear_inputs(const Linear*);   // K
 DType linear_input_dtype(const Linear*);

@@ -1,7 +1,7 @@
 // Linear kernels for AVX2 with FMA. bfloat16 is widened in registers: of a pair of k, first the even one, then the odd one.
 #include <immintrin.h>
 
-#include "linear_kernels.h"
+#include "linear_impl.h"
 
 namespace dw {
 namespace {
@@ -66,7 +66,11 @@ void tile_kernel(const Tile& t) {
 }  // namespace
 
 extern const LinearKernels linear_avx2;
-// the way out is a small part of the work: the portable one, whose order per element is the same
-const LinearKernels linear_avx2 = {tile_kernel<false>, tile_kernel<true>, linear_finish_portable, 6, 0};
+const LinearKernels linear_avx2 = {{tile_kernel<false>, tile_kernel<true>, tile_plain<W_I8>, tile_plain<W_I8_DYN>,
+                                    tile_grouped<W_I4>, tile_grouped<W_I4_DYN>},
+                                   finish_plain,
+                                   quantize_plain,
+                                   6,
+                                   0};
 
 }  // namespace dw

@@ -55,16 +55,231 @@ void tile(const Tile& t) {
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
 
-template <bool kBf16>
-void tile_kernel(const Tile& t) {
-  using Fn = void (*)(const Tile&);
-  static constexpr Fn one[] = {nullptr,           tile<kBf16, 1, 1>, tile<kBf16, 2, 1>,  tile<kBf16, 3, 1>,  tile<kBf16, 4, 1>,
-                               tile<kBf16, 5, 1>, tile<kBf16, 6, 1>, tile<kBf16, 7, 1>,  tile<kBf16, 8, 1>,  tile<kBf16, 9, 1>,
-                               tile<kBf16, 10, 1>, tile<kBf16, 11, 1>, tile<kBf16, 12, 1>};
-  static constexpr Fn two[] = {nullptr,           tile<kBf16, 1, 2>, tile<kBf16, 2, 2>, tile<kBf16, 3, 2>,
-                               tile<kBf16, 4, 2>, tile<kBf16, 5, 2>, tile<kBf16, 6, 2>};
-  (t.panels == 2 ? two : one)[t.rows](t);
+// The four operations on quantised weights share a frame: where weights come from, how they are prefetched, how they
+// are multiplied. R * 2 * P accumulators of 16 lanes; `Pairs` are what a unit's vector of 16 outputs becomes.
+
+struct Stream {
+  const uint8_t* w;
+  const uint8_t* ahead;
+  const uint8_t* end;
+  const uint8_t* next;
+
+  explicit Stream(const Tile& t) : w(t.w), ahead(t.w + kAhead * kUnitBytes), end(t.w + t.bytes), next(t.next_w) {
+    if (ahead >= end) turn();
+  }
+  void turn() {
+    ahead = next != nullptr ? next + (ahead - end) : w;
+    end = ahead + (int64_t(1) << 40);  // only once
+  }
+  template <int P>
+  void prefetch(int64_t stride, int bytes) {
+    for (int p = 0; p < P; ++p)
+      for (int i = 0; i < bytes; i += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + p * stride + i), _MM_HINT_T0);
+    ahead += bytes;
+    if (ahead >= end) turn();
+  }
+};
+
+inline __m512i load_w(const uint8_t* w) { return _mm512_loadu_si512(w); }
+
+template <int R, int P>
+void tile_i8_dynamic(const Tile& t) {
+  __m512i acc[R][2 * P];
+  const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2 * P; ++v)
+      // weights are stored plus 128: 128 times the sum of the row comes off
+      acc[r][v] = t.load ? _mm512_loadu_si512(t.sums + (r * P * 2 + v) * 16) : _mm512_set1_epi32(-128 * x_sums[r]);
+  Stream s(t);
+  const uint32_t* x = t.x;
+  for (int64_t u = 0; u < t.units; ++u) {
+    __m512i w[2 * P];
+    for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
+    s.prefetch<P>(t.panel_stride, kUnitBytes);
+    for (int r = 0; r < R; ++r) {
+      __m512i row = _mm512_set1_epi32(int(x[r]));
+      for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_dpbusd_epi32(acc[r][v], w[v], row);
+    }
+    s.w += kUnitBytes;
+    x += R;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2 * P; ++v) _mm512_storeu_si512(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
+
+// bfloat16 of 0..127, cut into the lower and the upper byte.
+struct ByteTables {
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+  alignas(16) uint8_t nibble_low[16];  // of -8..7
+  alignas(16) uint8_t nibble_high[16];
+};
+
+constexpr uint16_t bf16_of(int value) {
+  if (value == 0) return 0;
+  int magnitude = value < 0 ? -value : value, exponent = 0;
+  while ((magnitude >> (exponent + 1)) != 0) ++exponent;
+  int mantissa = (magnitude << 7 >> exponent) & 0x7f;
+  return uint16_t((value < 0 ? 0x8000 : 0) | ((127 + exponent) << 7) | mantissa);
+}
+
+constexpr ByteTables make_tables() {
+  ByteTables t{};
+  for (int i = 0; i < 128; ++i) t.low[i] = uint8_t(bf16_of(i) & 0xff), t.high[i] = uint8_t(bf16_of(i) >> 8);
+  for (int i = 0; i < 16; ++i) {
+    t.nibble_low[i] = uint8_t(bf16_of(i - 8) & 0xff);
+    t.nibble_high[i] = uint8_t(bf16_of(i - 8) >> 8);
+  }
+  return t;
+}
+
+constexpr ByteTables kTables = make_tables();
+
+template <int R, int P>
+void tile_i8(const Tile& t) {
+  __m512 acc[R][2 * P];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2 * P; ++v)
+      acc[r][v] = t.load ? _mm512_loadu_ps(t.sums + (r * P * 2 + v) * 16) : _mm512_setzero_ps();
+  const __m512i low[2] = {load_w(kTables.low), load_w(kTables.low + 64)};
+  const __m512i high[2] = {load_w(kTables.high), load_w(kTables.high + 64)};
+  const __m512i sign = _mm512_set1_epi8(char(0x80));
+  Stream s(t);
+  const uint32_t* x = t.x;
+  for (int64_t u = 0; u < t.units; ++u) {
+    s.prefetch<P>(t.panel_stride, kUnitBytes);
+    for (int v = 0; v < 2 * P; ++v) {
+      __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
+      __m512i lows = _mm512_permutex2var_epi8(low[0], w, low[1]);
+      __m512i highs = _mm512_permutex2var_epi8(high[0], w, high[1]);
+      highs = _mm512_ternarylogic_epi32(highs, w, sign, 0xf8);  // highs | (w & sign)
+      __m512i first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
+      for (int r = 0; r < R; ++r) acc[r][v] = step<true>(acc[r][v], first, _mm512_set1_epi32(int(x[r])));
+      for (int r = 0; r < R; ++r) acc[r][v] = step<true>(acc[r][v], second, _mm512_set1_epi32(int(x[R + r])));
+    }
+    s.w += kUnitBytes;
+    x += 2 * R;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
+}
+
+// Ends a group: total += scale * group (+ shift * sum of the row's values), for one vector of 16 outputs and all rows. `header`
+// points at the group's scales.
+template <int R, int P>
+inline void end_group(const Tile& t, const uint8_t* header, int v, bool start, const __m512 (&group)[R],
+                      const float (&x_sum)[R]) {
+  __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(header + v % 2 * 32)));
+  __m512 shift = _mm512_setzero_ps();
+  if (t.zeros) {
+    __m128i z = _mm_loadu_si128(reinterpret_cast<const __m128i*>(header + kHeader + v % 2 * 16));
+    shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), scale), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(z)));
+  }
+  for (int r = 0; r < R; ++r) {
+    float* at = t.sums + (r * P * 2 + v) * 16;
+    __m512 total = start ? _mm512_setzero_ps() : _mm512_loadu_ps(at);
+    total = _mm512_fmadd_ps(group[r], scale, total);
+    if (t.zeros) total = _mm512_fmadd_ps(shift, _mm512_set1_ps(x_sum[r]), total);
+    _mm512_storeu_ps(at, total);
+  }
+}
+
+template <int R, int P>
+void tile_i4(const Tile& t) {
+  const int header = t.zeros ? 2 * kHeader : kHeader;
+  const __m512i low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_low)));
+  const __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_high)));
+  const __m512i mask = _mm512_set1_epi8(15);
+  const auto* x_sums = static_cast<const float*>(t.x_sums);
+  Stream s(t);
+  const uint32_t* x = t.x;
+  const int64_t groups = t.units / t.group_units;
+  for (int64_t g = 0; g < groups; ++g, x_sums += R) {
+    const uint8_t* group = s.w;
+    float x_sum[R];
+    for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
+    s.prefetch<P>(t.panel_stride, header);
+    // one vector of 16 outputs at a time over the group, so that R accumulators are enough for many rows
+    __m512 acc[2 * P][R];
+    for (int v = 0; v < 2 * P; ++v)
+      for (int r = 0; r < R; ++r) acc[v][r] = _mm512_setzero_ps();
+    s.w += header;
+    for (int u = 0; u < t.group_units; ++u) {
+      s.prefetch<P>(t.panel_stride, kUnitBytes);
+      for (int v = 0; v < 2 * P; ++v) {
+        __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
+        for (int half = 0; half < 2; ++half) {
+          __m512i q = _mm512_and_si512(half == 0 ? w : _mm512_srli_epi16(w, 4), mask);
+          __m512i lows = _mm512_shuffle_epi8(low, q), highs = _mm512_shuffle_epi8(high, q);
+          __m512i first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
+          const uint32_t* pair = x + 2 * half * R;
+          for (int r = 0; r < R; ++r) acc[v][r] = step<true>(acc[v][r], first, _mm512_set1_epi32(int(pair[r])));
+          for (int r = 0; r < R; ++r) acc[v][r] = step<true>(acc[v][r], second, _mm512_set1_epi32(int(pair[R + r])));
+        }
+      }
+      s.w += kUnitBytes;
+      x += 4 * R;
+    }
+    for (int v = 0; v < 2 * P; ++v)
+      end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, acc[v], x_sum);
+  }
+}
+
+template <int R, int P>
+void tile_i4_dynamic(const Tile& t) {
+  const int header = t.zeros ? 2 * kHeader : kHeader;
+  const __m512i mask = _mm512_set1_epi8(15);
+  const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
+  Stream s(t);
+  const uint32_t* x = t.x;
+  const int64_t groups = t.units / t.group_units;
+  for (int64_t g = 0; g < groups; ++g, x_sums += R) {
+    const uint8_t* group = s.w;
+    float x_sum[R];
+    __m512i acc[2 * P][R];
+    for (int r = 0; r < R; ++r) {
+      x_sum[r] = float(x_sums[r]);
+      for (int v = 0; v < 2 * P; ++v) acc[v][r] = _mm512_set1_epi32(-8 * x_sums[r]);  // 0..15 stands for -8..7
+    }
+    s.prefetch<P>(t.panel_stride, header);
+    s.w += header;
+    for (int u = 0; u < t.group_units; ++u) {
+      s.prefetch<P>(t.panel_stride, kUnitBytes);
+      for (int v = 0; v < 2 * P; ++v) {
+        __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
+        __m512i first = _mm512_and_si512(w, mask), second = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
+        for (int r = 0; r < R; ++r) acc[v][r] = _mm512_dpbusd_epi32(acc[v][r], first, _mm512_set1_epi32(int(x[r])));
+        for (int r = 0; r < R; ++r)
+          acc[v][r] = _mm512_dpbusd_epi32(acc[v][r], second, _mm512_set1_epi32(int(x[R + r])));
+      }
+      s.w += kUnitBytes;
+      x += 2 * R;
+    }
+    for (int v = 0; v < 2 * P; ++v) {
+      __m512 sums[R];
+      for (int r = 0; r < R; ++r) sums[r] = _mm512_cvtepi32_ps(acc[v][r]);
+      end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, sums, x_sum);
+    }
+  }
+}
+
+#define DW_ROWS(kernel)                                                                                               \
+  [](const Tile& t) {                                                                                                 \
+    using Fn = void (*)(const Tile&);                                                                                 \
+    static constexpr Fn one[] = {nullptr,      kernel(1, 1), kernel(2, 1), kernel(3, 1),  kernel(4, 1),               \
+                                 kernel(5, 1), kernel(6, 1), kernel(7, 1), kernel(8, 1),  kernel(9, 1),               \
+                                 kernel(10, 1), kernel(11, 1), kernel(12, 1)};                                        \
+    static constexpr Fn two[] = {nullptr,      kernel(1, 2), kernel(2, 2), kernel(3, 2),                              \
+                                 kernel(4, 2), kernel(5, 2), kernel(6, 2)};                                           \
+    (t.panels == 2 ? two : one)[t.rows](t);                                                                           \
+  }
+#define DW_F32_TILE(r, p) tile<false, r, p>
+#define DW_BF16_TILE(r, p) tile<true, r, p>
+#define DW_I8_TILE(r, p) tile_i8<r, p>
+#define DW_I8_DYN_TILE(r, p) tile_i8_dynamic<r, p>
+#define DW_I4_TILE(r, p) tile_i4<r, p>
+#define DW_I4_DYN_TILE(r, p) tile_i4_dynamic<r, p>
 
 // ------------------------------------------------------------------------------------------------- the way out
 
@@ -128,6 +343,12 @@ void finish(const Finish& f) {
   for (int r = 0; r < f.rows; ++r) {
     const float* sums = f.sums + r * f.sums_stride;
     __m512 y[2] = {_mm512_loadu_ps(sums), _mm512_loadu_ps(sums + 16)};
+    if (f.integers)
+      for (int half = 0; half < 2; ++half) y[half] = _mm512_cvtepi32_ps(_mm512_castps_si512(y[half]));
+    if (f.scale != nullptr)
+      for (int half = 0; half < 2; ++half) y[half] = _mm512_mul_ps(y[half], _mm512_loadu_ps(f.scale + half * 16));
+    if (f.row_scale != nullptr)
+      for (int half = 0; half < 2; ++half) y[half] = _mm512_mul_ps(y[half], _mm512_set1_ps(f.row_scale[r]));
     if (f.bias != nullptr)
       for (int half = 0; half < 2; ++half) y[half] = _mm512_add_ps(y[half], _mm512_loadu_ps(f.bias + half * 16));
     if (f.epilogue == EP_SILU_MUL) {
@@ -146,9 +367,38 @@ void finish(const Finish& f) {
   }
 }
 
+float quantize(const void* x, DType dtype, int64_t count, int8_t* q) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  __m512i largest = _mm512_setzero_si512();  // of the bits without sign: infinity and NaN stand above all numbers
+  for (int64_t i = 0; i < count; i += 16) {
+    __m512i bits = _mm512_castps_si512(load(x, i, dtype, int(count - i < 16 ? count - i : 16)));
+    largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, magnitude));
+  }
+  __m512 whole = _mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(largest)));
+  float top = _mm512_cvtss_f32(whole), inverse = 127.0f / top;
+  bool finite = top < __builtin_inff();
+  if (!finite || !(inverse < 0x1p127f)) {  // or nothing but zeros and the smallest numbers
+    for (int64_t i = 0; i < count; ++i) q[i] = 0;
+    return finite ? 0.0f : __builtin_nanf("");
+  }
+  for (int64_t i = 0; i < count; i += 16) {
+    int left = int(count - i < 16 ? count - i : 16);
+    __m512i rounded = _mm512_cvt_roundps_epi32(_mm512_mul_ps(load(x, i, dtype, left), _mm512_set1_ps(inverse)),
+                                               _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_mask_storeu_epi8(q + i, __mmask16((1u << left) - 1), _mm512_cvtepi32_epi8(rounded));
+  }
+  return top / 127.0f;
+}
+
 }  // namespace
 
 extern const LinearKernels linear_avx512;
-const LinearKernels linear_avx512 = {tile_kernel<false>, tile_kernel<true>, finish, 12, 6};
+const LinearKernels linear_avx512 = {
+    {DW_ROWS(DW_F32_TILE), DW_ROWS(DW_BF16_TILE), DW_ROWS(DW_I8_TILE), DW_ROWS(DW_I8_DYN_TILE), DW_ROWS(DW_I4_TILE),
+     DW_ROWS(DW_I4_DYN_TILE)},
+    finish,
+    quantize,
+    12,
+    6};
 
 }  // namespace dw

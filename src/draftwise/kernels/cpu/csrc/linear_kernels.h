@@ -1,11 +1,20 @@
 // What an instruction set provides for linear layers, and the layout of packed weights. Internal to the linear family.
 //
-// Outputs are cut into panels of 32; a panel holds K in units, and a unit is 128 bytes: 32 outputs times one dword
-//   W_F32: 1 k of 4 bytes   W_BF16: 2 k of 2 bytes   W_I8_DYN: 4 k of 1 byte
-// so panel p, unit u, output j, and k = u * kpu + i stands at byte (p * units + u) * 128 + j * 4 + i * (4 / kpu).
-// Example, W_BF16: w[n = 37, k = 6] is panel 1, unit 3, j = 5, i = 0.
-// Rows are packed the same way: a tile of R rows is [units][R] dwords, so that a kernel reads both in one stream each,
-// broadcasts a dword of a row and multiplies it into 32 lanes.
+// Outputs are cut into panels of 32; a panel holds K in units, and a unit is 128 bytes: 32 outputs times one dword.
+// With kpu k in a unit, panel p, unit u, output j and k = u * kpu + i:
+//   W_F32     kpu 1
+//   W_BF16    kpu 2, the dword is the pair (k, k + 1)
+//   W_I8_DYN  kpu 4, byte i is w + 128
+//   W_I8      kpu 4, a byte is sign and magnitude (so that 7 bits index a table of bfloat16). Of 16 bytes (4 outputs), bytes
+//             0..7 hold k 0 and 1 of each output, bytes 8..15 k 2 and 3: widened, that makes pairs in the right lanes.
+//   W_I4_DYN  kpu 8, byte i holds k i in its low and k 4 + i in its high half, 0..15
+//   W_I4      kpu 8, low halves as W_I8 for k 0..3, high halves for k 4..7, 0..15
+// Example, W_BF16: w[n = 37, k = 6] is panel 1, unit 3, lane j = 5, the lower half of the dword.
+// The int4 formats cut K into groups, and each group of a panel starts with a header: 32 scales (float16), and, where
+// zero points differ from 8, a second 64 bytes with 32 of zero point - 8 (int8) and padding.
+//
+// Rows are packed to match: a tile of R rows is [step][R] dwords, one step per pair (bfloat16) or four (int8) of k, so that a
+// kernel reads both in one stream each, broadcasts a dword of a row and multiplies it into 16 lanes.
 #pragma once
 
 #include <cstdint>
@@ -14,47 +23,61 @@
 
 namespace dw {
 
-constexpr int kPanel = 32;           // outputs of a panel
-constexpr int kUnitBytes = 128;      // bytes of a unit of a panel
+constexpr int kPanel = 32;       // outputs of a panel
+constexpr int kUnitBytes = 128;  // bytes of a unit of a panel
+constexpr int kHeader = 64;      // bytes of a group's scales, and of its zero points
 constexpr int kMaxTileRows = 12;
+constexpr int kFormats = 6;
 
-// One tile: `rows` (1..kMaxTileRows) times one or two panels over `units` units.
+inline int k_per_unit(Format f) { return f == W_F32 ? 1 : f == W_BF16 ? 2 : f == W_I8 || f == W_I8_DYN ? 4 : 8; }
+inline int steps_per_unit(Format f) { return f == W_I8 || f == W_I4_DYN ? 2 : f == W_I4 ? 4 : 1; }
+inline bool is_dynamic(Format f) { return f == W_I8_DYN || f == W_I4_DYN; }
+inline bool is_grouped(Format f) { return f == W_I4 || f == W_I4_DYN; }
+
+// One tile: `rows` (1..kMaxTileRows) times one or two panels over `units` units (whole groups of them).
 struct Tile {
-  const uint32_t* x;      // [units][rows] dwords
-  const uint8_t* w;       // first panel, at the first unit
+  const uint32_t* x;      // [units * steps][rows] dwords
+  const uint8_t* w;       // first panel, at the first unit (or header)
   int64_t panel_stride;   // bytes from a panel to the next
   int64_t units;
+  int64_t bytes;          // of one panel over these units
   const uint8_t* next_w;  // what will be read after this (prefetched towards the end), or null
-  float* sums;            // [rows][32 * panels], float32 or int32 by format
+  float* sums;            // [rows][32 * panels]: float32, or int32 for W_I8_DYN
   bool load;              // go on from `sums` rather than from zero
   int rows;
   int panels;             // 1 or 2
+  int group_units;        // units of a group
+  bool zeros;             // groups have zero points
+  const void* x_sums;     // sums of the rows' values: W_I8_DYN int32 [rows]; W_I4_DYN int32, W_I4 float32 [groups][rows]
 };
 
 // Sums of one tile on their way out; the 32 columns of a panel go to two places of 16.
 struct Finish {
-  const float* sums;  // [rows][sums_stride]
+  const float* sums;  // [rows][sums_stride], as in Tile
   int64_t sums_stride;
-  const float* bias;   // [32] of this panel, or null
-  void* out;           // row 0, column 0
+  bool integers;           // the sums are int32
+  const float* scale;      // [32] of this panel, or null: y = (sum * scale) * row_scale + bias
+  const float* row_scale;  // [rows], or null
+  const float* bias;       // [32] of this panel, or null
+  void* out;               // row 0, column 0
   int64_t ldo;
   DType dtype;
   int rows;
-  int64_t column[2];   // where the halves go; EP_SILU_MUL: column[0] only
-  int count[2];        // how many of the 16 are real
+  int64_t column[2];  // where the halves go; EP_SILU_MUL: column[0] only
+  int count[2];       // how many of the 16 are real
   Epilogue epilogue;
 };
 
 struct LinearKernels {
-  void (*f32)(const Tile&);
-  void (*bf16)(const Tile&);
+  void (*tile[kFormats])(const Tile&);
   void (*finish)(const Finish&);
-  int tile_rows;   // rows of a full tile
-  int pair_rows;   // tiles of at most so many rows take two panels at a time
+  // Quantises a row of F32 or BF16 to int8: q = rint(x * 127 / max |x|), half to even; returns max |x| / 127, NaN if not finite.
+  float (*quantize)(const void* x, DType dtype, int64_t count, int8_t* q);
+  int tile_rows;  // rows of a full tile
+  int pair_rows;  // tiles of at most so many rows take two panels at a time
 };
 
 extern const LinearKernels linear_portable;
-void linear_finish_portable(const Finish&);
 #if DW_HAVE_AVX2
 extern const LinearKernels linear_avx2;
 #endif

@@ -1,0 +1,21 @@
+// What the machine can do, measured with loops that do nothing else: the rooflines of `draftwise bench kernels`.
+#pragma once
+
+#include <cstdint>
+
+namespace dw {
+
+struct ProbeKernels {
+  uint64_t (*read)(const uint8_t* from, int64_t bytes);  // reads it all, returns a sum of it; bytes % 256 == 0
+  // Run one arithmetic instruction as fast as it goes, on registers; each returns operations done (a product with a sum is two).
+  int64_t (*f32)(int64_t rounds);
+  int64_t (*bf16)(int64_t rounds);
+  int64_t (*int8)(int64_t rounds);
+};
+
+extern const ProbeKernels probe_portable;
+#if DW_HAVE_AVX512
+extern const ProbeKernels probe_avx512;
+#endif
+
+}  // namespace dw

@@ -1,0 +1,1 @@
+"""Quantised weights: formats, rounding to them, and their plain-torch reference."""

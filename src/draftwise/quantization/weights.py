@@ -1,0 +1,95 @@
+"""Quantised weights and rounding to the nearest.
+
+The codes and scales here are plain tensors: kernels pack them, and `dequantize` says what they mean, so that any kernel
+can be compared with a product of plain floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.quantization.scheme import Scheme
+
+INT8_MAX = 127
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A linear layer's weight [out, in]: ``w = (codes - zeros) * scales``, group by group of inputs."""
+
+    bits: int  # 8 or 4
+    codes: Tensor  # [out, in]; 8 bits: int8, -127..127; 4 bits: uint8, 0..15
+    scales: Tensor  # 8 bits: [out] float32; 4 bits: [out, ceil(in / group)] float32
+    zeros: Tensor | None = None  # 4 bits: [out, ceil(in / group)] uint8, 0..15; None: all 8
+    group: int | None = None  # 4 bits: inputs that share a scale
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.codes.shape
+        if self.bits == 8:
+            assert self.codes.dtype is torch.int8 and self.scales.shape == (outputs,) and self.zeros is None
+            return
+        assert self.bits == 4 and self.codes.dtype is torch.uint8 and self.group is not None
+        assert self.scales.shape == (outputs, -(-inputs // self.group))
+        assert self.zeros is None or self.zeros.shape == self.scales.shape
+
+    def dequantize(self) -> Tensor:
+        """The weight that the codes stand for, [out, in] float32."""
+        if self.bits == 8:
+            return self.codes.float() * self.scales[:, None]
+        assert self.group is not None
+        inputs = self.codes.shape[1]
+        scales = self.scales.repeat_interleave(self.group, dim=1)[:, :inputs]
+        if self.zeros is None:
+            return (self.codes.float() - 8) * scales
+        return (self.codes.float() - self.zeros.repeat_interleave(self.group, dim=1)[:, :inputs]) * scales
+
+
+def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
+    """Round a float weight [out, in] to a scheme's codes, to the nearest.
+
+    int8: symmetric, one scale per output, ``max |w| / 127``. int4: one scale per group of inputs; the element of largest
+    magnitude gets code 0, which stands for -8 (the scale is negative if that element is positive), so that all
+    sixteen codes are in use, as in ggml's Q4_0. Scales are rounded to float16 first, and the codes are those nearest
+    for the rounded scale.
+    """
+    values = weight.detach().float()
+    if scheme.bits == 8:
+        scales = values.abs().amax(dim=1) / INT8_MAX
+        codes = (values / _not_zero(scales)[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+        return QuantizedWeight(8, codes.to(torch.int8), scales)
+    assert scheme.group is not None
+    outputs, inputs = values.shape
+    groups = -(-inputs // scheme.group)
+    if groups * scheme.group != inputs:
+        values = torch.nn.functional.pad(values, (0, groups * scheme.group - inputs))
+    grouped = values.view(outputs, groups, scheme.group)
+    largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True)).squeeze(2)  # [out, groups], signed
+    scales = _as_float16(largest / -8)
+    codes = (grouped / _not_zero(scales)[:, :, None]).round_().add_(8).clamp_(0, 15)
+    codes = codes.view(outputs, -1)[:, :inputs].to(torch.uint8).contiguous()
+    return QuantizedWeight(4, codes, scales, None, scheme.group)
+
+
+def _not_zero(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, torch.ones_like(scales), scales)
+
+
+def _as_float16(scales: Tensor) -> Tensor:
+    """Rounded to the eleven digits of float16 with the layer's own exponent, as packed weights keep them."""
+    top = float(scales.abs().max())
+    if top == 0:
+        return scales
+    factor = 2.0 ** (10 - torch.frexp(torch.tensor(top)).exponent.item())
+    return (scales * factor).half().float() / factor
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows to int8 with a scale per row, as the dynamic kernels do: [T, K] -> codes [T, K] int8, scales [T] float32."""
+    values = x.float()
+    top = values.abs().amax(dim=1)
+    # torch.div of two tensors: a number over a tensor would be the reciprocal times the number, rounded twice
+    inverse = torch.where(top == 0, torch.zeros_like(top), torch.div(torch.full_like(top, INT8_MAX), top))
+    return (values * inverse[:, None]).round_().to(torch.int8), top / INT8_MAX

@@ -1,0 +1,136 @@
+"""Quantised linear layers: against a product of dequantised floats, and bit for bit in every shape of call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.native import forced_isa, native_or_skip
+from torch import Tensor
+
+from draftwise.kernels.cpu.library import Isa
+from draftwise.kernels.cpu.linear import Epilogue, LinearKernels, NativeLinear
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.quantization.scheme import parse_scheme
+from draftwise.quantization.weights import QuantizedWeight, quantize, quantize_rows
+
+NAMES = ["int8", "int8_dynamic", "int4_g32", "int4", "int4_dynamic_g32", "int4_dynamic_g128"]
+SIZES = [(1, 1), (5, 3), (33, 34), (48, 255), (100, 1030), (64, 4100)]  # out, in
+
+
+@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name.lower(), autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    with forced_isa(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def kernels() -> LinearKernels:
+    return LinearKernels(native_or_skip(), ThreadPool(native_or_skip(), 2))
+
+
+def case(
+    kernels: LinearKernels,
+    name: str,
+    outputs: int,
+    inputs: int,
+    rows: int,
+    *,
+    zeros: bool = False,
+    paired: bool = False,
+) -> tuple[QuantizedWeight, NativeLinear, Tensor, Tensor]:
+    """Weight, packed, rows, bias."""
+    generator = torch.Generator().manual_seed(outputs * 31 + inputs)
+    scheme = parse_scheme(name)
+    weight = quantize(torch.randn(outputs, inputs, generator=generator) * 0.02, scheme)
+    if zeros:
+        points = torch.randint(0, 16, weight.scales.shape, generator=generator, dtype=torch.uint8)
+        weight = QuantizedWeight(4, weight.codes, weight.scales, points, weight.group)
+    x = torch.randn(rows, inputs, generator=generator).to(torch.bfloat16)
+    bias = torch.randn(outputs, generator=generator)
+    packed = kernels.pack_quantized(weight, bias, dynamic=scheme.dynamic, paired=paired)
+    return weight, packed, x, bias
+
+
+def oracle(x: Tensor, weight: QuantizedWeight, bias: Tensor, dynamic: bool) -> Tensor:
+    rows = x.double()
+    if dynamic:
+        codes, scales = quantize_rows(x)
+        rows = codes.double() * scales.double()[:, None]
+    return rows @ weight.dequantize().double().t() + bias.double()
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_equals_the_reference(kernels: LinearKernels, name: str, outputs: int, inputs: int) -> None:
+    weight, packed, x, bias = case(kernels, name, outputs, inputs, 19)
+    for rows in (1, 2, 7, 13, 19):
+        got = kernels.run(x[:rows], packed, dtype=torch.float32)
+        assert error(got, oracle(x[:rows], weight, bias, "dynamic" in name)) < 1e-5, rows
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int4_dynamic_g32", "int4_dynamic"])
+def test_zero_points(kernels: LinearKernels, name: str) -> None:
+    for outputs, inputs in ((33, 40), (64, 1030)):
+        weight, packed, x, bias = case(kernels, name, outputs, inputs, 9, zeros=True)
+        for rows in (1, 5, 9):
+            got = kernels.run(x[:rows], packed, dtype=torch.float32)
+            assert error(got, oracle(x[:rows], weight, bias, "dynamic" in name)) < 1e-5
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_for_any_number_of_rows_and_threads(kernels: LinearKernels, name: str, zeros: bool) -> None:
+    if zeros and "int4" not in name:
+        pytest.skip("no zero points")
+    _, packed, x, _ = case(kernels, name, 65, 2100, 512, zeros=zeros)
+    single = torch.cat([kernels.run(x[i : i + 1], packed) for i in range(80)])
+    for rows in range(2, 65):
+        assert torch.equal(kernels.run(x[:rows], packed), single[:rows]), rows
+    assert torch.equal(kernels.run(x, packed)[:80], single)
+    for threads in (1, 3):
+        other = LinearKernels(native_or_skip(), ThreadPool(native_or_skip(), threads))
+        for rows in (1, 8, 37):
+            assert torch.equal(other.run(x[:rows], packed), single[:rows])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_epilogues(kernels: LinearKernels, name: str) -> None:
+    weight, packed, x, bias = case(kernels, name, 90, 70, 5, paired=True)
+    both = kernels.run(x, packed)
+    scheme = parse_scheme(name)
+    assert torch.equal(both, kernels.run(x, kernels.pack_quantized(weight, bias, dynamic=scheme.dynamic)))
+    residual = torch.ones(5, 90, dtype=torch.bfloat16)
+    want = residual + both
+    assert torch.equal(kernels.run(x, packed, residual, Epilogue.ADD), want)
+    got = kernels.run(x, packed, epilogue=Epilogue.SILU_MUL)
+    gate, up = both.double().chunk(2, dim=1)
+    torch.testing.assert_close(got.double(), gate * gate.sigmoid() * up, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["int8_dynamic", "int4_dynamic"])
+def test_float32_rows(kernels: LinearKernels, name: str) -> None:
+    weight, _, _, bias = case(kernels, name, 40, 100, 1)
+    packed = kernels.pack_quantized(weight, bias, dynamic=True, dtype=torch.float32)
+    x = torch.randn(6, 100, generator=torch.Generator().manual_seed(1)) * 1e3
+    assert error(kernels.run(x, packed), oracle(x, weight, bias, True)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["int8_dynamic", "int4_dynamic"])
+def test_rows_of_zeros_and_rows_that_are_not_finite(kernels: LinearKernels, name: str) -> None:
+    _, packed, x, bias = case(kernels, name, 40, 100, 6)
+    clean = kernels.run(x, packed)
+    x[1] = 0
+    x[2, 7] = float("nan")
+    x[3, 99] = float("inf")
+    x[4] *= 1e-38
+    got = kernels.run(x, packed)
+    assert torch.equal(got[1], bias.to(torch.bfloat16))
+    assert bool(got[2].isnan().all()) and bool(got[3].isnan().all())
+    assert bool(got[4].isfinite().all())
+    assert torch.equal(got[[0, 5]], clean[[0, 5]])
