@@ -257,6 +257,25 @@ def test_paths_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     fails(lambda: load(Path("no-such-owner/no-such-model")), "no-such-owner/no-such-model", "no local folder")
 
 
+def test_a_hub_id_is_asked_for_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_path("owner/name", "v1") == tmp_path
+    resolve_path("owner/name", weights=False, code=True)
+    (name, full), (_, light) = asked
+    assert (name, full["revision"], light["revision"]) == ("owner/name", "v1", None)
+    assert "*.safetensors" in full["allow_patterns"] and "*.py" not in full["allow_patterns"]
+    assert "*.safetensors" not in light["allow_patterns"] and "*.py" in light["allow_patterns"]
+    assert "consolidated*" in full["ignore_patterns"]
+
+
 def test_unknown_architecture_names_the_supported_ones(tmp_path: Path) -> None:
     folder = write(tmp_path, architectures=["MambaForCausalLM"])
     fails(lambda: load(folder), "MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")

@@ -22,12 +22,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _FLOAT_NAMES = frozenset({"F64", "F32", "BF16", "F16"})
 
 
-def resolve_path(path: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_path(
+    path: str | Path, revision: str | None = None, *, weights: bool = True, code: bool = False
+) -> Path:
     """The folder of a model: ``path`` itself if it is one, else the hub's snapshot of that id (cached or downloaded).
 
     Args:
         revision: branch, tag or commit on the hub; a local folder has none, so giving one there is an error.
         weights: whether the weight files are needed too.
+        code: whether Python files are (a tokenizer's own code, when it is trusted).
 
     Raises:
         ModelLoadError: neither a folder nor an id that can be had.
@@ -46,9 +49,14 @@ def resolve_path(path: str | Path, revision: str | None = None, *, weights: bool
         raise ModelLoadError(f"model folder {text!r} does not exist")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + (["*.safetensors"] if weights else [])
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja"]
+    wanted += ["*.safetensors"] * weights + ["*.py"] * code
+    # some repositories hold the same weights a second time, in their vendor's own format
+    unwanted = ["consolidated*", "original/*"]
     try:
-        return Path(snapshot_download(text, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(text, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
+        )
     except Exception as error:  # offline, no such id, gated, disk full: all end here
         reason = str(error).strip().split("\n")[0]
         raise ModelLoadError(

@@ -22,7 +22,7 @@ def load_tokenizer(
         ModelLoadError: the folder has none, it cannot be read, or it is a slow one (streaming text needs the speed
             of the fast kind).
     """
-    folder = resolve_path(path, revision, weights=False)
+    folder = resolve_path(path, revision, weights=False, code=trust_remote_code)
     from transformers import PreTrainedTokenizerFast
 
     try:
