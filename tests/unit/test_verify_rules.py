@@ -268,6 +268,9 @@ def boom_after_six(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 class TestBatch:
+    def test_a_step_of_prompt_chunks_only(self) -> None:
+        assert verify_batch(torch.zeros(0, V), []) == []
+
     def test_a_processor_that_raises_fails_only_its_request(self) -> None:
         logits = peaked(5, 6, 7, 5, 1, 2)
         reqs = [
@@ -298,6 +301,16 @@ class TestBatch:
             req = VerifyRequest(state, chain(tokens, "t"), 0, rule, PROMPT, masks)
             [out] = verify_batch(peaked(5, 6, height=80.0), [req])
             assert isinstance(out, RequestError if fails else Verification)
+
+    @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+    def test_logits_that_are_not_finite(self, rule: str) -> None:
+        """A broken model fails its request, not the step, and never commits token -1."""
+        logits = torch.cat([torch.full((1, V), float("nan")), peaked(0, 6)])
+        broken = request(EMPTY_PROPOSAL, rule, 0)
+        fine = request(chain((0,), "t"), rule, 1)
+        outs = verify_batch(logits, [broken, fine])
+        assert isinstance(outs[0], RequestError) and "not finite" in str(outs[0])
+        assert outs[1] == Verification((0,), (0, 6))
 
     def test_masks_hold_per_position(self) -> None:
         masks = torch.ones(3, V, dtype=torch.bool)

@@ -128,6 +128,8 @@ def verify_batch(
     ``synthetic``: acceptance rates for requests under rule ``synthetic``.
     Raises `ConfigError` for an unknown rule, or rule ``synthetic`` without rates.
     """
+    if not requests:
+        return []
     plain = True
     for request in requests:
         state = request.state
@@ -154,12 +156,12 @@ def verify_batch(
         rule = get_rule(name) if name != "synthetic" else _synthetic_rule(synthetic)
         decided = rule.verify(logits, [requests[r] for r in members])
         for r, verification in zip(members, decided, strict=True):
-            results[r] = verification
+            broken = verification.token_ids[-1] < 0  # nothing could be drawn: not even p has weight
+            results[r] = RequestError("the model's logits are not finite") if broken else verification
     if failures:
         for r, request in enumerate(requests):
             result = results[r]
-            assert isinstance(result, Verification)
-            for node in (-1, *result.path):
+            for node in (-1, *result.path) if isinstance(result, Verification) else ():
                 error = failures.get(request.row_of(node))
                 if error is not None:
                     results[r] = error
