@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +131,18 @@ def test_synthetic_acceptance_is_what_was_asked_for(make_llm: Callable[..., LLM]
     accepted = sum(o.metrics.speculation.num_accepted_tokens for o in outputs)
     # About 600 drafts accept 1 or 2 tokens (0.6): standard deviation of the mean 0.02, allowed are six of them.
     assert abs(1 + accepted / drafts - 2.6) < 0.12
+
+
+def test_rope_scaling_by_the_engine_option(
+    make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path
+) -> None:
+    """A checkpoint with dynamic rope scaling serves more positions than it was trained for, when asked to."""
+    folder = tmp_path / "dynamic"
+    shutil.copytree(tiny.target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config |= {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(config))
+    llm = make_llm(model=str(folder), max_model_len=300)
+    output = llm.generate(random_prompts(1, seed=6, low=200, high=201), ENDLESS)[0]
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 300

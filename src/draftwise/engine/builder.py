@@ -63,6 +63,7 @@ def build_engine(
         device=device,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        max_model_len=config.max_model_len,
     )
     max_model_len = _model_len(config, model)
     tokenizer = None
