@@ -50,10 +50,10 @@ class QuantizedWeight:
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     """Round a float weight [out, in] to a scheme's codes, to the nearest.
 
-    int8: symmetric, one scale per output, ``max |w| / 127``. int4: one scale per group of inputs; the element of largest
-    magnitude gets code 0, which stands for -8 (the scale is negative if that element is positive), so that all
-    sixteen codes are in use, as in ggml's Q4_0. Scales are rounded to float16 first, and the codes are those nearest
-    for the rounded scale.
+    int8: symmetric, one scale per output, ``max |w| / 127``. int4: one scale per group of inputs; the element of
+    largest magnitude gets code 0, which stands for -8 (the scale is negative if that element is positive), so that
+    all sixteen codes are in use, as in ggml's Q4_0. Scales are rounded to float16 first, and the codes are those
+    nearest for the rounded scale.
     """
     values = weight.detach().float()
     if scheme.bits == 8:

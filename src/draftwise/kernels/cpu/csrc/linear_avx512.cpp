@@ -8,9 +8,41 @@ namespace {
 
 constexpr int64_t kAhead = 32;  // units (128 bytes each, per panel) that are prefetched ahead
 
-inline void prefetch_unit(const uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
-  _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
+// Where weights come from: read at `w`, prefetched ahead of it, in the end from what will be read after this tile.
+struct Stream {
+  const uint8_t* w;
+  const uint8_t* edge;   // from here on, what is prefetched lies in what comes next
+  int64_t near, far;     // distance of the prefetch before and after the edge
+
+  explicit Stream(const Tile& t) : w(t.w), edge(t.w + t.bytes - kAhead * kUnitBytes), near(kAhead * kUnitBytes) {
+    far = t.next_w != nullptr ? t.next_w - edge : 0;
+  }
+  template <int P>
+  void prefetch(int64_t stride, int bytes) const {
+    const uint8_t* ahead = w + (w < edge ? near : far);
+    for (int p = 0; p < P; ++p)
+      for (int i = 0; i < bytes; i += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + p * stride + i), _MM_HINT_T0);
+  }
+};
+
+inline __m512i load_w(const uint8_t* w) { return _mm512_loadu_si512(w); }
+
+// The intrinsic makes GCC 12 hold every accumulator twice, in two of its vector types.
+inline __m512i dot_bytes(__m512i acc, __m512i w, __m512i x) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
+  return acc;
+}
+
+// The same, and the product of bfloat16 pairs, with a dword of a row broadcast from memory: a broadcast of its own would be
+// kept for the next vector of weights, and there are not enough registers for that.
+inline __m512i dot_bytes_with(__m512i acc, __m512i w, const uint32_t& x) {
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(x));
+  return acc;
+}
+inline __m512 dot_pairs_with(__m512 acc, __m512i w, const uint32_t& x) {
+  __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(x));
+  return acc;
 }
 
 template <bool kBf16>
@@ -26,62 +58,24 @@ void tile(const Tile& t) {
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v)
       acc[r][v] = t.load ? _mm512_loadu_ps(t.sums + (r * P * 2 + v) * 16) : _mm512_setzero_ps();
-  const uint8_t* w = t.w;
+  Stream s(t);
   const uint32_t* x = t.x;
   const int64_t stride = t.panel_stride;
-  // two stretches: prefetch from this panel, then from what comes next
-  int64_t left = t.units, here = left > kAhead ? left - kAhead : 0;
-  const uint8_t* ahead = t.w + kAhead * kUnitBytes;
-  for (int stretch = 0; stretch < 2; ++stretch) {
-    int64_t count = stretch == 0 ? here : left - here;
-    if (stretch == 1) ahead = t.next_w != nullptr ? t.next_w + (left > kAhead ? 0 : kAhead - left) * kUnitBytes : t.w;
-    for (int64_t u = 0; u < count; ++u) {
-      __m512i weights[2 * P];
-      for (int p = 0; p < P; ++p) {
-        weights[2 * p] = _mm512_loadu_si512(w + p * stride);
-        weights[2 * p + 1] = _mm512_loadu_si512(w + p * stride + 64);
-        prefetch_unit(ahead + p * stride);
-      }
-      for (int r = 0; r < R; ++r) {
-        __m512i row = _mm512_set1_epi32(int(x[r]));
-        for (int v = 0; v < 2 * P; ++v) acc[r][v] = step<kBf16>(acc[r][v], weights[v], row);
-      }
-      w += kUnitBytes;
-      ahead += kUnitBytes;
-      x += R;
+  int64_t left = t.units;
+  do {
+    __m512i w[2 * P];
+    for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * stride + v % 2 * 64);
+    s.prefetch<P>(stride, kUnitBytes);
+    for (int r = 0; r < R; ++r) {
+      __m512i row = _mm512_set1_epi32(int(x[r]));
+      for (int v = 0; v < 2 * P; ++v) acc[r][v] = step<kBf16>(acc[r][v], w[v], row);
     }
-  }
+    s.w += kUnitBytes;
+    x += R;
+  } while (--left > 0);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
-
-// The four operations on quantised weights share a frame: where weights come from, how they are prefetched, how they
-// are multiplied. R * 2 * P accumulators of 16 lanes; `Pairs` are what a unit's vector of 16 outputs becomes.
-
-struct Stream {
-  const uint8_t* w;
-  const uint8_t* ahead;
-  const uint8_t* end;
-  const uint8_t* next;
-
-  explicit Stream(const Tile& t) : w(t.w), ahead(t.w + kAhead * kUnitBytes), end(t.w + t.bytes), next(t.next_w) {
-    if (ahead >= end) turn();
-  }
-  void turn() {
-    ahead = next != nullptr ? next + (ahead - end) : w;
-    end = ahead + (int64_t(1) << 40);  // only once
-  }
-  template <int P>
-  void prefetch(int64_t stride, int bytes) {
-    for (int p = 0; p < P; ++p)
-      for (int i = 0; i < bytes; i += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + p * stride + i), _MM_HINT_T0);
-    ahead += bytes;
-    if (ahead >= end) turn();
-  }
-};
-
-inline __m512i load_w(const uint8_t* w) { return _mm512_loadu_si512(w); }
 
 template <int R, int P>
 void tile_i8_dynamic(const Tile& t) {
@@ -93,17 +87,18 @@ void tile_i8_dynamic(const Tile& t) {
       acc[r][v] = t.load ? _mm512_loadu_si512(t.sums + (r * P * 2 + v) * 16) : _mm512_set1_epi32(-128 * x_sums[r]);
   Stream s(t);
   const uint32_t* x = t.x;
-  for (int64_t u = 0; u < t.units; ++u) {
+  int64_t left = t.units;
+  do {  // at least once: a loop that may not run makes the compiler spill
     __m512i w[2 * P];
     for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
     s.prefetch<P>(t.panel_stride, kUnitBytes);
     for (int r = 0; r < R; ++r) {
       __m512i row = _mm512_set1_epi32(int(x[r]));
-      for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_dpbusd_epi32(acc[r][v], w[v], row);
+      for (int v = 0; v < 2 * P; ++v) acc[r][v] = dot_bytes(acc[r][v], w[v], row);
     }
     s.w += kUnitBytes;
     x += R;
-  }
+  } while (--left > 0);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_si512(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
@@ -147,7 +142,8 @@ void tile_i8(const Tile& t) {
   const __m512i sign = _mm512_set1_epi8(char(0x80));
   Stream s(t);
   const uint32_t* x = t.x;
-  for (int64_t u = 0; u < t.units; ++u) {
+  int64_t left = t.units;
+  do {
     s.prefetch<P>(t.panel_stride, kUnitBytes);
     for (int v = 0; v < 2 * P; ++v) {
       __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
@@ -155,12 +151,12 @@ void tile_i8(const Tile& t) {
       __m512i highs = _mm512_permutex2var_epi8(high[0], w, high[1]);
       highs = _mm512_ternarylogic_epi32(highs, w, sign, 0xf8);  // highs | (w & sign)
       __m512i first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
-      for (int r = 0; r < R; ++r) acc[r][v] = step<true>(acc[r][v], first, _mm512_set1_epi32(int(x[r])));
-      for (int r = 0; r < R; ++r) acc[r][v] = step<true>(acc[r][v], second, _mm512_set1_epi32(int(x[R + r])));
+      for (int r = 0; r < R; ++r) acc[r][v] = dot_pairs_with(acc[r][v], first, x[r]);
+      for (int r = 0; r < R; ++r) acc[r][v] = dot_pairs_with(acc[r][v], second, x[R + r]);
     }
     s.w += kUnitBytes;
     x += 2 * R;
-  }
+  } while (--left > 0);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
@@ -194,7 +190,8 @@ void tile_i4(const Tile& t) {
   const auto* x_sums = static_cast<const float*>(t.x_sums);
   Stream s(t);
   const uint32_t* x = t.x;
-  const int64_t groups = t.units / t.group_units;
+  const int group_units = t.group_units;
+  const int64_t groups = t.units / group_units;
   for (int64_t g = 0; g < groups; ++g, x_sums += R) {
     const uint8_t* group = s.w;
     float x_sum[R];
@@ -205,7 +202,8 @@ void tile_i4(const Tile& t) {
     for (int v = 0; v < 2 * P; ++v)
       for (int r = 0; r < R; ++r) acc[v][r] = _mm512_setzero_ps();
     s.w += header;
-    for (int u = 0; u < t.group_units; ++u) {
+    int u = group_units;
+    do {  // at least once: a loop that may not run makes the compiler spill
       s.prefetch<P>(t.panel_stride, kUnitBytes);
       for (int v = 0; v < 2 * P; ++v) {
         __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
@@ -214,13 +212,13 @@ void tile_i4(const Tile& t) {
           __m512i lows = _mm512_shuffle_epi8(low, q), highs = _mm512_shuffle_epi8(high, q);
           __m512i first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
           const uint32_t* pair = x + 2 * half * R;
-          for (int r = 0; r < R; ++r) acc[v][r] = step<true>(acc[v][r], first, _mm512_set1_epi32(int(pair[r])));
-          for (int r = 0; r < R; ++r) acc[v][r] = step<true>(acc[v][r], second, _mm512_set1_epi32(int(pair[R + r])));
+          for (int r = 0; r < R; ++r) acc[v][r] = dot_pairs_with(acc[v][r], first, pair[r]);
+          for (int r = 0; r < R; ++r) acc[v][r] = dot_pairs_with(acc[v][r], second, pair[R + r]);
         }
       }
       s.w += kUnitBytes;
       x += 4 * R;
-    }
+    } while (--u > 0);
     for (int v = 0; v < 2 * P; ++v)
       end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, acc[v], x_sum);
   }
@@ -233,7 +231,8 @@ void tile_i4_dynamic(const Tile& t) {
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
   Stream s(t);
   const uint32_t* x = t.x;
-  const int64_t groups = t.units / t.group_units;
+  const int group_units = t.group_units;
+  const int64_t groups = t.units / group_units;
   for (int64_t g = 0; g < groups; ++g, x_sums += R) {
     const uint8_t* group = s.w;
     float x_sum[R];
@@ -244,18 +243,19 @@ void tile_i4_dynamic(const Tile& t) {
     }
     s.prefetch<P>(t.panel_stride, header);
     s.w += header;
-    for (int u = 0; u < t.group_units; ++u) {
+    int u = group_units;
+    do {  // at least once: a loop that may not run makes the compiler spill
       s.prefetch<P>(t.panel_stride, kUnitBytes);
       for (int v = 0; v < 2 * P; ++v) {
         __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
         __m512i first = _mm512_and_si512(w, mask), second = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
-        for (int r = 0; r < R; ++r) acc[v][r] = _mm512_dpbusd_epi32(acc[v][r], first, _mm512_set1_epi32(int(x[r])));
+        for (int r = 0; r < R; ++r) acc[v][r] = dot_bytes_with(acc[v][r], first, x[r]);
         for (int r = 0; r < R; ++r)
-          acc[v][r] = _mm512_dpbusd_epi32(acc[v][r], second, _mm512_set1_epi32(int(x[R + r])));
+          acc[v][r] = dot_bytes_with(acc[v][r], second, x[R + r]);
       }
       s.w += kUnitBytes;
       x += 2 * R;
-    }
+    } while (--u > 0);
     for (int v = 0; v < 2 * P; ++v) {
       __m512 sums[R];
       for (int r = 0; r < R; ++r) sums[r] = _mm512_cvtepi32_ps(acc[v][r]);
