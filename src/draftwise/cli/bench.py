@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftwise.bench.workloads import WORKLOADS, code_prompts, make_workload
+from draftwise.cli import bench_kernels
 from draftwise.cli.env import environment
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
@@ -40,6 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
         _add_options(kind, name)
         add_engine_options(kind, seed_flag="--engine-seed")
         kind.set_defaults(run=run, measure=function)
+    bench_kernels.add_parser(kinds)
 
 
 def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:

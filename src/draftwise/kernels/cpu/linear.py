@@ -59,7 +59,7 @@ class NativeLinear(Linear):
         self.inputs = inputs
         self.dtype = dtype  # of the rows that go in
         self.paired = paired
-        self.bytes = kernels.bytes_of(pointer)  # what one pass reads
+        self.bytes: int = kernels.bytes_of(pointer)  # what one pass reads
         self._finalizer = weakref.finalize(self, kernels.free, pointer)
 
 

@@ -212,3 +212,4 @@ DW_EXPORT void* dw_linear_pack_quantized(void* pool, int format, int input, cons
 }
 DW_EXPORT void dw_linear_free(void* w) { dw::linear_free(static_cast<dw::Linear*>(w)); }
 DW_EXPORT int64_t dw_linear_bytes(const void* w) { return dw::linear_bytes(static_cast<const dw::Linear*>(w)); }
+DW_EXPORT const void* dw_linear_data(const void* w) { return static_cast<const dw::Linear*>(w)->weights; }
