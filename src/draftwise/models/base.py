@@ -63,6 +63,17 @@ class DecoderModel(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [M, H] (any rows of `TargetOutput.hidden`) -> [M, V] float32."""
 
+    def forward_logits(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None, capture: Sequence[int] = ()
+    ) -> tuple[TargetOutput, Tensor]:
+        """`forward`, then `logits` of its rows ``rows`` (None: all): [M, V] float32. Models that replay a recorded
+        pass do both in one call."""
+        output = self.forward(batch, kv, capture)
+        hidden = output.hidden
+        if rows is not None:
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
+        return output, self.logits(hidden)
+
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of all parameters; tied ones count once."""

@@ -11,6 +11,7 @@ import torch
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
+from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
@@ -98,7 +99,7 @@ def load_model(
         dtype: float32, bfloat16 or float16; None: what ``config.json`` says (float32 if it says nothing).
         trust_remote_code: accepted for the tokenizer's sake; models are never run from a checkpoint's own code.
         max_model_len: see `load_config`.
-        ops: the kernels to run on; None: plain torch on ``device``.
+        ops: the kernels to run on; None: `kernels.select.default_ops`.
 
     Raises:
         ModelLoadError: not a model, unsupported, quantised, damaged, or its tensors do not fit; names what is wrong.
@@ -110,7 +111,9 @@ def load_model(
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
     entries = scan_checkpoint(folder)
     plan = WeightPlan(chosen, device)
-    model = cls(config, ops or TorchOps(chosen, device), plan)
+    if ops is None:
+        ops = default_ops(chosen, device)
+    model = cls(config, ops, plan)
     targets = {name: target.dest for name, target in plan.targets.items()}
     _check(folder, entries, targets, plan.ignored)
     with torch.no_grad():
@@ -118,7 +121,16 @@ def load_model(
         del targets
         plan.targets.clear()  # the only other holder of the unpacked parameters
         model.finish()
-    return model
+        return _recorded(model, ops)
+
+
+def _recorded(model: DecoderModel, ops: Ops) -> DecoderModel:
+    """Replay the forward in one native call where the kernels can."""
+    if isinstance(ops, TorchOps):
+        return model
+    from draftwise.models.recorded import recorded
+
+    return recorded(model, ops)
 
 
 def checkpoint_num_parameters(path: str | Path, revision: str | None = None) -> int:

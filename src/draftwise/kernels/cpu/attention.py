@@ -1,0 +1,133 @@
+"""Attention on the native library; also an `AttentionBackend` of its own, for tests against the oracle."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwise.attention.base import AttentionBackend
+from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.types import AttentionBatch
+
+_PTR, _INT, _I32, _I64, _F32 = (
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_int32,
+    ctypes.c_int64,
+    ctypes.c_float,
+)
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What rows may be made of; the values of ``dw::DType`` in ``csrc/linear.h``."""
+
+
+class BatchView(ctypes.Structure):
+    """``dw::BatchView`` of ``csrc/attention.h``."""
+
+    _fields_ = (
+        ("query_start", _PTR),
+        ("context_len", _PTR),
+        ("is_tree", _PTR),
+        ("block_tables", _PTR),
+        ("ancestors", _PTR),
+        ("table_stride", _I64),
+        ("requests", _I32),
+        ("block_size", _I32),
+    )
+
+
+class AttentionCall(ctypes.Structure):
+    """``dw::AttentionCall`` of ``csrc/attention.h``."""
+
+    _fields_ = (
+        ("q", _PTR),
+        ("kv", _PTR),
+        ("out", _PTR),
+        ("ldq", _I64),
+        ("num_heads", _I32),
+        ("num_kv_heads", _I32),
+        ("head_dim", _I32),
+        ("window", _I32),
+        ("scale", _F32),
+        ("softcap", _F32),
+    )
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Of the first element; several times faster than ``array.ctypes.data``."""
+    pointer: int = array.__array_interface__["data"][0]
+    return pointer
+
+
+def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
+    """Point ``view`` at the arrays of ``batch``. Returns what must be kept alive as long as the view is used."""
+    starts, contexts, tables = batch.query_start_np, batch.context_len_np, batch.block_tables_np
+    if not (starts.flags.c_contiguous and contexts.flags.c_contiguous):
+        starts, contexts = np.ascontiguousarray(starts), np.ascontiguousarray(contexts)
+    # rows of block tables may be views of longer ones, block ids lie side by side
+    if tables.strides[1] != 4 and tables.shape[1] > 1:
+        tables = np.ascontiguousarray(tables)
+    assert tables.dtype == np.int32 and starts.dtype == np.int32 and contexts.dtype == np.int32
+    view.query_start = address(starts)
+    view.context_len = address(contexts)
+    view.is_tree = address(batch.is_tree_np)
+    view.block_tables = address(tables)
+    view.ancestors = None if batch.ancestors_np is None else address(batch.ancestors_np)
+    view.table_stride = tables.strides[0] // 4
+    view.requests = len(contexts)
+    view.block_size = batch.block_size
+    return starts, contexts, tables, batch
+
+
+class NativeAttention(AttentionBackend):
+    """float32 and bfloat16; the same bits for a row in any batch, chunk, tree and number of threads."""
+
+    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._run = library.function(
+            "dw_attention", None, [_PTR, _INT, ctypes.POINTER(AttentionCall), ctypes.POINTER(BatchView)]
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        *,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `AttentionBackend.run`; ``softcap``: scores become ``cap * tanh(score / cap)``."""
+        (entries,) = kv
+        rows, heads, dim = q.shape
+        assert q.dtype in DTYPES and entries.dtype is q.dtype and entries.is_contiguous()
+        assert rows == 0 or (q.stride(2) == 1 and (heads == 1 or q.stride(1) == dim))
+        assert heads % num_kv_heads == 0
+        if out is None:
+            out = torch.empty((rows, heads * dim), dtype=q.dtype)
+        assert out.shape == (rows, heads * dim) and out.is_contiguous()
+        view = BatchView()
+        kept = fill_view(view, batch)
+        call = AttentionCall(
+            q.data_ptr(),
+            entries.data_ptr(),
+            out.data_ptr(),
+            q.stride(0),
+            heads,
+            num_kv_heads,
+            dim,
+            window or 0,
+            scale,
+            softcap or 0.0,
+        )
+        self._run(self._pool.pointer, DTYPES[q.dtype], call, view)
+        del kept
+        return out

@@ -1,0 +1,162 @@
+#include "attention.h"
+
+#include <cstdlib>
+
+namespace dw {
+namespace {
+
+constexpr int TILE_VECTORS = 16;       // query vectors (rows x heads of a group) of a tile: their scratch stays in cache
+constexpr int64_t SERIAL = 1 << 16;    // products of a pass below which one thread does it alone
+constexpr int64_t MAX_PARTIALS = 1 << 22;  // floats
+
+const AttentionKernels& kernels(DType dtype) {
+  int i = dtype == BF16 ? 1 : 0;
+  switch (isa_current()) {
+#if DW_HAVE_AVX512
+    case ISA_AVX512: return attention_kernels_avx512[i];
+#endif
+#if DW_HAVE_AVX2
+    case ISA_AVX2: return attention_kernels_avx2[i];
+#endif
+    default: return attention_kernels_portable[i];
+  }
+}
+
+int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
+
+// Memory of one thread that grows and is kept.
+struct Buffer {
+  float* data = nullptr;
+  int64_t size = 0;
+  float* at_least(int64_t floats) {
+    if (floats > size) {
+      free(data);
+      size = padded(floats + floats / 2);
+      data = (float*)aligned_alloc(64, (size_t)size * sizeof(float));
+      if (data == nullptr) abort();
+    }
+    return data;
+  }
+  ~Buffer() { free(data); }
+};
+
+float* scratch(int64_t floats) {
+  static thread_local Buffer buffer;
+  return buffer.at_least(floats);
+}
+
+struct Run {
+  const AttentionCall* call;
+  const BatchView* batch;
+  const AttentionKernels* kernels;
+  const Tile* tiles;
+  int tile_rows;
+  int splits;  // pieces that the partitions of a tile are cut into
+  int64_t partial_stride;  // floats of one (tile, head)
+  float* partials;
+};
+
+// Partitions of a tile: up to the one of its last row (a tree's rows stand no further than a chain of as many).
+int num_partitions(const Run& run, const Tile& tile) {
+  int keys = run.batch->context_len[tile.request] + tile.first + tile.count;
+  return (keys + PARTITION - 1) / PARTITION;
+}
+
+AttentionItem item_of(const Run& run, int index) {
+  const Tile& tile = run.tiles[index / run.call->num_kv_heads];
+  AttentionItem item{};
+  item.call = run.call;
+  item.batch = run.batch;
+  item.tile = tile;
+  item.head = index % run.call->num_kv_heads;
+  item.begin = 0;
+  item.end = num_partitions(run, tile);
+  item.scratch = scratch(attention_scratch_floats(run.call, run.tile_rows));
+  if (run.partials != nullptr) item.partials = run.partials + index * run.partial_stride;
+  return item;
+}
+
+void run_task(void* arg, int task, int) {
+  const Run& run = *(const Run*)arg;
+  AttentionItem item = item_of(run, task / run.splits);
+  if (run.splits > 1) {
+    // piece s of P partitions: [s P / S, (s + 1) P / S)
+    int64_t parts = item.end, s = task % run.splits;
+    item.begin = (int32_t)(s * parts / run.splits);
+    item.end = (int32_t)((s + 1) * parts / run.splits);
+    if (item.begin == item.end) return;
+    int vectors = item.tile.count * (run.call->num_heads / run.call->num_kv_heads);
+    item.partials += (int64_t)item.begin * vectors * (padded(run.call->head_dim) + 2);
+  }
+  run.kernels->run(&item);
+}
+
+void merge_task(void* arg, int task, int) {
+  const Run& run = *(const Run*)arg;
+  AttentionItem item = item_of(run, task);
+  run.kernels->merge(&item);
+}
+
+}  // namespace
+
+int64_t attention_scratch_floats(const AttentionCall* call, int tile_rows) {
+  int64_t dim = padded(call->head_dim), m = (int64_t)tile_rows * (call->num_heads / call->num_kv_heads);
+  return 3 * m * dim + 64 * dim + m * PARTITION + m * MAX_TREE_ROWS + 2 * padded(m) + PARTITION + MAX_TREE_ROWS;
+}
+
+int64_t attention_partial_floats(const AttentionCall* call, int tile_rows) {
+  return (int64_t)tile_rows * (call->num_heads / call->num_kv_heads) * (padded(call->head_dim) + 2);
+}
+
+void attention(Pool* pool, DType dtype, const AttentionCall* call, const BatchView* batch) {
+  int group = call->num_heads / call->num_kv_heads;
+  int tile_rows = TILE_VECTORS / group;
+  if (tile_rows < 1) tile_rows = 1;
+  Run run{call, batch, &kernels(dtype), nullptr, tile_rows, 1, 0, nullptr};
+
+  static thread_local Buffer tile_buffer, partial_buffer;
+  int64_t num_tiles = 0, work = 0;
+  int most_parts = 0;
+  for (int r = 0; r < batch->requests; r++) {
+    int rows = batch->query_start[r + 1] - batch->query_start[r];
+    num_tiles += (rows + tile_rows - 1) / tile_rows;
+    int64_t keys = batch->context_len[r] + rows;
+    if (call->window > 0 && keys > call->window + rows) keys = call->window + rows;
+    work += keys * (rows + 2) * call->num_heads * call->head_dim;
+    int parts = (int)((batch->context_len[r] + rows + PARTITION - 1) / PARTITION);
+    if (parts > most_parts) most_parts = parts;
+  }
+  Tile* tiles = (Tile*)tile_buffer.at_least(num_tiles * (int64_t)(sizeof(Tile) / sizeof(float)));
+  int64_t t = 0;
+  for (int r = 0; r < batch->requests; r++) {
+    int rows = batch->query_start[r + 1] - batch->query_start[r];
+    for (int first = 0; first < rows; first += tile_rows)
+      tiles[t++] = Tile{r, first, rows - first < tile_rows ? rows - first : tile_rows};
+  }
+  run.tiles = tiles;
+  int items = (int)num_tiles * call->num_kv_heads;
+  int threads = pool == nullptr ? 1 : pool_threads(pool);
+  if (work < SERIAL) threads = 1;
+  // Cut along the keys only where requests and heads do not keep every thread busy.
+  if (threads > 1 && most_parts > 1 && items < 4 * threads && items % threads != 0) {
+    run.splits = (4 * threads + items - 1) / items;
+    if (run.splits > most_parts) run.splits = most_parts;
+    run.partial_stride = most_parts * attention_partial_floats(call, tile_rows);
+    if (items * run.partial_stride > MAX_PARTIALS) run.splits = 1;
+  }
+  Pool* workers = threads > 1 ? pool : nullptr;
+  if (run.splits > 1) {
+    run.partials = partial_buffer.at_least(items * run.partial_stride);
+    parallel_for(workers, items * run.splits, run_task, &run);
+    parallel_for(workers, items, merge_task, &run);
+  } else {
+    run.partials = nullptr;
+    parallel_for(workers, items, run_task, &run);
+  }
+}
+
+}  // namespace dw
+
+DW_EXPORT void dw_attention(dw::Pool* pool, int dtype, const dw::AttentionCall* call, const dw::BatchView* batch) {
+  dw::attention(pool, (dw::DType)dtype, call, batch);
+}

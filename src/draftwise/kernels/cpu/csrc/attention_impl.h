@@ -1,0 +1,380 @@
+// Kernels of attention.h for one instruction set; the including file names the table: DW_TABLE.
+#pragma once
+
+#include "attention.h"
+#include "vec.h"
+
+namespace dw {
+namespace {
+
+constexpr float MINUS_INF = -__builtin_inff();
+constexpr int GROUP = 4 * LANES;  // keys transposed at a time
+
+// Where everything of one item lies in its scratch. m counts the tile's query vectors: m = row * group + head of the
+// group. Sizes must agree with attention_scratch_floats.
+template <class T>
+struct Work {
+  const AttentionItem& item;
+  const AttentionCall& call;
+  const BatchView& batch;
+  int dim, padded;  // head size, and rounded up to whole vectors
+  int group;        // query heads per key/value head
+  int M;
+  int context, rows, first_row;  // of the request
+  bool tree;
+  const T* keys;     // of this head, slot 0
+  const T* values;
+  int64_t stride;    // elements from slot to slot
+  float *q, *kt, *scores, *own, *acc, *out, *top, *sum;
+  int32_t* slots;      // [PARTITION] of committed (and causal own) keys of the partition at hand
+  int32_t* own_slots;  // [MAX_TREE_ROWS]
+
+  explicit Work(const AttentionItem& it) : item(it), call(*it.call), batch(*it.batch) {
+    dim = call.head_dim;
+    padded = (dim + LANES - 1) / LANES * LANES;
+    group = call.num_heads / call.num_kv_heads;
+    M = it.tile.count * group;
+    int r = it.tile.request;
+    context = batch.context_len[r];
+    first_row = batch.query_start[r];
+    rows = batch.query_start[r + 1] - first_row;
+    tree = batch.is_tree[r] != 0;
+    stride = (int64_t)2 * call.num_kv_heads * dim;
+    keys = (const T*)call.kv + (int64_t)it.head * dim;
+    values = keys + (int64_t)call.num_kv_heads * dim;
+    float* at = it.scratch;
+    auto take = [&](int64_t n) {
+      float* p = at;
+      at += (n + LANES - 1) / LANES * LANES;
+      return p;
+    };
+    q = take((int64_t)M * padded);
+    kt = take((int64_t)GROUP * padded);
+    scores = take((int64_t)M * PARTITION);
+    own = take((int64_t)M * MAX_TREE_ROWS);
+    acc = take((int64_t)M * padded);
+    out = take((int64_t)M * padded);
+    top = take(M);
+    sum = take(M);
+    slots = (int32_t*)take(PARTITION);
+    own_slots = (int32_t*)take(MAX_TREE_ROWS);
+  }
+
+  int32_t slot_of(int key) const {
+    const int32_t* table = batch.block_tables + item.tile.request * batch.table_stride;
+    return table[key / batch.block_size] * batch.block_size + key % batch.block_size;
+  }
+  uint64_t ancestors(int row) const { return batch.ancestors[first_row + row]; }
+  int position(int row) const {
+    return tree ? context + __builtin_popcountll(ancestors(row)) - 1 : context + row;
+  }
+  int first_visible(int pos) const {
+    return call.window > 0 && pos >= call.window ? pos - call.window + 1 : 0;
+  }
+  // Keys of the partition that stand where their position says: all of a causal request, the committed ones of a tree.
+  int plain_end() const { return tree ? context : context + item.tile.first + item.tile.count; }
+};
+
+// Columns of up to 16 keys: kt[d][lane] = key[lane][d].
+template <class T>
+DW_INLINE void pack_tile(const T* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
+  for (int d = 0; d < dim; d += LANES) {
+    int n = dim - d < LANES ? dim - d : LANES;
+    vf rows[LANES];
+    // a lane without a key repeats the last one
+    for (int i = 0; i < LANES; i++) rows[i] = load_n(keys + slots[i < count ? i : count - 1] * stride + d, n);
+    transpose(rows);
+    for (int i = 0; i < n; i++) store(kt + (d + i) * LANES, rows[i]);
+  }
+}
+
+// scores[r][16 t + lane] = sum over d of q[r][d] * kt[t][d][lane]: one chain over d per lane.
+template <int R, int N>
+DW_INLINE void score_block(const float* q, int q_stride, const float* kt, int kt_stride, int dim, float* scores,
+                           int score_stride) {
+  vf sums[R][N];
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < N; t++) sums[r][t] = splat(0.0f);
+  for (int d = 0; d < dim; d++) {
+    vf k[N];
+    for (int t = 0; t < N; t++) k[t] = load(kt + t * kt_stride + d * LANES);
+    for (int r = 0; r < R; r++) {
+      vf x = splat(q[r * q_stride + d]);
+      for (int t = 0; t < N; t++) sums[r][t] = fma(x, k[t], sums[r][t]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < N; t++) store(scores + r * score_stride + t * LANES, sums[r][t]);
+}
+
+template <int N>
+void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_stride, int dim, float* scores,
+                int score_stride) {
+  int m = 0;
+  for (; m + 4 <= M; m += 4)
+    score_block<4, N>(q + m * q_stride, q_stride, kt, kt_stride, dim, scores + m * score_stride, score_stride);
+  for (; m + 2 <= M; m += 2)
+    score_block<2, N>(q + m * q_stride, q_stride, kt, kt_stride, dim, scores + m * score_stride, score_stride);
+  for (; m < M; m++)
+    score_block<1, N>(q + m * q_stride, q_stride, kt, kt_stride, dim, scores + m * score_stride, score_stride);
+}
+
+// Scores of all query vectors with `count` keys, to scores[m][0 .. count rounded up to 16).
+template <class T>
+void score_keys(Work<T>& w, const int32_t* slots, int count, float* scores, int score_stride) {
+  int kt_stride = w.padded * LANES;
+  for (int start = 0; start < count; start += GROUP) {
+    int n = count - start < GROUP ? count - start : GROUP;
+    int tiles = (n + LANES - 1) / LANES;
+    for (int t = 0; t < tiles; t++) {
+      int left = n - t * LANES;
+      pack_tile(w.keys, w.stride, slots + start + t * LANES, left < LANES ? left : LANES, w.dim, w.kt + t * kt_stride);
+    }
+    float* to = scores + start;
+    switch (tiles) {
+      case 4: score_rows<4>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride); break;
+      case 3: score_rows<3>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride); break;
+      case 2: score_rows<2>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride); break;
+      default: score_rows<1>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride);
+    }
+  }
+}
+
+// Scores -> exponentials, in place, for keys [lo, hi) of a partition; the other lanes of their vectors become 0.
+DW_INLINE void soften(float* scores, int lo, int hi, float scale, float softcap, float* top, float* sum) {
+  vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  int begin = lo / LANES * LANES;
+  vf high = splat(MINUS_INF);
+  for (int j = begin; j < hi; j += LANES) {
+    vf s = load(scores + j) * scale;
+    if (softcap > 0) s = tanh(s * (1.0f / softcap)) * softcap;
+    vi at = lanes + j;
+    vi seen = (at >= lo) & (at < hi);
+    s = seen ? s : splat(MINUS_INF);
+    high = max(s, high);
+    store(scores + j, s);
+  }
+  float peak = max_lanes(high);
+  vf total = splat(0.0f);
+  for (int j = begin; j < hi; j += LANES) {
+    vf p = exp(load(scores + j) - peak);
+    total += p;
+    store(scores + j, p);
+  }
+  *top = peak;
+  *sum = sum_lanes(total);
+}
+
+// acc[r][d ..] += sum over keys j in [lo, hi) of p[r][j] * value[slots[j]][d ..], one chain in order of j.
+template <class T, int R, int N>
+DW_INLINE void add_values(const float* p, const T* values, int64_t stride, const int32_t* slots, int lo, int hi, int d,
+                          int n, float* acc, int acc_stride) {
+  vf sums[R][N];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < N; c++) sums[r][c] = load(acc + r * acc_stride + d + c * LANES);
+  for (int j = lo; j < hi; j++) {
+    const T* value = values + slots[j] * stride + d;
+    vf v[N];
+    if (N > 1 || n >= LANES) {
+      for (int c = 0; c < N; c++) v[c] = load(value + c * LANES);
+    } else {
+      v[0] = load_n(value, n);
+    }
+    for (int r = 0; r < R; r++) {
+      vf weight = splat(p[r * PARTITION + j]);
+      for (int c = 0; c < N; c++) sums[r][c] = fma(weight, v[c], sums[r][c]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < N; c++) store(acc + r * acc_stride + d + c * LANES, sums[r][c]);
+}
+
+template <class T, int R>
+void add_values_rows(const float* p, const T* values, int64_t stride, const int32_t* slots, int lo, int hi, int dim,
+                     float* acc, int acc_stride) {
+  if (lo >= hi) return;
+  int d = 0;
+  for (; d + 4 * LANES <= dim; d += 4 * LANES)
+    add_values<T, R, 4>(p, values, stride, slots, lo, hi, d, LANES, acc, acc_stride);
+  for (; d < dim; d += LANES)
+    add_values<T, R, 1>(p, values, stride, slots, lo, hi, d, dim - d, acc, acc_stride);
+}
+
+// R query vectors over their keys [lo[r], hi[r]) of the partition; those below `plain` are common to all.
+template <class T, int R>
+DW_INLINE void weigh_rows(Work<T>& w, int m, const int* lo, const int* hi, int plain, const int32_t (*own)[MAX_TREE_ROWS],
+                          int own_base) {
+  float* acc = w.acc + m * w.padded;
+  const float* p = w.scores + m * PARTITION;
+  // All see [from, to); before and behind it each has keys that another lacks.
+  int from = 0, to = plain;
+  for (int r = 0; r < R; r++) {
+    if (lo[r] > from) from = lo[r];
+    if (hi[r] < to) to = hi[r];
+  }
+  if (from > plain) from = plain;  // a window may begin among a tree's own rows
+  if (to < from) to = from;
+  auto alone = [&](int r, int a, int b) {
+    add_values_rows<T, 1>(p + r * PARTITION, w.values, w.stride, w.slots, a, b, w.dim, acc + r * w.padded, w.padded);
+  };
+  for (int r = 0; r < R; r++) alone(r, lo[r], hi[r] < from ? hi[r] : from);
+  add_values_rows<T, R>(p, w.values, w.stride, w.slots, from, to, w.dim, acc, w.padded);
+  for (int r = 0; r < R; r++) {
+    alone(r, lo[r] > to ? lo[r] : to, hi[r] < plain ? hi[r] : plain);
+    int a = lo[r] > plain ? lo[r] : plain;
+    if (a < hi[r]) {
+      // key j of the partition is entry j - own_base of the row's own path
+      add_values_rows<T, 1>(p + r * PARTITION + own_base, w.values, w.stride, own[(m + r) / w.group], a - own_base,
+                            hi[r] - own_base, w.dim, acc + r * w.padded, w.padded);
+    }
+  }
+}
+
+// (top, sum, out) of the keys so far, merged with those of the next partition.
+DW_INLINE void merge_state(float* top, float* sum, float* out, float next_top, float next_sum, const float* next, int padded) {
+  float peak = next_top > *top ? next_top : *top;
+  vf both = {*top - peak, next_top - peak};
+  both = exp(both);
+  float a = both[0], b = both[1];
+  vf sums = fma(splat(*sum), splat(a), splat(next_sum) * b);
+  *sum = sums[0];
+  *top = peak;
+  for (int d = 0; d < padded; d += LANES) store(out + d, fma(load(out + d), splat(a), load(next + d) * b));
+}
+
+template <class T>
+DW_INLINE void start_state(Work<T>& w) {
+  for (int m = 0; m < w.M; m++) {
+    w.top[m] = MINUS_INF;
+    w.sum[m] = 0.0f;
+    memset(w.out + m * w.padded, 0, sizeof(float) * (size_t)w.padded);
+  }
+}
+
+template <class T>
+DW_INLINE void write_out(Work<T>& w) {
+  for (int m = 0; m < w.M; m++) {
+    int row = w.first_row + w.item.tile.first + m / w.group, head = w.item.head * w.group + m % w.group;
+    T* to = (T*)w.call.out + ((int64_t)row * w.call.num_heads + head) * w.dim;
+    const float* from = w.out + m * w.padded;
+    for (int d = 0; d < w.dim; d += LANES)
+      store_n(to + d, load(from + d) / w.sum[m], w.dim - d < LANES ? w.dim - d : LANES);
+  }
+}
+
+template <class T>
+void run_item(const AttentionItem* item) {
+  Work<T> w(*item);
+  const int count = item->tile.count;
+  int32_t own[MAX_TREE_ROWS][MAX_TREE_ROWS];  // slots of each tree row's own path
+  int32_t path[MAX_TREE_ROWS][MAX_TREE_ROWS];  // and which rows they are
+  int lowest = INT32_MAX;                      // first key that any row sees
+  for (int i = 0; i < count; i++) {
+    int f = w.first_visible(w.position(item->tile.first + i));
+    if (f < lowest) lowest = f;
+  }
+  for (int i = 0; i < count; i++) {
+    const T* row = (const T*)w.call.q + (int64_t)(w.first_row + item->tile.first + i) * w.call.ldq +
+                   (int64_t)item->head * w.group * w.dim;
+    for (int g = 0; g < w.group; g++)
+      for (int d = 0; d < w.dim; d += LANES)
+        store(w.q + (i * w.group + g) * w.padded + d,
+              load_n(row + g * w.dim + d, w.dim - d < LANES ? w.dim - d : LANES));
+  }
+  if (w.tree) {
+    for (int j = 0; j < w.rows; j++) w.own_slots[j] = w.slot_of(w.context + j);
+    for (int i = 0; i < count; i++) {
+      int n = 0;
+      for (uint64_t bits = w.ancestors(item->tile.first + i); bits != 0; bits &= bits - 1) {
+        path[i][n] = __builtin_ctzll(bits);
+        own[i][n] = w.own_slots[path[i][n]];
+        n++;
+      }
+    }
+    if (item->end * PARTITION > w.context) score_keys(w, w.own_slots, w.rows, w.own, MAX_TREE_ROWS);
+  }
+  start_state(w);
+
+  for (int part = item->begin; part < item->end; part++) {
+    const int base = part * PARTITION;
+    int plain = w.plain_end() - base;  // keys of the partition that all share
+    if (plain > PARTITION) plain = PARTITION;
+    int skip = lowest > base ? (lowest - base) / LANES * LANES : 0;
+    if (plain > skip) {
+      for (int j = skip; j < plain; j++) w.slots[j] = w.slot_of(base + j);
+      score_keys(w, w.slots + skip, plain - skip, w.scores + skip, PARTITION);
+    }
+    if (plain < 0) plain = 0;
+    const int own_base = w.context - base;
+    float* partial = item->partials;
+    if (partial != nullptr) partial += (int64_t)(part - item->begin) * w.M * (w.padded + 2);
+    int lo[4], hi[4], filled = 0;
+    float top[4], sum[4];
+    for (int m = 0; m < w.M; m++) {
+      int i = m / w.group, pos = w.position(item->tile.first + i);
+      int f = w.first_visible(pos);
+      int a = f > base ? f - base : 0, b = pos + 1 - base;
+      if (b > PARTITION) b = PARTITION;
+      float* scores = w.scores + m * PARTITION;
+      if (w.tree)
+        for (int j = a > plain ? a : plain; j < b; j++) scores[j] = w.own[m * MAX_TREE_ROWS + path[i][j - own_base]];
+      top[filled] = MINUS_INF;
+      sum[filled] = 0.0f;
+      if (a < b) soften(scores, a, b, w.call.scale, w.call.softcap, &top[filled], &sum[filled]);
+      lo[filled] = a < b ? a : 0;
+      hi[filled] = a < b ? b : 0;
+      memset(w.acc + m * w.padded, 0, sizeof(float) * (size_t)w.padded);
+      filled++;
+      if (filled < 4 && m + 1 < w.M) continue;
+      int first = m + 1 - filled;
+      if (filled == 4) {
+        weigh_rows<T, 4>(w, first, lo, hi, plain, own, own_base);
+      } else {
+        int done = 0;
+        if (filled >= 2) {
+          weigh_rows<T, 2>(w, first, lo, hi, plain, own, own_base);
+          done = 2;
+        }
+        for (; done < filled; done++)
+          weigh_rows<T, 1>(w, first + done, lo + done, hi + done, plain, own, own_base);
+      }
+      for (int k = 0; k < filled; k++) {
+        int mm = first + k;
+        float* acc = w.acc + mm * w.padded;
+        if (partial != nullptr) {
+          float* to = partial + (int64_t)mm * (w.padded + 2);
+          to[0] = top[k];
+          to[1] = sum[k];
+          memcpy(to + 2, acc, sizeof(float) * (size_t)w.padded);
+        } else if (sum[k] != 0.0f) {
+          merge_state(&w.top[mm], &w.sum[mm], w.out + mm * w.padded, top[k], sum[k], acc, w.padded);
+        }
+      }
+      filled = 0;
+    }
+  }
+  if (item->partials == nullptr) write_out(w);
+}
+
+template <class T>
+void merge_item(const AttentionItem* item) {
+  Work<T> w(*item);
+  start_state(w);
+  for (int part = 0; part < item->end - item->begin; part++) {
+    for (int m = 0; m < w.M; m++) {
+      const float* from = item->partials + ((int64_t)part * w.M + m) * (w.padded + 2);
+      if (from[1] != 0.0f)
+        merge_state(&w.top[m], &w.sum[m], w.out + m * w.padded, from[0], from[1], from + 2, w.padded);
+    }
+  }
+  write_out(w);
+}
+
+}  // namespace
+
+extern const AttentionKernels DW_TABLE[2] = {
+    {run_item<float>, merge_item<float>},
+    {run_item<bf16>, merge_item<bf16>},
+};
+
+}  // namespace dw

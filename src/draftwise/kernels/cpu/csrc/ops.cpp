@@ -1,0 +1,105 @@
+#include "ops.h"
+
+#include <cstring>
+
+namespace dw {
+namespace {
+
+// Elements of work below which a second thread costs more than it brings.
+constexpr int64_t SERIAL = 1 << 14;
+
+const RowKernels& kernels(DType dtype) {
+  int i = dtype == BF16 ? 1 : 0;
+  switch (isa_current()) {
+#if DW_HAVE_AVX512
+    case ISA_AVX512: return row_kernels_avx512[i];
+#endif
+#if DW_HAVE_AVX2
+    case ISA_AVX2: return row_kernels_avx2[i];
+#endif
+    default: return row_kernels_portable[i];
+  }
+}
+
+// Calls body(begin, end) over all rows, in one piece or in pieces of some `SERIAL` elements.
+template <class Body>
+void over_rows(Pool* pool, int64_t rows, int64_t width, const Body& body) {
+  if (rows * width < 2 * SERIAL || rows < 2) {
+    body((int64_t)0, rows);
+    return;
+  }
+  int64_t piece = SERIAL / width;
+  if (piece < 1) piece = 1;
+  struct Context {
+    const Body* body;
+    int64_t piece, rows;
+  } context{&body, piece, rows};
+  parallel_for(
+      pool, (int)((rows + piece - 1) / piece),
+      [](void* arg, int task, int) {
+        const Context& c = *(const Context*)arg;
+        int64_t begin = task * c.piece, end = begin + c.piece;
+        (*c.body)(begin, end < c.rows ? end : c.rows);
+      },
+      &context);
+}
+
+}  // namespace
+
+void rms_norm(Pool* pool, DType dtype, const void* x, const float* weight, float eps, void* out, int64_t rows,
+              int64_t width) {
+  over_rows(pool, rows, width, [&](int64_t begin, int64_t end) {
+    kernels(dtype).rms_norm(x, weight, eps, out, width, begin, end);
+  });
+}
+
+void add_rms_norm(Pool* pool, DType dtype, const void* x, void* residual, const float* weight, float eps, void* out,
+                  int64_t rows, int64_t width) {
+  over_rows(pool, rows, width, [&](int64_t begin, int64_t end) {
+    kernels(dtype).add_rms_norm(x, residual, weight, eps, out, width, begin, end);
+  });
+}
+
+void silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t rows, int64_t width) {
+  // an exponential costs about four plain elements
+  over_rows(pool, rows, 4 * width, [&](int64_t begin, int64_t end) {
+    kernels(dtype).silu_mul(gate_up, out, width, begin, end);
+  });
+}
+
+void rope_write(Pool* pool, DType dtype, const RopeCall* call) {
+  int64_t width = (int64_t)(call->num_heads + 2 * call->num_kv_heads) * call->head_dim;
+  over_rows(pool, call->rows, width,
+            [&](int64_t begin, int64_t end) { kernels(dtype).rope_write(call, begin, end); });
+}
+
+void gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes) {
+  for (int64_t r = 0; r < rows; r++)
+    memcpy((char*)out + r * bytes, (const char*)table + ids[r] * bytes, (size_t)bytes);
+}
+
+}  // namespace dw
+
+// ------------------------------------------------------------------------------------------------------ C interface
+
+DW_EXPORT void dw_rms_norm(dw::Pool* pool, int dtype, const void* x, const float* weight, float eps, void* out,
+                           int64_t rows, int64_t width) {
+  dw::rms_norm(pool, (dw::DType)dtype, x, weight, eps, out, rows, width);
+}
+
+DW_EXPORT void dw_add_rms_norm(dw::Pool* pool, int dtype, const void* x, void* residual, const float* weight, float eps,
+                               void* out, int64_t rows, int64_t width) {
+  dw::add_rms_norm(pool, (dw::DType)dtype, x, residual, weight, eps, out, rows, width);
+}
+
+DW_EXPORT void dw_silu_mul(dw::Pool* pool, int dtype, const void* gate_up, void* out, int64_t rows, int64_t width) {
+  dw::silu_mul(pool, (dw::DType)dtype, gate_up, out, rows, width);
+}
+
+DW_EXPORT void dw_rope_write(dw::Pool* pool, int dtype, const dw::RopeCall* call) {
+  dw::rope_write(pool, (dw::DType)dtype, call);
+}
+
+DW_EXPORT void dw_gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes) {
+  dw::gather_rows(table, ids, out, rows, bytes);
+}

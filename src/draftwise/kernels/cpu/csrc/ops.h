@@ -1,0 +1,55 @@
+// The operations of a decoder between its linear layers and attention: each works row by row, so that a row's bits do
+// not depend on the rows beside it. Everything is float32 inside; rows are float32 or bfloat16.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+#include "linear.h"
+#include "pool.h"
+
+namespace dw {
+
+// One layer's packed q/k/v rows: [Hq * D | Hkv * D | Hkv * D].
+struct RopeCall {
+  void* qkv;             // [rows, (Hq + 2 Hkv) D], q is rotated in place
+  const float* rotation;  // [rows, 2, D / 2]: cosines, sines
+  const int64_t* slots;  // [rows]
+  void* kv;              // [slots, 2 Hkv, D]
+  const float* q_norm;   // [D] or null
+  const float* k_norm;   // [D] or null
+  float eps;
+  int64_t rows;
+  int num_heads, num_kv_heads, head_dim;
+};
+
+// Kernels of one instruction set, on rows [begin, end).
+struct RowKernels {
+  void (*rms_norm)(const void* x, const float* weight, float eps, void* out, int64_t width, int64_t begin, int64_t end);
+  void (*add_rms_norm)(const void* x, void* residual, const float* weight, float eps, void* out, int64_t width,
+                       int64_t begin, int64_t end);
+  void (*silu_mul)(const void* gate_up, void* out, int64_t width, int64_t begin, int64_t end);
+  void (*rope_write)(const RopeCall*, int64_t begin, int64_t end);
+};
+
+extern const RowKernels row_kernels_portable[2];  // float32, bfloat16
+#if DW_HAVE_AVX2
+extern const RowKernels row_kernels_avx2[2];
+#endif
+#if DW_HAVE_AVX512
+extern const RowKernels row_kernels_avx512[2];
+#endif
+
+// out [rows, width], contiguous all of them; out may be x.
+void rms_norm(Pool*, DType, const void* x, const float* weight, float eps, void* out, int64_t rows, int64_t width);
+// residual += x, then the norm of the sum.
+void add_rms_norm(Pool*, DType, const void* x, void* residual, const float* weight, float eps, void* out, int64_t rows,
+                  int64_t width);
+// gate_up [rows, 2 width] -> silu(gate) * up [rows, width].
+void silu_mul(Pool*, DType, const void* gate_up, void* out, int64_t rows, int64_t width);
+// Normalise q and k per head if asked, rotate both, write k and v to the cache.
+void rope_write(Pool*, DType, const RopeCall*);
+// out[i] = table[ids[i]], rows of `bytes` bytes.
+void gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes);
+
+}  // namespace dw

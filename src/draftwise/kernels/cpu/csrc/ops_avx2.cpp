@@ -1,0 +1,2 @@
+#define DW_TABLE row_kernels_avx2
+#include "ops_impl.h"

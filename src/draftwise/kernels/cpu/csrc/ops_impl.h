@@ -1,0 +1,124 @@
+// Kernels of ops.h for one instruction set; the including file names the table: DW_TABLE.
+#pragma once
+
+#include "ops.h"
+#include "vec.h"
+
+namespace dw {
+namespace {
+
+constexpr int64_t MAX_HEAD_DIM = 1024;
+
+DW_INLINE float root(float x) { return __builtin_sqrtf(x); }
+
+// 1 / sqrt(mean(x^2) + eps): lanes over the width, sixteen partial sums, one tree.
+template <class T>
+DW_INLINE float inverse_rms(const T* x, int64_t width, float eps) {
+  vf sum = splat(0.0f);
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    vf v = load(x + i);
+    sum = fma(v, v, sum);
+  }
+  if (i < width) {
+    vf v = load_n(x + i, (int)(width - i));
+    sum = fma(v, v, sum);
+  }
+  return 1.0f / root(sum_lanes(sum) / (float)width + eps);
+}
+
+template <class T>
+DW_INLINE void scale_by(const T* x, const float* weight, float factor, T* out, int64_t width) {
+  vf f = splat(factor);
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(out + i, load(x + i) * f * load(weight + i));
+  if (i < width) {
+    int n = (int)(width - i);
+    store_n(out + i, load_n(x + i, n) * f * load_n(weight + i, n), n);
+  }
+}
+
+template <class T>
+void rms_norm_rows(const void* x, const float* weight, float eps, void* out, int64_t width, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; r++) {
+    const T* row = (const T*)x + r * width;
+    scale_by(row, weight, inverse_rms(row, width, eps), (T*)out + r * width, width);
+  }
+}
+
+template <class T>
+void add_rms_norm_rows(const void* x, void* residual, const float* weight, float eps, void* out, int64_t width,
+                       int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; r++) {
+    const T* add = (const T*)x + r * width;
+    T* row = (T*)residual + r * width;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(row + i, load(row + i) + load(add + i));
+    if (i < width) {
+      int n = (int)(width - i);
+      store_n(row + i, load_n(row + i, n) + load_n(add + i, n), n);
+    }
+    scale_by(row, weight, inverse_rms(row, width, eps), (T*)out + r * width, width);
+  }
+}
+
+template <class T>
+void silu_mul_rows(const void* gate_up, void* out, int64_t width, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; r++) {
+    const T* gate = (const T*)gate_up + r * 2 * width;
+    const T* up = gate + width;
+    T* to = (T*)out + r * width;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(to + i, silu(load(gate + i)) * load(up + i));
+    if (i < width) {
+      int n = (int)(width - i);
+      store_n(to + i, silu(load_n(gate + i, n)) * load_n(up + i, n), n);
+    }
+  }
+}
+
+// x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin, halves of a head; in may be out.
+template <class T>
+DW_INLINE void rotate(const T* in, const float* rotation, T* out, int64_t half) {
+  const float *cosines = rotation, *sines = rotation + half;
+  int64_t i = 0;
+  for (; i < half; i += LANES) {
+    int n = (int)(half - i < LANES ? half - i : LANES);
+    vf a = load_n(in + i, n), b = load_n(in + half + i, n);
+    vf c = load_n(cosines + i, n), s = load_n(sines + i, n);
+    store_n(out + i, fma(a, c, -(b * s)), n);
+    store_n(out + half + i, fma(b, c, a * s), n);
+  }
+}
+
+template <class T>
+void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
+  const int64_t dim = call->head_dim, heads = call->num_heads, kv_heads = call->num_kv_heads;
+  const int64_t width = (heads + 2 * kv_heads) * dim;
+  T normed[MAX_HEAD_DIM];
+  for (int64_t r = begin; r < end; r++) {
+    T* row = (T*)call->qkv + r * width;
+    const float* rotation = call->rotation + r * dim;
+    T* entry = (T*)call->kv + call->slots[r] * 2 * kv_heads * dim;
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      T* from = row + h * dim;
+      T* to = h < heads ? from : entry + (h - heads) * dim;
+      const float* weight = h < heads ? call->q_norm : call->k_norm;
+      if (weight != nullptr) {
+        scale_by(from, weight, inverse_rms(from, dim, call->eps), normed, dim);
+        from = normed;
+      }
+      rotate(from, rotation, to, dim / 2);
+    }
+    memcpy(entry + kv_heads * dim, row + (heads + kv_heads) * dim, sizeof(T) * (size_t)(kv_heads * dim));
+  }
+}
+
+}  // namespace
+
+extern const RowKernels DW_TABLE[2] = {
+    {rms_norm_rows<float>, add_rms_norm_rows<float>, silu_mul_rows<float>, rope_write_rows<float>},
+    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, silu_mul_rows<bf16>, rope_write_rows<bf16>},
+};
+
+}  // namespace dw

@@ -1,0 +1,2 @@
+#define DW_TABLE row_kernels_portable
+#include "ops_impl.h"

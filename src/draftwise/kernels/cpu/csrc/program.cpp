@@ -1,0 +1,96 @@
+#include "program.h"
+
+#include <cstring>
+#include <vector>
+
+namespace dw {
+
+struct Program {
+  std::vector<ProgramOp> body, head;
+  std::vector<int64_t> offsets;  // of each arena buffer: bytes per row before it; address = arena + offset * capacity
+  int32_t num_externals = 0;
+};
+
+namespace {
+
+void* address(const Program& program, const PassInput& pass, int32_t buffer) {
+  if (buffer < program.num_externals) return pass.externals[buffer];
+  return pass.arena + program.offsets[(size_t)(buffer - program.num_externals)] * pass.capacity;
+}
+
+void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassInput& pass, const int64_t* slots,
+            int64_t rows) {
+  DType dtype = (DType)op.dtype;
+  auto at = [&](int32_t buffer) { return address(program, pass, buffer); };
+  switch (op.kind) {
+    case OP_GATHER:
+      gather_rows(op.weight, (const int64_t*)at(op.x), at(op.out), rows, op.width);
+      break;
+    case OP_COPY:
+      memcpy(at(op.out), at(op.x), (size_t)(rows * op.width));
+      break;
+    case OP_RMS_NORM:
+      rms_norm(pool, dtype, at(op.x), (const float*)op.weight, op.eps, at(op.out), rows, op.width);
+      break;
+    case OP_ADD_RMS_NORM:
+      add_rms_norm(pool, dtype, at(op.x), at(op.y), (const float*)op.weight, op.eps, at(op.out), rows, op.width);
+      break;
+    case OP_SILU_MUL:
+      silu_mul(pool, dtype, at(op.x), at(op.out), rows, op.width);
+      break;
+    case OP_LINEAR: {
+      LinearCall call{(const Linear*)op.weight, at(op.x), op.width, at(op.out), op.out_width, (DType)op.out_dtype, rows,
+                      (Epilogue)op.epilogue};
+      linear_run(pool, &call);
+      break;
+    }
+    case OP_ROPE_WRITE: {
+      RopeCall call{at(op.x), (const float*)at(op.y), slots, op.kv, (const float*)op.weight, (const float*)op.weight2,
+                    op.eps, rows, op.num_heads, op.num_kv_heads, op.head_dim};
+      rope_write(pool, dtype, &call);
+      break;
+    }
+    case OP_ATTENTION: {
+      AttentionCall call{at(op.x), op.kv, at(op.out), op.width, op.num_heads, op.num_kv_heads, op.head_dim, op.window,
+                         op.scale, 0.0f};
+      attention(pool, dtype, &call, &pass.batch);
+      break;
+    }
+    case OP_PICK:
+      if (pass.head_index != nullptr)
+        gather_rows(at(op.x), pass.head_index, at(op.out), rows, op.width);
+      else
+        memcpy(at(op.out), at(op.x), (size_t)(rows * op.width));
+      break;
+    default:
+      break;
+  }
+}
+
+}  // namespace
+}  // namespace dw
+
+// External buffers 0, 1, 2 are token ids, positions and slots.
+constexpr int32_t SLOTS = 2;
+
+DW_EXPORT dw::Program* dw_program_create(const dw::ProgramOp* body, int64_t body_count, const dw::ProgramOp* head,
+                                         int64_t head_count, const int64_t* offsets, int64_t num_arena,
+                                         int32_t num_externals) {
+  auto* program = new dw::Program;
+  program->body.assign(body, body + body_count);
+  program->head.assign(head, head + head_count);
+  program->offsets.assign(offsets, offsets + num_arena);
+  program->num_externals = num_externals;
+  return program;
+}
+
+DW_EXPORT void dw_program_destroy(dw::Program* program) { delete program; }
+
+DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
+  dw::pool_begin(pool);
+  const int64_t* slots = (const int64_t*)pass->externals[SLOTS];
+  for (const dw::ProgramOp& op : program->body) dw::run_op(pool, *program, op, *pass, slots, pass->rows);
+  if (pass->head_rows > 0)
+    for (const dw::ProgramOp& op : program->head) dw::run_op(pool, *program, op, *pass, slots, pass->head_rows);
+  dw::pool_end(pool);
+}

@@ -1,0 +1,56 @@
+// A decoder's pass as a list of operations, recorded once and replayed with one call. Nothing in an operation depends
+// on the number of rows: buffers are named by number, and their addresses follow from the arena of the day.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "linear.h"
+#include "ops.h"
+#include "pool.h"
+
+namespace dw {
+
+enum OpKind : int32_t {
+  OP_GATHER = 0,        // out = weight[x], rows of `width` bytes; x: int64 ids
+  OP_COPY = 1,          // out = x, rows of `width` bytes
+  OP_RMS_NORM = 2,      // out = norm(x), rows of `width` elements
+  OP_ADD_RMS_NORM = 3,  // y += x; out = norm(y)
+  OP_SILU_MUL = 4,      // out = silu(gate) * up of x; `width` of out
+  OP_LINEAR = 5,        // out = x * weight, epilogue; x rows of `width`, out rows of `out_width` elements of dtype `out_dtype`
+  OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv`
+  OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`
+  OP_PICK = 8,          // out = the rows of x that the head wants, `width` bytes each
+};
+
+// Mirrored by program.py.
+struct ProgramOp {
+  int32_t kind;
+  int32_t dtype;
+  int32_t out_dtype;
+  int32_t epilogue;
+  int32_t x, y, out;  // buffers
+  int32_t num_heads, num_kv_heads, head_dim, window;
+  float scale;  // of attention
+  float eps;
+  int32_t reserved;
+  int64_t width, out_width;
+  const void* weight;   // dw::Linear*, table or norm
+  const void* weight2;  // OP_ROPE_WRITE: norms of q (weight) and k
+  void* kv;
+};
+
+// What differs from pass to pass. Mirrored by program.py.
+struct PassInput {
+  int64_t rows;
+  int64_t head_rows;         // rows of `head` operations; 0: they are not run
+  const int64_t* head_index;  // [head_rows] rows of the pass; null: the first head_rows
+  char* arena;
+  int64_t capacity;           // rows that the arena has room for
+  void** externals;           // addresses of the external buffers, in order
+  BatchView batch;
+};
+
+struct Program;
+
+}  // namespace dw

@@ -1,0 +1,276 @@
+"""`Ops` on the native library: every row computes in one fixed order, whatever else is in the batch.
+
+Each operation runs at once on tensors, or, given `Symbol`s, is recorded into the program they belong to (see
+`draftwise.kernels.cpu.program`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.cpu.attention import DTYPES, NativeAttention
+from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.cpu.program import Symbol
+from draftwise.types import AttentionBatch
+
+_PTR, _INT, _I64, _F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class NativeNorm(Norm):
+    """``weight`` [H] float32, ``eps``."""
+
+    __slots__ = ("eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight
+        self.eps = eps
+
+
+class NativeRope(Rope):
+    """``table`` [positions, 2, D / 2] float32: cosines, sines."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+
+class RopeCall(ctypes.Structure):
+    """``dw::RopeCall`` of ``csrc/ops.h``."""
+
+    _fields_ = (
+        ("qkv", _PTR),
+        ("rotation", _PTR),
+        ("slots", _PTR),
+        ("kv", _PTR),
+        ("q_norm", _PTR),
+        ("k_norm", _PTR),
+        ("eps", _F32),
+        ("rows", _I64),
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+    )
+
+
+class NativeOps(Ops):
+    """Native kernels for float32 and bfloat16 models.
+
+    Differences from plain torch, all towards more precision: norms round once (not before the weight as well),
+    rotations are float32, logits are not rounded to the model's dtype.
+    """
+
+    def __init__(self, library: NativeLibrary, pool: ThreadPool, dtype: torch.dtype) -> None:
+        assert dtype in DTYPES, dtype
+        self.library = library
+        self.pool = pool
+        self._dtype = dtype
+        self._code = DTYPES[dtype]
+        self._device = torch.device("cpu")
+        self._linear = LinearKernels(library, pool)
+        self._attention = NativeAttention(library, pool)
+        rows = [_PTR, _PTR, _F32, _PTR, _I64, _I64]
+        self._rms_norm = library.function("dw_rms_norm", None, [_PTR, _INT, *rows])
+        self._add_rms_norm = library.function(
+            "dw_add_rms_norm", None, [_PTR, _INT, _PTR, _PTR, _PTR, _F32, _PTR, _I64, _I64]
+        )
+        self._silu_mul = library.function("dw_silu_mul", None, [_PTR, _INT, _PTR, _PTR, _I64, _I64])
+        self._rope_write = library.function("dw_rope_write", None, [_PTR, _INT, ctypes.POINTER(RopeCall)])
+        self._gather = library.function("dw_gather_rows", None, [_PTR, _PTR, _PTR, _I64, _I64])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    # ------------------------------------------------------------------------------------ weights, at load
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._linear.pack(weight, bias)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._linear.pack(weight, bias, paired=True)
+
+    def pack_norm(self, weight: Tensor, eps: float) -> Norm:
+        return NativeNorm(weight.float().contiguous(), eps)
+
+    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
+        half = inv_freq.shape[0]
+        table = torch.empty((num_positions, 2, half), dtype=torch.float32)
+        for start in range(0, num_positions, 4096):
+            end = min(start + 4096, num_positions)
+            angles = torch.arange(start, end, dtype=torch.float32)[:, None] * inv_freq
+            table[start:end, 0] = angles.cos() * scaling
+            table[start:end, 1] = angles.sin() * scaling
+        return NativeRope(table)
+
+    # ---------------------------------------------------------------------------------------- row by row
+
+    def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+        if isinstance(token_ids, Symbol):
+            return token_ids.program.gather(token_ids, table)
+        return self._rows_of(table, token_ids, out)
+
+    def _rows_of(self, table: Tensor, index: Tensor, out: Tensor | None) -> Tensor:
+        assert table.is_contiguous() and index.dtype is torch.int64
+        count = index.shape[0]
+        result = _result(out, (count, *table.shape[1:]), table.dtype)
+        row_bytes = table.stride(0) * table.element_size()
+        self._gather(table.data_ptr(), index.contiguous().data_ptr(), result.data_ptr(), count, row_bytes)
+        return result
+
+    def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, NativeLinear)
+        if isinstance(x, Symbol):
+            return x.program.linear(x, weight)
+        return self._linear.run(x, weight, out)
+
+    def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        assert isinstance(norm, NativeNorm)
+        if isinstance(x, Symbol):
+            return x.program.rms_norm(x, norm.weight, norm.eps)
+        assert x.dtype is self._dtype
+        x = x.contiguous()
+        result = _result(out, x.shape, x.dtype)
+        width = x.shape[-1]
+        rows = x.numel() // width
+        self._rms_norm(
+            self.pool.pointer,
+            self._code,
+            x.data_ptr(),
+            norm.weight.data_ptr(),
+            norm.eps,
+            result.data_ptr(),
+            rows,
+            width,
+        )
+        return result
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        assert isinstance(norm, NativeNorm)
+        if isinstance(x, Symbol):
+            return x.program.add_rms_norm(x, residual, norm.weight, norm.eps)
+        assert x.dtype is residual.dtype is self._dtype and residual.is_contiguous()
+        x = x.contiguous()
+        result = _result(out, x.shape, x.dtype)
+        self._add_rms_norm(
+            self.pool.pointer,
+            self._code,
+            x.data_ptr(),
+            residual.data_ptr(),
+            norm.weight.data_ptr(),
+            norm.eps,
+            result.data_ptr(),
+            *x.shape,
+        )
+        return result
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        if isinstance(gate_up, Symbol):
+            return gate_up.program.silu_mul(gate_up)
+        assert gate_up.dtype is self._dtype
+        gate_up = gate_up.contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        result = _result(out, (rows, size), gate_up.dtype)
+        self._silu_mul(self.pool.pointer, self._code, gate_up.data_ptr(), result.data_ptr(), rows, size)
+        return result
+
+    def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.copy(x)
+        return x.clone() if out is None else out.copy_(x)
+
+    # ---------------------------------------------------------------------------------------- attention
+
+    def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        """``positions`` [T] int64 -> [T, 2, D / 2] float32: cosines, sines."""
+        assert isinstance(rope, NativeRope)
+        if isinstance(positions, Symbol):
+            return positions.program.gather(positions, rope.table)
+        return self._rows_of(rope.table, positions, out)
+
+    def qkv_rope_write(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope_rows: Tensor,
+        kv: tuple[Tensor, ...],
+        slots: Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        (entries,) = kv
+        q_weight, q_eps = _norm_parts(q_norm)
+        k_weight, k_eps = _norm_parts(k_norm)
+        eps = q_eps if q_norm is not None else k_eps
+        assert q_norm is None or k_norm is None or q_eps == k_eps, "one epsilon for both norms"
+        if isinstance(qkv, Symbol):
+            return qkv.program.qkv_rope_write(qkv, heads, rope_rows, entries, slots, q_weight, k_weight, eps)
+        num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        assert qkv.dtype is entries.dtype is self._dtype and qkv.is_contiguous() and entries.is_contiguous()
+        assert dim % 2 == 0 and dim <= 1024
+        slots = slots.contiguous()
+        call = RopeCall(
+            qkv.data_ptr(),
+            rope_rows.data_ptr(),
+            slots.data_ptr(),
+            entries.data_ptr(),
+            None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(),
+            eps,
+            qkv.shape[0],
+            num_q,
+            num_kv,
+            dim,
+        )
+        self._rope_write(self.pool.pointer, self._code, call)
+        queries = qkv.view(-1, num_q + 2 * num_kv, dim).narrow(1, 0, num_q)
+        return queries if out is None else out.copy_(queries)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        heads: HeadShape,
+        scale: float,
+        window: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(q, Symbol):
+            return q.program.attention(q, kv[0], heads, scale, window)
+        return self._attention.run(
+            q, kv, batch, num_kv_heads=heads.num_kv_heads, scale=scale, window=window, out=out
+        )
+
+    # --------------------------------------------------------------------------------------------- logits
+
+    def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
+        assert isinstance(head, NativeLinear)
+        if isinstance(hidden, Symbol):
+            return hidden.program.linear(hidden, head, dtype=torch.float32)
+        return self._linear.run(hidden, head, out, dtype=torch.float32)
+
+
+def _result(out: Tensor | None, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtype)
+    assert out.shape == tuple(shape) and out.dtype is dtype and out.is_contiguous()
+    return out
+
+
+def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float]:
+    if norm is None:
+        return None, 0.0
+    assert isinstance(norm, NativeNorm)
+    return norm.weight, norm.eps

@@ -1,0 +1,115 @@
+"""A decoder whose pass is recorded once and replayed as one native call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Ops
+from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.cpu.program import Program, Recording
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.config import ModelConfig, RawConfig
+from draftwise.types import AttentionBatch, StepInput, TargetOutput
+
+logger = logging.getLogger("draftwise")
+
+
+class RecordedDecoder(DecoderModel):
+    """Behaves as the model it wraps, which must run on `NativeOps`.
+
+    There is one recording per storage and set of captured layers. A model whose forward cannot be recorded (it does
+    more with tensors than call operations) runs call by call, and the log says so once.
+    """
+
+    def __init__(self, model: DecoderModel, ops: NativeOps) -> None:
+        self.inner = model
+        self.config = model.config
+        self.dtype = model.dtype
+        self.device = model.device
+        self._ops = ops
+        self._programs: dict[tuple[int, tuple[int, ...]], tuple[KVStorage, Program]] = {}
+        self._eager = False
+
+    @classmethod
+    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        raise NotImplementedError("the wrapped model parses")
+
+    def finish(self) -> None:
+        raise NotImplementedError("the wrapped model is finished before it is wrapped")
+
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        return self.inner.kv_layout()
+
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes()
+
+    def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
+        program = self._program(kv, capture)
+        if program is None:
+            return self.inner.forward(batch, kv, capture)
+        output = program.run(batch)
+        return TargetOutput(output.hidden, output.captured)
+
+    def forward_logits(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None, capture: Sequence[int] = ()
+    ) -> tuple[TargetOutput, Tensor]:
+        program = self._program(kv, capture)
+        if program is None:
+            return super().forward_logits(batch, kv, rows, capture)
+        if rows is None:
+            output = program.run(batch, batch.token_ids.shape[0])
+        else:
+            output = program.run(batch, np.asarray(rows, np.int64))
+        logits = output.logits
+        if logits is None:
+            logits = torch.empty((0, self.config.vocab_size), dtype=torch.float32)
+        return TargetOutput(output.hidden, output.captured), logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.inner.logits(hidden)
+
+    def _program(self, kv: KVStorage, capture: Sequence[int]) -> Program | None:
+        if self._eager:
+            return None
+        key = (id(kv), tuple(capture))
+        known = self._programs.get(key)
+        if known is not None:
+            return known[1]
+        try:
+            program = self._record(kv, tuple(capture))
+        except Exception as error:
+            # Whatever a model from outside does to a symbol ends here; the model itself need not be at fault.
+            logger.warning("the model's forward cannot be recorded and runs call by call: %s", error)
+            self._eager = True
+            return None
+        self._programs[key] = (kv, program)  # keeps the storage, so that its id stays its own
+        return program
+
+    def _record(self, kv: KVStorage, capture: tuple[int, ...]) -> Program:
+        recording = Recording(self.dtype)
+        batch = StepInput(recording.token_ids, recording.positions, recording.slots, _NO_BATCH)
+        output = self.inner.forward(batch, kv, capture)
+        captured = dict(output.captured)
+        logits = self.inner.logits(recording.pick(output.hidden))
+        return recording.finish(self._ops.library, self._ops.pool, output.hidden, captured, logits)
+
+
+_NO_BATCH = AttentionBatch(
+    query_start_np=np.zeros(1, np.int32),
+    context_len_np=np.zeros(0, np.int32),
+    is_tree_np=np.zeros(0, np.bool_),
+    block_tables_np=np.zeros((0, 1), np.int32),
+    ancestors_np=None,
+    block_size=1,
+)
+
+
+def recorded(model: DecoderModel, ops: Ops) -> DecoderModel:
+    """``model`` replayed where its operations can be recorded, else itself."""
+    return RecordedDecoder(model, ops) if isinstance(ops, NativeOps) else model

@@ -1,0 +1,217 @@
+"""Native attention: against the oracle, and bit for bit against itself in every batch, chunking and tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tests.native import forced_isa, native_or_skip
+from torch import Tensor
+
+from draftwise.attention.reference import ReferenceAttention
+from draftwise.kernels.cpu.attention import NativeAttention
+from draftwise.kernels.cpu.library import Isa
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.models.inputs import tree_layout
+from draftwise.types import AttentionBatch
+
+SHAPES = [(4, 2, 64), (6, 2, 12), (8, 1, 128), (4, 4, 80), (40, 2, 16), (3, 3, 2)]  # Hq, Hkv, D
+TREE = (-1, -1, 0, 0, 1, 4, -1, 5)
+
+
+@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name.lower(), autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    with forced_isa(request.param):
+        yield request.param
+
+
+def native(threads: int = 2) -> NativeAttention:
+    return NativeAttention(native_or_skip(), ThreadPool(native_or_skip(), threads))
+
+
+@dataclass
+class Part:
+    """One request of a batch: ``tokens`` rows behind ``context`` committed ones; a tree's rows are root + nodes."""
+
+    context: int
+    rows: int
+    parents: Sequence[int] | None = None
+
+
+def make_batch(parts: Sequence[Part], block_size: int = 16, seed: int = 0) -> tuple[AttentionBatch, int]:
+    """Blocks are scattered; the second result is the number of slots that the storage needs."""
+    starts = np.concatenate(([0], np.cumsum([p.rows for p in parts]))).astype(np.int32)
+    blocks = [-(-(p.context + p.rows) // block_size) for p in parts]
+    order = np.random.default_rng(seed).permutation(sum(blocks) + 3).astype(np.int32)
+    tables = np.zeros((len(parts), max(blocks)), np.int32)
+    ancestors = np.zeros(int(starts[-1]), np.uint64)
+    used = 0
+    for r, part in enumerate(parts):
+        tables[r, : blocks[r]] = order[used : used + blocks[r]]
+        used += blocks[r]
+        if part.parents is not None:
+            assert part.rows == len(part.parents) + 1
+            ancestors[starts[r]] = 1
+            ancestors[starts[r] + 1 : starts[r + 1]] = np.array(tree_layout(part.parents)[1], np.uint64)
+    trees = np.array([p.parents is not None for p in parts])
+    batch = AttentionBatch(
+        query_start_np=starts,
+        context_len_np=np.array([p.context for p in parts], np.int32),
+        is_tree_np=trees,
+        block_tables_np=tables,
+        ancestors_np=ancestors if trees.any() else None,
+        block_size=block_size,
+    )
+    return batch, (sum(blocks) + 3) * block_size
+
+
+def slots_of(batch: AttentionBatch, r: int, keys: int) -> np.ndarray:
+    at = np.arange(keys)
+    size = batch.block_size
+    return batch.block_tables_np[r, at // size].astype(np.int64) * size + at % size
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+MIXED = [
+    Part(1, 1),
+    Part(15, 1),
+    Part(16, 3),
+    Part(17, 9, TREE),
+    Part(255, 9, TREE),
+    Part(300, 40),
+    Part(0, 33),
+    Part(1030, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 7, 300])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_oracle(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim = shape
+    batch, slots = make_batch(MIXED)
+    rows = int(batch.query_start_np[-1])
+    q = random(rows, heads, dim, dtype=dtype)
+    kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)  # what nobody sees must not matter
+    for r, part in enumerate(MIXED):
+        n = part.context + part.rows
+        kv[slots_of(batch, r, n)] = random(n, 2 * kv_heads, dim, dtype=dtype, seed=r + 1)
+    got = native().run(q, (kv,), batch, num_kv_heads=kv_heads, scale=0.3, window=window)
+    want = ReferenceAttention().run(
+        q.float(), (kv.float(),), batch, num_kv_heads=kv_heads, scale=0.3, window=window
+    )
+    assert got.dtype is dtype
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+    else:
+        torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("context", [1, 15, 16, 17, 4095])
+def test_context_lengths(context: int) -> None:
+    batch, slots = make_batch([Part(context, 2)])
+    q, kv = random(2, 8, 64), random(slots, 4, 64, seed=1)
+    got = native().run(q, (kv,), batch, num_kv_heads=2, scale=0.125)
+    want = ReferenceAttention().run(q, (kv,), batch, num_kv_heads=2, scale=0.125)
+    assert float((got - want).norm() / want.norm()) < 1e-5
+
+
+def test_soft_cap() -> None:
+    batch, slots = make_batch([Part(40, 1)])
+    q, kv = random(1, 1, 16) * 8, random(slots, 2, 16, seed=1)
+    got = native().run(q, (kv,), batch, num_kv_heads=1, scale=1.0, softcap=5.0)
+    entries = kv[slots_of(batch, 0, 41)]
+    scores = torch.tanh(entries[:, 0] @ q[0, 0] / 5.0) * 5.0
+    assert scores.abs().max() > 4.5, "a cap that never bites proves nothing"
+    torch.testing.assert_close(got[0], scores.softmax(0) @ entries[:, 1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (6, 2, 12), (8, 1, 128)], ids=str)
+def test_same_bits_for_any_chunking_and_batch(
+    shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    """The rows of a sequence one by one, in chunks, and beside other requests in other slots with more threads."""
+    heads, kv_heads, dim = shape
+    length = 530
+    q = random(length, heads, dim, dtype=dtype)
+    entries = random(length, 2 * kv_heads, dim, dtype=dtype, seed=1)
+
+    def run(parts: Sequence[tuple[int, int]], threads: int, seed: int) -> list[Tensor]:
+        batch, slots = make_batch([Part(c, n) for c, n in parts], seed=seed)
+        kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)
+        for r, (context, n) in enumerate(parts):
+            kv[slots_of(batch, r, context + n)] = entries[: context + n]
+        rows = torch.cat([q[c : c + n] for c, n in parts])
+        out = native(threads).run(rows, (kv,), batch, num_kv_heads=kv_heads, scale=0.3, window=window)
+        return list(out.split([n for _, n in parts]))
+
+    (whole,) = run([(0, length)], threads=2, seed=0)
+    for rows in (1, 2, 3, 4, 5, 8, 13, 64, 512):
+        for start in (0, 255 - rows // 2, length - rows):
+            if start < 0 or start + rows > length:
+                continue
+            for threads in (1, 3):
+                (part,) = run([(start, rows)], threads=threads, seed=rows)
+                assert torch.equal(part, whole[start : start + rows]), (rows, start, threads)
+    parts = [(i, 1 + i % 9) for i in range(0, 500, 23)]
+    for (start, n), part in zip(parts, run(parts, threads=2, seed=5), strict=True):
+        assert torch.equal(part, whole[start : start + n]), (start, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("context", [0, 5, 250, 255, 256, 770])
+def test_tree_paths_have_the_bits_of_chains(context: int, window: int | None, dtype: torch.dtype) -> None:
+    """A node in the tree computes what the same token computes when it is decoded plainly."""
+    heads, kv_heads, dim = 4, 2, 64
+    parents = (*TREE, *range(7, 39))  # crosses a border of partitions wherever it hangs near one
+    count = len(parents) + 1
+    q = random(count, heads, dim, dtype=dtype)
+    entries = random(context + count, 2 * kv_heads, dim, dtype=dtype, seed=1)
+    batch, slots = make_batch([Part(3, 1), Part(context, count, parents)], seed=2)
+    kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)
+    kv[slots_of(batch, 0, 4)] = 1.0
+    kv[slots_of(batch, 1, context + count)] = entries
+    tree = native(3).run(
+        torch.cat((q[:1], q)), (kv,), batch, num_kv_heads=kv_heads, scale=0.2, window=window
+    )[1:]
+    for node in range(-1, len(parents)):
+        path = [node]
+        while path[-1] >= 0:
+            path.append(parents[path[-1]])
+        rows = [i + 1 for i in reversed(path)]  # root first
+        chain, needed = make_batch([Part(context + len(rows) - 1, 1)], seed=node + 7)
+        line = torch.full((needed, 2 * kv_heads, dim), float("nan"), dtype=dtype)
+        at = slots_of(chain, 0, context + len(rows))
+        line[at] = torch.cat((entries[:context], entries[context:][rows]))
+        alone = native(1).run(
+            q[rows[-1] :][:1], (line,), chain, num_kv_heads=kv_heads, scale=0.2, window=window
+        )
+        assert torch.equal(tree[rows[-1]], alone[0]), node
+
+
+def test_one_request_split_over_threads_has_the_same_bits() -> None:
+    """A lone long request with one key/value head is cut along its keys where there are threads."""
+    batch, slots = make_batch([Part(5000, 1)])
+    q, kv = random(1, 4, 64), random(slots, 2, 64, seed=1)
+    alone = native(1).run(q, (kv,), batch, num_kv_heads=1, scale=0.125)
+    for threads in (2, 3, 8):
+        out = native(threads).run(q, (kv,), batch, num_kv_heads=1, scale=0.125)
+        assert torch.equal(out, alone), threads
+
+
+def test_strided_queries() -> None:
+    """Queries stand in the packed rows of q, k and v."""
+    batch, slots = make_batch([Part(20, 5)])
+    packed, kv = random(5, 8, 16), random(slots, 4, 16, seed=1)
+    got = native().run(packed.narrow(1, 0, 4), (kv,), batch, num_kv_heads=2, scale=0.25)
+    want = native().run(packed.narrow(1, 0, 4).contiguous(), (kv,), batch, num_kv_heads=2, scale=0.25)
+    assert torch.equal(got, want)

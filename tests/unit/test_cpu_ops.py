@@ -1,0 +1,159 @@
+"""Native row operations: against plain torch, and bit for bit against themselves for any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.native import forced_isa, native_or_skip
+from torch import Tensor
+
+from draftwise.kernels.base import HeadShape, Linear, Norm
+from draftwise.kernels.cpu.library import Isa
+from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.torch_ops import TorchOps
+
+CPU = torch.device("cpu")
+WIDTHS = [1, 7, 16, 48, 256, 1030]
+ROWS = [1, 2, 3, 5, 8, 17, 64, 512]
+
+
+@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name.lower(), autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    with forced_isa(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    value: torch.dtype = request.param
+    return value
+
+
+@pytest.fixture
+def ops(dtype: torch.dtype) -> NativeOps:
+    return NativeOps(native_or_skip(), ThreadPool(native_or_skip(), 2), dtype)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """float32 to 1e-5; bfloat16 to one unit in the last place, which is where it was rounded."""
+    assert got.dtype is dtype
+    rtol, atol = (1e-5, 1e-6) if dtype is torch.float32 else (2**-7, 1e-3)
+    torch.testing.assert_close(got.float(), want.float(), rtol=rtol, atol=atol)
+
+
+def same_for_any_rows(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Rows of one large call equal those of calls with fewer rows, bit for bit."""
+    whole = run(x.clone())
+    for rows in ROWS:
+        for start in (0, x.shape[0] - rows):
+            part = run(x[start : start + rows].clone())
+            assert torch.equal(part, whole[start : start + rows]), f"{rows} rows from {start}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm(ops: NativeOps, dtype: torch.dtype, width: int) -> None:
+    x, weight = random(512, width, dtype=dtype), random(width, dtype=dtype, seed=1)
+    norm = ops.pack_norm(weight, 1e-5)
+    wide = x.float()
+    want = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.float()
+    close(ops.rms_norm(x, norm), want, dtype)
+    same_for_any_rows(lambda rows: ops.rms_norm(rows, norm), x)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_rms_norm(ops: NativeOps, dtype: torch.dtype, width: int) -> None:
+    x, residual = random(512, width, dtype=dtype), random(512, width, dtype=dtype, seed=2)
+    norm = ops.pack_norm(random(width, dtype=dtype, seed=1), 1e-6)
+    total = residual.clone()
+    got = ops.add_rms_norm(x, total, norm)
+    assert torch.equal(total, residual + x), "the sum is rounded to the dtype, as torch does"
+    assert torch.equal(got, ops.rms_norm(total, norm)), "the norm is of the sum as it was stored"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_silu_mul(ops: NativeOps, dtype: torch.dtype, width: int) -> None:
+    x = random(512, 2 * width, dtype=dtype) * 4
+    gate, up = x.float().chunk(2, dim=1)
+    close(ops.silu_mul(x.clone()), torch.nn.functional.silu(gate) * up, dtype)
+    same_for_any_rows(ops.silu_mul, x)
+
+
+def test_silu_far_out(ops: NativeOps, dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-1e30, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e30]]).to(dtype)
+    got = ops.silu_mul(torch.cat((gate, torch.ones_like(gate)), 1))
+    close(got, torch.nn.functional.silu(gate.float()), dtype)
+
+
+def test_embedding_and_copy(ops: NativeOps, dtype: torch.dtype) -> None:
+    table = random(50, 37, dtype=dtype)
+    ids = torch.tensor([3, 49, 0, 3])
+    assert torch.equal(ops.embedding(ids, table), table[ids])
+    out = torch.empty(4, 37, dtype=dtype)
+    assert ops.embedding(ids, table, out=out) is out
+    assert torch.equal(ops.copy(out), table[ids])
+
+
+@pytest.mark.parametrize("dim", [2, 12, 16, 64, 80, 128])
+@pytest.mark.parametrize("norms", [False, True])
+def test_qkv_rope_write(ops: NativeOps, dtype: torch.dtype, dim: int, norms: bool) -> None:
+    heads = HeadShape(6, 2, dim)
+    rows, slots = 40, torch.randperm(90, generator=torch.Generator().manual_seed(3))[:40]
+    positions = torch.arange(100, 100 + rows)
+    inv_freq = 1.0 / 100 ** (torch.arange(0, dim, 2).float() / dim)
+    qkv = random(rows, 10 * dim, dtype=dtype)
+    weights = [random(dim, dtype=dtype, seed=i) for i in (4, 5)]
+    results = []
+    # the oracle is float32 throughout: torch in bfloat16 rounds cosines, sines and every product
+    plain = TorchOps(torch.float32, CPU)
+    for which, x in ((ops, qkv.clone()), (plain, qkv.float().clone())):
+        entries = torch.zeros(90, 4, dim, dtype=x.dtype)
+        rotations = which.rope_rows(which.pack_rope(inv_freq, 1.25, 200), positions)
+        packed: list[Norm | None] = [which.pack_norm(w.to(x.dtype), 1e-5) if norms else None for w in weights]
+        q = which.qkv_rope_write(x, heads, rotations, (entries,), slots, packed[0], packed[1])
+        results.append((q.clone(), entries))
+    (q, entries), (want_q, want_entries) = results
+    # after a norm the head is rounded once before it is rotated: two roundings
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(q.float(), want_q, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(entries.float(), want_entries, rtol=tolerance, atol=tolerance)
+    untouched = torch.ones(90, dtype=torch.bool)
+    untouched[slots] = False
+    assert not entries[untouched].any()
+
+    table = ops.pack_rope(inv_freq, 1.25, 200)
+    norm = ops.pack_norm(weights[0], 1e-5) if norms else None
+    other = ops.pack_norm(weights[1], 1e-5) if norms else None
+    for r in (0, 7, rows - 1):  # a row alone
+        single = torch.zeros(90, 4, dim, dtype=dtype)
+        rotation = ops.rope_rows(table, positions[r : r + 1])
+        mine = ops.qkv_rope_write(
+            qkv[r : r + 1].clone(), heads, rotation, (single,), slots[r : r + 1], norm, other
+        )
+        assert torch.equal(mine[0], q[r])
+        assert torch.equal(single[slots[r]], entries[slots[r]])
+
+
+def test_linear_and_logits(ops: NativeOps, dtype: torch.dtype) -> None:
+    weight, bias = random(70, 33, dtype=dtype), random(70, dtype=dtype, seed=1)
+    x = random(9, 33, dtype=dtype, seed=2)
+    packed: Linear = ops.pack_linear(weight, bias)
+    want = x.float() @ weight.float().T + bias.float()
+    close(ops.linear(x, packed), want, dtype)
+    logits = ops.logits(x, packed)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows(ops: NativeOps, dtype: torch.dtype) -> None:
+    empty = torch.empty(0, 16, dtype=dtype)
+    norm = ops.pack_norm(torch.ones(16, dtype=dtype), 1e-5)
+    assert ops.rms_norm(empty, norm).shape == (0, 16)
+    assert ops.silu_mul(empty).shape == (0, 8)
+    assert ops.embedding(torch.empty(0, dtype=torch.int64), torch.ones(3, 4, dtype=dtype)).shape == (0, 4)
