@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +234,38 @@ def test_interrupting_a_process() -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert b"Traceback" not in err
+
+
+def test_interrupting_a_conversation() -> None:
+    """On a terminal: Ctrl-C in an answer gives the prompt back, Ctrl-C at the prompt ends with 130."""
+    terminal, inner = pty.openpty()
+    on_terminal = "import os, sys; os.login_tty(0); os.execv(sys.executable, sys.argv[1:])"
+    arguments = ["chat", "--chat-template", TEMPLATE, "--max-tokens", "900", "--ignore-eos", *SMALL]
+    process = subprocess.Popen([sys.executable, "-c", on_terminal, *DRAFTWISE, *arguments], stdin=inner)
+    os.close(inner)
+    seen = b""
+
+    def read_until(ending: bytes) -> None:
+        nonlocal seen
+        while not seen.endswith(ending):
+            assert select.select([terminal], [], [], 60)[0], seen
+            seen += os.read(terminal, 4096)
+
+    read_until(b"> ")
+    os.write(terminal, b"hello\n")
+    read_until(b"hello\r\n")
+    seen += os.read(terminal, 1)  # the answer has begun
+    os.write(terminal, b"\x03")
+    read_until(b"\r\n> ")
+    assert b"Traceback" not in seen
+    for _ in range(3):  # one that comes before input() listens is lost: press again after a while
+        time.sleep(0.5)
+        os.write(terminal, b"\x03")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+            break
+    os.close(terminal)
+    assert process.wait(timeout=10) == 130
 
 
 def test_a_reader_that_goes_away() -> None:
