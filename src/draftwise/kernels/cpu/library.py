@@ -1,7 +1,8 @@
 """The native library: found, loaded once, told which instruction set to use.
 
 ``DRAFTWISE_CPU_ISA`` = ``portable`` | ``avx2`` | ``avx512`` forces an instruction set that the processor has. Results
-are the same bits for any batch on each of them, not across them.
+are the same bits for any batch on each of them, not across them. ``DRAFTWISE_CPU_LIBRARY`` names another build of the
+library, for example one with a sanitiser in it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from draftwise.errors import ConfigError
 
 ISA_VARIABLE = "DRAFTWISE_CPU_ISA"
+LIBRARY_VARIABLE = "DRAFTWISE_CPU_LIBRARY"
 _PATH = Path(__file__).resolve().parent / "_native.so"
 
 
@@ -67,12 +69,13 @@ class NativeLibrary:
 @functools.cache
 def _loaded() -> NativeLibrary | str:
     """The library, or why there is none."""
-    if not _PATH.exists():
-        return f"{_PATH.name} is not built (python -m draftwise.kernels.cpu.build)"
+    path = Path(os.environ.get(LIBRARY_VARIABLE) or _PATH)
+    if not path.exists():
+        return f"{path.name} is not built (python -m draftwise.kernels.cpu.build)"
     try:
-        library = NativeLibrary(_PATH)
+        library = NativeLibrary(path)
     except (OSError, AttributeError) as error:  # made for another platform, or by another version
-        return f"{_PATH.name} cannot be loaded: {error}"
+        return f"{path.name} cannot be loaded: {error}"
     forced = os.environ.get(ISA_VARIABLE)
     if forced:
         names = {isa.name.lower(): isa for isa in Isa}
