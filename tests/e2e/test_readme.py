@@ -104,6 +104,14 @@ def test_shell_examples(page: Path, tmp_path: Path) -> None:
     assert ran >= 3
 
 
+@pytest.mark.parametrize(
+    ("name", "promised"),
+    [("mixed_methods.py", "all the same tokens: True"), ("streaming.py", "still running: 0")],
+)
+def test_examples(name: str, promised: str, tmp_path: Path) -> None:
+    assert promised in run([sys.executable, str(ROOT / "examples" / name)], tmp_path)
+
+
 def test_the_two_commands_of_the_readme() -> None:
     shell = "\n".join(b.body for b in blocks(PAGES[0]) if b.kind == "sh")
     for name in ("scripts/demo", "scripts/test"):

@@ -38,7 +38,7 @@ def throughput(
     methods: Sequence[str],
     concurrencies: Sequence[int] = (1, 8, 16, 64),
     temperature: float = 0.0,
-    output_tokens: int = 64,
+    output_tokens: int = 128,
     rounds: int = 3,
     advance: Callable[[str], None] = lambda _: None,
 ) -> list[ThroughputRow]:

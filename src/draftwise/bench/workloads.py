@@ -13,7 +13,7 @@ WORKLOADS = {
     "code": "continue held-out source code",
     "edit": "repeat a piece of code with one name changed",
     "copy": "repeat a piece of code as it is",
-    "random": "continue random tokens: nothing to guess",
+    "random": "continue random tokens",
 }
 
 

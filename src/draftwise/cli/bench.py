@@ -69,7 +69,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     elif kind == "throughput":
         add("--concurrency", [1, 8, 16, 64], "requests at once")
         add("--temperature", 0.0, "temperature", _temperature)
-        add("--output-tokens", 64, "tokens generated per request")
+        add("--output-tokens", 128, "tokens generated per request")
         add("--rounds", 3, "times each batch is run with each method")
     else:
         add("--prompts", 8, "prompts per workload")
