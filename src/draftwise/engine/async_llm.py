@@ -6,39 +6,79 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
-from draftwise.engine.group import RequestGroup
+from draftwise.engine.group import OutputKind, RequestGroup
 from draftwise.engine.llm import engine_stats, render_chat
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Prompt
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
+from draftwise.sched.request import RequestUpdate
 
 logger = logging.getLogger("draftwise")
 
 
-class _Stream:
-    """Wakes the reader of one group. What is new is read off the group when the reader comes: a slow reader gets
-    fewer, larger pieces, and nothing piles up for it."""
+StepObserver = Callable[[Sequence[RequestUpdate]], None]
+"""Told what a step changed, in the engine's thread and after every step: it must be quick."""
 
-    def __init__(self, group: RequestGroup, loop: asyncio.AbstractEventLoop) -> None:
+
+class RequestStream:
+    """The outputs of one prompt, submitted by `AsyncLLM.submit`; an asynchronous iterator. Close it when done.
+
+    What is new is read off the group when the reader comes: a slow reader gets fewer, larger pieces, and nothing
+    piles up for it.
+    """
+
+    def __init__(self, llm: AsyncLLM, group: RequestGroup, loop: asyncio.AbstractEventLoop) -> None:
         self.group = group
-        self._loop = loop
-        self._event = asyncio.Event()
+        self.loop = loop
+        self.event = asyncio.Event()  # set in `loop`: there is something new
+        self._llm = llm
+        self._ended = False
 
-    def wake(self) -> None:
-        """Called from the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the reader's event loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._event.set)
+    @property
+    def request_id(self) -> str:
+        return self.group.request_id
 
-    async def wait(self) -> None:
-        await self._event.wait()
-        self._event.clear()
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output. Raises EngineDeadError if the engine failed."""
+        if self._ended:
+            raise StopAsyncIteration
+        kind = self.group.params.output_kind
+        while True:
+            await self.event.wait()
+            self.event.clear()
+            output = self._llm._read(self.group, kind)
+            if output is not None:
+                self._ended = output.finished
+                return output
+
+    def close(self) -> None:
+        """Abort what still runs and forget the request. Closing twice is fine."""
+        self._llm._forget(self.group)
+
+
+def _set_all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
+def _wake(streams: Iterable[RequestStream]) -> None:
+    """Wake readers from the engine's thread, with one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for stream in streams:
+        by_loop.setdefault(stream.loop, []).append(stream.event)
+    for loop, events in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the readers' event loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_set_all, events)
 
 
 class AsyncLLM:
@@ -52,8 +92,9 @@ class AsyncLLM:
         self._engine: Engine = build_engine(
             resolve_engine_config(model=model, **options), keep_trace=keep_trace
         )
-        self._streams: dict[str, _Stream] = {}
-        self._by_rid: dict[int, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
+        self._by_rid: dict[int, RequestStream] = {}
+        self._observers: tuple[StepObserver, ...] = ()
         self._wakeup = threading.Condition(self._engine.core.lock)
         self._closing = False
         self._failure: BaseException | None = None
@@ -75,42 +116,57 @@ class AsyncLLM:
 
         Raises RequestError for an invalid request, EngineDeadError if the engine fails.
         """
-        params = sampling_params or SamplingParams()
-        stream = self._submit(prompt, params, request_id, priority)
-        group, kind = stream.group, params.output_kind
+        stream = self.submit(prompt, sampling_params, request_id, priority=priority)
         try:
-            while True:
-                await stream.wait()
-                with self._engine.core.lock:
-                    if self._failure is not None and not group.finished:
-                        raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
-                    finished = group.finished
-                    if not finished and kind == "final_only":
-                        continue
-                    output = group.output(kind)
+            async for output in stream:
                 yield output
-                if finished:
-                    return
         finally:
-            self._forget(group)
+            stream.close()
 
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
-    ) -> _Stream:
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        keep_trace: bool | None = None,
+    ) -> RequestStream:
+        """Queue one prompt now and return its outputs, to be iterated over and closed in the running event loop.
+
+        ``keep_trace``: remember the verified trees of this request (None: as the engine was built).
+
+        Raises RequestError for an invalid request (nothing was queued), EngineDeadError if the engine has failed.
+        """
+        params = sampling_params or SamplingParams()
         with self._wakeup:
             self._check_alive()
-            group = self._engine.processor.group(prompt, params, request_id, priority)
+            group = self._engine.processor.group(prompt, params, request_id, priority, keep_trace=keep_trace)
             if group.request_id in self._streams:
                 raise RequestError(f"request id {group.request_id!r} is in use")
             for request in group.requests:
                 self._engine.core.scheduler.check(request.num_prompt, request.max_total)
-            stream = _Stream(group, asyncio.get_running_loop())
+            stream = RequestStream(self, group, asyncio.get_running_loop())
             self._streams[group.request_id] = stream
             for request in group.requests:
                 self._by_rid[request.rid] = stream
                 self._engine.core.add(request)
             self._wakeup.notify()
         return stream
+
+    def _read(self, group: RequestGroup, kind: OutputKind) -> RequestOutput | None:
+        """What a woken reader gets; None: nothing yet."""
+        with self._engine.core.lock:
+            finished = group.finished
+            if self._failure is not None and not finished:
+                raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
+            if not finished and kind == "final_only":
+                return None
+            return group.output(kind)
+
+    def observe(self, observer: StepObserver) -> None:
+        """Have ``observer`` called with the updates of every step. One that raises is dropped and logged."""
+        self._observers = (*self._observers, observer)
 
     def _forget(self, group: RequestGroup) -> None:
         """The reader is gone: abort what still runs."""
@@ -128,7 +184,7 @@ class AsyncLLM:
             if stream is None:
                 return False
             stopped = [self._engine.core.cancel(r.rid) for r in stream.group.requests]
-            stream.wake()
+            _wake([stream])
             self._wakeup.notify()
             return any(stopped)
 
@@ -139,14 +195,17 @@ class AsyncLLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Messages -> a prompt of token ids, as the model's chat template says. Raises RequestError."""
+        """Messages -> a prompt of token ids, as the model's chat template says; ``template_options``: further
+        variables of the template. Raises RequestError."""
         return render_chat(
             tokenizer_of(self._engine),
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
+            template_options=template_options,
         )
 
     # ----------------------------------------------------------------------------------------- the thread
@@ -163,9 +222,9 @@ class AsyncLLM:
                 updates = core.step()
                 with self._wakeup:
                     touched = {self._by_rid.get(u.request.rid) for u in updates if u.num_new or u.finished}
-                for stream in touched:
-                    if stream is not None:
-                        stream.wake()
+                _wake(stream for stream in touched if stream is not None)
+                if self._observers:
+                    self._tell(updates)
         except BaseException as error:
             logger.exception("the engine failed")
             with self._wakeup:
@@ -173,8 +232,15 @@ class AsyncLLM:
         finally:
             with self._wakeup:
                 streams = list(self._streams.values())
-            for stream in streams:
-                stream.wake()
+            _wake(streams)
+
+    def _tell(self, updates: Sequence[RequestUpdate]) -> None:
+        for observer in self._observers:
+            try:
+                observer(updates)
+            except Exception:
+                logger.exception("a step observer failed and is not called again")
+                self._observers = tuple(o for o in self._observers if o is not observer)
 
     # ------------------------------------------------------------------------------------------ inspection
 

@@ -25,6 +25,7 @@ class Totals:
     num_requests_finished: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
@@ -80,8 +81,18 @@ class EngineCore:
             totals.num_generation_tokens += update.num_new
             if update.finished:
                 totals.num_requests_finished += 1
+                reason = update.request.finish_reason or "abort"
+                totals.finish_reasons[reason] = totals.finish_reasons.get(reason, 0) + 1
                 totals.num_prompt_tokens += update.request.num_prompt
                 totals.speculation.merge(update.request.counts)
+
+    def speculation_counts(self) -> SpeculationCounts:
+        """What speculation did so far, requests that still run included. Call it with the lock held."""
+        counts = SpeculationCounts()
+        counts.merge(self.totals.speculation)
+        for other in self.scheduler.unfinished_counts():
+            counts.merge(other)
+        return counts
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books of scheduler and cache do not agree."""

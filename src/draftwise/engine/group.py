@@ -34,6 +34,7 @@ class _Sample:
     detokenizer: IncrementalDetokenizer | None
     sent_tokens: int = 0
     sent_logprobs: int = 0
+    sent_steps: int = 0
 
 
 class RequestGroup:
@@ -102,8 +103,12 @@ class RequestGroup:
             cumulative = sum(entry.logprob for entry in request.logprobs)
             if delta:
                 sample.sent_logprobs = len(request.logprobs)
+        trace = None
+        if request.trace is not None:
+            trace = tuple(request.trace[sample.sent_steps if delta else 0 :])
         if delta:
             sample.sent_tokens = request.num_output
+            sample.sent_steps += len(trace or ())
         return CompletionOutput(
             index=index,
             text=text,
@@ -113,7 +118,7 @@ class RequestGroup:
             logprobs=logprobs,
             cumulative_logprob=cumulative,
             error=request.error,
-            trace=None if request.trace is None else tuple(request.trace),
+            trace=trace,
         )
 
     def _logprobs(self, entry: TokenLogprobs) -> LogprobsDict:

@@ -226,8 +226,12 @@ def render_chat(
     chat_template: str | None,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None,
+    template_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Messages -> ``{"prompt": text, "prompt_token_ids": ids}`` through a chat template. Raises RequestError."""
+    """Messages -> ``{"prompt": text, "prompt_token_ids": ids}`` through a chat template. Raises RequestError.
+
+    ``template_options``: further variables of the template, such as ``enable_thinking``.
+    """
     if not messages:
         raise RequestError("a conversation needs at least one message")
     for message in messages:
@@ -247,6 +251,7 @@ def render_chat(
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **(template_options or {}),
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise RequestError(f"the chat template refused the messages: {error}") from None
@@ -270,6 +275,7 @@ def engine_stats(engine: Engine) -> EngineStats:
             num_steps=totals.num_steps,
             num_preemptions=core.scheduler.num_preemptions,
             num_requests_finished=totals.num_requests_finished,
+            finish_reasons=dict(totals.finish_reasons),
             num_prompt_tokens=totals.num_prompt_tokens,
             num_generation_tokens=totals.num_generation_tokens,
             prefix_cache_queries=kv.prefix_queries,
@@ -279,5 +285,5 @@ def engine_stats(engine: Engine) -> EngineStats:
             draft_forward_time=totals.draft_forward_time,
             draft_time=totals.draft_time,
             verify_time=totals.verify_time,
-            speculation=speculation_metrics(totals.speculation),
+            speculation=speculation_metrics(core.speculation_counts()),
         )

@@ -143,6 +143,7 @@ class EngineStats:
     num_steps: int
     num_preemptions: int
     num_requests_finished: int
+    finish_reasons: Mapping[str, int]
     num_prompt_tokens: int
     num_generation_tokens: int
     prefix_cache_queries: int

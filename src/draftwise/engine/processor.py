@@ -60,9 +60,16 @@ class Processor:
     # -------------------------------------------------------------------------------------------- requests
 
     def group(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        keep_trace: bool | None = None,
     ) -> RequestGroup:
-        """Make the n requests of one prompt."""
+        """Make the n requests of one prompt. ``keep_trace``: whether they remember their steps (None: the engine's
+        choice)."""
         text, prompt_np = self.tokenize(prompt)
         params.validate_for_vocab(self._model_config.vocab_size)
         speculation = self.resolve_speculation(params)
@@ -107,7 +114,7 @@ class Processor:
                     stop_token_ids=stop_ids,
                     bad_words_ids=bad_words,
                     sink=detokenizer,
-                    keep_trace=self._keep_trace,
+                    keep_trace=self._keep_trace if keep_trace is None else keep_trace,
                 )
             )
             detokenizers.append(detokenizer)

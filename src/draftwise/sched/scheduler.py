@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from draftwise.adapt.controller import Controller
 from draftwise.errors import RequestError
 from draftwise.kv.manager import KVManager
-from draftwise.sched.request import Request, RequestStatus, RequestUpdate, StepTrace
+from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult
+
+MAX_TRACE_STEPS = 4096
+"""Steps a request remembers when its trace is kept; what comes later is not traced, so that a trace is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +295,7 @@ class Scheduler:
         request.num_computed += computed
         depth = _depth(row.draft_parents)
         request.counts.add(row.method, row.num_drafted, accepted, depth)
-        if request.trace is not None:
+        if request.trace is not None and len(request.trace) < MAX_TRACE_STEPS:
             request.trace.append(
                 StepTrace(
                     row.method, row.draft_tokens, row.draft_parents, row.accepted_nodes, row.token_ids[:taken]
@@ -337,6 +340,11 @@ class Scheduler:
         del self._requests[request.rid]
         if request.num_proposed:
             request.num_proposed = 0
+
+    def unfinished_counts(self) -> list[SpeculationCounts]:
+        """Counters of the requests whose end no update has reported yet, so that totals need not wait for it."""
+        counts = [request.counts for request in self._requests.values()]
+        return counts + [update.request.counts for update in self._finished]
 
     def take_finished(self) -> list[RequestUpdate]:
         """Updates of requests cancelled since the last step, when there is no further step to carry them."""
