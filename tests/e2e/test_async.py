@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from draftwise import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
 from draftwise.engine.outputs import RequestOutput
@@ -15,6 +17,15 @@ from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.tiny import TinyModels
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def _dawdle(_: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.002)
+    return logits
+
+
+SLOW = GREEDY.replace(max_tokens=120, logits_processors=[_dawdle])
+"""A request that surely runs a while, however fast the engine is."""
 
 
 @asynccontextmanager
@@ -76,27 +87,26 @@ def test_streams_agree_with_the_synchronous_engine(tiny: TinyModels, make_llm: C
 
 
 def test_abort_early_exit_and_cancelled_tasks(tiny: TinyModels) -> None:
-    long = GREEDY.replace(max_tokens=150)
     prompts = random_prompts(3, seed=2, high=20)
 
     async def main() -> None:
         async with engine(tiny) as llm:
             # abort() ends the stream with its reason
             outputs = []
-            async for output in llm.generate(prompts[0], long, request_id="a"):
+            async for output in llm.generate(prompts[0], SLOW, request_id="a"):
                 outputs.append(output)
                 if len(outputs) == 2:
                     assert llm.abort("a")
             assert outputs[-1].outputs[0].finish_reason == "abort"
-            assert len(outputs[-1].outputs[0].token_ids) < 150
+            assert len(outputs[-1].outputs[0].token_ids) < 120
             assert not llm.abort("a") and not llm.abort("never")
             # leaving the iteration aborts
-            stream = llm.generate(prompts[1], long, request_id="b")
+            stream = llm.generate(prompts[1], SLOW, request_id="b")
             async for _ in stream:
                 break
             await stream.aclose()  # type: ignore[attr-defined]
             # cancelling the task aborts, the others go on
-            doomed = asyncio.create_task(collect(llm, prompts[1], long))
+            doomed = asyncio.create_task(collect(llm, prompts[1], SLOW))
             other = asyncio.create_task(collect(llm, prompts[2], GREEDY))
             await asyncio.sleep(0.02)
             doomed.cancel()
@@ -133,7 +143,7 @@ def test_invalid_requests_and_doubled_ids(tiny: TinyModels) -> None:
             with pytest.raises(RequestError, match="empty"):
                 await collect(llm, {"prompt_token_ids": []}, GREEDY)
             prompt = random_prompts(1)[0]
-            stream = llm.generate(prompt, GREEDY.replace(max_tokens=100), request_id="x")
+            stream = llm.generate(prompt, SLOW, request_id="x")
             await anext(stream)  # type: ignore[call-overload]
             with pytest.raises(RequestError, match="in use"):
                 await collect(llm, prompt, GREEDY, request_id="x")
@@ -162,7 +172,7 @@ def test_a_dead_engine_fails_its_readers(tiny: TinyModels) -> None:
 def test_closing_ends_the_streams(tiny: TinyModels) -> None:
     async def main() -> None:
         async with engine(tiny) as llm:
-            task = asyncio.create_task(collect(llm, random_prompts(1)[0], GREEDY.replace(max_tokens=120)))
+            task = asyncio.create_task(collect(llm, random_prompts(1)[0], SLOW))
             await asyncio.sleep(0.02)
             await asyncio.to_thread(llm.close)
             with pytest.raises(EngineDeadError, match="closed"):
