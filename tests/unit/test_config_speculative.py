@@ -132,7 +132,6 @@ def test_unsupported_fields_are_refused_by_name() -> None:
     base = {"method": "draft_model", "model": "org/m"}
     for name, value in [
         ("draft_tensor_parallel_size", 2),
-        ("quantization", "fp8"),
         ("parallel_drafting", True),
         ("use_heterogeneous_vocab", "True"),
     ]:
@@ -246,3 +245,12 @@ def test_trees() -> None:
     )
     refused({"method": "synthetic", "speculative_token_tree": [[0, 0]]})
     refused({"method": "synthetic", "speculative_token_tree": "import os"}, "list of paths")
+
+
+def test_quantization_of_the_draft_model() -> None:
+    config = SpeculativeConfig.from_dict(
+        {"method": "draft_model", "model": "m", "quantization": "INT4_dynamic_g64"}
+    )
+    assert config.quantization == "int4_dynamic"
+    refused({"method": "draft_model", "model": "m", "quantization": "fp8"}, "quantization", "'fp8'", "int8")
+    refused({"method": "ngram", "quantization": "int8"}, "quantization", "draft_model")

@@ -11,6 +11,7 @@ from draftwise.config import coerce as to
 from draftwise.config.coerce import option
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError, suggest
+from draftwise.quantization.scheme import parse_scheme
 
 logger = logging.getLogger("draftwise")
 
@@ -37,6 +38,11 @@ def _device(name: str, value: Any) -> str:
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
         raise ConfigError(f"{name}: expected auto, cpu, cuda or cuda:N, got {text!r}")
     return text
+
+
+def _quantization(name: str, value: Any) -> str:
+    """A weight format, in its canonical spelling."""
+    return parse_scheme(to.string(name, value), name).name
 
 
 def _compilation(name: str, value: Any) -> Any:
@@ -92,7 +98,11 @@ class EngineConfig:
         None, to.choice("uni", "mp", "ray", "external_launcher"), "where the workers run"
     )
     enable_expert_parallel: bool = option(False, to.boolean, "spread experts over ranks")
-    quantization: str | None = option(None, to.string, "quantisation of the weights")
+    quantization: str | None = option(
+        None,
+        _quantization,
+        "weights in int8, int8_dynamic, int4 or int4_dynamic (as the checkpoint has them)",
+    )
     cudagraph_capture_sizes: tuple[int, ...] | None = option(
         None, to.sequence_of(to.integer(1), "a list of sizes"), "row counts captured in CUDA graphs"
     )
@@ -139,8 +149,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not supported yet; only 1")
         if self.enable_expert_parallel:
             raise ConfigError("enable_expert_parallel: not supported yet")
-        if self.quantization is not None:
-            raise ConfigError(f"quantization: {self.quantization!r} is not supported yet")
+        if self.quantization is not None and not self.device.startswith(("cpu", "auto")):
+            raise ConfigError(f"quantization: {self.quantization!r} needs device cpu, not {self.device}")
         if self.kv_transfer_config is not None:
             raise ConfigError("kv_transfer_config: not supported yet")
         if self.distributed_executor_backend in ("ray", "external_launcher"):

@@ -13,6 +13,7 @@ from draftwise.config.coerce import option
 from draftwise.config.methods import CHAIN_METHODS, MODELLESS_METHODS, detect_method, resolve_method
 from draftwise.errors import ConfigError, suggest
 from draftwise.propose.tree_spec import parse_tree
+from draftwise.quantization.scheme import parse_scheme
 
 MAX_DRAFT = 63
 """Most draft tokens of one step: `draftwise.types.MAX_TREE_NODES`, again because that module needs torch."""
@@ -31,7 +32,16 @@ class _Unset(int):
 
 _UNSET: int = _Unset(0)
 _DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "synthetic": 4}
-_ONLY_FOR = {"prompt_lookup_max": ("ngram",), "prompt_lookup_min": ("ngram",)}
+_ONLY_FOR = {
+    "prompt_lookup_max": ("ngram",),
+    "prompt_lookup_min": ("ngram",),
+    "quantization": ("draft_model",),
+}
+
+
+def _quantization(name: str, value: Any) -> str:
+    """A weight format, in its canonical spelling."""
+    return parse_scheme(to.string(name, value), name).name
 
 
 def _ranges(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
@@ -81,7 +91,9 @@ class SpeculativeConfig:
     max_model_len: int | None = option(
         None, to.size(), "the drafter's context; beyond it drafting is skipped"
     )
-    quantization: str | None = option(None, to.string, "quantisation of the draft model")
+    quantization: str | None = option(
+        None, _quantization, "weight format of the draft model, as the engine's"
+    )
     revision: str | None = option(None, to.string, "revision of the draft model on the hub")
     enforce_eager: bool = option(False, to.boolean, "do not capture the drafter in graphs")
     prompt_lookup_max: int | None = option(None, to.integer(1), "ngram: longest suffix looked up (5)")
@@ -209,8 +221,6 @@ class SpeculativeConfig:
                 f"speculative_config.draft_tensor_parallel_size: {self.draft_tensor_parallel_size} is not "
                 "supported yet; only 1"
             )
-        if self.quantization is not None:
-            raise ConfigError(f"speculative_config.quantization: {self.quantization!r} is not supported yet")
         for name in ("parallel_drafting", "use_heterogeneous_vocab"):
             if getattr(self, name):
                 raise ConfigError(f"speculative_config.{name}: not supported yet")

@@ -64,6 +64,7 @@ def build_engine(
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         max_model_len=config.max_model_len,
+        quantization=config.quantization,
     )
     max_model_len = _model_len(config, model)
     tokenizer = None
@@ -138,6 +139,8 @@ def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | Non
     with and without speculation."""
     if device.type != "cpu":
         return None
+    if config.quantization is not None:
+        return torch.bfloat16
     from draftwise.models.loader import checkpoint_num_parameters
 
     assert config.model is not None

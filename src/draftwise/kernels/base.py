@@ -55,6 +55,10 @@ class Ops(ABC):
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """``weight`` [out, in], ``bias`` [out] -> handle. The caller gives the tensors up (they may be reused)."""
 
+    def pack_head(self, weight: Tensor) -> Linear:
+        """The output layer [V, H]. As `pack_linear`, except that kernels that quantise may keep it more exactly."""
+        return self.pack_linear(weight)
+
     def pack_tied_head(self, table: Tensor) -> Linear:
         """The embedding table [V, H] as output layer; unlike `pack_linear` the table stays in use elsewhere, so
         an implementation may prefer to share its memory."""

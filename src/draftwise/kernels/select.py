@@ -15,6 +15,7 @@ from draftwise.kernels.torch_ops import TorchOps
 
 if TYPE_CHECKING:
     from draftwise.kernels.cpu.pool import ThreadPool
+    from draftwise.quantization.scheme import Scheme
 
 logger = logging.getLogger("draftwise")
 
@@ -25,26 +26,33 @@ can be."""
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def default_ops(dtype: torch.dtype, device: torch.device) -> Ops:
+def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> Ops:
     """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise.
 
+    Args:
+        scheme: What linear layers are rounded to as they are packed; only native kernels can.
+
     Raises:
-        ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or native kernels that cannot be had.
+        ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or native kernels are needed that cannot be had.
     """
-    wanted = os.environ.get(KERNELS_VARIABLE, "").lower() or "auto"
-    if wanted not in ("auto", "torch", "native"):
-        raise ConfigError(f"{KERNELS_VARIABLE}={wanted}: must be auto, native or torch")
-    if wanted != "torch":
-        reason = _why_not(dtype, device)
-        if reason is None:
-            return _native(dtype)
-        if wanted == "native":
-            raise ConfigError(f"{KERNELS_VARIABLE}=native: {reason}")
+    reason = native_reason(dtype, device)
+    if reason is None:
+        return _native(dtype, scheme)
+    if scheme is not None:
+        raise ConfigError(f"quantization: {scheme.name} needs the native kernels: {reason}")
+    if _wanted() == "native":
+        raise ConfigError(f"{KERNELS_VARIABLE}=native: {reason}")
     return TorchOps(dtype, device)
 
 
-def _why_not(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why native kernels cannot serve a model; None if they can."""
+def native_reason(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why native kernels do not serve a model of this kind; None if they do.
+
+    Raises:
+        ConfigError: ``DRAFTWISE_KERNELS`` names nothing.
+    """
+    if _wanted() == "torch":
+        return f"{KERNELS_VARIABLE}=torch"
     if device.type != "cpu":
         return f"native kernels run on the CPU, not on {device.type}"
     if dtype not in _NATIVE_DTYPES:
@@ -57,18 +65,30 @@ def _why_not(dtype: torch.dtype, device: torch.device) -> str | None:
     return reason
 
 
+def _wanted() -> str:
+    wanted = os.environ.get(KERNELS_VARIABLE, "").lower() or "auto"
+    if wanted not in ("auto", "torch", "native"):
+        raise ConfigError(f"{KERNELS_VARIABLE}={wanted}: must be auto, native or torch")
+    return wanted
+
+
 @functools.cache
 def _say_once(reason: str) -> None:
     logger.warning("no native CPU kernels, models run on plain torch: %s", reason)
 
 
-def _native(dtype: torch.dtype) -> Ops:
+def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:
     from draftwise.kernels.cpu.library import native_library
     from draftwise.kernels.cpu.ops import NativeOps
 
     library = native_library()
     assert library is not None
-    return NativeOps(library, _shared_pool(torch.get_num_threads()), dtype)
+    pool = _shared_pool(torch.get_num_threads())
+    if scheme is None:
+        return NativeOps(library, pool, dtype)
+    from draftwise.kernels.cpu.quantized import QuantizedOps
+
+    return QuantizedOps(library, pool, dtype, scheme)
 
 
 @functools.cache

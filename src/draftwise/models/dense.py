@@ -154,7 +154,7 @@ class DenseDecoder(DecoderModel):
         if self._loaded_head is None:
             self._head = ops.pack_tied_head(self._embedding)
         else:
-            self._head = ops.pack_linear(self._loaded_head)
+            self._head = ops.pack_head(self._loaded_head)
         del self._loaded_norm, self._loaded_head
         self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, config.max_model_len)
 

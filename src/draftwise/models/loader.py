@@ -18,6 +18,7 @@ from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, sc
 from draftwise.models.config import ModelConfig, RawConfig, token_ids
 from draftwise.models.registry import resolve_model
 from draftwise.models.weights import WeightPlan
+from draftwise.quantization.scheme import parse_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLOAT_NAMES = frozenset({"F64", "F32", "BF16", "F16"})
@@ -90,6 +91,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
+    quantization: str | None = None,
     ops: Ops | None = None,
 ) -> DecoderModel:
     """Load a model. Peak memory is the weights plus some 20 MiB: tensors stream from the mapped files into place.
@@ -99,9 +101,11 @@ def load_model(
         dtype: float32, bfloat16 or float16; None: what ``config.json`` says (float32 if it says nothing).
         trust_remote_code: accepted for the tokenizer's sake; models are never run from a checkpoint's own code.
         max_model_len: see `load_config`.
+        quantization: a format of `quantization.scheme` that linear layers are rounded to; None: none.
         ops: the kernels to run on; None: `kernels.select.default_ops`.
 
     Raises:
+        ConfigError: ``quantization`` is unknown, or what it needs is not there.
         ModelLoadError: not a model, unsupported, quantised, damaged, or its tensors do not fit; names what is wrong.
     """
     folder = resolve_path(path, revision)
@@ -112,7 +116,7 @@ def load_model(
     entries = scan_checkpoint(folder)
     plan = WeightPlan(chosen, device)
     if ops is None:
-        ops = default_ops(chosen, device)
+        ops = default_ops(chosen, device, parse_scheme(quantization) if quantization else None)
     model = cls(config, ops, plan)
     targets = {name: target.dest for name, target in plan.targets.items()}
     _check(folder, entries, targets, plan.ignored)

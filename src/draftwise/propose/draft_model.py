@@ -71,7 +71,13 @@ class DraftModelProposer(Proposer):
         config = context.speculative
         if config.model is None:
             raise ConfigError("speculative_config: method 'draft_model' needs 'model', a folder or hub id")
-        model = load_model(config.model, dtype=context.dtype, device=context.device, revision=config.revision)
+        model = load_model(
+            config.model,
+            dtype=context.dtype,
+            device=context.device,
+            revision=config.revision,
+            quantization=config.quantization,
+        )
         if model.config.vocab_size != context.vocab_size:
             raise ConfigError(
                 f"the draft model {config.model!r} has a vocabulary of {model.config.vocab_size} tokens, the target "

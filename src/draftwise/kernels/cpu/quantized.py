@@ -1,0 +1,47 @@
+"""Native kernels that quantise linear layers as they are packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftwise.errors import ConfigError
+from draftwise.kernels.base import Linear
+from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.quantization.scheme import Scheme
+
+
+class QuantizedOps(NativeOps):
+    """`NativeOps` whose linear layers are stored in a scheme's format.
+
+    The output layer has eight bits in every scheme: each of its rows decides about one token, and it is a small part
+    of a large model. Embeddings, norms and biases stay as they are.
+
+    Raises:
+        ConfigError: The scheme keeps rows as they are, which the kernels can for bfloat16 rows only.
+    """
+
+    def __init__(self, library: NativeLibrary, pool: ThreadPool, dtype: torch.dtype, scheme: Scheme) -> None:
+        if dtype is not torch.bfloat16 and not scheme.dynamic:
+            raise ConfigError(
+                f"quantization: {scheme.name} needs dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
+            )
+        super().__init__(library, pool, dtype)
+        self.scheme = scheme
+        self._head_scheme = replace(scheme, bits=8, group=None)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._linear.pack_as(weight, bias, self.scheme)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._linear.pack_as(weight, bias, self.scheme, paired=True)
+
+    def pack_head(self, weight: Tensor) -> Linear:
+        return self._linear.pack_as(weight, None, self._head_scheme)
+
+    def pack_tied_head(self, table: Tensor) -> Linear:
+        return self.pack_head(table)
