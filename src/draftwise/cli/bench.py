@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftwise.bench.workloads import WORKLOADS, code_prompts, make_workload
-from draftwise.cli import bench_kernels
+from draftwise.cli import bench_kernels, bench_quality
 from draftwise.cli.env import environment
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
@@ -42,6 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
         add_engine_options(kind, seed_flag="--engine-seed")
         kind.set_defaults(run=run, measure=function)
     bench_kernels.add_parser(kinds)
+    bench_quality.add_parser(kinds)
 
 
 def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -296,6 +297,4 @@ def _print(table: Any) -> None:
     where = (
         ", ".join(facts["gpus"]) or f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads"
     )
-    note(
-        f"{where}; torch {facts['packages']['torch']}; ratios are of medians, methods alternate within the run"
-    )
+    note(f"{where}; kernels: {facts['kernels']}; ratios are of medians, methods alternate within the run")

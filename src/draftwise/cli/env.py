@@ -97,8 +97,23 @@ def environment() -> dict[str, Any]:
             "torch_capability": torch.backends.cpu.get_cpu_capability(),
             "torch_threads": torch.get_num_threads(),
         },
+        "kernels": _kernels(),
         "gpus": gpus,
     }
+
+
+def _kernels() -> str:
+    """What models on the CPU run on: the instruction set of the native kernels, or why there are none."""
+    import torch
+
+    from draftwise.kernels.cpu.library import native_library
+    from draftwise.kernels.select import native_reason
+
+    reason = native_reason(torch.bfloat16, torch.device("cpu"))
+    library = native_library()
+    if reason is None and library is not None:
+        return f"native, {library.isa.name.lower()}"
+    return f"torch ({reason})"
 
 
 def _cpu() -> tuple[str, set[str]]:
@@ -124,6 +139,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         *facts["packages"].items(),
         ("cpu", f"{cpu['model']}, {cpu['cores']} cores, torch uses {cpu['torch_threads']} threads"),
         ("instruction sets", f"{' '.join(cpu['isa']) or 'unknown'} (torch: {cpu['torch_capability']})"),
+        ("kernels", facts["kernels"]),
         ("gpus", ", ".join(facts["gpus"]) or "none"),
         ("model", engine["model"]),
         ("device", engine["device"]),
