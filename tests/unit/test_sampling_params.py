@@ -11,6 +11,7 @@ import pytest
 
 from draftwise.errors import DraftwiseError, RequestError
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
+from draftwise.structured.spec import StructuredOutputs
 
 
 def test_defaults() -> None:
@@ -94,9 +95,11 @@ def test_invalid_bias_names_the_token() -> None:
         SamplingParams(logit_bias={7: 101.0})
 
 
-def test_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="structured_outputs is not supported yet"):
-        SamplingParams(structured_outputs={"json": {}})
+def test_structured_outputs_from_plain_data() -> None:
+    params = SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    assert params.structured_outputs == StructuredOutputs(choice=("a", "b"))
+    with pytest.raises(RequestError, match="unknown field 'jsn'; did you mean 'json'"):
+        SamplingParams(structured_outputs={"jsn": {}})
 
 
 def test_from_dict() -> None:

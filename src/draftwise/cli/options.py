@@ -144,7 +144,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int = 1
     add("prompt_logprobs", int, "the same for the prompt's tokens (with --json)", metavar="N")
     add("skip_special_tokens", _boolean, "leave special tokens out of the text (true)", metavar="BOOL")
     add("detokenize", _boolean, "make text of the tokens (true)", metavar="BOOL")
-    add("structured_outputs", _object, "JSON: constrain the output (not supported yet)", metavar="JSON")
+    add(
+        "structured_outputs",
+        _object,
+        'JSON: {"json": schema}, {"regex": ...}, {"choice": [...]}, {"grammar": ...} or {"json_object": true}',
+        metavar="JSON",
+    )
     add(
         "speculation",
         _object,

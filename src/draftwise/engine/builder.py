@@ -15,7 +15,7 @@ from draftwise.adapt.controller import StaticController
 from draftwise.config import EngineConfig
 from draftwise.engine.core import EngineCore
 from draftwise.engine.outputs import Guarantees
-from draftwise.engine.processor import Processor
+from draftwise.engine.processor import Processor, end_tokens
 from draftwise.errors import ConfigError
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
@@ -26,6 +26,7 @@ from draftwise.propose.base import Proposer
 from draftwise.propose.registry import ProposerContext, resolve_proposer
 from draftwise.runner.executor import LocalExecutor
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
+from draftwise.structured.grammars import Grammars
 from draftwise.verify.base import SyntheticAcceptance
 
 logger = logging.getLogger("draftwise")
@@ -90,6 +91,7 @@ def build_engine(
     for proposer in proposers.values():
         proposer.allocate(num_blocks)
 
+    grammars = Grammars(tokenizer, model.config.vocab_size, end_tokens(model.config, tokenizer))
     executor = LocalExecutor(
         model,
         storage,
@@ -98,6 +100,7 @@ def build_engine(
         block_size=config.block_size,
         device=device,
         synthetic=_synthetic(config),
+        grammars=grammars,
     )
     scheduler = Scheduler(
         SchedulerConfig(
@@ -120,6 +123,7 @@ def build_engine(
         seed=config.seed,
         clock=clock,
         keep_trace=keep_trace,
+        grammars=grammars,
     )
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")

@@ -18,12 +18,22 @@ from draftwise.propose.base import Proposer
 from draftwise.propose.tree_spec import parse_tree
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
 from draftwise.sched.request import Request
+from draftwise.structured.grammars import DEFAULT_DRAFTS, Grammars
+from draftwise.structured.proposer import GrammarProposer
 from draftwise.types import MAX_TREE_NODES, IntArray, Speculation
 
 Prompt = str | Mapping[str, Any]
 """A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``."""
 
 _SPECULATION_FIELDS = ("method", "num_speculative_tokens", "speculative_token_tree", "rule")
+
+
+def end_tokens(model_config: ModelConfig, tokenizer: Any | None) -> tuple[int, ...]:
+    """The tokens that end a sequence: the checkpoint's, then the tokenizer's if it is another."""
+    eos = list(model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
+        eos.append(tokenizer.eos_token_id)
+    return tuple(eos)
 
 
 class Processor:
@@ -41,6 +51,7 @@ class Processor:
         seed: int | None,
         clock: Callable[[], float],
         keep_trace: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -52,10 +63,9 @@ class Processor:
         self._clock = clock
         self._keep_trace = keep_trace
         self._next_rid = 0
-        eos = list(model_config.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
-            eos.append(tokenizer.eos_token_id)
+        eos = end_tokens(model_config, tokenizer)
         self._eos = frozenset(eos)
+        self._grammars = grammars or Grammars(tokenizer, model_config.vocab_size, eos)
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -82,7 +92,11 @@ class Processor:
         if params.bad_words:
             assert self.tokenizer is not None
             bad_words = resolve_bad_words(self.tokenizer, params.bad_words)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        if params.structured_outputs is not None:
+            self._grammars.check(params.structured_outputs)
+        # Under a grammar ignore_eos puts the end off while anything else can follow, but then it has to come.
+        ignores = params.ignore_eos and params.structured_outputs is None
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores else self._eos)
         seed = params.seed if params.seed is not None else self._draw_seed()
         if params.stop and not params.detokenize:
             raise RequestError("stop strings need detokenize=True")
@@ -192,32 +206,35 @@ class Processor:
         for name in given:
             if name not in _SPECULATION_FIELDS:
                 raise RequestError(f"speculation: unknown field {name!r}{suggest(name, _SPECULATION_FIELDS)}")
-        method = given.get("method", self._default_method)
+        method = given.get("method")
+        structured = params.structured_outputs is not None
         if method is None:
             method = self._default_method
-        if method != "none" and method not in self._drafters:
-            loaded = ["none", *self._drafters]
+            if method == "none" and structured:  # what a grammar forces costs nothing to draft
+                method = GrammarProposer.name
+        loaded = ["none", *self._drafters, *([GrammarProposer.name] if structured else [])]
+        if method not in loaded:
             raise RequestError(
                 f"speculation: method {method!r} is not loaded{suggest(str(method), loaded)}; "
                 f"this engine has {', '.join(loaded)}"
             )
         config = self._drafters.get(method)
         rule = self._rule(params, given.get("rule"), config)
-        if config is None:
+        if method == "none":
             return Speculation("none", 0, rule)
         k = given.get("num_speculative_tokens")
         if k is None:
-            k = config.num_speculative_tokens
+            k = config.num_speculative_tokens if config is not None else DEFAULT_DRAFTS
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_TREE_NODES:
             raise RequestError(
                 f"speculation: num_speculative_tokens must be an integer from 0 to {MAX_TREE_NODES}, got {k!r}"
             )
         if k == 0:
             return Speculation("none", 0, rule)
-        tree = given.get("speculative_token_tree", config.speculative_token_tree)
+        tree = given.get("speculative_token_tree", config.speculative_token_tree if config else None)
         if tree is None:
             return Speculation(method, k, rule)
-        if not self._proposers[method].drafts_trees:
+        if config is None or not self._proposers[method].drafts_trees:
             raise RequestError(
                 f"speculation: method {method!r} drafts chains only, not speculative_token_tree"
             )

@@ -14,6 +14,7 @@ from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOu
 if TYPE_CHECKING:
     from draftwise.propose.registry import ProposerContext
     from draftwise.sampling.state import SamplingState
+    from draftwise.structured.cursor import Cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,13 @@ class DraftRow:
     sampling: SamplingState
     block_table_np: IntArray  # [blocks] block ids reserved for the request, lookahead included
     filled: int  # leading tokens whose K/V (or other per-token state) this proposer has in `block_table_np`
+    grammar: Cursor | None = None
+    """Of a structured output. Who draws from a distribution has to draw under ``grammar.mask(path)`` (pass it as
+    `LogitsRow.mask`): dropping what was drawn would not be lossless. Point masses need not look at it: what the
+    grammar forbids is pruned from them."""
+    forced: tuple[int, ...] = ()
+    """Tokens that must come next, ``budget`` at most. A proposal of point masses that does not begin with them is
+    replaced by them; who knows what follows them may go on behind them."""
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import numpy as np
@@ -18,7 +18,7 @@ from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.registry import ProposerContext
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
-from draftwise.types import EMPTY_PROPOSAL, Proposal, chain
+from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
 
 _CATCH_UP_ROWS = 2048
 """Rows of one catch-up pass: a long prompt is caught up in pieces, so that activations stay small."""
@@ -29,10 +29,12 @@ class _Draft:
     """One row while it drafts."""
 
     row: DraftRow
-    length: int  # tokens to draft
-    tokens: list[int]
-    filled: int  # committed tokens with K/V
+    length: int  # tokens to draft, forced ones included
+    tokens: list[int]  # forced ones first
+    context_np: IntArray  # [num_tokens + forced] what is fed before the first draw
+    fed: int  # tokens of the context with K/V
     stored: int = 0  # drafts with K/V behind them
+    q: list[torch.Tensor] = field(default_factory=list)  # [V] per drawn token; counts if the row is sampled
 
 
 class DraftModelProposer(Proposer):
@@ -96,22 +98,19 @@ class DraftModelProposer(Proposer):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         self._drafts = {}
         drafts = [self._start(row) for row in rows]
-        active = [d for d in drafts if d.length > 0]
-        if not active:
-            return [EMPTY_PROPOSAL] * len(rows)
-        hidden = self._catch_up(active)
-        columns: list[tuple[list[_Draft], torch.Tensor | None]] = []  # who drew at each depth, from what
-        depth = 0
+        active = [d for d in drafts if d.length > len(d.tokens)]
+        if active:
+            hidden = self._catch_up(active)
         while active:
-            tokens, q = self._draw(active, hidden, depth)
-            columns.append((active, q))
-            for draft, token in zip(active, tokens, strict=True):
+            tokens, q = self._draw(active, hidden)
+            for i, (draft, token) in enumerate(zip(active, tokens, strict=True)):
                 draft.tokens.append(token)
-            depth += 1
-            active = [d for d in active if d.length > depth]
+                if q is not None:
+                    draft.q.append(q[i])
+            active = [d for d in active if d.length > len(d.tokens)]
             if active:
-                hidden = self._advance(active, depth)
-        return self._proposals(drafts, columns)
+                hidden = self._advance(active)
+        return [self._proposal(draft) for draft in drafts]
 
     def _start(self, row: DraftRow) -> _Draft:
         # Draft d (1..length) is drawn from the row at position num_tokens - 2 + d, the last row that is fed.
@@ -120,12 +119,17 @@ class DraftModelProposer(Proposer):
         length = min(row.budget, row.max_depth, self._max_len - n + 1, slots - n + 1)
         if n > self._max_len or n > slots:
             length = 0
-        draft = _Draft(row, length, [], min(row.filled, n))
+        forced = row.forced[: max(length, 0)]
+        context_np = row.token_ids_np
+        if forced:
+            context_np = np.concatenate([context_np, np.asarray(forced, np.int32)])
+        draft = _Draft(row, length, list(forced), context_np, min(row.filled, n))
         self._drafts[row.rid] = draft
         return draft
 
     def _catch_up(self, active: Sequence[_Draft]) -> torch.Tensor:
-        """Feed every committed token that has no K/V yet, the root included; hidden states of the roots [R, H]."""
+        """Feed every committed token that has no K/V yet, the root included, and the forced ones: hidden states of
+        the last of them [R, H]."""
         last: dict[int, torch.Tensor] = {}
         pending = list(active)
         while pending:
@@ -133,32 +137,35 @@ class DraftModelProposer(Proposer):
             inputs: list[RowInput] = []
             members: list[_Draft] = []
             for draft in pending:
-                # The root is always fed: its hidden state is needed even if its K/V is there already.
-                start = min(draft.filled, draft.row.num_tokens - 1)
-                count = min(draft.row.num_tokens - start, left)
+                # The last one is always fed: its hidden state is needed even if its K/V is there already.
+                end = len(draft.context_np)
+                start = min(draft.fed, end - 1)
+                count = min(end - start, left)
                 if count == 0:
                     break
                 left -= count
-                tokens = draft.row.token_ids_np[start : start + count]
+                tokens = draft.context_np[start : start + count]
                 inputs.append(RowInput(tokens, start, draft.row.block_table_np))
                 members.append(draft)
-                draft.filled = start + count
-            if len(members) == len(active) and all(d.filled == d.row.num_tokens for d in members):
+                draft.fed = start + count
+                draft.stored = max(draft.fed - draft.row.num_tokens, 0)
+            if len(members) == len(active) and all(d.fed == len(d.context_np) for d in members):
                 return self._forward(inputs)
             hidden = self._forward(inputs)
             for i, draft in enumerate(members):
-                if draft.filled == draft.row.num_tokens:
+                if draft.fed == len(draft.context_np):
                     last[draft.row.rid] = hidden[i]
-            pending = [d for d in pending if d.filled < d.row.num_tokens or d.row.rid not in last]
+            pending = [d for d in pending if d.fed < len(d.context_np) or d.row.rid not in last]
         return torch.stack([last[d.row.rid] for d in active])
 
-    def _advance(self, active: Sequence[_Draft], depth: int) -> torch.Tensor:
+    def _advance(self, active: Sequence[_Draft]) -> torch.Tensor:
         """Feed the last drawn token of each active row: hidden states [R, H]."""
         inputs = [
-            RowInput((d.tokens[-1],), d.row.num_tokens + depth - 1, d.row.block_table_np) for d in active
+            RowInput((d.tokens[-1],), d.row.num_tokens + len(d.tokens) - 1, d.row.block_table_np)
+            for d in active
         ]
         for draft in active:
-            draft.stored = depth
+            draft.stored = len(draft.tokens)
         return self._forward(inputs)
 
     def _forward(self, inputs: Sequence[RowInput]) -> torch.Tensor:
@@ -173,53 +180,46 @@ class DraftModelProposer(Proposer):
         self.forward_time += time.perf_counter() - start
         return hidden
 
-    def _draw(
-        self, active: Sequence[_Draft], hidden: torch.Tensor, depth: int
-    ) -> tuple[list[int], torch.Tensor | None]:
-        """Draw one token per row from the drafter's distribution at this depth."""
+    def _draw(self, active: Sequence[_Draft], hidden: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
+        """Draw one token per row from the drafter's distribution behind its tokens."""
         start = time.perf_counter()
         logits = self._model.logits(hidden)
         self.forward_time += time.perf_counter() - start
-        rows = [
-            LogitsRow(state=d.row.sampling, path=tuple(d.tokens), token_ids_np=d.row.token_ids_np)
-            for d in active
-        ]
+        rows = []
+        for d in active:
+            path = tuple(d.tokens)
+            grammar = d.row.grammar
+            mask = None if grammar is None else grammar.mask(path, logits.device)
+            rows.append(LogitsRow(d.row.sampling, path, d.row.token_ids_np, mask))
         return draft_tokens(
             logits,
             rows,
             rules=[d.row.speculation.rule for d in active],
-            positions=[d.row.num_tokens + depth for d in active],
-            nodes=[depth] * len(active),
+            positions=[d.row.num_tokens + len(d.tokens) for d in active],
+            nodes=[len(d.tokens) for d in active],
             bases=[d.row.num_tokens for d in active],
             method=self._sample_method,
         )
 
-    def _proposals(
-        self, drafts: Sequence[_Draft], columns: Sequence[tuple[list[_Draft], torch.Tensor | None]]
-    ) -> list[Proposal]:
-        """Turn columns (one per depth, over requests) into rows (one chain per request)."""
-        q_rows: dict[int, list[torch.Tensor]] = {}
-        for members, q in columns:
-            if q is None:
-                continue
-            for i, draft in enumerate(members):
-                q_rows.setdefault(draft.row.rid, []).append(q[i])
-        out: list[Proposal] = []
-        for draft in drafts:
-            if not draft.tokens:
-                out.append(EMPTY_PROPOSAL)
-                continue
-            rows = q_rows.get(draft.row.rid)
-            sampled = draws_from_q(draft.row.sampling, draft.row.speculation.rule, self._sample_method)
-            q = torch.stack(rows) if rows is not None and sampled else None
-            out.append(chain(draft.tokens, self.name, q))
-        return out
+    def _proposal(self, draft: _Draft) -> Proposal:
+        """The chain; a forced token was drawn from a distribution, too: the one that has nothing else."""
+        if not draft.tokens:
+            return EMPTY_PROPOSAL
+        state = draft.row.sampling
+        if not draft.q or not draws_from_q(state, draft.row.speculation.rule, self._sample_method):
+            return chain(draft.tokens, self.name)
+        num_forced = len(draft.tokens) - len(draft.q)
+        q = torch.stack([draft.q[0]] * num_forced + draft.q)
+        if num_forced:
+            q[:num_forced] = 0.0
+            q[range(num_forced), draft.tokens[:num_forced]] = 1.0
+        return chain(draft.tokens, self.name, q)
 
     # ------------------------------------------------------------------------------------------ state kept
 
     def filled_after(self, row: DraftRow) -> int:
         draft = self._drafts.get(row.rid)
-        return row.filled if draft is None or draft.length <= 0 else draft.filled
+        return row.filled if draft is None or draft.length <= 0 else min(draft.fed, row.num_tokens)
 
     def drafts_stored(self, row: DraftRow) -> int:
         draft = self._drafts.get(row.rid)

@@ -100,10 +100,15 @@ class NgramProposer(Proposer):
             index = self._indexes[row.rid] = _Index(self.sizes)
         # N-grams that end in the last token stay out until another token follows: they are what is looked for.
         index.extend(tokens, len(tokens) - 1)
+        length = min(row.budget, row.max_depth) - len(row.forced)
+        if row.forced:  # look for what followed them
+            if length < 1:
+                return EMPTY_PROPOSAL
+            tokens = np.concatenate([tokens, np.asarray(row.forced, np.int32)])
         end = index.find(tokens)
         if end is None:
             return EMPTY_PROPOSAL
-        return chain(_continuation(tokens, end + 1, min(row.budget, row.max_depth)), self.name)
+        return chain([*row.forced, *_continuation(tokens, end + 1, length)], self.name)
 
     def remove(self, rid: int) -> None:
         self._indexes.pop(rid, None)

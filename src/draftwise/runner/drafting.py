@@ -12,6 +12,7 @@ import torch
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.runner.rows import DrafterFill, Row
+from draftwise.structured.proposer import GrammarProposer, fit
 from draftwise.types import EMPTY_PROPOSAL, MAX_TREE_NODES, Proposal, StepInput, TargetOutput
 
 logger = logging.getLogger("draftwise")
@@ -34,7 +35,7 @@ class Drafting:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._proposers = dict(proposers)
+        self._proposers = {GrammarProposer.name: GrammarProposer(), **proposers}
         self._storage = storage
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -123,16 +124,22 @@ class Drafting:
                 continue
             name = row.speculation.method
             fill = row.fill.get(name)
+            nodes = min(budget, MAX_TREE_NODES)
+            forced: tuple[int, ...] = ()
+            if row.grammar is not None:
+                forced = row.grammar.forced(min(nodes, max_depth))
             draft_row = DraftRow(
                 rid=row.rid,
                 token_ids_np=row.tokens_np[: row.num_tokens],
                 num_prompt=row.num_prompt,
-                budget=min(budget, MAX_TREE_NODES),
+                budget=nodes,
                 max_depth=max_depth,
                 speculation=row.speculation,
                 sampling=row.state,
                 block_table_np=row.blocks_np,
                 filled=fill.tokens if fill is not None else 0,
+                grammar=row.grammar,
+                forced=forced,
             )
             groups.setdefault(name, []).append((row, draft_row))
         for name, members in groups.items():
@@ -161,7 +168,7 @@ class Drafting:
             self._warnings.append(f"proposer {name!r} failed for request {row.rid}: {error}")
             return
         for (row, draft_row), proposal in zip(members, proposals, strict=True):
-            row.proposal = proposal
+            row.proposal = proposal if row.grammar is None else fit(proposal, row.grammar, draft_row.forced)
             if proposer.has_storage:
                 self._record_fill(name, proposer, row, draft_row)
 

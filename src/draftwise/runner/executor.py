@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from draftwise.errors import RequestError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
@@ -19,6 +20,7 @@ from draftwise.runner.rows import Row
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
+from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     EMPTY_PROPOSAL,
     NewRequest,
@@ -58,12 +60,15 @@ class LocalExecutor(Executor):
         block_size: int,
         device: torch.device,
         synthetic: SyntheticAcceptance | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """``grammars``: makes the cursors of requests with structured outputs; without it there may be none."""
         self._model = model
         self._storage = storage
         self._block_size = block_size
         self._device = device
         self._synthetic = synthetic
+        self._grammars = grammars
         self._vocab_size = model.config.vocab_size
         self._rows: dict[int, Row] = {}
         self._drafting = Drafting(
@@ -98,7 +103,7 @@ class LocalExecutor(Executor):
         self._drafting.observe([s.row.rid for s in steps], batch, output)
         answers: list[Verification | Exception] = []
         if wanted.requests:
-            answers = verify_batch(logits, wanted.requests, synthetic=self._synthetic)
+            answers = self._verify(logits, wanted, steps)
         by_step = dict(zip(wanted.owners, answers, strict=True))
         results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
         self._drafting.compact()
@@ -171,6 +176,10 @@ class LocalExecutor(Executor):
             block_table_np=np.zeros(max(8, len(new.block_ids) * 2), np.int32),
         )
         row.add_blocks(new.block_ids)
+        if new.sampling.structured_outputs is not None:
+            assert self._grammars is not None, "admitted without a way to follow its grammar"
+            output_ids = new.token_ids_np[new.num_prompt :].tolist()
+            row.grammar = self._grammars.cursor(new.sampling, output_ids)
         self._rows[new.rid] = row
         return row
 
@@ -244,6 +253,29 @@ class LocalExecutor(Executor):
             )
         return tuple(entries)
 
+    def _verify(
+        self, logits: torch.Tensor, wanted: _LogitRows, steps: Sequence[_StepRow]
+    ) -> list[Verification | Exception]:
+        """Decide all requests, each structured one under its grammar's masks; made while a GPU still computes."""
+        requests = wanted.requests
+        failed: dict[int, Exception] = {}
+        for j, i in enumerate(wanted.owners):
+            grammar = steps[i].row.grammar
+            if grammar is None:
+                continue
+            if requests is wanted.requests:
+                requests = list(requests)
+            try:
+                masks = grammar.masks(steps[i].proposal, self._device)
+            except RequestError as error:
+                failed[j] = error
+                continue
+            requests[j] = replace(requests[j], masks=masks)
+        answers = verify_batch(logits, requests, synthetic=self._synthetic)
+        for j, failure in failed.items():
+            answers[j] = failure
+        return answers
+
     # -------------------------------------------------------------------------------------------- commit
 
     def _commit_row(
@@ -264,6 +296,11 @@ class LocalExecutor(Executor):
         row.num_computed = base + len(answer.path)
         row.append(answer.token_ids)
         row.state.commit(answer.token_ids)
+        if row.grammar is not None:
+            try:
+                row.grammar.commit(answer.token_ids)
+            except RequestError as error:  # a rule that does not look at the target, such as "synthetic"
+                return RowResult(row.rid, error=f"{type(error).__name__}: {error}")
         return RowResult(
             rid=row.rid,
             token_ids=answer.token_ids,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftwise.sampling.state import SamplingState
+from draftwise.structured.cursor import Cursor
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation
 
 
@@ -36,6 +37,7 @@ class Row:
     prompt_logprobs: int | None
     block_table_np: IntArray  # [capacity]
     num_blocks: int = 0
+    grammar: Cursor | None = None
     proposal: Proposal = EMPTY_PROPOSAL
     drafting_failed: bool = False
     fill: dict[str, DrafterFill] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from draftwise.errors import RequestError, suggest
+from draftwise.structured.spec import StructuredOutputs
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
@@ -62,7 +63,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None  # or a mapping of its fields: {"json": {...}}
     output_kind: OutputKind = "cumulative"
     speculation: Mapping[str, Any] | None = (
         None  # per-request overrides; its keys are validated by the engine
@@ -108,8 +109,6 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias", token, low=0)
             _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        if self.structured_outputs is not None:
-            raise RequestError("structured_outputs is not supported yet")
         if self.output_kind not in OUTPUT_KINDS:
             raise _invalid("output_kind", self.output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
         if self.speculation is not None and not isinstance(self.speculation, Mapping):
@@ -123,6 +122,8 @@ class SamplingParams:
             put(self, name, (value,) if isinstance(value, str) else _as_tuple(name, value))
         for name in ("stop_token_ids", "logits_processors"):
             put(self, name, _as_tuple(name, getattr(self, name)))
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", StructuredOutputs.from_value(self.structured_outputs))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:

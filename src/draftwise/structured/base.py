@@ -1,0 +1,61 @@
+"""The contract of a grammar engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from draftwise.structured.spec import StructuredOutputs
+
+Words = npt.NDArray[np.int32]
+"""A mask with one bit per token: token t is bit t % 32 of word t // 32. Shape [W], W = ceil(vocabulary / 32)."""
+
+
+class Matcher(ABC):
+    """Where one text stands in its grammar. End-of-sequence tokens are not its business (`Cursor` adds them).
+
+    What it answers is a function of the tokens taken in, whatever was rolled back on the way.
+    """
+
+    @abstractmethod
+    def fill(self, words: Words) -> None:
+        """Write the tokens that may follow into ``words`` [W] int32, C-contiguous. The bits of end-of-sequence
+        tokens, and of tokens past the vocabulary, may be anything.
+
+        Raises `RequestError`: the grammar turned out too complex to go on."""
+
+    @abstractmethod
+    def advance(self, token: int) -> bool:
+        """Take in a token that `fill` allows here; False (and nothing taken in) if it cannot be."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` tokens."""
+
+    @abstractmethod
+    def is_accepting(self) -> bool:
+        """Whether the text so far is complete: it may end here."""
+
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+
+    @abstractmethod
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, as far as there is no choice; may be empty though there is none."""
+
+
+class GrammarBackend(ABC):
+    """Compiles grammars for one tokenizer. Used by several threads."""
+
+    num_tokens: int
+    """Tokens covered by a mask: at least the model's vocabulary."""
+
+    @abstractmethod
+    def matcher(self, spec: StructuredOutputs) -> Matcher:
+        """A matcher at the start of the text; compiled grammars are kept for the next call.
+
+        Raises `RequestError`: the schema, regular expression or grammar is invalid or not supported."""

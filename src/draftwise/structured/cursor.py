@@ -1,0 +1,218 @@
+"""A request's place in its grammar, and the masks along the branches of a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from draftwise.errors import RequestError
+from draftwise.structured.base import Matcher, Words
+from draftwise.types import Proposal
+
+Path = tuple[int, ...]
+"""Draft tokens below the last committed token, root first."""
+
+
+class Cursor:
+    """Answers what may follow the committed output and any path of drafts below it. One per request, owned by
+    the executor.
+
+    The matcher walks from path to path, taking back what they do not share; masks are kept (packed, one bit per
+    token) until the next commit, so that those a drafter drew under serve the verification, too.
+
+    End-of-sequence tokens are allowed exactly where the text may end; with ``ignore_eos`` only where nothing else
+    can follow. Behind one of them, and behind a token that is not allowed, nothing is masked: no such node is
+    ever accepted or delivered, and a row without any token would count as a mistake.
+    """
+
+    __slots__ = (
+        "_all",
+        "_eos",
+        "_eos_bits",
+        "_ignore_eos",
+        "_kept",
+        "_matcher",
+        "_num_words",
+        "_ordinary",
+        "_path",
+        "_vocab_size",
+        "ended",
+    )
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        *,
+        num_tokens: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        ignore_eos: bool = False,
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        """``num_tokens``: tokens of the matcher's masks; ``vocab_size``: of the model, at most that;
+        ``output_ids``: output so far, of a request that comes back after a preemption.
+
+        Raises `RequestError` if ``output_ids`` does not follow the grammar.
+        """
+        assert eos_token_ids and vocab_size <= num_tokens
+        self._matcher = matcher
+        self._eos = tuple(eos_token_ids)
+        self._eos_bits = _pack(self._eos, -(-num_tokens // 32))
+        ordinary = sorted(set(range(vocab_size)) - set(eos_token_ids))
+        self._ordinary = _pack(ordinary, len(self._eos_bits))
+        self._ignore_eos = ignore_eos
+        self._vocab_size = vocab_size
+        self._num_words = len(self._eos_bits)
+        self._all: Words = np.full(self._num_words, -1, np.int32)
+        self._path: list[int] = []  # what the matcher took in beyond the committed tokens
+        self._kept: dict[Path, Words] = {}  # masks by path
+        self.ended = False  # an end-of-sequence token was committed
+        self.commit(output_ids)
+
+    # --------------------------------------------------------------------------------------------- commit
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """The tokens became part of the output. Raises `RequestError` if the grammar does not allow them."""
+        done = 0  # tokens the matcher has taken in already
+        while done < min(len(self._path), len(token_ids)) and self._path[done] == token_ids[done]:
+            done += 1
+        self._back_to(done)
+        self._path = []
+        self._kept = {}
+        for token in token_ids[done:]:
+            if self.ended:  # what follows the end is cut by the scheduler
+                return
+            if token in self._eos:
+                self.ended = True
+            elif not self._matcher.advance(token):
+                raise RequestError(f"structured_outputs: token {token} does not follow the grammar")
+
+    # ---------------------------------------------------------------------------------------------- masks
+
+    def allows(self, path: Path, token: int) -> bool:
+        """Whether ``token`` may follow the committed output and ``path``."""
+        return bool(self._words(path)[token >> 5] >> (token & 31) & 1)
+
+    def mask(self, path: Path = (), device: torch.device | str = "cpu") -> torch.Tensor:
+        """[V] bool, True: the token may follow the committed output and ``path``. Raises `RequestError`."""
+        return _unpack(self._words(path), self._vocab_size).to(device)
+
+    def masks(self, proposal: Proposal, device: torch.device | str = "cpu") -> torch.Tensor:
+        """[1 + nodes, V] bool: after the root, then after each node. Raises `RequestError`.
+
+        Example: tokens (5, 7, 9), parents (-1, -1, 0): after (), (5,), (7,), (5, 9).
+        """
+        if not proposal.tokens:
+            return self.mask((), device)[None]
+        words = np.stack([self._words(path) for path in paths_of(proposal)])
+        return _unpack(words, self._vocab_size).to(device)
+
+    def forced(self, limit: int) -> Path:
+        """At most ``limit`` tokens that must follow the committed output, the end of the sequence included."""
+        if limit < 1 or self.ended:
+            return ()
+        self._back_to(0)
+        tokens = list(self._matcher.forced())
+        if len(tokens) < limit:
+            for token in tokens:
+                if not self._matcher.advance(token):
+                    break
+                self._path.append(token)
+            if len(self._path) == len(tokens) and self._matcher.is_finished():
+                tokens.append(self._eos[0])
+        return tuple(tokens[:limit])
+
+    def prune(self, proposal: Proposal) -> Proposal:
+        """A proposal of point masses without the nodes that the grammar forbids, and those below them or below an
+        end. Lossless for point masses alone: which nodes go does not depend on a draw.
+
+        Example: tokens (5, 7, 9), parents (-1, -1, 0), 7 not allowed: (5, 9) with parents (-1, 0).
+        """
+        assert is_point_mass(proposal), "a drawn node may not go"
+        index: dict[int, int] = {-1: -1}  # node -> node of what is left
+        tokens: list[int] = []
+        parents: list[int] = []
+        for i, (path, token, parent) in enumerate(
+            zip(paths_of(proposal)[1:], proposal.tokens, proposal.parents, strict=True)
+        ):
+            above = index.get(parent)
+            if above is None or (above >= 0 and tokens[above] in self._eos):
+                continue
+            if self.allows(path[:-1], token):
+                index[i] = len(tokens)
+                tokens.append(token)
+                parents.append(above)
+        if len(tokens) == len(proposal.tokens):
+            return proposal
+        return Proposal(tuple(tokens), tuple(parents), proposal.method, proposal.draw)
+
+    # ------------------------------------------------------------------------------------------- the walk
+
+    def _words(self, path: Path) -> Words:
+        """Packed mask after ``path``."""
+        words = self._kept.get(path)
+        if words is None:
+            words = self._kept[path] = self._compute(path)
+        return words
+
+    def _compute(self, path: Path) -> Words:
+        if self.ended:
+            return self._all
+        if path and (path[-1] in self._eos or not self.allows(path[:-1], path[-1])):
+            return self._all
+        # Below a node that is itself unreachable `allows` was True for want of a mask: look further up.
+        if len(path) > 1 and self._words(path[:-1]) is self._all:
+            return self._all
+        if not self._move(path):
+            return self._all
+        words: Words = np.empty(self._num_words, np.int32)
+        self._matcher.fill(words)
+        words &= self._ordinary
+        if self._matcher.is_accepting() and not (self._ignore_eos and words.any()):
+            words |= self._eos_bits
+        return words
+
+    def _move(self, path: Path) -> bool:
+        """Bring the matcher behind ``path``; False if it does not take it."""
+        shared = 0
+        while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
+            shared += 1
+        self._back_to(shared)
+        for token in path[shared:]:
+            if not self._matcher.advance(token):
+                return False
+            self._path.append(token)
+        return True
+
+    def _back_to(self, length: int) -> None:
+        if len(self._path) > length:
+            self._matcher.rollback(len(self._path) - length)
+            del self._path[length:]
+
+
+def is_point_mass(proposal: Proposal) -> bool:
+    """Whether the nodes are point masses: chosen, not drawn from a reported q."""
+    return proposal.q is None or proposal.draw == "fixed"
+
+
+def paths_of(proposal: Proposal) -> list[Path]:
+    """Tokens from the root to each node: [1 + nodes] paths, the root's () first."""
+    paths: list[Path] = [()]
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        paths.append((*paths[parent + 1], token))
+    return paths
+
+
+def _pack(tokens: Sequence[int], num_words: int) -> Words:
+    """Words with the bits of ``tokens`` set."""
+    bits = np.zeros(num_words * 32, np.bool_)
+    bits[list(tokens)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _unpack(words: Words, vocab_size: int) -> torch.Tensor:
+    """[..., W] int32 -> [..., V] bool."""
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))

@@ -1,0 +1,132 @@
+"""What a user asks of a structured output. Plain data without torch or a grammar library."""
+
+from __future__ import annotations
+
+import json as _json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftwise.errors import RequestError, suggest
+
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What the output must look like; exactly one of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``.
+
+    Names and meanings are those of vLLM. ``json``: a JSON schema, as an object, a boolean or their JSON text
+    (stored as text). ``regex``: Rust syntax without look-around, matched against the whole output. ``choice``: the
+    output is one of these strings. ``grammar``: context-free, in Lark or GBNF syntax. ``json_object``: any JSON
+    object. ``disable_any_whitespace``: JSON without optional whitespace: shorter, and more of it is forced.
+    ``whitespace_pattern``: a regex for a run of optional whitespace in JSON; by default at most 40 characters, for
+    models are known to go on with whitespace for ever where a grammar lets them.
+
+    Raises `RequestError` naming the field. Whether a schema, regex or grammar can be compiled is found out when
+    the request is admitted.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if self.json_object is False:  # as good as not given
+            object.__setattr__(self, "json_object", None)
+            given.remove("json_object")
+        if len(given) != 1:
+            found = f"got {' and '.join(given)}" if given else "got none"
+            raise RequestError(f"structured_outputs needs exactly one of {', '.join(_KINDS)}; {found}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _invalid(name, value, "a non-empty string")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("json_object", "disable_any_whitespace"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise _invalid(name, value, "true or false")
+        if (self.disable_any_whitespace or self.whitespace_pattern is not None) and self.kind != "json":
+            name = "disable_any_whitespace" if self.disable_any_whitespace else "whitespace_pattern"
+            raise RequestError(f"structured_outputs: {name} goes with json or json_object only")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise RequestError("structured_outputs: disable_any_whitespace contradicts whitespace_pattern")
+
+    @property
+    def kind(self) -> GrammarKind:
+        """Which sort of grammar this is; ``json_object`` is a JSON schema."""
+        if self.json is not None or self.json_object:
+            return "json"
+        if self.regex is not None:
+            return "regex"
+        return "choice" if self.choice is not None else "grammar"
+
+    @property
+    def schema(self) -> str:
+        """The JSON schema, as JSON text."""
+        assert self.kind == "json"
+        return self.json if isinstance(self.json, str) else '{"type":"object"}'
+
+    @classmethod
+    def from_value(cls, value: Any) -> StructuredOutputs:
+        """Take what a user wrote: an instance, or a mapping of its fields. Raises `RequestError`."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise RequestError(
+                f'structured_outputs is {value!r}; it must be a mapping such as {{"json": {{...}}}}, '
+                "or StructuredOutputs"
+            )
+        for name in value:
+            if name not in cls.__dataclass_fields__:
+                raise RequestError(
+                    f"structured_outputs: unknown field {name!r}{suggest(str(name), cls.__dataclass_fields__)}"
+                )
+        return cls(**value)
+
+
+def _schema_text(value: Any) -> str:
+    """JSON text of a schema; its properties keep their order, which is the order of the output."""
+    if isinstance(value, str):
+        try:
+            value = _json.loads(value)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs: json is no JSON text: {error}") from None
+    if not isinstance(value, (Mapping, bool)):
+        raise RequestError(
+            f"structured_outputs: a JSON schema is an object or a boolean, not {type(value).__name__}"
+        )
+    try:
+        return _json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"structured_outputs: json is no JSON schema: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _invalid("choice", value, "a list of strings")
+    choices = tuple(value)
+    if not choices or not all(isinstance(c, str) and c for c in choices):
+        raise _invalid("choice", choices, "a list of one or more non-empty strings")
+    return choices
+
+
+def _invalid(name: str, value: Any, valid: str) -> RequestError:
+    return RequestError(f"structured_outputs: {name} is {value!r}; it must be {valid}")
