@@ -17,6 +17,7 @@ from draftwise.engine.core import EngineCore
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
 from draftwise.errors import ConfigError
+from draftwise.kernels.select import native_reason
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -138,16 +139,19 @@ def build_engine(
 
 
 def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | None:
-    """None: the checkpoint's own. On a CPU a small model runs in float32: torch's bfloat16 products are slower
-    there for few rows, and their rounding depends on the number of rows, so that greedy text would, rarely, differ
-    with and without speculation."""
+    """None: the checkpoint's own. On a CPU without native kernels a small model runs in float32: torch's bfloat16
+    products are slower there for few rows, and their rounding depends on the number of rows, so that greedy text would,
+    rarely, differ with and without speculation. float16, which the native kernels lack, becomes float32 likewise."""
     if device.type != "cpu":
         return None
     if config.quantization is not None:
         return torch.bfloat16
-    from draftwise.models.loader import checkpoint_num_parameters
+    from draftwise.models.loader import checkpoint_num_parameters, load_config
 
     assert config.model is not None
+    own = load_config(config.model, config.revision).dtype
+    if own is not None and native_reason(getattr(torch, own, torch.float16), device) is None:
+        return None
     return torch.float32 if checkpoint_num_parameters(config.model) * 4 <= _FLOAT32_LIMIT else None
 
 
@@ -229,11 +233,13 @@ def _guarantees(model: DecoderModel, config: EngineConfig) -> Guarantees:
     lossy = [d.rule for d in config.drafters if d.rule in ("typical", "synthetic")]
     if lossy:
         reasons.append(f"rule {lossy[0]!r} changes the distribution")
-    reasons.append(
-        "plain torch products round differently for different numbers of rows: outputs are equal in distribution, "
-        "and equal in text unless two tokens tie within rounding"
-    )
-    return Guarantees(lossless=not lossy, same_bits=False, same_seed_same_text=False, reasons=tuple(reasons))
+    if not model.same_bits:
+        reasons.append(
+            "plain torch products round differently for different numbers of rows: outputs are equal in distribution, "
+            "and equal in text unless two tokens tie within rounding"
+        )
+    exact = model.same_bits and not lossy
+    return Guarantees(lossless=not lossy, same_bits=exact, same_seed_same_text=exact, reasons=tuple(reasons))
 
 
 def tokenizer_of(engine: Engine) -> Any:

@@ -28,6 +28,8 @@ class DecoderModel(ABC):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    same_bits: bool = False
+    """Whether a row's hidden states and logits are the same bits in any batch, chunk or tree."""
 
     @classmethod
     @abstractmethod
@@ -71,6 +73,8 @@ class DecoderModel(ABC):
         output = self.forward(batch, kv, capture)
         hidden = output.hidden
         if rows is not None:
+            if not rows:
+                return output, hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
         return output, self.logits(hidden)
 

@@ -104,7 +104,7 @@ class _LayerWeights:
             k_norm=norm("k_norm"),
             o=linear("o"),
             post_norm=post_norm,
-            gate_up=linear("gate_up"),
+            gate_up=ops.pack_gate_up(*self.__dict__.pop("gate_up")),
             down=linear("down"),
             window=window,
         )

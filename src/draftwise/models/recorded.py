@@ -35,6 +35,10 @@ class RecordedDecoder(DecoderModel):
         self._ops = ops
         self._programs: dict[tuple[int, tuple[int, ...]], tuple[KVStorage, Program]] = {}
         self._eager = False
+        # on a storage of one slot: whether it works is known before anybody relies on it
+        self._program(KVStorage(model.kv_layout(), 1, 1, model.dtype, model.device), ())
+        self._programs.clear()
+        self.same_bits = not self._eager
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:

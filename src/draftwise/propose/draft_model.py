@@ -100,16 +100,16 @@ class DraftModelProposer(Proposer):
         drafts = [self._start(row) for row in rows]
         active = [d for d in drafts if d.length > len(d.tokens)]
         if active:
-            hidden = self._catch_up(active)
+            logits = self._catch_up(active)
         while active:
-            tokens, q = self._draw(active, hidden)
+            tokens, q = self._draw(active, logits)
             for i, (draft, token) in enumerate(zip(active, tokens, strict=True)):
                 draft.tokens.append(token)
                 if q is not None:
                     draft.q.append(q[i])
             active = [d for d in active if d.length > len(d.tokens)]
             if active:
-                hidden = self._advance(active)
+                logits = self._advance(active)
         return [self._proposal(draft) for draft in drafts]
 
     def _start(self, row: DraftRow) -> _Draft:
@@ -128,8 +128,8 @@ class DraftModelProposer(Proposer):
         return draft
 
     def _catch_up(self, active: Sequence[_Draft]) -> torch.Tensor:
-        """Feed every committed token that has no K/V yet, the root included, and the forced ones: hidden states of
-        the last of them [R, H]."""
+        """Feed every committed token that has no K/V yet, the root included, and the forced ones: logits behind the
+        last of them [R, V]."""
         last: dict[int, torch.Tensor] = {}
         pending = list(active)
         while pending:
@@ -137,7 +137,7 @@ class DraftModelProposer(Proposer):
             inputs: list[RowInput] = []
             members: list[_Draft] = []
             for draft in pending:
-                # The last one is always fed: its hidden state is needed even if its K/V is there already.
+                # The last one is always fed: its logits are needed even if its K/V is there already.
                 end = len(draft.context_np)
                 start = min(draft.fed, end - 1)
                 count = min(end - start, left)
@@ -151,15 +151,15 @@ class DraftModelProposer(Proposer):
                 draft.stored = max(draft.fed - draft.row.num_tokens, 0)
             if len(members) == len(active) and all(d.fed == len(d.context_np) for d in members):
                 return self._forward(inputs)
-            hidden = self._forward(inputs)
+            logits = self._forward(inputs)
             for i, draft in enumerate(members):
                 if draft.fed == len(draft.context_np):
-                    last[draft.row.rid] = hidden[i]
+                    last[draft.row.rid] = logits[i]
             pending = [d for d in pending if d.fed < len(d.context_np) or d.row.rid not in last]
         return torch.stack([last[d.row.rid] for d in active])
 
     def _advance(self, active: Sequence[_Draft]) -> torch.Tensor:
-        """Feed the last drawn token of each active row: hidden states [R, H]."""
+        """Feed the last drawn token of each active row: logits [R, V]."""
         inputs = [
             RowInput((d.tokens[-1],), d.row.num_tokens + len(d.tokens) - 1, d.row.block_table_np)
             for d in active
@@ -169,22 +169,19 @@ class DraftModelProposer(Proposer):
         return self._forward(inputs)
 
     def _forward(self, inputs: Sequence[RowInput]) -> torch.Tensor:
-        """One pass; hidden states of the last row of each request [R, H]."""
+        """One pass; logits of the last row of each request [R, V]."""
         start = time.perf_counter()
         assert self._storage is not None, "allocate comes before propose"
         batch = build_step_input(inputs, self._block_size, self._model.device)
-        hidden = self._model.forward(batch, self._storage).hidden
-        if hidden.shape[0] != len(inputs):
-            ends = batch.attention.query_start_np[1:].astype(np.int64) - 1
-            hidden = hidden[torch.from_numpy(ends).to(hidden.device)]
+        rows = None
+        if batch.token_ids.shape[0] != len(inputs):
+            rows = (batch.attention.query_start_np[1:] - 1).tolist()
+        _, logits = self._model.forward_logits(batch, self._storage, rows)
         self.forward_time += time.perf_counter() - start
-        return hidden
+        return logits
 
-    def _draw(self, active: Sequence[_Draft], hidden: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
+    def _draw(self, active: Sequence[_Draft], logits: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
         """Draw one token per row from the drafter's distribution behind its tokens."""
-        start = time.perf_counter()
-        logits = self._model.logits(hidden)
-        self.forward_time += time.perf_counter() - start
         rows = []
         for d in active:
             path = tuple(d.tokens)

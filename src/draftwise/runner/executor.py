@@ -93,8 +93,9 @@ class LocalExecutor(Executor):
         wanted = self._logit_rows(steps, batch.attention.query_start_np.tolist())
 
         built = time.perf_counter()
-        output = self._model.forward(batch, self._storage, self._drafting.capture_layers)
-        logits = self._logits(output.hidden, wanted.rows)
+        output, logits = self._model.forward_logits(
+            batch, self._storage, wanted.rows, self._drafting.capture_layers
+        )
         forwarded = time.perf_counter()
 
         prompt = {
@@ -227,14 +228,6 @@ class LocalExecutor(Executor):
             rows.extend(range(starts[i] + planned.num_new - 1, starts[i + 1]))
             owners.append(i)
         return _LogitRows(requests, owners, None if len(rows) == starts[-1] else rows, prompt)
-
-    def _logits(self, hidden: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
-        """hidden [T, H] -> logits [M, V] float32 of the chosen rows (None: all)."""
-        if rows is not None:
-            if not rows:
-                return hidden.new_empty((0, self._vocab_size), dtype=torch.float32)
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        return self._model.logits(hidden)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, step: _StepRow, first: int, count: int

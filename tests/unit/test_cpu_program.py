@@ -1,0 +1,180 @@
+"""Recorded passes: one native call does what the model's calls do one by one."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes.tiny import VOCAB, save_llama
+from tests.native import native_or_skip
+from torch import Tensor
+
+from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.cpu.program import Recording, RecordingError
+from draftwise.kv.storage import KVStorage
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.llama import LlamaModel
+from draftwise.models.loader import load_model
+from draftwise.models.recorded import RecordedDecoder, recorded
+from draftwise.models.registry import register_model
+from draftwise.types import StepInput, TargetOutput
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_llama(tmp_path_factory.mktemp("model"), seed=3)
+
+
+def native_ops(dtype: torch.dtype = torch.float32, threads: int = 2) -> NativeOps:
+    return NativeOps(native_or_skip(), ThreadPool(native_or_skip(), threads), dtype)
+
+
+def load(folder: str, dtype: torch.dtype = torch.float32, threads: int = 2) -> RecordedDecoder:
+    model = load_model(folder, dtype=dtype, device=CPU, ops=native_ops(dtype, threads))
+    assert isinstance(model, RecordedDecoder)
+    return model
+
+
+def storage(model: RecordedDecoder) -> KVStorage:
+    return KVStorage(model.kv_layout(), 64, 4, model.dtype, CPU)
+
+
+def batch(rows: int, start: int = 0) -> StepInput:
+    tokens = [(7 * i + 3) % VOCAB for i in range(rows)]
+    table = torch.arange(1, 63, dtype=torch.int32).numpy()
+    return build_step_input([RowInput(tokens, start, table)], 4, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("capture", [(), (0, 1, 2), (2,)], ids=str)
+@torch.inference_mode()
+def test_replay_equals_the_calls(folder: str, dtype: torch.dtype, capture: tuple[int, ...]) -> None:
+    """To rounding: the fused SiLU has another exponential, and rounds once less in bfloat16."""
+    tolerance = 2e-5 if dtype is torch.float32 else 0.05
+    model = load(folder, dtype)
+    kv, other = storage(model), storage(model)
+    for start, rows in ((0, 70), (70, 1), (71, 5)):  # more rows than the first arena holds, then few
+        got = model.forward(batch(rows, start), kv, capture)
+        want = model.inner.forward(batch(rows, start), other, capture)
+        assert got.captured.keys() == want.captured.keys() == set(capture)
+        torch.testing.assert_close(got.hidden, want.hidden, rtol=tolerance, atol=tolerance)
+        for layer in capture:
+            torch.testing.assert_close(
+                got.captured[layer], want.captured[layer], rtol=tolerance, atol=tolerance
+            )
+
+
+@torch.inference_mode()
+def test_logits_of_chosen_rows(folder: str) -> None:
+    model = load(folder)
+    kv = storage(model)
+    hidden = model.forward(batch(9), kv).hidden
+    logits = model.logits(hidden)
+    for rows in (None, [0], [8], [2, 5, 7], list(range(9))):
+        output, chosen = model.forward_logits(batch(9), kv, rows)
+        assert torch.equal(output.hidden, hidden)
+        assert torch.equal(chosen, logits if rows is None else logits[rows]), rows
+        plain = super(RecordedDecoder, model).forward_logits(batch(9), kv, rows)[1]
+        assert torch.equal(plain, chosen), rows
+    assert model.forward_logits(batch(9), kv, [])[1].shape == (0, VOCAB)
+
+
+@torch.inference_mode()
+def test_results_outlive_the_next_pass(folder: str) -> None:
+    model = load(folder)
+    kv = storage(model)
+    first, logits = model.forward_logits(batch(3), kv, capture=(0, 1))
+    kept = [first.hidden.clone(), logits.clone(), first.captured[1].clone()]
+    model.forward_logits(batch(3, 3), kv, capture=(0, 1))
+    for value, copy in zip([first.hidden, logits, first.captured[1]], kept, strict=True):
+        assert torch.equal(value, copy)
+
+
+@torch.inference_mode()
+def test_one_recording_per_storage(folder: str) -> None:
+    model = load(folder)
+    for _ in range(5):  # storages that are gone may come back with the same id
+        kv = storage(model)
+        one = model.forward(batch(5), kv).hidden
+        assert kv.layer(1)[0].any(), "the pass writes to the storage it was given"
+        assert torch.equal(model.forward(batch(5), kv).hidden, one)
+        del kv
+        gc.collect()
+
+
+@torch.inference_mode()
+def test_same_bits_for_any_number_of_threads(folder: str) -> None:
+    results = []
+    for threads in (1, 2, 3):
+        model = load(folder, torch.bfloat16, threads)
+        results.append(model.forward_logits(batch(40), storage(model))[1])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_products_are_fused(folder: str) -> None:
+    """Per layer: norm, q/k/v, rotation, attention, output + residual, norm, gate/up with SiLU, down + residual."""
+    model = load(folder)
+    program = model._program(storage(model), ())
+    assert program is not None
+    embedding_rope_last_norm, pick_head = 3, 2
+    assert program.num_operations == 8 * 2 + embedding_rope_last_norm + pick_head
+
+
+def test_a_product_that_is_read_again_is_refused() -> None:
+    ops = native_ops()
+    recording = Recording(torch.float32)
+    norm = ops.pack_norm(torch.ones(8), 1e-5)
+    residual = ops.embedding(recording.token_ids, torch.ones(4, 8))
+    product = ops.linear(residual, ops.pack_linear(torch.ones(8, 8)))
+    ops.add_rms_norm(product, residual, norm)
+    with pytest.raises(RecordingError, match="fused"):
+        ops.copy(product)
+
+
+class Peeking(LlamaModel):
+    """Does something with a tensor that is no operation."""
+
+    def forward(self, batch: StepInput, kv: KVStorage, capture: Any = ()) -> TargetOutput:
+        if int(batch.token_ids.max()) >= 0:
+            return super().forward(batch, kv, capture)
+        raise AssertionError
+
+
+@torch.inference_mode()
+def test_a_model_that_cannot_be_recorded_runs_call_by_call(
+    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import json
+    import shutil
+
+    register_model("PeekingForCausalLM", Peeking)
+    copy = tmp_path / "peeking"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["architectures"] = ["PeekingForCausalLM"]
+    (copy / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, "draftwise"):
+        model = load(str(copy))
+    assert not model.same_bits
+    assert "cannot be recorded" in caplog.text
+    usual = load(folder)
+    expected: Tensor = usual.forward_logits(batch(6), storage(usual))[1]
+    got = model.forward_logits(batch(6), storage(model))[1]
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    assert usual.same_bits
+
+
+def test_other_ops_are_not_wrapped(folder: str) -> None:
+    from draftwise.kernels.torch_ops import TorchOps
+
+    ops = TorchOps(torch.float32, CPU)
+    model = load_model(folder, dtype=torch.float32, device=CPU, ops=ops)
+    assert recorded(model, ops) is model
+    assert not model.same_bits
