@@ -1,0 +1,231 @@
+// What is drafted from a suffix tree, and the functions that Python calls.
+#include <algorithm>
+#include <cmath>
+
+#include "isa.h"
+#include "suffix.h"
+
+namespace dw {
+namespace {
+
+bool better(double score, int32_t match_len, const SuffixDraft& than) {
+  return score > than.score || (score == than.score && match_len > than.match_len);
+}
+
+void put(SuffixDraft* out, int32_t token, int32_t parent, double prob) {
+  out->tokens[out->size] = token;
+  out->parents[out->size++] = parent;
+  out->score += prob;
+}
+
+}  // namespace
+
+void SuffixTree::draft(int64_t s, const int32_t* context, uint64_t n, const SuffixLimits& limits, int32_t source,
+                       SuffixDraft* best) {
+  const uint32_t longest = uint32_t(std::min<uint64_t>(n, depth_ - 1));
+  matches_.clear();  // [i]: where the last i + 1 tokens end
+  bool more = true;  // whether a longer match may have a continuation
+  if (s >= 0 && seqs_[size_t(s)].open) {
+    const std::vector<uint32_t>& loci = seqs_[size_t(s)].loci;
+    for (uint32_t length = 1; more && length <= longest && length <= loci.size(); ++length) {
+      uint32_t node = loci[loci.size() - length];
+      more = nodes_[node].log != 0;
+      if (more) matches_.push_back(Locus{node, nodes_[node].length});
+    }
+  }
+  while (more && matches_.size() < longest) {
+    uint64_t length = matches_.size() + 1;
+    Locus at{};
+    more = walk(context + (n - length), length, &at) &&
+           (at.offset < nodes_[at.node].length || nodes_[at.node].log != 0);
+    if (more) matches_.push_back(at);
+  }
+  // Longest first. No node has a probability over 1, so a score is at most the number of nodes allowed, and shorter
+  // matches allow fewer.
+  for (int32_t length = int32_t(matches_.size()); length > 0; --length) {
+    double allowed = std::floor(length * limits.factor + limits.offset + 1e-6);
+    int32_t most = int32_t(std::min<double>(allowed, std::min(limits.budget, kMaxDraft)));
+    if (most <= 0 || !better(most, length, *best)) break;
+    SuffixDraft found;
+    Locus from = matches_[size_t(length) - 1];
+    if (limits.shape == 0) {
+      chain(from, most, limits, &found);
+    } else if (limits.shape == 1) {
+      best_first(from, most, limits, &found);
+    } else {
+      shaped(from, most, limits, &found);
+    }
+    if (found.size && better(found.score, length, *best)) {
+      found.match_len = length;
+      found.source = source;
+      *best = found;
+    }
+  }
+}
+
+// To the most frequent child of the node in which `at` ends; of equal ones to that which occurred last.
+bool SuffixTree::likeliest(Locus* at, double* prob, double min_prob) const {
+  const Node& node = nodes_[at->node];
+  if (node.log == 0) return false;
+  const uint32_t* kids = list(node);
+  uint32_t chosen = kids[1];
+  const uint32_t count = nodes_[chosen].count;
+  double p = *prob * (double(count) / double(node.count));
+  if (p < min_prob) return false;
+  for (uint32_t i = 2; i <= kids[0] && nodes_[kids[i]].count == count; ++i) {
+    if (newer(nodes_[kids[i]].start, nodes_[chosen].start)) chosen = kids[i];
+  }
+  *prob = p;
+  *at = Locus{chosen, 0};
+  return true;
+}
+
+// ranked_ becomes the children of a node that are likely enough, the first `most` at least: by count, then the one that
+// occurred last.
+void SuffixTree::ranked(uint32_t n, double prob, double min_prob, uint32_t most) {
+  ranked_.clear();
+  const Node& node = nodes_[n];
+  if (node.log == 0) return;
+  const uint32_t* kids = list(node);
+  for (uint32_t i = 1; i <= kids[0]; ++i) {
+    uint32_t count = nodes_[kids[i]].count;
+    if (prob * (double(count) / double(node.count)) < min_prob) break;
+    if (ranked_.size() >= most && count < nodes_[ranked_.back()].count) break;
+    ranked_.push_back(kids[i]);
+  }
+  std::sort(ranked_.begin(), ranked_.end(), [this](uint32_t a, uint32_t b) {
+    const Node &x = nodes_[a], &y = nodes_[b];
+    return x.count != y.count ? x.count > y.count : newer(x.start, y.start);
+  });
+}
+
+void SuffixTree::chain(Locus at, int32_t most, const SuffixLimits& limits, SuffixDraft* out) {
+  most = std::min(most, limits.max_depth);
+  double prob = 1;
+  uint32_t place = at.offset < nodes_[at.node].length ? after(nodes_[at.node].start, at.offset) : 0;
+  while (out->size < most) {
+    if (at.offset == nodes_[at.node].length) {
+      if (!likeliest(&at, &prob, limits.min_prob)) break;
+      place = nodes_[at.node].start;
+    }
+    put(out, token_at(place), out->size - 1, prob);
+    if (++at.offset < nodes_[at.node].length) place = after(place, 1);
+  }
+}
+
+// Queue what may follow `at`, which is node `parent` of the draft at this depth.
+void SuffixTree::expand(Locus at, double prob, int32_t parent, int32_t depth, const SuffixLimits& limits,
+                        uint32_t most) {
+  if (depth >= limits.max_depth) return;
+  auto push = [&](double p, Locus to) {
+    queue_.push_back(Candidate{p, queued_++, to, parent, depth + 1});
+    std::push_heap(queue_.begin(), queue_.end(), Candidate::after);
+  };
+  if (at.offset < nodes_[at.node].length) {
+    push(prob, Locus{at.node, at.offset + 1});
+    return;
+  }
+  ranked(at.node, prob, limits.min_prob, most);
+  const double total = nodes_[at.node].count;
+  for (size_t i = 0; i < ranked_.size() && i < most; ++i) {
+    push(prob * (double(nodes_[ranked_[i]].count) / total), Locus{ranked_[i], 1});
+  }
+}
+
+void SuffixTree::best_first(Locus from, int32_t most, const SuffixLimits& limits, SuffixDraft* out) {
+  queue_.clear();
+  queued_ = 0;
+  expand(from, 1, -1, 0, limits, uint32_t(most));
+  while (out->size < most && !queue_.empty()) {
+    Candidate next = queue_.front();
+    std::pop_heap(queue_.begin(), queue_.end(), Candidate::after);
+    queue_.pop_back();
+    put(out, token_at(after(nodes_[next.at.node].start, next.at.offset - 1)), next.parent, next.prob);
+    expand(next.at, next.prob, out->size - 1, next.depth, limits, uint32_t(most));
+  }
+}
+
+// The given tree, without nodes that have no counterpart (and what is below them).
+// Example: parents -1, -1, 0, ranks 0, 1, 0 where only one token was ever seen: nodes 0 and 2 remain, as 0 and 1.
+void SuffixTree::shaped(Locus from, int32_t most, const SuffixLimits& limits, SuffixDraft* out) {
+  struct Placed {
+    Locus at;
+    double prob;
+    int32_t index, depth;  // index < 0: not there
+  } placed[kMaxDraft];
+  for (int32_t i = 0; i < limits.tree_size && out->size < most; ++i) {
+    const Placed above = limits.parents[i] < 0 ? Placed{from, 1, 0, 0} : placed[limits.parents[i]];
+    Placed& here = placed[i];
+    here.index = -1;
+    if (above.index < 0 || above.depth >= limits.max_depth) continue;
+    const uint32_t rank = uint32_t(limits.ranks[i]);
+    here.prob = above.prob;
+    if (above.at.offset < nodes_[above.at.node].length) {
+      if (rank > 0) continue;
+      here.at = Locus{above.at.node, above.at.offset + 1};
+    } else {
+      ranked(above.at.node, above.prob, limits.min_prob, rank + 1);
+      if (rank >= ranked_.size()) continue;
+      here.at = Locus{ranked_[rank], 1};
+      here.prob *= double(nodes_[ranked_[rank]].count) / double(nodes_[above.at.node].count);
+    }
+    here.depth = above.depth + 1;
+    here.index = out->size;
+    put(out, token_at(after(nodes_[here.at.node].start, here.at.offset - 1)),
+        limits.parents[i] < 0 ? -1 : above.index, here.prob);
+  }
+}
+
+}  // namespace dw
+
+// ------------------------------------------------------------------------------------------------------- C
+
+using dw::SuffixTree;
+
+static SuffixTree* tree_of(void* tree) { return static_cast<SuffixTree*>(tree); }
+
+DW_EXPORT void* dw_suffix_new(uint32_t depth) { return new SuffixTree(depth); }
+DW_EXPORT void dw_suffix_free(void* tree) { delete tree_of(tree); }
+DW_EXPORT uint32_t dw_suffix_begin(void* tree) { return tree_of(tree)->begin(); }
+DW_EXPORT void dw_suffix_append(void* tree, uint32_t seq, const int32_t* tokens, int64_t n) {
+  tree_of(tree)->append(seq, tokens, uint64_t(n));
+}
+DW_EXPORT void dw_suffix_close(void* tree, uint32_t seq) { tree_of(tree)->close(seq); }
+DW_EXPORT int dw_suffix_remove(void* tree, uint32_t seq) { return tree_of(tree)->remove(seq); }
+DW_EXPORT int64_t dw_suffix_settle(void* tree, int64_t most) { return int64_t(tree_of(tree)->settle(uint64_t(most))); }
+DW_EXPORT int64_t dw_suffix_count(void* tree, const int32_t* tokens, int64_t n) {
+  return int64_t(tree_of(tree)->count(tokens, uint64_t(n)));
+}
+DW_EXPORT int64_t dw_suffix_length(void* tree, uint32_t seq) { return int64_t(tree_of(tree)->length(seq)); }
+DW_EXPORT int64_t dw_suffix_agree(void* tree, uint32_t seq, const int32_t* tokens, int64_t n) {
+  return int64_t(tree_of(tree)->agree(seq, tokens, uint64_t(n)));
+}
+DW_EXPORT int64_t dw_suffix_num_tokens(void* tree) { return int64_t(tree_of(tree)->num_tokens()); }
+DW_EXPORT int64_t dw_suffix_num_nodes(void* tree) { return int64_t(tree_of(tree)->num_nodes()); }
+DW_EXPORT int64_t dw_suffix_bytes(void* tree) { return int64_t(tree_of(tree)->bytes()); }
+DW_EXPORT int dw_suffix_check(void* tree) { return tree_of(tree)->check(); }
+
+// The best continuation of tokens [n]: of `local` (source 1), whose sequence `local_seq` they are, and of `global` (source
+// 2; may be null), whose sequence `global_seq` (>= 0) their last tokens are. Returns the number of nodes.
+DW_EXPORT int32_t dw_suffix_draft(void* local, int64_t local_seq, void* global, int64_t global_seq, const int32_t* tokens,
+                                  int64_t n, const dw::SuffixLimits* limits, dw::SuffixDraft* out) {
+  out->score = 0;
+  out->match_len = out->source = out->size = 0;
+  if (local) tree_of(local)->draft(local_seq, tokens, uint64_t(n), *limits, 1, out);
+  if (global) tree_of(global)->draft(global_seq, tokens, uint64_t(n), *limits, 2, out);
+  return out->size;
+}
+
+// Take in what is new of a request's tokens [n]: `local` holds a prefix of all of them in its sequence 0, `global` (may be
+// null) a prefix of the output in sequence `global_seq`, where removals go on at four times the pace. Then draft.
+DW_EXPORT int32_t dw_suffix_step(void* local, void* global, int64_t global_seq, const int32_t* tokens, int64_t n,
+                                 int64_t num_prompt, const dw::SuffixLimits* limits, dw::SuffixDraft* out) {
+  const int64_t known = int64_t(tree_of(local)->length(0));
+  if (n > known) tree_of(local)->append(0, tokens + known, uint64_t(n - known));
+  if (global && global_seq >= 0) {
+    const int64_t first = num_prompt + int64_t(tree_of(global)->length(uint32_t(global_seq)));
+    if (n > first) tree_of(global)->append(uint32_t(global_seq), tokens + first, uint64_t(n - first));
+  }
+  if (global) tree_of(global)->settle(uint64_t(16 + 4 * std::max<int64_t>(n - known, 0)));
+  return dw_suffix_draft(local, 0, global, global_seq, tokens, n, limits, out);
+}
