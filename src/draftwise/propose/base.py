@@ -94,6 +94,10 @@ class Proposer(ABC):
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:  # noqa: B027
         """Called after each target pass with all its rows (request r is ``rids[r]``), before verification."""
 
+    def leaving(self, rid: int, token_ids_np: IntArray) -> None:  # noqa: B027
+        """Called before `remove` with all tokens of the request (int32 [n], a view; prompt first), those of its last
+        step included, which `propose` has not seen. It may have finished, or come back with the same ``rid``."""
+
     def remove(self, rid: int) -> None:  # noqa: B027
         """The request left the executor (finished, cancelled or preempted): drop what is kept for it."""
 

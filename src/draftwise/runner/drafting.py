@@ -13,7 +13,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.runner.rows import DrafterFill, Row
 from draftwise.structured.proposer import GrammarProposer, fit
-from draftwise.types import EMPTY_PROPOSAL, MAX_TREE_NODES, Proposal, StepInput, TargetOutput
+from draftwise.types import EMPTY_PROPOSAL, MAX_TREE_NODES, IntArray, Proposal, StepInput, TargetOutput
 
 logger = logging.getLogger("draftwise")
 
@@ -68,9 +68,11 @@ class Drafting:
             fill.tokens = min(fill.tokens, row.num_computed)
             fill.drafts = 0
 
-    def removed(self, rid: int) -> None:
+    def removed(self, row: Row) -> None:
+        token_ids_np = _delivered(row)
         for proposer in self._proposers.values():
-            proposer.remove(rid)
+            proposer.leaving(row.rid, token_ids_np)
+            proposer.remove(row.rid)
 
     # ------------------------------------------------------------------------------- after the target pass
 
@@ -213,3 +215,15 @@ class Drafting:
     def take_warnings(self) -> tuple[str, ...]:
         warnings, self._warnings = tuple(self._warnings), []
         return warnings
+
+
+def _delivered(row: Row) -> IntArray:
+    """[n] the row's tokens as far as limits and stop tokens let them come, see `Scheduler`. Accepted tokens behind a
+    stop string are still among them: only the host knows that string."""
+    tokens_np = row.tokens_np[: min(row.num_tokens, row.max_total)]
+    if not row.stop_token_ids:
+        return tokens_np
+    # The first output token that may stop is number min_tokens, and one always comes.
+    first = row.num_prompt + max(row.state.params.min_tokens, 1) - 1
+    stops = np.flatnonzero(np.isin(tokens_np[first:], list(row.stop_token_ids)))
+    return tokens_np[: first + int(stops[0]) + 1] if len(stops) else tokens_np

@@ -139,8 +139,9 @@ class LocalExecutor(Executor):
             row.num_blocks = kept
             self._drafting.trimmed(row)
         for rid in plan.removed:
-            if self._rows.pop(rid, None) is not None:
-                self._drafting.removed(rid)
+            gone = self._rows.pop(rid, None)
+            if gone is not None:
+                self._drafting.removed(gone)
         for new in plan.new:
             row = self._add(new)
             self._drafting.admitted(row)
