@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from draftwise.errors import ModelLoadError
+from draftwise.errors import ConfigError, ModelLoadError
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -94,7 +94,8 @@ def parse_rope(
             linear and dynamic scaling, up to ``factor`` times as many.
 
     Raises:
-        ModelLoadError: an unsupported kind (named), a missing or invalid parameter, or a length out of reach.
+        ConfigError: ``max_model_len`` is out of reach.
+        ModelLoadError: an unsupported kind (named), a missing or invalid parameter.
     """
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(params, Mapping):
@@ -118,8 +119,8 @@ def parse_rope(
     reach = int(max_positions * factor) if kind in ("linear", "dynamic") else max_positions
     length = max_positions if max_model_len is None else max_model_len
     if not 0 < length <= reach:
-        raise ModelLoadError(
-            f"model length {length} is out of range: this model reaches 1 to {reach} positions"
+        raise ConfigError(
+            f"max_model_len: {length} is out of range: this model reaches 1 to {reach} positions"
         )
     if kind == "dynamic":
         rope = RopeConfig(
