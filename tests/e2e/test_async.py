@@ -159,7 +159,7 @@ def test_a_dead_engine_fails_its_readers(tiny: TinyModels) -> None:
             def explode(*_: object, **__: object) -> None:
                 raise RuntimeError("device lost")
 
-            llm._engine.model.forward = explode  # type: ignore[method-assign,assignment]
+            llm._engine.model.forward_logits = explode  # type: ignore[method-assign,assignment]
             with pytest.raises(EngineDeadError, match="device lost"):
                 await asyncio.wait_for(collect(llm, random_prompts(1)[0], GREEDY), 10)
             assert not llm.is_alive

@@ -21,13 +21,13 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 def watch_positions(model: DecoderModel) -> list[int]:
     """Record the highest position of every pass."""
     highest: list[int] = []
-    forward = model.forward
+    forward = model.forward_logits
 
     def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
         highest.append(int(batch.positions.max()))
         return forward(batch, *args, **kwargs)
 
-    model.forward = watched  # type: ignore[method-assign]
+    model.forward_logits = watched  # type: ignore[method-assign]
     return highest
 
 
