@@ -298,7 +298,7 @@ def test_unknown_architecture_names_the_supported_ones(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("factor", "'2'")),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("layer type",)),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
-        ({"quantization_config": {"quant_method": "gptq"}}, ("quantised", "gptq")),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ("quantised", "bitsandbytes", "awq")),
         ({"hidden_act": "gelu"}, ("activation", "gelu")),
         ({"hidden_size": ...}, ("hidden_size",)),
         ({"hidden_size": "16"}, ("hidden_size", "'16'")),

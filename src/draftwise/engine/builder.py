@@ -144,11 +144,11 @@ def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | Non
     rarely, differ with and without speculation. float16, which the native kernels lack, becomes float32 likewise."""
     if device.type != "cpu":
         return None
-    if config.quantization is not None:
-        return torch.bfloat16
-    from draftwise.models.loader import checkpoint_num_parameters, load_config
+    from draftwise.models.loader import checkpoint_num_parameters, is_quantized_checkpoint, load_config
 
     assert config.model is not None
+    if config.quantization is not None or is_quantized_checkpoint(config.model, config.revision):
+        return torch.bfloat16
     own = load_config(config.model, config.revision).dtype
     if own is not None and native_reason(getattr(torch, own, torch.float16), device) is None:
         return None

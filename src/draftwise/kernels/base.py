@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch
 
 
@@ -54,6 +55,21 @@ class Ops(ABC):
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """``weight`` [out, in], ``bias`` [out] -> handle. The caller gives the tensors up (they may be reused)."""
+
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
+    ) -> Linear:
+        """A layer whose checkpoint has it quantised. Kernels that cannot compute with codes take it as floats.
+
+        Args:
+            weight: codes and scales of [out, in].
+            bias: [out].
+            dynamic: rows are to be quantised to int8 too.
+            paired: `pack_gate_up` rather than `pack_linear`.
+        """
+        del dynamic
+        values = weight.dequantize().to(dtype=self.dtype, device=self.device)
+        return self.pack_gate_up(values, bias) if paired else self.pack_linear(values, bias)
 
     def pack_head(self, weight: Tensor) -> Linear:
         """The output layer [V, H]. As `pack_linear`, except that kernels that quantise may keep it more exactly."""

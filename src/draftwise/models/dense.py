@@ -15,7 +15,7 @@ from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
-from draftwise.models.weights import WeightPlan
+from draftwise.models.weights import QuantizedLinear, WeightPlan
 from draftwise.types import StepInput, TargetOutput
 
 
@@ -67,8 +67,8 @@ class _LayerWeights:
 
         def linear(
             parts: Sequence[tuple[str, int]], columns: int, bias: bool
-        ) -> tuple[Tensor, Tensor | None]:
-            weight = plan.packed([(name(pattern), rows) for pattern, rows in parts], columns)
+        ) -> tuple[Tensor | QuantizedLinear, Tensor | None]:
+            weight = plan.linear([(name(pattern), rows) for pattern, rows in parts], columns)
             if not bias:
                 return weight, None
             return weight, plan.packed([(name(pattern, bias=True), rows) for pattern, rows in parts], None)
@@ -91,9 +91,12 @@ class _LayerWeights:
             weight = self.__dict__.pop(name)
             return None if weight is None else ops.pack_norm(weight, eps)
 
-        def linear(name: str) -> Linear:
+        def linear(name: str, paired: bool = False) -> Linear:
             # popped: a kernel that repacks then frees the source before the next one is packed
-            return ops.pack_linear(*self.__dict__.pop(name))
+            weight, bias = self.__dict__.pop(name)
+            if isinstance(weight, QuantizedLinear):
+                return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
+            return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
 
         input_norm, post_norm = norm("input_norm"), norm("post_norm")
         assert input_norm is not None and post_norm is not None
@@ -104,7 +107,7 @@ class _LayerWeights:
             k_norm=norm("k_norm"),
             o=linear("o"),
             post_norm=post_norm,
-            gate_up=ops.pack_gate_up(*self.__dict__.pop("gate_up")),
+            gate_up=linear("gate_up", paired=True),
             down=linear("down"),
             window=window,
         )

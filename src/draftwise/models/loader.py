@@ -15,9 +15,10 @@ from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
-from draftwise.models.config import ModelConfig, RawConfig, token_ids
+from draftwise.models.config import ModelConfig, token_ids
 from draftwise.models.registry import resolve_model
 from draftwise.models.weights import WeightPlan
+from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
 from draftwise.quantization.scheme import parse_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,21 +111,30 @@ def load_model(
     """
     folder = resolve_path(path, revision)
     config, cls = _read_config(folder, max_model_len)
+    layout = _checkpoint_format(folder)
+    if layout is not None and quantization is not None:
+        raise ModelLoadError(f"{folder} is quantised already: quantization {quantization!r} is not for it")
     chosen = dtype or _config_dtype(config, folder)
     if chosen not in _DTYPES.values():
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
     entries = scan_checkpoint(folder)
-    plan = WeightPlan(chosen, device)
+    plan = WeightPlan(chosen, device, layout, entries.keys())
     if ops is None:
         ops = default_ops(chosen, device, parse_scheme(quantization) if quantization else None)
-    model = cls(config, ops, plan)
+    try:
+        model = cls(config, ops, plan)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
     targets = {name: target.dest for name, target in plan.targets.items()}
-    _check(folder, entries, targets, plan.ignored)
+    _check(folder, entries, plan)
     with torch.no_grad():
         copy_tensors(entries, targets)
         del targets
         plan.targets.clear()  # the only other holder of the unpacked parameters
-        model.finish()
+        try:
+            model.finish()
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{folder}: {error}") from error
         return _recorded(model, ops)
 
 
@@ -147,6 +157,15 @@ def checkpoint_num_parameters(path: str | Path, revision: str | None = None) -> 
     return sum(prod(entry.shape) for entry in entries.values())
 
 
+def is_quantized_checkpoint(path: str | Path, revision: str | None = None) -> bool:
+    """Whether a model's linear layers are stored in quantised form.
+
+    Raises:
+        ModelLoadError: not a model, or its form is not supported.
+    """
+    return _checkpoint_format(resolve_path(path, revision, weights=False)) is not None
+
+
 def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, type[DecoderModel]]:
     path = folder / "config.json"
     if not path.is_file():
@@ -155,10 +174,7 @@ def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, 
     try:
         architecture, cls = resolve_model(raw)
         if raw.get("quantization_config") is not None:
-            method = _quantization_name(raw)
-            raise ModelLoadError(
-                f"quantised checkpoints are not supported yet (quantization_config: {method})"
-            )
+            parse_checkpoint_format(raw["quantization_config"])  # refused here if it is not supported
         config = cls.parse(raw, architecture, max_model_len)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
@@ -174,9 +190,10 @@ def _with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
 
-def _quantization_name(raw: RawConfig) -> str:
-    value = raw["quantization_config"]
-    return str(value.get("quant_method", "unknown")) if isinstance(value, Mapping) else str(value)
+def _checkpoint_format(folder: Path) -> CheckpointFormat | None:
+    """How the checkpoint stores quantised layers; None: it has none."""
+    raw = read_json(folder / "config.json").get("quantization_config")
+    return None if raw is None else parse_checkpoint_format(raw)
 
 
 def _config_dtype(config: ModelConfig, folder: Path) -> torch.dtype:
@@ -189,10 +206,10 @@ def _config_dtype(config: ModelConfig, folder: Path) -> torch.dtype:
 def _check(
     folder: Path,
     entries: Mapping[str, TensorEntry],
-    targets: Mapping[str, torch.Tensor],
-    ignored: set[str],
+    plan: WeightPlan,
 ) -> None:
     """Every declared tensor is there with its shape, and nothing else is: a silent difference is a wrong model."""
+    targets, ignored = plan.targets, plan.ignored
     missing = sorted(targets.keys() - entries.keys())
     if missing:
         raise ModelLoadError(f"{folder}: tensors are missing: {shorten(missing)}")
@@ -200,13 +217,13 @@ def _check(
     if surplus:
         raise ModelLoadError(f"{folder}: tensors that this architecture does not have: {shorten(surplus)}")
     wrong = [
-        f"{name} has shape {list(entries[name].shape)}, expected {list(target.shape)}"
+        f"{name} has shape {list(entries[name].shape)}, expected {list(target.dest.shape)}"
         for name, target in targets.items()
-        if entries[name].shape != tuple(target.shape)
+        if entries[name].shape != tuple(target.dest.shape)
     ]
     if wrong:
         raise ModelLoadError(f"{folder}: {'; '.join(wrong[:4])}")
-    odd = sorted(name for name in targets if entries[name].dtype not in _FLOAT_NAMES)
+    odd = sorted(n for n, t in targets.items() if entries[n].dtype not in (t.stored or _FLOAT_NAMES))
     if odd:
         kinds = ", ".join(sorted({entries[name].dtype for name in odd}))
         raise ModelLoadError(f"{folder}: tensors stored as {kinds} are not supported: {shorten(odd)}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from draftwise.errors import ModelLoadError
+from draftwise.quantization.checkpoint import CheckpointFormat
+from draftwise.quantization.weights import QuantizedWeight, stack_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,23 @@ class WeightTarget:
     """The place of one checkpoint tensor: ``dest`` has its shape and is a view of a (maybe packed) parameter."""
 
     dest: Tensor
+    stored: tuple[str, ...] | None = None  # dtypes of the file that are taken; None: floats
+
+
+class QuantizedLinear:
+    """A linear layer that the checkpoint has quantised: raw tensors to be filled, of parts stacked row by row."""
+
+    def __init__(
+        self, layout: CheckpointFormat, inputs: int, parts: list[tuple[int, dict[str, Tensor]]]
+    ) -> None:
+        self.dynamic = layout.dynamic
+        self._layout = layout
+        self._inputs = inputs
+        self._parts = parts  # (outputs, suffix -> tensor)
+
+    def weight(self) -> QuantizedWeight:
+        """Codes and scales, once the tensors are filled. Raises ModelLoadError if they cannot be used."""
+        return stack_rows([self._layout.decode(raw, outputs, self._inputs) for outputs, raw in self._parts])
 
 
 class WeightPlan:
@@ -25,7 +46,16 @@ class WeightPlan:
         # targets: q.weight -> packed[0:8], k.weight -> packed[8:12], v.weight -> packed[12:16]
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: CheckpointFormat | None = None,
+        names: Collection[str] = (),
+    ) -> None:
+        """``layout``: how the checkpoint stores quantised layers, ``names``: its tensors; None: it has none."""
+        self._layout = layout
+        self._names = names
         self.dtype = dtype
         self.device = device
         self.targets: dict[str, WeightTarget] = {}
@@ -48,11 +78,34 @@ class WeightPlan:
             start += rows
         return value
 
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor | QuantizedLinear:
+        """As `packed`, for the weights of a linear layer: quantised if the checkpoint has them so.
+
+        Raises:
+            ModelLoadError: Some parts are quantised and some are not, or the format cannot hold such a layer.
+        """
+        layout = self._layout
+        bases = [name.removesuffix(".weight") for name, _ in parts]
+        if layout is None or not any(base + layout.marker in self._names for base in bases):
+            return self.packed(parts, columns)
+        if not all(base + layout.marker in self._names for base in bases):
+            raise ModelLoadError(f"of {', '.join(bases)} only some are quantised; that is not supported")
+        found = []
+        for base, (_, rows) in zip(bases, parts, strict=True):
+            raw = {}
+            for suffix, tensor in layout.tensors(rows, columns).items():
+                raw[suffix] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                self.num_bytes += raw[suffix].numel() * raw[suffix].element_size()
+                self._add(base + suffix, raw[suffix], tensor.stored)
+            self.ignored.update(base + suffix for suffix in layout.optional)
+            found.append((rows, raw))
+        return QuantizedLinear(layout, columns, found)
+
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         value = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.num_bytes += value.numel() * value.element_size()
         return value
 
-    def _add(self, name: str, dest: Tensor) -> None:
+    def _add(self, name: str, dest: Tensor, stored: tuple[str, ...] | None = None) -> None:
         assert name not in self.targets, f"{name} is declared twice"
-        self.targets[name] = WeightTarget(dest)
+        self.targets[name] = WeightTarget(dest, stored)

@@ -6,6 +6,7 @@ can be compared with a product of plain floats.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,27 @@ class QuantizedWeight:
         if self.zeros is None:
             return (self.codes.float() - 8) * scales
         return (self.codes.float() - self.zeros.repeat_interleave(self.group, dim=1)[:, :inputs]) * scales
+
+
+def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One layer of the outputs of several, of one kind: their rows one after the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    assert all((part.bits, part.group) == (first.bits, first.group) for part in parts)
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        eights = [torch.full(part.scales.shape, 8, dtype=torch.uint8) for part in parts]
+        zeros = torch.cat(
+            [e if part.zeros is None else part.zeros for part, e in zip(parts, eights, strict=True)]
+        )
+    return QuantizedWeight(
+        first.bits,
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        zeros,
+        first.group,
+    )
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:

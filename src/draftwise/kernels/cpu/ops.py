@@ -17,6 +17,7 @@ from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.program import Symbol
+from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch
 
 _PTR, _INT, _I64, _F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -99,6 +100,13 @@ class NativeOps(Ops):
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._linear.pack(weight, bias, paired=True)
+
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
+    ) -> Linear:
+        if self._dtype is torch.float32 and not dynamic:
+            return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
+        return self._linear.pack_quantized(weight, bias, dynamic=dynamic, dtype=self._dtype, paired=paired)
 
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return NativeNorm(weight.float().contiguous(), eps)

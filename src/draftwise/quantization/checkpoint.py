@@ -1,0 +1,278 @@
+"""Checkpoints whose linear layers are quantised already: AWQ, GPTQ and compressed-tensors.
+
+A float checkpoint has ``<layer>.weight``; these have, for the layers that are quantised, several tensors under the
+same prefix. `CheckpointFormat` says which, with their shapes, and turns them into codes and scales without rounding.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwise.errors import ModelLoadError
+from draftwise.quantization.weights import QuantizedWeight
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AutoAWQ's "gemm" layout: nibble i of a word holds column ``_AWQ_ORDER[i]`` of its eight."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor of a checkpoint as it is stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: tuple[str, ...]  # dtypes of the file that are taken, as safetensors names them
+
+
+_INT32, _SCALES = ("I32",), ("F16", "BF16", "F32")
+
+
+class CheckpointFormat(ABC):
+    """How one kind of checkpoint stores a quantised linear layer [outputs, inputs]."""
+
+    dynamic = False
+    """Whether rows are quantised to int8 as they come."""
+
+    @property
+    @abstractmethod
+    def marker(self) -> str:
+        """Suffix of the tensor that only quantised layers have."""
+
+    @abstractmethod
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        """Suffix -> tensor of a layer. Raises ModelLoadError if the format cannot hold such a layer."""
+
+    @abstractmethod
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        """The layer from its tensors, by suffix. Raises ModelLoadError if they say what kernels cannot do."""
+
+    optional: tuple[str, ...] = ()
+    """Suffixes of tensors that may be missing or stand there without being needed."""
+
+
+def _nibbles(words: Tensor, order: Sequence[int] = tuple(range(8))) -> Tensor:
+    """[..., n] int32 -> [..., n, 8] uint8: element ``order[i]`` from bits 4 i .. 4 i + 3."""
+    shifts = torch.empty(8, dtype=torch.int32)
+    for place, column in enumerate(order):
+        shifts[column] = 4 * place
+    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
+
+
+def _groups(inputs: int, group: int) -> int:
+    if inputs % group != 0 or group % 8 != 0:
+        raise ModelLoadError(f"groups of {group} do not divide {inputs} inputs")
+    return inputs // group
+
+
+@dataclass(frozen=True)
+class AwqFormat(CheckpointFormat):
+    """AutoAWQ, 4 bits, layout "gemm". Lin et al. 2023, "AWQ: Activation-aware Weight Quantization"."""
+
+    group_size: int  # -1: all inputs
+    marker = ".qweight"
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        if outputs % 8 != 0:
+            raise ModelLoadError(f"{outputs} outputs are not a multiple of 8")
+        groups = _groups(inputs, self._group(inputs))
+        return {
+            ".qweight": RawTensor((inputs, outputs // 8), torch.int32, _INT32),
+            ".qzeros": RawTensor((groups, outputs // 8), torch.int32, _INT32),
+            ".scales": RawTensor((groups, outputs), torch.float32, _SCALES),
+        }
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        codes = _nibbles(raw[".qweight"], _AWQ_ORDER).view(inputs, outputs)
+        zeros = _nibbles(raw[".qzeros"], _AWQ_ORDER).view(-1, outputs)
+        return _grouped(codes.t(), raw[".scales"].t(), zeros.t(), self._group(inputs))
+
+    def _group(self, inputs: int) -> int:
+        return inputs if self.group_size == -1 else self.group_size
+
+
+@dataclass(frozen=True)
+class GptqFormat(CheckpointFormat):
+    """AutoGPTQ and GPTQModel, 4 bits. Frantar et al. 2022, "GPTQ"."""
+
+    group_size: int  # -1: all inputs
+    zero_offset: int  # 1: zero points are stored less one (every writer but "gptq_v2")
+    marker = ".qweight"
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        if outputs % 8 != 0:
+            raise ModelLoadError(f"{outputs} outputs are not a multiple of 8")
+        groups = _groups(inputs, self._group(inputs))
+        return {
+            ".qweight": RawTensor((inputs // 8, outputs), torch.int32, _INT32),
+            ".qzeros": RawTensor((groups, outputs // 8), torch.int32, _INT32),
+            ".scales": RawTensor((groups, outputs), torch.float32, _SCALES),
+            ".g_idx": RawTensor((inputs,), torch.int32, _INT32),
+        }
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        group = self._group(inputs)
+        expected = torch.arange(inputs, dtype=torch.int32) // group
+        if not torch.equal(raw[".g_idx"], expected):
+            raise ModelLoadError("GPTQ with desc_act (groups of scattered inputs) is not supported")
+        codes = _nibbles(raw[".qweight"].t().contiguous()).view(outputs, inputs)
+        zeros = _nibbles(raw[".qzeros"]).view(-1, outputs).to(torch.int16) + self.zero_offset
+        if int(zeros.max()) > 15:  # 15 + 1, from a writer that means 0 ... or 16: they do not agree
+            raise ModelLoadError("a GPTQ zero point of 16 is not supported")
+        return _grouped(codes, raw[".scales"].t(), zeros.to(torch.uint8).t(), group)
+
+    def _group(self, inputs: int) -> int:
+        return inputs if self.group_size == -1 else self.group_size
+
+
+@dataclass(frozen=True)
+class PackedFormat(CheckpointFormat):
+    """compressed-tensors "pack-quantized": w4a16, and w8a16 with a scale per output.
+
+    A code of -128 (which a symmetric quantiser makes by clipping only) is taken as -127: kernels that keep rows as
+    they are store sign and magnitude.
+    """
+
+    bits: int
+    group_size: int | None  # None: all inputs
+    symmetric: bool
+    dynamic = False
+    marker = ".weight_packed"
+    optional = (".weight_shape", ".weight_g_idx")
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        per_word = 32 // self.bits
+        groups = 1 if self.group_size is None else _groups(inputs, self.group_size)
+        found = {
+            ".weight_packed": RawTensor((outputs, -(-inputs // per_word)), torch.int32, _INT32),
+            ".weight_scale": RawTensor((outputs, groups), torch.float32, _SCALES),
+        }
+        if not self.symmetric:
+            found[".weight_zero_point"] = RawTensor((-(-outputs // per_word), groups), torch.int32, _INT32)
+        return found
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        words, scales = raw[".weight_packed"], raw[".weight_scale"]
+        if self.bits == 8:
+            stored = (words.unsqueeze(-1) >> torch.tensor([0, 8, 16, 24], dtype=torch.int32)) & 255
+            codes = (stored.view(outputs, -1)[:, :inputs] - 128).clamp_(min=-127)
+            return QuantizedWeight(8, codes.to(torch.int8), scales[:, 0])
+        codes = _nibbles(words).view(outputs, -1)[:, :inputs]
+        zeros = None
+        if not self.symmetric:
+            # packed along the outputs: word [o, g] holds zero points 8 o .. 8 o + 7
+            zeros = _nibbles(raw[".weight_zero_point"]).transpose(1, 2).reshape(-1, scales.shape[1])[:outputs]
+        return _grouped(codes, scales, zeros, self.group_size or -(-inputs // 8) * 8)
+
+
+@dataclass(frozen=True)
+class Int8Format(CheckpointFormat):
+    """compressed-tensors "int-quantized": w8a8 with a scale per output and dynamic scales per token."""
+
+    dynamic = True
+    marker = ".weight_scale"
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        return {
+            ".weight": RawTensor((outputs, inputs), torch.int8, ("I8",)),
+            ".weight_scale": RawTensor((outputs, 1), torch.float32, _SCALES),
+        }
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        return QuantizedWeight(8, raw[".weight"], raw[".weight_scale"][:, 0])
+
+
+def _grouped(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> QuantizedWeight:
+    if zeros is not None and bool((zeros == 8).all()):
+        zeros = None
+    return QuantizedWeight(
+        4,
+        codes.contiguous(),
+        scales.float().contiguous(),
+        None if zeros is None else zeros.contiguous(),
+        group,
+    )
+
+
+# -------------------------------------------------------------------------------------------- the configuration
+
+
+def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
+    """The format that ``quantization_config`` of a config.json describes.
+
+    Raises:
+        ModelLoadError: One that is not supported; says what about it.
+    """
+    if not isinstance(raw, Mapping):
+        raise ModelLoadError(f"quantization_config is no object: {raw!r}")
+    method = str(raw.get("quant_method", "unknown"))
+    if method == "awq":
+        _expect(raw, method, "bits", 4)
+        _expect(raw, method, "version", "gemm", default="gemm")
+        return AwqFormat(_integer(raw, method, "group_size", 128))
+    if method == "gptq":
+        _expect(raw, method, "bits", 4)
+        if raw.get("desc_act"):
+            raise _unsupported(method, "desc_act (groups of scattered inputs)")
+        written = str(raw.get("checkpoint_format", "gptq")).lower()
+        if written not in ("gptq", "gptq_v2"):
+            raise _unsupported(method, f"checkpoint_format {written!r}")
+        return GptqFormat(_integer(raw, method, "group_size", 128), 0 if written == "gptq_v2" else 1)
+    if method == "compressed-tensors":
+        return _compressed_tensors(raw)
+    raise _unsupported(method, "this method")
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
+    method = "compressed-tensors"
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _unsupported(method, "anything but one config group")
+    (scheme,) = groups.values()
+    if list(scheme.get("targets", ["Linear"])) != ["Linear"]:
+        raise _unsupported(method, f"targets {scheme['targets']}")
+    weights, rows = scheme.get("weights") or {}, scheme.get("input_activations")
+    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    if kind != "int" or bits not in (4, 8):
+        raise _unsupported(method, f"weights of type {kind} with {bits} bits")
+    if weights.get("actorder") not in (None, "weight", "static"):
+        raise _unsupported(method, f"actorder {weights['actorder']!r}")
+    layout = str(raw.get("format", scheme.get("format")))
+    symmetric = bool(weights.get("symmetric", True))
+    if layout == "pack-quantized" and rows is None:
+        if strategy == "channel" and (bits == 4 or symmetric):
+            return PackedFormat(bits, None, symmetric)
+        if strategy == "group" and bits == 4:
+            return PackedFormat(4, int(weights["group_size"]), symmetric)
+    if layout == "int-quantized" and bits == 8 and symmetric and strategy == "channel":
+        if rows is None:
+            raise _unsupported(method, "int-quantized weights without quantised activations")
+        if rows.get("dynamic") and rows.get("num_bits") == 8 and rows.get("strategy") == "token":
+            return Int8Format()
+        raise _unsupported(method, "activations that are not quantised per token as they come")
+    raise _unsupported(method, f"{bits}-bit weights by {strategy} in format {layout}")
+
+
+def _unsupported(method: str, what: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"quantised checkpoint ({method}): {what} is not supported; supported are awq and gptq with 4 bits (gptq "
+        "without desc_act), compressed-tensors w4a16, w8a16 and w8a8"
+    )
+
+
+def _expect(raw: Mapping[str, Any], method: str, name: str, value: Any, default: Any = None) -> None:
+    found = raw.get(name, default)
+    if (found.lower() if isinstance(found, str) else found) != value:
+        raise _unsupported(method, f"{name} {found!r}")
+
+
+def _integer(raw: Mapping[str, Any], method: str, name: str, default: int) -> int:
+    value = raw.get(name, default)
+    if not isinstance(value, int) or (value != -1 and value < 8):
+        raise _unsupported(method, f"{name} {value!r}")
+    return value

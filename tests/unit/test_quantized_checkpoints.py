@@ -1,0 +1,274 @@
+"""Quantised checkpoints, written as their tools write them, load to exactly the weights they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.native import native_or_skip
+from torch import Tensor
+
+from draftwise import LLM, SamplingParams
+from draftwise.errors import ModelLoadError
+from draftwise.kernels.torch_ops import TorchOps
+from draftwise.models.loader import load_model
+from draftwise.quantization.checkpoint import parse_checkpoint_format
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, KV, VOCAB, GROUP = 64, 96, 32, 48, 32
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "torch_dtype": "float16",
+}
+LINEARS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV, HIDDEN),
+    "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+
+Writer = Callable[[int, int, torch.Generator], tuple[dict[str, Tensor], Tensor]]
+"""(outputs, inputs, generator) -> tensors by suffix, and the weight they stand for."""
+
+
+def pack_words(values: Tensor, bits: int = 4, order: tuple[int, ...] | None = None) -> Tensor:
+    """[..., n * k] integers -> [..., n] int32, ``order[i]`` in place i. Spelt out, as a check of the unpacking."""
+    per_word = 32 // bits
+    order = order or tuple(range(per_word))
+    words = torch.zeros(*values.shape[:-1], values.shape[-1] // per_word, dtype=torch.int64)
+    for word in range(words.shape[-1]):
+        for place, column in enumerate(order):
+            words[..., word] |= (values[..., word * per_word + column].long() & (2**bits - 1)) << (
+                bits * place
+            )
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def draw(outputs: int, inputs: int, groups: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [out, in] and zero points [out, groups] of four bits, scales [out, groups]."""
+    codes = torch.randint(0, 16, (outputs, inputs), generator=generator)
+    zeros = torch.randint(1, 16, (outputs, groups), generator=generator)
+    scales = (torch.rand(outputs, groups, generator=generator) * 0.02 + 0.01).half()
+    return codes, zeros, scales
+
+
+def awq(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes, zeros, scales = draw(outputs, inputs, inputs // GROUP, generator)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        ".qweight": pack_words(codes.t(), order=order),
+        ".qzeros": pack_words(zeros.t(), order=order),
+        ".scales": scales.t().contiguous(),
+    }
+    return tensors, (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+
+
+def gptq(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes, zeros, scales = draw(outputs, inputs, inputs // GROUP, generator)
+    tensors = {
+        ".qweight": pack_words(codes).t().contiguous(),
+        ".qzeros": pack_words(zeros.t() - 1),
+        ".scales": scales.t().contiguous(),
+        ".g_idx": (torch.arange(inputs) // GROUP).to(torch.int32),
+    }
+    return tensors, (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+
+
+def packed_4(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes, _, scales = draw(outputs, inputs, inputs // GROUP, generator)
+    tensors = {
+        ".weight_packed": pack_words(codes),
+        ".weight_scale": scales.to(torch.bfloat16),
+        ".weight_shape": torch.tensor([outputs, inputs]),
+    }
+    return tensors, (codes - 8) * scales.to(torch.bfloat16).float().repeat_interleave(GROUP, 1)
+
+
+def packed_4_zeros(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes, zeros, scales = draw(outputs, inputs, inputs // GROUP, generator)
+    tensors = {
+        ".weight_packed": pack_words(codes),
+        ".weight_scale": scales,
+        ".weight_zero_point": pack_words(zeros.t()).t().contiguous(),
+        ".weight_shape": torch.tensor([outputs, inputs]),
+    }
+    return tensors, (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+
+
+def packed_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes = torch.randint(-127, 128, (outputs, inputs), generator=generator)
+    scales = (torch.rand(outputs, 1, generator=generator) * 0.001 + 0.001).to(torch.bfloat16)
+    return {
+        ".weight_packed": pack_words(codes + 128, bits=8),
+        ".weight_scale": scales,
+    }, codes * scales.float()
+
+
+def int_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes = torch.randint(-128, 128, (outputs, inputs), generator=generator)
+    scales = torch.rand(outputs, 1, generator=generator) * 0.001 + 0.001
+    return {".weight": codes.to(torch.int8), ".weight_scale": scales}, codes * scales
+
+
+def tensors_config(layout: str, rows: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    defaults = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    scheme = {"targets": ["Linear"], "weights": {**defaults, **weights}, "input_activations": rows}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+
+
+PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
+CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+    "w4a16": (packed_4, tensors_config("pack-quantized")),
+    "w4a16 with zeros": (packed_4_zeros, tensors_config("pack-quantized", symmetric=False)),
+    "w8a16": (packed_8, tensors_config("pack-quantized", num_bits=8, strategy="channel", group_size=None)),
+    "w8a8": (
+        int_8,
+        tensors_config("int-quantized", PER_TOKEN, num_bits=8, strategy="channel", group_size=None),
+    ),
+}
+
+
+def write(folder: Path, name: str) -> tuple[Path, Path]:
+    """A quantised checkpoint, and a float32 one of the weights it stands for."""
+    writer, description = CASES[name]
+    generator = torch.Generator().manual_seed(7)
+    floats = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator),
+        "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=generator) * 0.1,
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    quantized, plain = dict(floats), dict(floats)
+    for i in range(CONFIG["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            quantized[f"model.layers.{i}.{norm}.weight"] = torch.ones(HIDDEN)
+            plain[f"model.layers.{i}.{norm}.weight"] = torch.ones(HIDDEN)
+        for linear, (outputs, inputs) in LINEARS.items():
+            tensors, weight = writer(outputs, inputs, generator)
+            base = f"model.layers.{i}.{linear}"
+            quantized |= {base + suffix: tensor for suffix, tensor in tensors.items()}
+            plain[base + ".weight"] = weight.float().contiguous()
+    folders = []
+    for kind, tensors in (("quantized", quantized), ("plain", plain)):
+        target = folder / kind
+        target.mkdir()
+        config = CONFIG if kind == "plain" else {**CONFIG, "quantization_config": description}
+        (target / "config.json").write_text(json.dumps(config))
+        save_file(tensors, target / "model.safetensors")
+        folders.append(target)
+    return folders[0], folders[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_are_exactly_those_meant(tmp_path: Path, name: str) -> None:
+    quantized, plain = write(tmp_path, name)
+    ops = TorchOps(torch.float32, CPU)
+    found = load_model(quantized, dtype=torch.float32, device=CPU, ops=ops)
+    wanted = load_model(plain, dtype=torch.float32, device=CPU, ops=ops)
+    eye = {64: torch.eye(64), 96: torch.eye(96)}
+    for got, want in zip(found._layers, wanted._layers, strict=True):  # type: ignore[attr-defined]
+        for linear, inputs in (("qkv", 64), ("o", 64), ("gate_up", 64), ("down", 96)):
+            a, b = (ops.linear(eye[inputs], getattr(layer, linear)) for layer in (got, want))
+            assert torch.equal(a, b), linear
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
+    native_or_skip()
+    quantized, plain = write(tmp_path, name)
+    prompts = [{"prompt_token_ids": [3 + (5 * i + j * j) % 40 for j in range(20)]} for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=0)
+    results = {}
+    for folder, dtype in ((quantized, "auto"), (plain, "float32")):
+        with LLM(str(folder), dtype=dtype, skip_tokenizer_init=True) as llm:
+            results[folder] = llm.generate(prompts, params, use_tqdm=False)
+            if folder == quantized:
+                assert llm.guarantees.same_bits
+                drafted = llm.generate(
+                    prompts, params.replace(speculation={"method": "ngram"}), use_tqdm=False
+                )
+    for a, b in zip(results[quantized], drafted, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+    scores = {
+        folder: torch.tensor(
+            [
+                position[token].logprob
+                for out in outs
+                for token, position in zip(out.prompt_token_ids, out.prompt_logprobs or (), strict=True)
+                if position is not None
+            ]
+        )
+        for folder, outs in results.items()
+    }
+    assert float((scores[quantized] - scores[plain]).abs().mean()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("description", "part"),
+    [
+        ({"quant_method": "awq", "bits": 3}, "bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "gptq", "bits": 8}, "bits"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "fp8"}, "fp8"),
+        (tensors_config("float-quantized", type="float", num_bits=8), "float"),
+        (tensors_config("pack-quantized", actorder="group"), "actorder"),
+        (tensors_config("pack-quantized", num_bits=8), "8-bit weights by group"),
+        (tensors_config("int-quantized", None, num_bits=8, strategy="channel"), "activations"),
+        ("gptq", "no object"),
+    ],
+)
+def test_what_is_not_supported_is_named(description: Any, part: str) -> None:
+    with pytest.raises(ModelLoadError, match=part):
+        parse_checkpoint_format(description)
+
+
+def test_errors_of_a_folder_name_it(tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "gptq")
+    with pytest.raises(ModelLoadError, match="quantised already"):
+        load_model(quantized, dtype=torch.bfloat16, device=CPU, quantization="int8")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 48
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"quantized: groups of 48 do not divide 64"):
+        load_model(quantized, dtype=torch.bfloat16, device=CPU, ops=TorchOps(torch.bfloat16, CPU))
+
+
+def test_scattered_groups_are_found(tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "gptq")
+    from safetensors.torch import load_file
+
+    tensors = load_file(quantized / "model.safetensors")
+    order = tensors["model.layers.1.mlp.down_proj.g_idx"]
+    order[0], order[40] = 1, 0
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="desc_act"):
+        load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
