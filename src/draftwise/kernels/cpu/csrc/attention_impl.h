@@ -60,9 +60,17 @@ struct Work {
     own_slots = (int32_t*)take(MAX_TREE_ROWS);
   }
 
-  int32_t slot_of(int key) const {
+  // Slots of keys [first, first + count).
+  void find_slots(int first, int count, int32_t* out) const {
     const int32_t* table = batch.block_tables + item.tile.request * batch.table_stride;
-    return table[key / batch.block_size] * batch.block_size + key % batch.block_size;
+    const int size = batch.block_size;
+    int block = first / size, offset = first % size;
+    for (int done = 0; done < count; block++, offset = 0) {
+      int n = size - offset < count - done ? size - offset : count - done;
+      int32_t slot = table[block] * size + offset;
+      for (int i = 0; i < n; i++) out[done + i] = slot + i;
+      done += n;
+    }
   }
   uint64_t ancestors(int row) const { return batch.ancestors[first_row + row]; }
   int position(int row) const {
@@ -75,54 +83,108 @@ struct Work {
   int plain_end() const { return tree ? context : context + item.tile.first + item.tile.count; }
 };
 
-// Columns of up to 16 keys: kt[d][lane] = key[lane][d].
+// A score is one chain of products over the head's dimensions: fused float32 products, or, where there is an
+// instruction for it, pairs of bfloat16 products. `steps` vectors of a tile hold one dimension (or pair) of 16 keys each.
 template <class T>
-DW_INLINE void pack_tile(const T* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
+struct Dot {
+  static int steps(int dim) { return dim; }
+  static DW_INLINE vf add(vf sum, float x, vf keys) { return fma(splat(x), keys, sum); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<bf16> {
+  static int steps(int dim) { return (dim + 1) / 2; }
+  static DW_INLINE vf add(vf sum, float x, vf keys) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(x), (__m512bh)keys);
+  }
+};
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
+
+// Columns of up to 16 keys: kt[step][lane] of key lane. A lane without a key repeats the last one.
+DW_INLINE void pack_tile(const float* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
   for (int d = 0; d < dim; d += LANES) {
     int n = dim - d < LANES ? dim - d : LANES;
     vf rows[LANES];
-    // a lane without a key repeats the last one
     for (int i = 0; i < LANES; i++) rows[i] = load_n(keys + slots[i < count ? i : count - 1] * stride + d, n);
     transpose(rows);
     for (int i = 0; i < n; i++) store(kt + (d + i) * LANES, rows[i]);
   }
 }
 
-// scores[r][16 t + lane] = sum over d of q[r][d] * kt[t][d][lane]: one chain over d per lane.
-template <int R, int N>
-DW_INLINE void score_block(const float* q, int q_stride, const float* kt, int kt_stride, int dim, float* scores,
+DW_INLINE void pack_tile(const bf16* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
+  for (int d = 0; d < dim; d += 2 * LANES) {
+    int n = dim - d < 2 * LANES ? dim - d : 2 * LANES;
+    vf rows[LANES];
+    for (int i = 0; i < LANES; i++) {
+      const bf16* key = keys + slots[i < count ? i : count - 1] * stride + d;
+      if (n == 2 * LANES) {
+        rows[i] = (vf)load_pairs(key);
+      } else {
+        bf16 part[2 * LANES] = {};
+        memcpy(part, key, sizeof(bf16) * (size_t)n);
+        rows[i] = (vf)load_pairs(part);
+      }
+    }
+    transpose(rows);
+    for (int i = 0; i < (n + 1) / 2; i++) {
+      if (PAIRS) {
+        store(kt + (d / 2 + i) * LANES, rows[i]);
+      } else {
+        store(kt + (d + 2 * i) * LANES, even((vu)rows[i]));
+        if (2 * i + 1 < n) store(kt + (d + 2 * i + 1) * LANES, odd((vu)rows[i]));
+      }
+    }
+  }
+}
+
+// A query as `Dot` wants it: one float, or one pair of bfloat16, per step.
+DW_INLINE void pack_query(const float* q, int dim, float* out) { memcpy(out, q, sizeof(float) * (size_t)dim); }
+DW_INLINE void pack_query(const bf16* q, int dim, float* out) {
+  if (PAIRS) {
+    out[(dim - 1) / 2] = 0.0f;
+    memcpy(out, q, sizeof(bf16) * (size_t)dim);
+  } else {
+    for (int d = 0; d < dim; d += LANES) store(out + d, load_n(q + d, dim - d < LANES ? dim - d : LANES));
+  }
+}
+
+// scores[r][16 t + lane]: R queries with the keys of N tiles.
+template <class T, int R, int N>
+DW_INLINE void score_block(const float* q, int q_stride, const float* kt, int kt_stride, int steps, float* scores,
                            int score_stride) {
   vf sums[R][N];
   for (int r = 0; r < R; r++)
     for (int t = 0; t < N; t++) sums[r][t] = splat(0.0f);
-  for (int d = 0; d < dim; d++) {
+  for (int d = 0; d < steps; d++) {
     vf k[N];
     for (int t = 0; t < N; t++) k[t] = load(kt + t * kt_stride + d * LANES);
-    for (int r = 0; r < R; r++) {
-      vf x = splat(q[r * q_stride + d]);
-      for (int t = 0; t < N; t++) sums[r][t] = fma(x, k[t], sums[r][t]);
-    }
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < N; t++) sums[r][t] = Dot<T>::add(sums[r][t], q[r * q_stride + d], k[t]);
   }
   for (int r = 0; r < R; r++)
     for (int t = 0; t < N; t++) store(scores + r * score_stride + t * LANES, sums[r][t]);
 }
 
-template <int N>
-void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_stride, int dim, float* scores,
+template <class T, int N>
+void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_stride, int steps, float* scores,
                 int score_stride) {
   int m = 0;
   for (; m + 4 <= M; m += 4)
-    score_block<4, N>(q + m * q_stride, q_stride, kt, kt_stride, dim, scores + m * score_stride, score_stride);
+    score_block<T, 4, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
   for (; m + 2 <= M; m += 2)
-    score_block<2, N>(q + m * q_stride, q_stride, kt, kt_stride, dim, scores + m * score_stride, score_stride);
+    score_block<T, 2, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
   for (; m < M; m++)
-    score_block<1, N>(q + m * q_stride, q_stride, kt, kt_stride, dim, scores + m * score_stride, score_stride);
+    score_block<T, 1, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
 }
 
 // Scores of all query vectors with `count` keys, to scores[m][0 .. count rounded up to 16).
 template <class T>
 void score_keys(Work<T>& w, const int32_t* slots, int count, float* scores, int score_stride) {
-  int kt_stride = w.padded * LANES;
+  const int kt_stride = w.padded * LANES, steps = Dot<T>::steps(w.dim);
   for (int start = 0; start < count; start += GROUP) {
     int n = count - start < GROUP ? count - start : GROUP;
     int tiles = (n + LANES - 1) / LANES;
@@ -132,10 +194,10 @@ void score_keys(Work<T>& w, const int32_t* slots, int count, float* scores, int 
     }
     float* to = scores + start;
     switch (tiles) {
-      case 4: score_rows<4>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride); break;
-      case 3: score_rows<3>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride); break;
-      case 2: score_rows<2>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride); break;
-      default: score_rows<1>(w.q, w.padded, w.M, w.kt, kt_stride, w.dim, to, score_stride);
+      case 4: score_rows<T, 4>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      case 3: score_rows<T, 3>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      case 2: score_rows<T, 2>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      default: score_rows<T, 1>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride);
     }
   }
 }
@@ -165,6 +227,37 @@ DW_INLINE void soften(float* scores, int lo, int hi, float scale, float softcap,
   *sum = sum_lanes(total);
 }
 
+// The values of one key, as vectors: four of 16 dimensions, or n <= 16 dimensions in one. Of bfloat16, four vectors
+// hold the even and the odd ones of two times 32 dimensions: `store_values` puts them back in order.
+template <int N>
+DW_INLINE void load_values(const float* value, int n, vf* v) {
+  if (N == 1) {
+    v[0] = load_n(value, n);
+    return;
+  }
+  for (int c = 0; c < N; c++) v[c] = load(value + c * LANES);
+}
+template <int N>
+DW_INLINE void load_values(const bf16* value, int n, vf* v) {
+  if (N == 1) {
+    v[0] = load_n(value, n);
+    return;
+  }
+  for (int c = 0; c + 1 < N; c += 2) {
+    vu pairs = load_pairs(value + c * LANES);
+    v[c] = even(pairs);
+    v[c + 1] = odd(pairs);
+  }
+}
+DW_INLINE void store_values(float* out, vf a, vf b) {
+  store(out, a);
+  store(out + LANES, b);
+}
+DW_INLINE void store_values(bf16* out, vf a, vf b) {
+  vu pairs = __builtin_convertvector(to_bf16(a), vu) | __builtin_convertvector(to_bf16(b), vu) << 16;
+  memcpy(out, &pairs, sizeof pairs);
+}
+
 // acc[r][d ..] += sum over keys j in [lo, hi) of p[r][j] * value[slots[j]][d ..], one chain in order of j.
 template <class T, int R, int N>
 DW_INLINE void add_values(const float* p, const T* values, int64_t stride, const int32_t* slots, int lo, int hi, int d,
@@ -175,11 +268,7 @@ DW_INLINE void add_values(const float* p, const T* values, int64_t stride, const
   for (int j = lo; j < hi; j++) {
     const T* value = values + slots[j] * stride + d;
     vf v[N];
-    if (N > 1 || n >= LANES) {
-      for (int c = 0; c < N; c++) v[c] = load(value + c * LANES);
-    } else {
-      v[0] = load_n(value, n);
-    }
+    load_values<N>(value, n, v);
     for (int r = 0; r < R; r++) {
       vf weight = splat(p[r * PARTITION + j]);
       for (int c = 0; c < N; c++) sums[r][c] = fma(weight, v[c], sums[r][c]);
@@ -257,7 +346,11 @@ DW_INLINE void write_out(Work<T>& w) {
     int row = w.first_row + w.item.tile.first + m / w.group, head = w.item.head * w.group + m % w.group;
     T* to = (T*)w.call.out + ((int64_t)row * w.call.num_heads + head) * w.dim;
     const float* from = w.out + m * w.padded;
-    for (int d = 0; d < w.dim; d += LANES)
+    int d = 0;
+    for (; d + 4 * LANES <= w.dim; d += 4 * LANES)
+      for (int c = 0; c < 4 * LANES; c += 2 * LANES)
+        store_values(to + d + c, load(from + d + c) / w.sum[m], load(from + d + c + LANES) / w.sum[m]);
+    for (; d < w.dim; d += LANES)
       store_n(to + d, load(from + d) / w.sum[m], w.dim - d < LANES ? w.dim - d : LANES);
   }
 }
@@ -276,13 +369,10 @@ void run_item(const AttentionItem* item) {
   for (int i = 0; i < count; i++) {
     const T* row = (const T*)w.call.q + (int64_t)(w.first_row + item->tile.first + i) * w.call.ldq +
                    (int64_t)item->head * w.group * w.dim;
-    for (int g = 0; g < w.group; g++)
-      for (int d = 0; d < w.dim; d += LANES)
-        store(w.q + (i * w.group + g) * w.padded + d,
-              load_n(row + g * w.dim + d, w.dim - d < LANES ? w.dim - d : LANES));
+    for (int g = 0; g < w.group; g++) pack_query(row + g * w.dim, w.dim, w.q + (i * w.group + g) * w.padded);
   }
   if (w.tree) {
-    for (int j = 0; j < w.rows; j++) w.own_slots[j] = w.slot_of(w.context + j);
+    w.find_slots(w.context, w.rows, w.own_slots);
     for (int i = 0; i < count; i++) {
       int n = 0;
       for (uint64_t bits = w.ancestors(item->tile.first + i); bits != 0; bits &= bits - 1) {
@@ -301,7 +391,7 @@ void run_item(const AttentionItem* item) {
     if (plain > PARTITION) plain = PARTITION;
     int skip = lowest > base ? (lowest - base) / LANES * LANES : 0;
     if (plain > skip) {
-      for (int j = skip; j < plain; j++) w.slots[j] = w.slot_of(base + j);
+      w.find_slots(base + skip, plain - skip, w.slots + skip);
       score_keys(w, w.slots + skip, plain - skip, w.scores + skip, PARTITION);
     }
     if (plain < 0) plain = 0;

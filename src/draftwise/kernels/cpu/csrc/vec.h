@@ -118,6 +118,15 @@ DW_INLINE vh to_bf16(vf v) {
   return __builtin_convertvector(chosen, vh);
 }
 
+// Thirty-two bfloat16 as sixteen pairs: the even ones in the lower halves.
+DW_INLINE vu load_pairs(const bf16* p) {
+  vu v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+DW_INLINE vf even(vu pairs) { return (vf)(pairs << 16); }
+DW_INLINE vf odd(vu pairs) { return (vf)(pairs & 0xffff0000u); }
+
 DW_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 DW_INLINE void store(bf16* p, vf v) {
   vh h = to_bf16(v);
