@@ -38,6 +38,7 @@ def test_a_schema_is_kept_as_text_in_its_own_order() -> None:
     assert spec.schema == '{"properties":{"b":{},"a":{"const":"ü"}}}'
     assert StructuredOutputs(json='{ "properties": {"b": {}, "a": {"const": "ü"}} }') == spec
     assert StructuredOutputs(json_object=True).schema == '{"type":"object"}'
+    assert StructuredOutputs(json=True).schema == "{}"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ def test_a_schema_is_kept_as_text_in_its_own_order() -> None:
         ({"json": "{"}, ["json is no JSON text"]),
         ({"json": "[1]"}, ["object or a boolean", "list"]),
         ({"json": {"a": {1, 2}}}, ["json is no JSON schema", "set"]),
+        ({"json": False}, ["false allows nothing"]),
         ({"json": 5}, ["object or a boolean", "int"]),
         ({"regex": ""}, ["regex", "non-empty"]),
         ({"regex": 7}, ["regex is 7"]),

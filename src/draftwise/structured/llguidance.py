@@ -86,7 +86,9 @@ class LlguidanceBackend(GrammarBackend):
             source = library.LLMatcher.grammar_from_json_schema(spec.schema, overrides=options)
         elif spec.kind == "regex":
             assert spec.regex is not None
-            source = library.LLMatcher.grammar_from_regex(_without_anchors(spec.regex))
+            # \d means 0-9 to those who parse the answer, not every digit of Unicode
+            regex = library.regex_to_lark(_without_anchors(spec.regex), "d")
+            source = library.LLMatcher.grammar_from_lark(f"start: /{regex}/")
         elif spec.kind == "choice":
             assert spec.choice is not None
             alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)

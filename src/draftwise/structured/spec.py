@@ -19,11 +19,11 @@ class StructuredOutputs:
     """What the output must look like; exactly one of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``.
 
     Names and meanings are those of vLLM. ``json``: a JSON schema, as an object, a boolean or their JSON text
-    (stored as text). ``regex``: Rust syntax without look-around, matched against the whole output. ``choice``: the
-    output is one of these strings. ``grammar``: context-free, in Lark or GBNF syntax. ``json_object``: any JSON
-    object. ``disable_any_whitespace``: JSON without optional whitespace: shorter, and more of it is forced.
-    ``whitespace_pattern``: a regex for a run of optional whitespace in JSON; by default at most 40 characters, for
-    models are known to go on with whitespace for ever where a grammar lets them.
+    (stored as text). ``regex``: Rust syntax without look-around, matched against the whole output; digits of ``\\d``
+    are 0-9. ``choice``: the output is one of these strings. ``grammar``: context-free, in Lark or GBNF syntax.
+    ``json_object``: any JSON object. ``disable_any_whitespace``: JSON without optional whitespace: shorter, and
+    more of it is forced. ``whitespace_pattern``: a regex for a run of optional whitespace in JSON; by default at
+    most 40 characters, for models are known to go on with whitespace for ever where a grammar lets them.
 
     Raises `RequestError` naming the field. Whether a schema, regex or grammar can be compiled is found out when
     the request is admitted.
@@ -107,6 +107,10 @@ def _schema_text(value: Any) -> str:
         raise RequestError(
             f"structured_outputs: a JSON schema is an object or a boolean, not {type(value).__name__}"
         )
+    if value is False:
+        raise RequestError("structured_outputs: the JSON schema false allows nothing")
+    if value is True:
+        value = {}  # the same, as an object
     try:
         return _json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
     except (TypeError, ValueError) as error:
