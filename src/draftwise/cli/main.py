@@ -19,6 +19,7 @@ from draftwise.errors import ConfigError, DraftwiseError, ModelLoadError, Reques
 COMMANDS = {
     "generate": "continue prompts, streaming to the terminal",
     "chat": "talk with a chat model",
+    "serve": "an OpenAI-compatible server, with metrics",
     "bench": "measure latency, throughput or acceptance",
     "train": "train models",
     "demo": "see speculative decoding at work on the embedded models",

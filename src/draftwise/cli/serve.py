@@ -1,0 +1,175 @@
+"""``draftwise serve``: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from draftwise.cli.errors import UsageError
+from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from draftwise.cli.options import Subparsers
+    from draftwise.server.config import ServerConfig
+
+BOOLEANS = (
+    *ENGINE_BOOLEANS,
+    "access-log",
+    "allow-credentials",
+    "trust-request-chat-template",
+    "enable-auto-tool-choice",
+)
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Register ``serve``."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="an OpenAI-compatible server",
+        usage="draftwise serve [MODEL] [options]",
+        description="Serve a model over HTTP with OpenAI's interface, metrics, and a page to try it. Without a model: "
+        "the embedded one. Example: draftwise serve --port 8000",
+    )
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="local folder or hub id")
+    parser.add_argument("--config", metavar="FILE", help="YAML with these options, or with TensorRT-LLM's")
+    group = parser.add_argument_group("server")
+
+    def add(name: str, text: str, kind: Any = str, **more: Any) -> None:
+        metavar = more.pop("metavar", name.rpartition("-")[2].upper())
+        dest = "server_" + name.replace("-", "_")
+        group.add_argument(f"--{name}", dest=dest, type=kind, help=text, metavar=metavar, **more)
+
+    add("host", "address to listen at (127.0.0.1; 0.0.0.0: all)")
+    add("port", "port to listen at (8000; 0: any free one)", int)
+    add("api-key", "key that clients must send, also DRAFTWISE_API_KEY; again: one more", action="append")
+    add("ssl-keyfile", "key file: serve HTTPS", metavar="FILE")
+    add("ssl-certfile", "certificate file: serve HTTPS", metavar="FILE")
+    add("ssl-ca-certs", "certificates that clients' certificates are checked against", metavar="FILE")
+    add("allowed-origins", 'CORS: origins whose pages may read answers, as JSON: ["https://..."]', _strings)
+    add("allowed-methods", 'CORS: methods (["*"])', _strings)
+    add("allowed-headers", 'CORS: headers (["*"])', _strings)
+    add("allow-credentials", "CORS: allow credentials", _boolean, metavar="BOOL")
+    add("max-body-size", "largest body of a request in bytes (8 MiB)", int)
+    add("max-concurrent", "most requests being answered at once, more get a 429 (1024)", int)
+    add("max-queue", "most samples waiting for the engine, more get a 429 (1024)", int)
+    add("max-samples", "most samples (prompts times n) of a request (256)", int)
+    add("max-logprobs", "most alternatives per token (20)", int)
+    add("request-timeout", "deadline of a request in seconds (none)", float, metavar="SECONDS")
+    add("send-timeout", "give up clients that leave a stream unread so long (120)", float, metavar="SECONDS")
+    add("drain-timeout", "finish requests for so long after SIGTERM (30)", float, metavar="SECONDS")
+    add("chat-template", "a Jinja template, or a file with one", metavar="TEMPLATE")
+    add("trust-request-chat-template", "take templates from requests", _boolean, metavar="BOOL")
+    add("log-interval", "seconds between lines of statistics, 0: none (10)", float, metavar="SECONDS")
+    add("access-log", "log every request's path and status", _boolean, metavar="BOOL")
+    add("log-level", f"{', '.join(LOG_LEVELS)} (info)", metavar="LEVEL")
+    # vLLM needs these to find tool calls; here they are always found, in the one form there is.
+    hidden = {"help": argparse.SUPPRESS}
+    parser.add_argument("--enable-auto-tool-choice", dest="auto_tool_choice", type=_boolean, **hidden)  # type: ignore[arg-type]
+    parser.add_argument("--tool-call-parser", dest="tool_call_parser", **hidden)  # type: ignore[arg-type]
+    parser.add_argument("--uvicorn-log-level", dest="server_log_level", **hidden)  # type: ignore[arg-type]
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _strings(text: str) -> tuple[str, ...]:
+    """A JSON list of strings, or one string."""
+    if not text.lstrip().startswith("["):
+        return (text,)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+        raise argparse.ArgumentTypeError(f"expected a JSON list of strings, got {text!r}")
+    return tuple(value)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``draftwise serve``."""
+    engine_options, server_config = settings(args)
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'draftwise[serve]'") from None
+    logging.basicConfig(
+        level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from draftwise import AsyncLLM
+    from draftwise.server.app import create_app
+    from draftwise.server.run import run as run_server
+
+    llm = AsyncLLM(**engine_options)
+    try:
+        return run_server(create_app(llm, server_config), server_config)
+    finally:
+        llm.close()
+
+
+def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
+    """(keywords of `AsyncLLM`, the server's settings) of flags and configuration file; flags win.
+
+    Raises UsageError, ConfigError.
+    """
+    from draftwise.server.config import DEFAULT_MODEL_NAME, ServerConfig
+    from draftwise.server.config_file import read_config_file
+
+    file_engine, file_server = read_config_file(args.config) if args.config else ({}, {})
+    given = engine_kwargs(args)
+    if "speculative_config" in given or "speculative_model" in given or "speculative_method" in given:
+        file_engine.pop("speculative_config", None)
+    engine = {**file_engine, **given}
+    if args.positional_model is not None:
+        if given.get("model") is not None:
+            raise UsageError("--model: the model is given twice")
+        engine["model"] = args.positional_model
+    if args.tool_call_parser not in (None, "hermes"):
+        raise ConfigError(f"tool_call_parser: {args.tool_call_parser!r} is not supported, only hermes")
+    interval_off = engine.pop("disable_log_stats", None)
+    names = engine.pop("served_model_name", None)
+    if isinstance(names, str):
+        names = tuple(names.split(",")) if "," in names else (names,)
+    server = {
+        **file_server,
+        **{
+            name.removeprefix("server_"): value
+            for name, value in vars(args).items()
+            if name.startswith("server_") and value is not None
+        },
+    }
+    if "log_level" in server and server["log_level"].lower() not in LOG_LEVELS:
+        raise ConfigError(f"log_level: expected one of {', '.join(LOG_LEVELS)}, got {server['log_level']!r}")
+    if "log_level" in server:
+        server["log_level"] = server["log_level"].lower()
+    if interval_off is not None and str(interval_off).lower() in ("true", "1"):
+        server.setdefault("log_interval", 0.0)
+    keys = server.pop("api_key", None) or os.environ.get("DRAFTWISE_API_KEY") or ()
+    server["api_keys"] = (keys,) if isinstance(keys, str) else tuple(keys)
+    if "chat_template" in server:
+        server["chat_template"] = _template(server["chat_template"])
+    server["model_names"] = tuple(names or (engine.get("model") or DEFAULT_MODEL_NAME,))
+    return engine, ServerConfig(**server)
+
+
+def _template(given: str) -> str:
+    """A template's text; what holds no template markup is the name of a file."""
+    if "{" in given:
+        return given
+    try:
+        with open(given, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"--chat-template {given}: {error.strerror}") from None

@@ -1,0 +1,266 @@
+"""The application: routes, and what becomes of exceptions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from draftwise import __version__
+from draftwise.errors import DraftwiseError
+from draftwise.metrics import HttpCounts, Metrics
+from draftwise.server import chat, completions, responses
+from draftwise.server.config import ServerConfig
+from draftwise.server.context import Context
+from draftwise.server.engine import ServedEngine
+from draftwise.server.errors import APIError, bad_request, engine_dead, from_exception
+from draftwise.server.gate import Gate
+from draftwise.server.page import Page
+from draftwise.server.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponsesBody,
+    TokenizeBody,
+    parse,
+)
+from draftwise.server.sse import ClientGone
+
+logger = logging.getLogger("draftwise.server")
+
+ENDPOINTS = (
+    ("POST /v1/completions", "continue a prompt"),
+    ("POST /v1/chat/completions", "answer a conversation"),
+    ("POST /v1/responses", "answer, in the form of the Responses API (text)"),
+    ("GET /v1/models", "the model's names"),
+    ("POST /tokenize", "text or messages to token ids"),
+    ("POST /detokenize", "token ids to text"),
+    ("GET /health", "200 while the engine lives, else 503; also /ping"),
+    ("GET /version", "version, and which promises hold for this engine"),
+    ("GET /metrics", "metrics for Prometheus"),
+    ("GET /load", "requests in progress"),
+    ("POST /reset_prefix_cache", "forget cached prefixes"),
+    ("GET /docs", "this interface, to try out"),
+)
+
+Handler = Callable[[Context, Request, Any], Awaitable[Response]]
+
+
+def create_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics | None = None) -> FastAPI:
+    """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`."""
+    context = Context(engine, config)
+    metrics = metrics or Metrics(engine, config.model_names[0])
+    # "/docs" brings scripts from elsewhere; it is for people, and nothing of the server's own needs it.
+    app = FastAPI(title="Draftwise", version=__version__, openapi_url="/openapi.json", redoc_url=None)
+    app.state.context = context
+    app.state.metrics = metrics
+    _add_generation(app, context)
+    _add_tokens(app, context)
+    _add_operations(app, context, metrics)
+    _add_errors(app)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=list(config.allowed_methods),
+            allow_headers=list(config.allowed_headers),
+            allow_credentials=config.allow_credentials,
+        )
+    http: HttpCounts = metrics.http
+    app.add_middleware(Gate, api_keys=config.api_keys, max_body_size=config.max_body_size, count=http.count)
+    return app
+
+
+def _post(app: FastAPI, path: str, kind: type[Body], context: Context, handler: Handler, text: str) -> None:
+    async def endpoint(request: Request) -> Response:
+        body = parse(kind, await request.body())
+        return await handler(context, request, body)
+
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs", {})
+    schema = _inline(schema, definitions)
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=["POST"],
+        name=path.strip("/").replace("/", "_"),
+        summary=text,
+        response_class=JSONResponse,
+        responses={code: {"description": what} for code, what in _RESPONSES.items()},
+        openapi_extra={
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        },
+    )
+
+
+_RESPONSES: dict[int | str, str] = {
+    400: "invalid request",
+    401: "missing or wrong API key",
+    404: "unknown model",
+    413: "body too large",
+    429: "the server is full; see Retry-After",
+    503: "the engine has failed, the server is shutting down, or the deadline passed",
+}
+
+
+def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Definitions in the places that refer to them."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inline(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+        return {key: _inline(value, definitions) for key, value in schema.items()}
+    return [_inline(part, definitions) for part in schema] if isinstance(schema, list) else schema
+
+
+def _add_generation(app: FastAPI, context: Context) -> None:
+    _post(app, "/v1/completions", CompletionBody, context, completions.completions, "Continue a prompt")
+    _post(app, "/v1/chat/completions", ChatBody, context, chat.chat, "Answer a conversation")
+    _post(app, "/v1/responses", ResponsesBody, context, responses.responses, "Answer (Responses API, text)")
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "draftwise",
+            "root": "embedded" if context.engine.config.embedded else name,
+            "max_model_len": context.engine.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card(n) for n in context.config.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        return JSONResponse(card(context.model_name(name)))
+
+
+def _add_tokens(app: FastAPI, context: Context) -> None:
+    async def tokenize(context: Context, request: Request, body: TokenizeBody) -> Response:
+        context.model_name(body.model)
+        tokenizer = context.need_tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages")
+        if body.prompt is not None:
+            special = True if body.add_special_tokens is None else body.add_special_tokens
+            ids = tokenizer.encode(body.prompt, add_special_tokens=special)
+        else:
+            options = chat.checked_options(body.chat_template_kwargs or {})
+            if body.continue_final_message:
+                options["continue_final_message"] = True
+            ids = context.render_chat(
+                chat.plain_messages(body.messages or []),
+                tools=body.tools,
+                chat_template=body.chat_template,
+                template_options=options,
+                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            )["prompt_token_ids"]
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": context.engine.max_model_len,
+            "tokens": list(ids),
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+        return JSONResponse(answer)
+
+    async def detokenize(context: Context, request: Request, body: DetokenizeBody) -> Response:
+        context.model_name(body.model)
+        tokenizer = context.need_tokenizer()
+        size = len(tokenizer)
+        bad = next((t for t in body.tokens if not 0 <= t < size), None)
+        if bad is not None:
+            raise bad_request(f"token id {bad} is out of range: the tokenizer has {size} tokens", "tokens")
+        return JSONResponse({"prompt": tokenizer.decode(body.tokens)})
+
+    _post(app, "/tokenize", TokenizeBody, context, tokenize, "Text or messages to token ids")
+    _post(app, "/detokenize", DetokenizeBody, context, detokenize, "Token ids to text")
+
+
+def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:
+    page = Page(ENDPOINTS)
+
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health() -> Response:
+        if not context.engine.is_alive:
+            raise engine_dead()
+        if context.admission.draining:
+            raise APIError(503, "the server is shutting down", code="shutting_down")
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        promises = context.engine.guarantees
+        return JSONResponse(
+            {
+                "version": __version__,
+                "guarantees": {
+                    "lossless": promises.lossless,
+                    "same_bits": promises.same_bits,
+                    "same_seed_same_text": promises.same_seed_same_text,
+                    "reasons": list(promises.reasons),
+                },
+                "methods": ["none", *(d.method for d in context.engine.config.drafters)],
+                "default_method": context.engine.config.default_method,
+            }
+        )
+
+    @app.get("/metrics")
+    async def prometheus() -> PlainTextResponse:
+        return PlainTextResponse(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/load")
+    async def load() -> JSONResponse:
+        stats = context.engine.stats()
+        return JSONResponse(
+            {
+                "server_load": context.admission.num_requests,
+                "num_requests_running": stats.num_running,
+                "num_requests_waiting": stats.num_waiting,
+                "kv_cache_usage": stats.num_used_blocks / stats.num_blocks,
+            }
+        )
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> JSONResponse:
+        return JSONResponse({"success": context.engine.reset_prefix_cache()})
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return page.index()
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        return page.file(name)
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        return from_exception(error).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return APIError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        return APIError(500, "internal error").response()
+
+    app.add_exception_handler(APIError, known)
+    app.add_exception_handler(DraftwiseError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, unknown)

@@ -1,0 +1,274 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from draftwise.engine.outputs import CompletionOutput, RequestOutput
+from draftwise.errors import RequestError
+from draftwise.server.context import Context, metrics_of, new_id, usage, usage_of
+from draftwise.server.errors import bad_request
+from draftwise.server.generation import Generation
+from draftwise.server.logprobs import chat_logprobs, prompt_logprobs
+from draftwise.server.params import chat_params
+from draftwise.server.protocol import ChatBody
+from draftwise.server.sse import DONE, EventStream, event, unless_gone
+from draftwise.server.tools import ToolParser, ToolPlan, call_of, forced_call, plan_tools
+from draftwise.server.trace import Tracer
+
+
+async def chat(context: Context, request: Request, body: ChatBody) -> Response:
+    """Answer a request. Raises APIError, RequestError."""
+    model = context.model_name(body.model)
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise bad_request("modalities: only text is supported", "modalities")
+    plan = plan_tools(body.tools, body.tool_choice)
+    structured = None if plan.schema is None else {"json": plan.schema}
+    try:
+        params = chat_params(body, context.config, structured)
+        prompt = _render(context, body, plan)
+        answer = _Answer(context, body, model, plan)
+        generation = context.start(
+            [prompt],
+            params,
+            request_id=answer.id,
+            priority=body.priority,
+            timeout=body.timeout,
+            keep_trace=bool(body.return_trace),
+        )
+    except RequestError as error:
+        if structured is not None and "structured" in str(error):
+            raise bad_request(
+                f"tool_choice: a forced call needs structured output: {error}", "tool_choice"
+            ) from None
+        raise
+    if body.stream:
+        return EventStream(answer.chunks(generation), generation.close, context.config.send_timeout)
+    try:
+        outputs = await unless_gone(request, generation.final())
+    finally:
+        generation.close()
+    return JSONResponse(answer.whole(outputs))
+
+
+def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.continue_final_message:
+        if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt contradict each other",
+                "continue_final_message",
+            )
+        options["continue_final_message"] = True
+    return context.render_chat(
+        plain_messages(body.messages),
+        tools=plan.shown,
+        chat_template=body.chat_template,
+        template_options=checked_options(options),
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+    )
+
+
+_RESERVED = frozenset(
+    {
+        "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "padding",
+        "truncation", "max_length", "tokenizer_kwargs", "processor_kwargs", "load_audio_from_video",
+    }
+)  # fmt: skip
+"""Arguments of the rendering itself, which no request may set."""
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the template. Raises APIError for those that are arguments of its rendering."""
+    for name in options:
+        if not name.isidentifier() or name in _RESERVED or name.startswith("return_"):
+            raise bad_request(f"chat_template_kwargs: {name[:80]!r} cannot be set", "chat_template_kwargs")
+    return dict(options)
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose content is text: lists of text parts are joined. Raises APIError for other parts."""
+    out = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            raise bad_request("messages: every message needs a role", "messages")
+        if isinstance(content, list):
+            texts = []
+            for part in content:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind not in ("text", "input_text", "output_text", "refusal"):
+                    raise bad_request(
+                        f"messages: content of type {kind!r} is not supported, only text", "messages"
+                    )
+                text = part.get("text", part.get("refusal"))
+                if not isinstance(text, str):
+                    raise bad_request("messages: a text part needs text", "messages")
+                texts.append(text)
+            content = "\n".join(texts)
+        elif content is not None and not isinstance(content, str):
+            raise bad_request("messages: content must be text or a list of parts", "messages")
+        out.append({**message, "content": content if content is not None else ""})
+    return out
+
+
+class _Answer:
+    """One answer, whole or in chunks."""
+
+    def __init__(self, context: Context, body: ChatBody, model: str, plan: ToolPlan) -> None:
+        self.id = new_id("chatcmpl", body.request_id)
+        self._context = context
+        self._body = body
+        self._plan = plan
+        self._model = model
+        self._created = int(time.time())
+        self._only_one = body.parallel_tool_calls is False
+        self._tracer = Tracer(context.token_text)
+
+    # ---------------------------------------------------------------------------------------------- whole
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        output = outputs[0]
+        answer: dict[str, Any] = {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [self._choice(c) for c in output.outputs],
+            "usage": usage_of(outputs),
+        }
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self._body.return_metrics:
+            answer["metrics"] = metrics_of(outputs)
+        if self._body.return_trace:
+            answer["trace"] = [s for c in output.outputs for s in self._tracer.steps(c.index, c.trace)]
+        return answer
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        text, calls = self._split(completion.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        finish = completion.finish_reason
+        if calls:
+            message["tool_calls"] = calls
+            message["content"] = text or None
+            finish = "tool_calls" if finish == "stop" and self._plan.parse else finish
+        choice: dict[str, Any] = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": finish,
+            "stop_reason": completion.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+        return choice
+
+    def _split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        if self._plan.schema is not None:
+            return "", [forced_call(self._plan, text)]
+        if not self._plan.parse:
+            return text, []
+        parser = ToolParser(only_one=self._only_one)
+        before, calls = parser.push(text)
+        after, more = parser.finish()
+        return before + after, [call_of(*call) for call in calls + more]
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if not self._body.logprobs or completion.logprobs is None:
+            return None
+        return chat_logprobs(completion.token_ids, completion.logprobs, self._body.top_logprobs or 0)
+
+    # --------------------------------------------------------------------------------------------- chunks
+
+    async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        body = self._body
+        head = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+        }
+        options = body.stream_options
+        with_usage = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
+        parsers: dict[int, ToolParser] = {}
+        forced: dict[int, str] = {}
+        begun: set[int] = set()
+        done: set[int] = set()
+        prompt_tokens = completion_tokens = cached = 0
+        async for _, output in generation.outputs():
+            prompt_tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens
+            for completion in output.outputs:
+                index, finish = completion.index, completion.finish_reason
+                if index in done:
+                    continue
+                completion_tokens += len(completion.token_ids)
+                delta: dict[str, Any] = {}
+                text = completion.text
+                if self._plan.schema is not None:
+                    forced[index] = forced.get(index, "") + text
+                    text = ""
+                    if finish is not None:
+                        delta["tool_calls"] = [{"index": 0, **forced_call(self._plan, forced[index])}]
+                elif self._plan.parse:
+                    parser = parsers.setdefault(index, ToolParser(only_one=self._only_one))
+                    text, finish = self._parse(parser, completion, delta)
+                if text:
+                    delta["content"] = text
+                if index not in begun:
+                    begun.add(index)
+                    delta = {"role": "assistant", "content": "", **delta}
+                choice: dict[str, Any] = {
+                    "index": index,
+                    "delta": delta,
+                    "logprobs": None,
+                    "finish_reason": finish,
+                }
+                if completion.logprobs:
+                    choice["logprobs"] = self._logprobs(completion)
+                if body.return_token_ids:
+                    choice["token_ids"] = list(completion.token_ids)
+                if finish is not None:
+                    done.add(index)
+                    choice["stop_reason"] = completion.stop_reason
+                chunk: dict[str, Any] = {**head, "choices": [choice]}
+                if body.return_trace:
+                    chunk["trace"] = self._tracer.steps(index, completion.trace)
+                elif not (delta or finish or choice["logprobs"] or body.return_token_ids):
+                    continue  # a step that completed no character
+                if output.finished and body.return_metrics and len(done) == len(output.outputs):
+                    chunk["metrics"] = output.metrics.as_dict()
+                if running:
+                    chunk["usage"] = usage(prompt_tokens, completion_tokens, cached)
+                elif with_usage:
+                    chunk["usage"] = None
+                yield event(chunk)
+        if with_usage:
+            yield event({**head, "choices": [], "usage": usage(prompt_tokens, completion_tokens, cached)})
+        yield DONE
+
+    def _parse(
+        self, parser: ToolParser, completion: CompletionOutput, delta: dict[str, Any]
+    ) -> tuple[str, str | None]:
+        """Put the calls found into ``delta``; (text, finish reason)."""
+        first = parser.num_calls
+        text, calls = parser.push(completion.text)
+        finish = completion.finish_reason
+        if finish is not None:
+            more, last = parser.finish()
+            text, calls = text + more, calls + last
+            if parser.num_calls and finish == "stop":
+                finish = "tool_calls"
+        if calls:
+            delta["tool_calls"] = [call_of(*call, index=first + i) for i, call in enumerate(calls)]
+        return text, finish

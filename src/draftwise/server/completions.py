@@ -1,0 +1,195 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from draftwise.engine.outputs import CompletionOutput, RequestOutput
+from draftwise.server.context import Context, metrics_of, new_id, usage, usage_of
+from draftwise.server.errors import bad_request
+from draftwise.server.generation import Generation, Prompt
+from draftwise.server.logprobs import CompletionLogprobs, prompt_logprobs
+from draftwise.server.params import completion_params
+from draftwise.server.protocol import CompletionBody
+from draftwise.server.sse import DONE, EventStream, event, unless_gone
+from draftwise.server.trace import Tracer
+
+
+async def completions(context: Context, request: Request, body: CompletionBody) -> Response:
+    """Answer a request. Raises APIError, RequestError."""
+    model = context.model_name(body.model)
+    params = completion_params(body, context.config)
+    if body.stream and body.echo and body.logprobs is not None:
+        raise bad_request("echo with logprobs cannot be streamed", "stream")
+    answer = _Answer(context, body, model, params.n)
+    generation = context.start(
+        prompts_of(context, body),
+        params,
+        request_id=answer.id,
+        priority=body.priority,
+        timeout=body.timeout,
+        keep_trace=bool(body.return_trace),
+    )
+    if body.stream:
+        return EventStream(answer.chunks(generation), generation.close, context.config.send_timeout)
+    try:
+        outputs = await unless_gone(request, generation.final())
+    finally:
+        generation.close()
+    return JSONResponse(answer.whole(outputs))
+
+
+def prompts_of(context: Context, body: CompletionBody) -> list[Prompt]:
+    """A text, a list of texts, token ids, or a list of those. Raises APIError."""
+    given = body.prompt
+    if isinstance(given, str):
+        many: list[Any] = [given]
+    elif given and isinstance(given[0], int):
+        many = [given]
+    else:
+        many = list(given)
+    if not many:
+        raise bad_request("prompt is empty", "prompt")
+    out: list[Prompt] = []
+    for one in many:
+        if isinstance(one, str):
+            ids = context.need_tokenizer().encode(one, add_special_tokens=body.add_special_tokens)
+            out.append({"prompt": one, "prompt_token_ids": ids})
+        else:
+            out.append({"prompt_token_ids": one})
+    return out
+
+
+class _Answer:
+    """One answer, whole or in chunks. Choice = prompt * n + sample."""
+
+    def __init__(self, context: Context, body: CompletionBody, model: str, n: int) -> None:
+        self.id = new_id("cmpl", body.request_id)
+        self._context = context
+        self._body = body
+        self._n = n
+        self._head = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._tracer = Tracer(context.token_text)
+        self._hide = body.max_tokens == 0  # echo only: the one token that was generated is not shown
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        tokenizer = self._context.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(list(output.prompt_token_ids)))
+
+    # ---------------------------------------------------------------------------------------------- whole
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        choices, trace = [], []
+        for i, output in enumerate(outputs):
+            for completion in output.outputs:
+                index = i * self._n + completion.index
+                choices.append(self._choice(index, output, completion))
+                trace += self._tracer.steps(index, completion.trace)
+        answer: dict[str, Any] = {**self._head, "choices": choices}
+        answer["usage"] = usage_of(outputs, hidden=len(choices) if self._hide else 0)
+        if self._body.return_metrics:
+            answer["metrics"] = metrics_of(outputs)
+        if self._body.return_trace:
+            answer["trace"] = trace
+        return answer
+
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        text, ids = ("", ()) if self._hide else (completion.text, completion.token_ids)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": (self._prompt_text(output) if self._body.echo else "") + text,
+            "logprobs": self._logprobs(output, completion),
+            "finish_reason": "length" if self._hide else completion.finish_reason,
+            "stop_reason": None if self._hide else completion.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(output.prompt_token_ids)
+            choice["token_ids"] = list(ids)
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+        if self._body.logprobs is None or completion.logprobs is None:
+            return None
+        form = CompletionLogprobs(self._body.logprobs)
+        pieces: dict[str, list[Any]] = form.piece(())
+        if self._body.echo and output.prompt_logprobs is not None:
+            text = self._context.token_text
+            ids = output.prompt_token_ids
+            pieces = form.piece(zip(ids, output.prompt_logprobs, map(text, ids), strict=True))
+        if not self._hide:
+            more = form.generated(completion.token_ids, completion.logprobs)
+            pieces = {name: pieces[name] + more[name] for name in pieces}
+        return pieces
+
+    # --------------------------------------------------------------------------------------------- chunks
+
+    async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        body, head, n = self._body, self._head, self._n
+        options = body.stream_options
+        with_usage = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
+        forms: dict[int, CompletionLogprobs] = {}
+        done: set[int] = set()
+        echoed: set[int] = set()
+        prompt_tokens: dict[int, tuple[int, int]] = {}
+        completion_tokens = 0
+        async for i, output in generation.outputs():
+            prompt_tokens[i] = (len(output.prompt_token_ids), output.num_cached_tokens)
+            for completion in output.outputs:
+                index = i * n + completion.index
+                finish = completion.finish_reason
+                if index in done:
+                    continue
+                text, ids = ("", ()) if self._hide else (completion.text, completion.token_ids)
+                completion_tokens += len(ids)
+                choice: dict[str, Any] = {
+                    "index": index,
+                    "text": text,
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
+                if body.echo and index not in echoed:
+                    choice["text"] = self._prompt_text(output) + text
+                    echoed.add(index)
+                if completion.logprobs and not self._hide:
+                    form = forms.setdefault(index, CompletionLogprobs(body.logprobs or 0))
+                    choice["logprobs"] = form.generated(completion.token_ids, completion.logprobs)
+                if body.return_token_ids:
+                    choice["token_ids"] = list(ids)
+                if finish is not None:
+                    done.add(index)
+                    choice["finish_reason"] = "length" if self._hide else finish
+                    choice["stop_reason"] = None if self._hide else completion.stop_reason
+                chunk: dict[str, Any] = {**head, "choices": [choice]}
+                if body.return_trace:
+                    chunk["trace"] = self._tracer.steps(index, completion.trace)
+                elif not (choice["text"] or finish or choice["logprobs"] or body.return_token_ids):
+                    continue  # a step that completed no character
+                if (
+                    output.finished
+                    and body.return_metrics
+                    and all(i * n + c.index in done for c in output.outputs)
+                ):
+                    chunk["metrics"] = output.metrics.as_dict()
+                if running:
+                    chunk["usage"] = _sum(prompt_tokens, completion_tokens)
+                elif with_usage:
+                    chunk["usage"] = None
+                yield event(chunk)
+        if with_usage:
+            yield event({**head, "choices": [], "usage": _sum(prompt_tokens, completion_tokens)})
+        yield DONE
+
+
+def _sum(prompt_tokens: dict[int, tuple[int, int]], completion_tokens: int) -> dict[str, Any]:
+    counts = prompt_tokens.values()
+    return usage(sum(p for p, _ in counts), completion_tokens, sum(c for _, c in counts))

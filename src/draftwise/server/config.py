@@ -1,0 +1,68 @@
+"""What `draftwise serve` is told besides the engine's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftwise.errors import ConfigError
+
+DEFAULT_MODEL_NAME = "draftwise-demo"
+"""What the embedded model is called in answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Resolved settings of the HTTP server. Sizes in bytes, durations in seconds.
+
+    Raises ConfigError for values out of range.
+    """
+
+    model_names: tuple[str, ...] = (DEFAULT_MODEL_NAME,)  # the first one stands in answers
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    api_keys: tuple[str, ...] = ()  # none: open
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    allowed_origins: tuple[str, ...] = ()  # CORS; none: no cross-origin page may read answers
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    max_body_size: int = 8 << 20
+    max_concurrent: int = 1024  # requests being answered
+    max_queue: int = 1024  # samples that wait for the engine
+    max_samples: int = 256  # prompts times n of one request
+    max_logprobs: int = 20
+    request_timeout: float | None = None  # deadline of a request that names none
+    send_timeout: float = 120.0  # how long a client may leave a stream unread
+    drain_timeout: float = 30.0  # how long running requests may go on after SIGTERM
+    chat_template: str | None = None  # text of a Jinja template; None: the model's
+    trust_request_chat_template: bool = False
+    log_interval: float = 10.0  # between log lines of statistics; 0: none
+    access_log: bool = False
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_size", "max_concurrent", "max_queue", "max_samples", "max_logprobs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: expected a port in 0..65535, got {self.port}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ConfigError(f"request_timeout: expected seconds > 0, got {self.request_timeout:g}")
+        for name in ("send_timeout", "drain_timeout", "log_interval"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: expected seconds >= 0, got {getattr(self, name):g}")
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError("served_model_name: expected at least one name")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_key: a key must not be empty")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("ssl_keyfile and ssl_certfile: give both or neither")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}: no file {path!r}")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("allow_credentials: needs named origins, not '*'")

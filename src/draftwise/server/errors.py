@@ -1,0 +1,94 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from draftwise.errors import ConfigError, DraftwiseError, EngineDeadError, RequestError
+
+
+class APIError(Exception):
+    """An answer that is an error. ``param``: the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(
+                    self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+                ),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Response(
+            json.dumps(self.body()),
+            status_code=self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients try a 503 again unless told not to
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    return APIError(400, message, param=param, code=code)
+
+
+def engine_dead() -> APIError:
+    return APIError(503, "the engine has failed; the server is going down", code="engine_dead")
+
+
+def shutting_down() -> APIError:
+    return APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+
+
+def deadline_exceeded(seconds: float) -> APIError:
+    return APIError(
+        503, f"the request took longer than its {seconds:g} s", code="deadline_exceeded", headers=_NO_RETRY
+    )
+
+
+def from_exception(error: Exception) -> APIError:
+    """What an exception of the package means to a client; unknown ones are an internal error without details."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return engine_dead()
+    if isinstance(error, RequestError | ConfigError):
+        # "temperature is -1; it must be ..." and "speculation: method ..." name the field first.
+        match = re.match(r"([a-z_]+)(?:\[[^\]]*\])?(?: is |: )", str(error))
+        return bad_request(str(error), param=match[1] if match else None)
+    if isinstance(error, DraftwiseError):
+        return APIError(500, str(error))
+    return APIError(500, "internal error")

@@ -1,0 +1,104 @@
+"""The door in front of the application: keys, sizes, counting. Plain ASGI: nothing is buffered."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftwise.server.errors import APIError
+
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics"})
+"""Served without a key: the page itself, what load balancers and Prometheus ask for. So is everything in /static/."""
+
+
+class _TooLarge(Exception):
+    """More of a body came than is allowed."""
+
+
+class Gate:
+    """Checks the key and the size of a body, and tells ``count`` (path, status) of every answer."""
+
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], max_body_size: int, count: Callable[[str, int], None]
+    ) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._limit = max_body_size
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 499  # if no answer was begun: the client went away
+        received = 0
+
+        async def counted_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        async def limited_receive() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._limit:
+                    raise _TooLarge
+            return message
+
+        try:
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await refusal.response()(scope, receive, counted_send)
+                return
+            await self._app(scope, limited_receive, counted_send)
+        except _TooLarge:
+            if status == 499:
+                await self._too_large().response()(scope, receive, counted_send)
+        finally:
+            route = scope.get("route")
+            # The route's path and not the client's: what anybody may write would make a label of its own each time.
+            self._count(getattr(route, "path", "other"), status)
+
+    def _refusal(self, scope: Scope) -> APIError | None:
+        headers = dict(scope["headers"])
+        path = scope["path"]
+        # A browser asks without a key whether it may ask (CORS).
+        if (
+            self._digests
+            and not (path in OPEN_PATHS or path.startswith("/static/"))
+            and scope["method"] != "OPTIONS"
+        ):
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not self._known(key.strip()):
+                return APIError(
+                    401,
+                    "missing or wrong API key: send Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._limit:
+            return self._too_large()
+        return None
+
+    def _known(self, key: bytes) -> bool:
+        """Compares digests, all of them: time tells neither a key's length nor how much of it was right."""
+        given = hashlib.sha256(key).digest()
+        found = False
+        for digest in self._digests:
+            found |= hmac.compare_digest(given, digest)
+        return found
+
+    def _too_large(self) -> APIError:
+        return APIError(
+            413,
+            f"the body is larger than {self._limit} bytes (--max-body-size)",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )

@@ -1,0 +1,128 @@
+"""The generation behind one HTTP request: several prompts, a deadline, and an end that always comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from draftwise.engine.outputs import RequestOutput
+from draftwise.errors import EngineDeadError
+from draftwise.sampling.params import SamplingParams
+from draftwise.server.engine import OutputStream, ServedEngine
+from draftwise.server.errors import APIError, deadline_exceeded, engine_dead, shutting_down
+
+Prompt = str | Mapping[str, Any]
+
+
+class Generation:
+    """Prompts that were queued together. Close it when done: what still runs is aborted then."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        timeout: float | None = None,
+        keep_trace: bool = False,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queue all prompts. ``on_close`` is called once, also if this raises.
+
+        Raises RequestError (nothing runs then) or EngineDeadError.
+        """
+        self._on_close: Callable[[], None] | None = on_close
+        self._streams: list[OutputStream] = []
+        self._names: list[str] = []
+        self._engine = engine
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeout = timeout
+        self._expired = False
+        try:
+            for i, prompt in enumerate(prompts):
+                name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+                stream = engine.submit(prompt, params, name, priority=priority, keep_trace=keep_trace)
+                self._streams.append(stream)
+                self._names.append(name)
+        except BaseException:
+            self.close()
+            raise
+        if timeout is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        for name in self._names:
+            self._engine.abort(name)
+
+    def close(self) -> None:
+        """Abort what runs. Closing twice is fine."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in self._streams:
+            stream.close()
+        on_close = self._on_close
+        self._on_close = None
+        if on_close is not None:
+            on_close()
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(prompt index, output) as they come. Raises APIError if a sample failed, or the deadline passed."""
+        try:
+            if len(self._streams) == 1:
+                async for output in self._streams[0]:
+                    self._check(output)
+                    yield 0, output
+                return
+            async for i, output in self._merged():
+                self._check(output)
+                yield i, output
+        except EngineDeadError:
+            raise engine_dead() from None
+
+    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        # Room for one output: a slow reader keeps the streams from being read, and they fold what is new.
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
+
+        async def pump(i: int, stream: OutputStream) -> None:
+            try:
+                async for output in stream:
+                    await queue.put((i, output))
+            except Exception as error:
+                await queue.put((i, error))
+            else:
+                await queue.put((i, None))
+
+        tasks = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(self._streams)]
+        try:
+            left = len(tasks)
+            while left:
+                i, item = await queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield i, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def final(self) -> list[RequestOutput]:
+        """The last output of each prompt. Raises APIError."""
+        last: dict[int, RequestOutput] = {}
+        async for i, output in self.outputs():
+            last[i] = output
+        return [last[i] for i in range(len(self._streams))]
+
+    def _check(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            if completion.finish_reason == "abort":
+                assert self._timeout is not None or not self._expired
+                raise deadline_exceeded(self._timeout or 0) if self._expired else shutting_down()
+            if completion.finish_reason == "error":
+                raise APIError(500, f"generation failed: {completion.error}", code="generation_failed")
