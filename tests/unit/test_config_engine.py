@@ -29,7 +29,7 @@ def test_defaults_of_a_users_model() -> None:
     assert config.enable_prefix_caching and config.enable_chunked_prefill
     assert config.seed == 0 and config.dtype == "auto" and config.notes == ()
     assert config.speculative == () and config.default_method == "none"
-    assert [spec.method for spec in config.drafters] == ["ngram"]
+    assert [spec.method for spec in config.drafters] == ["ngram", "suffix"]
 
 
 def test_embedded_model_brings_its_drafter() -> None:
@@ -43,7 +43,7 @@ def test_embedded_model_brings_its_drafter() -> None:
         str(embedded_path("draft")),
         4,
     )
-    assert [s.method for s in config.drafters] == ["draft_model", "ngram"]
+    assert [s.method for s in config.drafters] == ["draft_model", "ngram", "suffix"]
     assert (
         resolve_engine_config(device="cpu", num_speculative_tokens=2).speculative[0].num_speculative_tokens
         == 2
@@ -67,7 +67,7 @@ def test_several_drafters() -> None:
     specs = [{"method": "ngram"}, SpeculativeConfig(method="draft_model", model="D")]
     config = resolve_engine_config(model="M", device="cpu", speculative_config=specs)
     assert config.default_method == "ngram"
-    assert config.drafters == config.speculative
+    assert [spec.method for spec in config.drafters] == ["ngram", "draft_model", "suffix"]
     refused("twice", model="M", device="cpu", speculative_config=[{"method": "ngram"}, {"method": "ngram"}])
 
 
@@ -116,13 +116,15 @@ def test_users_eagle_with_tensor_parallelism() -> None:
 
 
 def test_users_suffix() -> None:
-    refused(
-        "'suffix'",
+    config = resolve_engine_config(
         model="M",
         tensor_parallel_size=1,
         enforce_eager=True,
         speculative_config={"method": "suffix", "num_speculative_tokens": 15},
+        device="cpu",
     )
+    (spec,) = config.speculative
+    assert (config.default_method, spec.num_speculative_tokens) == ("suffix", 15)
 
 
 def test_users_old_eagle_spelling() -> None:

@@ -80,7 +80,7 @@ def test_unknown_method_names_what_there_is() -> None:
     refused({"method": "ngrams"}, "ngrams")
 
 
-@pytest.mark.parametrize("method", ["suffix", "eagle", "eagle3", "medusa", "mtp", "extract_hidden_states"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "mtp", "extract_hidden_states"])
 def test_methods_to_come_are_refused_by_name(method: str) -> None:
     refused({"method": method, "model": "x"}, repr(method), "not supported yet")
 

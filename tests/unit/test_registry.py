@@ -39,8 +39,8 @@ def test_built_in_names_and_aliases(name: str) -> None:
 
 
 def test_every_built_in_class_carries_its_registered_name() -> None:
-    assert available_proposers() == ("draft_model", "ngram", "synthetic")
-    for name in ("ngram", "synthetic"):
+    assert available_proposers() == ("draft_model", "ngram", "suffix", "synthetic")
+    for name in ("ngram", "suffix", "synthetic"):
         assert resolve_proposer(name).name == name
 
 
@@ -80,7 +80,7 @@ def test_taken_names_and_aliases() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ngramm", "unknown method 'ngramm'; did you mean 'ngram'.*available: draft_model, ngram, synthetic"),
+        ("ngramm", "unknown method 'ngramm'; did you mean 'ngram'.*available: draft_model, ngram, suffix, synthetic"),
         ("zzz", "unknown method 'zzz' "),
         ("eagle3", "'eagle3' is not supported yet; available: draft_model, ngram"),
         ("deepseek_mtp", "an old name of 'mtp'\\) is not supported yet"),

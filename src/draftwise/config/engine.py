@@ -138,10 +138,11 @@ class EngineConfig:
 
     @property
     def drafters(self) -> tuple[SpeculativeConfig, ...]:
-        """Every drafter a request may name: those configured, and n-gram look-up, which costs nothing to load."""
-        if any(spec.method == "ngram" for spec in self.speculative):
-            return self.speculative
-        return (*self.speculative, SpeculativeConfig(method="ngram"))
+        """Every drafter a request may name: those configured, and n-gram and suffix look-up, which cost nothing
+        until a request uses them."""
+        given = {spec.method for spec in self.speculative}
+        more = [SpeculativeConfig(method=name) for name in ("ngram", "suffix") if name not in given]
+        return (*self.speculative, *more)
 
     def _refuse_unsupported(self) -> None:
         for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
@@ -208,7 +209,7 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
     Besides the fields of `EngineConfig` it takes ``speculative_config`` (a dict, the JSON text of one, a
     `SpeculativeConfig`, or a list of those: several drafters, the first is the default), and the older
     ``speculative_model``, ``speculative_method``, ``num_speculative_tokens``. None stands for "not given".
-    ``speculative_config={"method": "none"}`` (or an empty list) loads no drafter besides n-gram look-up and
+    ``speculative_config={"method": "none"}`` (or an empty list) loads no drafter besides n-gram and suffix look-up and
     decodes plainly by default. Without a model the embedded target is used, by default with its own draft model.
 
     Raises:

@@ -31,7 +31,7 @@ class _Unset(int):
 
 
 _UNSET: int = _Unset(0)
-_DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "synthetic": 4}
+_DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "suffix": 16, "synthetic": 4}
 _ONLY_FOR = {
     "prompt_lookup_max": ("ngram",),
     "prompt_lookup_min": ("ngram",),
@@ -83,7 +83,7 @@ class SpeculativeConfig:
     """
 
     method: str = option(
-        "auto", to.string, "ngram, draft_model, synthetic, a registered name or a dotted path"
+        "auto", to.string, "ngram, suffix, draft_model, synthetic, a registered name or a dotted path"
     )
     model: str | None = option(None, to.string, "the draft model: local folder or hub id")
     num_speculative_tokens: int = option(_UNSET, to.integer(1, MAX_DRAFT), "draft tokens per step (K)")
@@ -104,12 +104,18 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = option(
         None, _ranges, "[(from, to, K)]: K by the number of running requests"
     )
-    suffix_decoding_max_tree_depth: int | None = option(None, to.integer(1), "suffix: deepest match")
-    suffix_decoding_max_cached_requests: int | None = option(None, to.integer(0), "suffix: outputs kept")
-    suffix_decoding_max_spec_factor: float | None = option(
-        None, to.number(0, 1e6), "suffix: tokens per match length"
+    suffix_decoding_max_tree_depth: int | None = option(
+        None, to.integer(1), "suffix: longest match and draft together (24)"
     )
-    suffix_decoding_min_token_prob: float | None = option(None, to.number(0, 1), "suffix: least frequency")
+    suffix_decoding_max_cached_requests: int | None = option(
+        None, to.integer(0), "suffix: past outputs kept; 0: none (10000)"
+    )
+    suffix_decoding_max_spec_factor: float | None = option(
+        None, to.number(0, 1e6), "suffix: draft tokens per token of match (1)"
+    )
+    suffix_decoding_min_token_prob: float | None = option(
+        None, to.number(0, 1), "suffix: least probability of a draft token (0.1)"
+    )
     rejection_sample_method: str | None = option(
         None, to.choice(*RULES, aliases=_RULE_ALIASES), "standard, block, coupled, typical or synthetic"
     )
@@ -199,7 +205,7 @@ class SpeculativeConfig:
         if self.method == "auto":
             if self.model is None:
                 raise ConfigError(
-                    "speculative_config: needs a method or a model; methods: ngram, draft_model"
+                    "speculative_config: needs a method or a model; methods: ngram, suffix, draft_model"
                 )
             self._set("method", detect_method(self.model, self.revision))
         self._set("method", resolve_method(self.method))

@@ -48,12 +48,13 @@ ALIASES: dict[str, str] = {
 }
 """Spellings that users bring along, and the names they stand for."""
 
-PLANNED = ("suffix", "eagle", "eagle3", "medusa", "mtp", "dflash", "extract_hidden_states")
+PLANNED = ("eagle", "eagle3", "medusa", "mtp", "dflash", "extract_hidden_states")
 """Methods that are known but not built; a third party may register one of these names."""
 
 _registered: dict[str, str | type[Proposer]] = {
     "draft_model": "draftwise.propose.draft_model:DraftModelProposer",
     "ngram": "draftwise.propose.ngram:NgramProposer",
+    "suffix": "draftwise.propose.suffix:SuffixProposer",
     "synthetic": "draftwise.propose.synthetic:SyntheticProposer",
 }
 

@@ -1,0 +1,325 @@
+"""Suffix decoding: what followed the longest matches in this request and in past outputs (docs/algorithms/suffix.md).
+
+Source: Oliaro, Jia, Campos, Qiao, *SuffixDecoding* (2411.04975), section 3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from draftwise.errors import ConfigError
+from draftwise.kernels.cpu.library import NativeLibrary, native_library, why_not_native
+from draftwise.propose import suffix_python
+from draftwise.propose.base import DraftRow, Proposer
+from draftwise.propose.suffix_native import (
+    BEST_FIRST,
+    CHAIN,
+    SHAPED,
+    DraftStruct,
+    LimitsStruct,
+    NativeSuffixTree,
+    address,
+    static_shape,
+    suffix_functions,
+)
+from draftwise.propose.suffix_python import PythonSuffixTree, SuffixLimits
+from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
+
+if TYPE_CHECKING:
+    from draftwise.propose.registry import ProposerContext
+
+logger = logging.getLogger("draftwise")
+
+Tree = NativeSuffixTree | PythonSuffixTree
+
+MAX_DEPTH = 1024
+"""Deepest tree: a token costs time in proportion."""
+MAX_CACHED_TOKENS = 4_000_000
+"""Tokens of past outputs, at most: under 400 MB."""
+_MAX_CACHED_TOKENS_PYTHON = 20_000
+"""The same without the native library, where a look-up takes time in proportion."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that drafts. ``local``: all its tokens, in sequence 0; ``output``: its sequence in the global tree, or
+    -1 if it has none (any more)."""
+
+    local: Tree
+    output: int
+    num_prompt: int
+
+
+class SuffixProposer(Proposer):
+    """Drafts the likeliest continuation of the text's end, counted in the request's own tokens and in past outputs.
+
+    For every length at which the end of the text occurred before, in the request (prompt and output) or in an output
+    of the cache, what followed is walked: the most frequent token each time, as long as its probability (product of
+    relative frequencies) is at least ``min_token_prob``, at most floor(length * ``max_spec_factor`` +
+    ``max_spec_offset``) tokens. The draft with the highest sum of probabilities is proposed; of equal ones that of
+    the longer match, then the request's own. So a draft is as long as its evidence is good, and empty where nothing
+    repeats itself.
+
+    Outputs enter the cache token by token and leave it, the oldest first, when there are more than
+    ``max_cached_requests`` (0: no cache) or `MAX_CACHED_TOKENS` tokens. A request that was preempted goes on
+    with the output it has there.
+
+    ``tree``: propose the likeliest nodes as a tree instead of a chain. A request's own ``speculative_token_tree`` is
+    filled rank by rank in any case, as far as continuations are known.
+    """
+
+    name: ClassVar[str] = "suffix"
+    drafts_trees: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        max_tree_depth: int = 24,
+        max_cached_requests: int = 10_000,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+        tree: bool = False,
+        native: bool | None = None,
+    ) -> None:
+        """``native``: use the native tree (None: where it was built).
+
+        Raises:
+            ConfigError: a value is out of range, or ``native`` is True and the library was not built.
+        """
+        if not 2 <= max_tree_depth <= MAX_DEPTH:
+            raise ConfigError(
+                f"suffix_decoding_max_tree_depth: expected 2..{MAX_DEPTH} (a match and what follows it), "
+                f"got {max_tree_depth}"
+            )
+        if max_cached_requests < 0:
+            raise ConfigError(
+                f"suffix_decoding_max_cached_requests: must be 0 or more, got {max_cached_requests}"
+            )
+        if max_spec_factor < 0:
+            raise ConfigError(f"suffix_decoding_max_spec_factor: must be 0 or more, got {max_spec_factor}")
+        if not 0 <= min_token_prob <= 1:
+            raise ConfigError(f"suffix_decoding_min_token_prob: expected 0..1, got {min_token_prob}")
+        self.max_tree_depth = max_tree_depth
+        self.max_cached_requests = max_cached_requests
+        self.limits = SuffixLimits(max_spec_factor, max_spec_offset, min_token_prob, best_first=tree)
+        self._library = _library(native)
+        self._engine: _NativeEngine | _PythonEngine
+        if self._library is None:
+            self._engine = _PythonEngine(self.limits)
+            self.max_cached_tokens = _MAX_CACHED_TOKENS_PYTHON
+        else:
+            self._engine = _NativeEngine(self._library, self.limits)
+            self.max_cached_tokens = MAX_CACHED_TOKENS
+        self._global: Tree | None = None  # made when the first request drafts
+        self._requests: dict[int, _Request] = {}
+        self._cached: deque[tuple[int, int]] = deque()  # (rid, sequence), oldest first
+        self._output_of: dict[int, int] = {}  # rid -> its sequence among the cached
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """Take the settings from the configuration (``suffix_decoding_*``)."""
+        config = context.speculative
+        given: dict[str, Any] = {
+            "max_tree_depth": config.suffix_decoding_max_tree_depth,
+            "max_cached_requests": config.suffix_decoding_max_cached_requests,
+            "max_spec_factor": config.suffix_decoding_max_spec_factor,
+            "min_token_prob": config.suffix_decoding_min_token_prob,
+        }
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        tokens = row.token_ids_np
+        if tokens.dtype != np.int32:
+            tokens = tokens.astype(np.int32)
+        request = self._requests.get(row.rid)
+        if request is None:
+            request = self._enter(row.rid, tokens, row.num_prompt)
+        found, parents = self._engine.step(request.local, self._global, request.output, tokens, row)
+        if self._global is not None and self._global.num_tokens > self.max_cached_tokens:
+            self._make_room(self._global)
+        if not found:
+            return EMPTY_PROPOSAL
+        if parents is None:
+            return chain(found, self.name)
+        return Proposal(tuple(found), tuple(parents), self.name)
+
+    def leaving(self, rid: int, token_ids_np: IntArray) -> None:
+        request = self._requests.get(rid)
+        if request is None or request.output < 0:
+            return
+        assert self._global is not None
+        known = request.num_prompt + self._global.length(request.output)
+        if known < len(token_ids_np):
+            self._global.append(request.output, np.ascontiguousarray(token_ids_np[known:], np.int32))
+
+    def remove(self, rid: int) -> None:
+        request = self._requests.pop(rid, None)
+        if request is not None and request.output >= 0:
+            assert self._global is not None
+            self._global.close(request.output)
+
+    # ------------------------------------------------------------------------------------------ the cache
+
+    @property
+    def num_cached_requests(self) -> int:
+        """Outputs in the global tree."""
+        return len(self._cached)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of them."""
+        return self._global.num_tokens if self._global is not None else 0
+
+    @property
+    def num_cached_bytes(self) -> int:
+        """Memory of the global tree; 0 where it is not native."""
+        return self._global.num_bytes if isinstance(self._global, NativeSuffixTree) else 0
+
+    def _enter(self, rid: int, token_ids_np: IntArray, num_prompt: int) -> _Request:
+        """A request drafts for the first time, or again after a preemption."""
+        local = self._new_tree()
+        local.begin()
+        request = self._requests[rid] = _Request(local, -1, num_prompt)
+        if self.max_cached_requests == 0:
+            return request
+        if self._global is None:
+            self._global = self._new_tree()
+        output = self._output_of.get(rid)
+        if output is not None:
+            # It comes back: if what is there begins its output, that goes on, and nothing is counted twice.
+            said = np.ascontiguousarray(token_ids_np[num_prompt:], np.int32)
+            if self._global.agree(output, said) == self._global.length(output):
+                request.output = output
+                return request
+        request.output = self._output_of[rid] = self._global.begin()
+        self._cached.append((rid, request.output))
+        while len(self._cached) > self.max_cached_requests:
+            self._evict()
+        return request
+
+    def _evict(self) -> None:
+        """Take the oldest output out of the global tree; its request, if it still runs, goes on without."""
+        assert self._global is not None
+        rid, output = self._cached.popleft()
+        self._global.remove(output)
+        if self._output_of.get(rid) == output:
+            del self._output_of[rid]
+        request = self._requests.get(rid)
+        if request is not None and request.output == output:
+            request.output = -1
+
+    def _make_room(self, tree: Tree) -> None:
+        """Evict until what remains, when all that was evicted is gone, fits `max_cached_tokens`; but not the newest."""
+        while len(self._cached) > 1 and tree.num_tokens - tree.settle(0) > self.max_cached_tokens:
+            self._evict()
+
+    def _new_tree(self) -> Tree:
+        if self._library is None:
+            return PythonSuffixTree(self.max_tree_depth)
+        return NativeSuffixTree(self._library, self.max_tree_depth)
+
+
+class _NativeEngine:
+    """Takes in new tokens and drafts, in one native call."""
+
+    def __init__(self, library: NativeLibrary, limits: SuffixLimits) -> None:
+        self._call = suffix_functions(library).step
+        self._limits = LimitsStruct(limits.factor, limits.offset, limits.min_prob)
+        self._shape = BEST_FIRST if limits.best_first else CHAIN
+        self._found = DraftStruct()
+
+    def step(
+        self, local: Tree, global_: Tree | None, output: int, token_ids_np: IntArray, row: DraftRow
+    ) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Tokens and parents of the draft; None: a chain."""
+        assert isinstance(local, NativeSuffixTree) and not isinstance(global_, PythonSuffixTree)
+        limits, found = self._limits, self._found
+        limits.budget, limits.max_depth = row.budget, row.max_depth
+        tree = row.speculation.tree
+        if tree is None:
+            limits.shape = self._shape
+        else:
+            limits.shape, limits.tree_size = SHAPED, len(tree)
+            limits.parents, limits.ranks = _c_tree(tree, row.speculation.tree_ranks)
+        size = self._call(
+            local.handle,
+            global_ and global_.handle,
+            output,
+            address(token_ids_np),
+            len(token_ids_np),
+            row.num_prompt,
+            limits,
+            found,
+        )
+        if not size:
+            return (), None
+        return found.tokens[:size], None if limits.shape == CHAIN else found.parents[:size]
+
+
+class _PythonEngine:
+    """The same without the native library."""
+
+    def __init__(self, limits: SuffixLimits) -> None:
+        self._limits = limits
+
+    def step(
+        self, local: Tree, global_: Tree | None, output: int, token_ids_np: IntArray, row: DraftRow
+    ) -> tuple[Sequence[int], Sequence[int] | None]:
+        assert isinstance(local, PythonSuffixTree) and not isinstance(global_, NativeSuffixTree)
+        new = len(token_ids_np) - local.length(0)
+        local.append(0, token_ids_np[local.length(0) :])
+        if global_ is not None:
+            if output >= 0:
+                global_.append(output, token_ids_np[row.num_prompt + global_.length(output) :])
+            global_.settle(16 + 4 * max(new, 0))
+        tree = row.speculation.tree
+        limits = replace(
+            self._limits,
+            budget=row.budget,
+            max_depth=row.max_depth,
+            parents=tree,
+            ranks=_ranks(tree, row.speculation.tree_ranks) if tree is not None else (),
+        )
+        context = token_ids_np[-local.depth :].tolist()
+        found = suffix_python.draft(local, global_, context, limits)
+        plain = tree is None and not limits.best_first
+        return found.tokens, None if plain else found.parents
+
+
+def _library(native: bool | None) -> NativeLibrary | None:
+    library = None if native is False else native_library()
+    if library is None and native is not False:
+        if native:
+            raise ConfigError(f"suffix: {why_not_native()}")
+        logger.info(
+            "suffix: %s; looking up in plain Python, with %d cached tokens at most",
+            why_not_native(),
+            _MAX_CACHED_TOKENS_PYTHON,
+        )
+    return library
+
+
+def _ranks(parents: tuple[int, ...], ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Rank of each node among its siblings; by their order, where it is not given."""
+    if ranks is not None:
+        return ranks
+    return tuple(parents[:i].count(parent) for i, parent in enumerate(parents))
+
+
+@functools.lru_cache(maxsize=64)
+def _c_tree(
+    parents: tuple[int, ...], ranks: tuple[int, ...] | None
+) -> tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_int32]]:
+    return static_shape(parents, _ranks(parents, ranks))
