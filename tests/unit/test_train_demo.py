@@ -15,7 +15,6 @@ from draftwise.train import demo
 from draftwise.train.acceptance import measure_acceptance
 from draftwise.train.demo_args import options_from
 from draftwise.train.demo_export import export_model
-from draftwise.train.demo_generate import continue_windows
 from draftwise.train.demo_model import DemoLlama
 from draftwise.train.demo_optim import orthogonalize
 from draftwise.train.demo_recipe import (
@@ -47,9 +46,6 @@ RECIPE = DemoRecipe(
     joint=Schedule(3, 2, 1),
     long_steps=1,
     distil=Schedule(2, 1, 1),
-    generated_windows=3,
-    generated_prompt=16,
-    generated_per_batch=1,
 )
 
 
@@ -145,24 +141,6 @@ def test_exported_logits_equal_transformers(tmp_path: Path, library: Path) -> No
     text = "def f(self):\n    return  {'é': 1}\n"
     assert loaded.decode(loaded(text)["input_ids"]) == text
     assert loaded.eos_token_id == 0
-
-
-def test_generation_draws_from_the_model_itself() -> None:
-    model = DemoLlama(SHAPE, 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(4))
-    prompts = torch.randint(0, SHAPE.vocab_size, (4, 8), generator=torch.Generator().manual_seed(2))
-    text = continue_windows(model, prompts, 24, (0.0, 1.0), seed=3)
-    assert torch.equal(text[:, :8], prompts)
-    assert torch.equal(text, continue_windows(model, prompts, 24, (0.0, 1.0), seed=3))
-    with torch.no_grad():
-        logits = model(text).float()
-    # Row 0 is greedy: each token is the argmax, up to bfloat16's rounding.
-    best, taken = logits[0, 7:-1].amax(-1), logits[0, 7:-1].gather(-1, text[0, 8:, None])[:, 0]
-    assert (best - taken).max() < 0.1
-    assert not torch.equal(text[1, 8:], logits[1, 7:-1].argmax(-1))
 
 
 def test_schedule_warms_up_holds_and_ends_at_zero() -> None:

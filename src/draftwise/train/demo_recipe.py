@@ -110,12 +110,6 @@ class DemoRecipe:
     draft_adam_lr: float = 0.004
     weight_decay: float = 0.1
     """Of the matrices, times the learning rate."""
-    generated_windows: int = 384
-    """Windows that the target continues itself, for the distil stage: what a draft model meets in use."""
-    generated_prompt: int = 256
-    """Tokens of real text each of them starts with."""
-    generated_per_batch: int = 2
-    """How many of a distil batch's windows are such."""
     distil_factor: float = 0.7
     """Learning rate at the start of the distil stage, relative to the draft model's own."""
     variation_weight: float = 1.0

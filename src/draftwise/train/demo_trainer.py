@@ -13,13 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .demo_data import Corpus, join_files
-from .demo_generate import continue_windows
 from .demo_model import DemoLlama
 from .demo_optim import MuonAdam
 from .demo_recipe import DemoRecipe, RunOptions, TrainState, recipe_from_json, recipe_to_json
-
-_ROWS_GENERATED = 128
-_TEMPERATURES = (0.0, 0.8, 1.0)
 
 
 def windows(corpus: Corpus, recipe: DemoRecipe, first_step: int) -> Iterator[Tensor]:
@@ -156,8 +152,6 @@ class Trainer:
                 continue
             clock = time.monotonic()
             batches = windows(self.corpus, self.recipe, self._first_batch(stage))
-            if stage == "distil":
-                batches = self._mix_generated(batches)
             while True:
                 steps = self._plan(stage)
                 if steps and self.state.step >= steps:
@@ -183,38 +177,6 @@ class Trainer:
     def _first_batch(self, stage: str) -> int:
         # The distil stage reads on where the joint stage stopped.
         return self.state.step + (self.recipe.joint.steps if stage == "distil" else 0)
-
-    def _mix_generated(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Replace the first windows of each batch by text the target generated, made once and kept."""
-        recipe = self.recipe
-        count, per_batch = recipe.generated_windows, recipe.generated_per_batch
-        if not count or not per_batch:
-            yield from batches
-            return
-        path = self.options.work / "generated.pt"
-        if self.state.step == 0 or not path.exists():
-            torch.save(self._generate(), path)
-        generated = torch.load(path, weights_only=True)
-        for step, batch in enumerate(batches, self.state.step):
-            rows = torch.arange(step * per_batch, (step + 1) * per_batch) % count
-            yield torch.cat([generated[rows], batch[per_batch:]])
-
-    def _generate(self) -> Tensor:
-        """Return windows (generated_windows, max_positions + 1): real beginnings, continued by the target."""
-        recipe = self.recipe
-        length, rows = recipe.target.max_positions, _ROWS_GENERATED
-        epoch = next(self.corpus.window_epochs(length, recipe.seed + 1, recipe.test_parts))
-        starts = torch.from_numpy(epoch[:, : recipe.generated_prompt].astype("int64"))
-        starts = starts[torch.arange(recipe.generated_windows) % len(starts)]
-        # Generation is many small steps, in which threads wait for each other more than they compute.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        parts = [
-            continue_windows(self.target, chunk, length + 1, _TEMPERATURES, recipe.seed + i)
-            for i, chunk in enumerate(torch.split(starts, rows))
-        ]
-        torch.set_num_threads(threads)
-        return torch.cat(parts)
 
     def _one_step(self, stage: str, batch: Tensor) -> dict[str, float]:
         recipe, state = self.recipe, self.state
