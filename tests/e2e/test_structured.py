@@ -1,0 +1,299 @@
+"""Structured outputs of whole engines on the embedded models: always valid, the same with and without speculation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from draftwise import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
+from draftwise.models.embedded import embedded_path
+from draftwise.propose.registry import register_proposer
+from tests.fakes.tree_proposer import tree_proposer
+
+PROMPTS = [
+    "import json\n\nCONFIG = ",
+    "def parse(text):\n    return ",
+    "# settings\nDEFAULTS = json.loads('''",
+]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "level": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "level", "tags"],
+    "additionalProperties": False,
+}
+STRUCTURE = {"json": SCHEMA, "disable_any_whitespace": True}
+METHODS = ("grammar", "ngram", "draft_model", "synthetic")
+DRAFTERS: list[dict[str, Any]] = [
+    {"method": "draft_model", "model": str(embedded_path("draft")), "num_speculative_tokens": 4},
+    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    {"method": "synthetic", "num_speculative_tokens": 4},
+]
+PLAIN = {"method": "none"}
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+register_proposer("fixed_json_tree", tree_proposer(draw="fixed"))
+register_proposer("blind_tree", tree_proposer(draw="without_replacement"))
+
+
+@pytest.fixture(scope="module")
+def make_llm() -> Iterator[Callable[..., LLM]]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made: dict[str, LLM] = {}
+
+    def make(**options: Any) -> LLM:
+        """Engines are kept by their options: loading costs more than a test."""
+        base: dict[str, Any] = {"num_kv_blocks": 512, "max_model_len": 512, "keep_trace": True}
+        name = repr(sorted(options.items()))
+        if name not in made:
+            made[name] = LLM(**(base | {"speculative_config": DRAFTERS} | options))
+        return made[name]
+
+    yield make
+    for llm in made.values():
+        llm.check_integrity()
+        assert llm.stats().num_used_blocks == 0, "blocks leak"
+        llm.close()
+    torch.set_num_threads(before)
+
+
+def params(method: str | None = None, rule: str | None = None, **changes: Any) -> SamplingParams:
+    speculation = {name: value for name, value in (("method", method), ("rule", rule)) if value is not None}
+    base: dict[str, Any] = {"temperature": 0, "max_tokens": 96, "structured_outputs": STRUCTURE}
+    return SamplingParams(**(base | {"speculation": speculation} | changes))
+
+
+def ids(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def texts(outputs: Sequence[RequestOutput]) -> list[str]:
+    return [completion.text for output in outputs for completion in output.outputs]
+
+
+def check_json(outputs: Sequence[RequestOutput], schema: dict[str, Any] = SCHEMA) -> None:
+    for output in outputs:
+        for completion in output.outputs:
+            assert completion.finish_reason == "stop", (completion.text, completion.error)
+            jsonschema.validate(json.loads(completion.text), schema)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 1.3, "seed": 8, "n": 3}]
+)
+def test_the_same_text_with_every_method(make_llm: Callable[..., LLM], changes: dict[str, Any]) -> None:
+    """Greedy, and with a seed (rule coupled)."""
+    llm = make_llm()
+    plain = llm.generate(PROMPTS, params("none", **changes))
+    check_json(plain)
+    assert all(o.metrics.speculation.num_drafts == 0 for o in plain)
+    for method in METHODS:
+        outputs = llm.generate(PROMPTS, params(method, **changes))
+        assert ids(outputs) == ids(plain), method
+        assert sum(o.metrics.speculation.num_accepted_tokens for o in outputs) > 0, method
+    together = llm.generate(PROMPTS, [params(m, **changes) for m in ("ngram", "draft_model", "grammar")])
+    assert ids(together) == ids(plain)
+
+
+def test_preemption_and_chunks_change_nothing(make_llm: Callable[..., LLM]) -> None:
+    prompts = [PROMPTS[i % 3] + f"{i} = " for i in range(8)]
+    plain = make_llm().generate(prompts, params("none"))
+    tight = make_llm(num_kv_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=24)
+    for method in ("ngram", "draft_model"):
+        assert ids(tight.generate(prompts, params(method))) == ids(plain), method
+    assert tight.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_outputs_are_valid(make_llm: Callable[..., LLM], method: str, rule: str) -> None:
+    check_json(make_llm().generate(PROMPTS * 4, params(method, rule, temperature=1.0)))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("method", ["fixed_json_tree", "blind_tree"])
+def test_trees_of_drafters_that_know_no_grammar(make_llm: Callable[..., LLM], method: str, rule: str) -> None:
+    """Point masses are pruned; what was drawn without a mask stays, and is rejected."""
+    llm = make_llm(speculative_config={"method": method, "speculative_token_tree": TREE})
+    spec = {"method": method, "rule": rule}
+    check_json(llm.generate(PROMPTS * 2, params(temperature=1.0, speculation=spec)))
+    if rule == "coupled":
+        with_tree = llm.generate(PROMPTS, params(temperature=1.0, seed=5, speculation=spec))
+        assert ids(with_tree) == ids(llm.generate(PROMPTS, params("none", rule, temperature=1.0, seed=5)))
+
+
+def test_typical_and_synthetic_rules_stay_valid(make_llm: Callable[..., LLM]) -> None:
+    """Rules that are not lossless do not leave the grammar either."""
+    check_json(make_llm().generate(PROMPTS, params("draft_model", "typical", temperature=1.0)))
+    spec = [
+        {**d, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0} for d in DRAFTERS
+    ]
+    llm = make_llm(speculative_config=spec)
+    for method in ("draft_model", "ngram", "synthetic"):
+        check_json(llm.generate(PROMPTS, params(method, temperature=1.0)))
+
+
+def test_forced_tokens_are_drafts_without_a_drafter(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(speculative_config=PLAIN)
+    output = llm.generate(PROMPTS[0], params())[0]
+    check_json([output])
+    speculation = output.metrics.speculation
+    assert speculation.steps_by_method["grammar"] > 0
+    assert speculation.num_accepted_tokens == speculation.num_draft_tokens, "they have no alternative"
+    num_steps = sum(speculation.steps_by_method.values())
+    assert num_steps < 0.6 * len(output.outputs[0].token_ids)
+    for off in ({"method": "none"}, {"num_speculative_tokens": 0}):
+        same = llm.generate(PROMPTS[0], params(speculation=off))[0]
+        assert same.metrics.speculation.num_drafts == 0
+        assert ids([same]) == ids([output])
+    only = llm.generate(PROMPTS[0], params(structured_outputs={"choice": ["nothing else"]}))[0]
+    assert only.outputs[0].text == "nothing else" and only.outputs[0].finish_reason == "stop"
+
+
+def test_every_kind(make_llm: Callable[..., LLM]) -> None:
+    lark = 'start: "[" WORD ("," WORD)~1..3 "]"\nWORD: /[a-z]{1,6}/'
+    booleans = {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}
+    kinds: list[tuple[dict[str, Any], Callable[[str], object]]] = [
+        ({"regex": r"\d{3}-[a-z]{2,5}"}, re.compile(r"\d{3}-[a-z]{2,5}").fullmatch),
+        ({"choice": ["positive", "negative"]}, lambda text: text in ("positive", "negative")),
+        ({"grammar": lark}, re.compile(r"\[[a-z]{1,6}(,[a-z]{1,6}){1,3}\]").fullmatch),
+        ({"json": booleans}, lambda text: isinstance(json.loads(text), list)),
+    ]
+    wanted = [params("draft_model", structured_outputs=kind, temperature=1.0) for kind, _ in kinds]
+    for (_, valid), text in zip(kinds, texts(make_llm().generate([PROMPTS[1]] * 4, wanted)), strict=True):
+        assert valid(text), text
+
+
+def test_with_other_parameters(make_llm: Callable[..., LLM]) -> None:
+    """Stop strings cut inside accepted drafts; logprobs, penalties and truncation go along."""
+    llm = make_llm()
+    for changes in (
+        {"stop": ['"level":']},
+        {"logprobs": 2},
+        {"repetition_penalty": 1.3, "top_k": 20, "temperature": 0.9, "seed": 1},
+        {"top_p": 0.8, "min_p": 0.02, "frequency_penalty": 0.5, "temperature": 1.1, "seed": 2},
+        {"ignore_eos": True},
+        {"max_tokens": 9},
+    ):
+        plain = llm.generate(PROMPTS, params("none", **changes))
+        for method in ("ngram", "draft_model"):
+            assert ids(llm.generate(PROMPTS, params(method, **changes))) == ids(plain), (method, changes)
+        first = plain[0].outputs[0]
+        if "stop" in changes:
+            assert first.text.endswith(",") and first.stop_reason == '"level":'
+        elif "max_tokens" in changes:
+            assert first.finish_reason == "length" and len(first.token_ids) == 9
+        else:
+            check_json(plain)
+        if "logprobs" in changes:
+            assert first.logprobs is not None and len(first.logprobs) == len(first.token_ids)
+
+
+def test_bad_grammars_are_refused_before_anything_runs(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    for value, words in (
+        ({"json": {"type": "objekt"}}, "invalid JSON schema.*objekt"),
+        ({"regex": "("}, "invalid regex"),
+        ({"grammar": "start: nothing"}, "invalid grammar"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate(PROMPTS[0], params(structured_outputs=value))
+    with pytest.raises(RequestError, match="'grammar' is not loaded"):
+        llm.generate(PROMPTS[0], SamplingParams(speculation={"method": "grammar"}))
+    bare = make_llm(skip_tokenizer_init=True, speculative_config=PLAIN)
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        bare.generate([{"prompt_token_ids": [5, 6]}], params(detokenize=False))
+
+
+def test_without_the_library(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    llm = make_llm(speculative_config=PLAIN, max_num_seqs=2)  # an engine that has made no grammar yet
+    with pytest.raises(ConfigError, match=r"draftwise\[structured\]"):
+        llm.generate(PROMPTS[0], params())
+
+
+def test_parameters_that_leave_nothing_fail_their_request_alone(make_llm: Callable[..., LLM]) -> None:
+    wanted = [params("draft_model"), params("draft_model", allowed_token_ids=[1, 2])]
+    good, bad = make_llm().generate(PROMPTS[:2], wanted)
+    check_json([good])
+    assert bad.outputs[0].finish_reason == "error"
+    assert "exclude every token" in (bad.outputs[0].error or "")
+
+
+def test_streaming(make_llm: Callable[..., LLM]) -> None:
+    wanted = texts(make_llm().generate(PROMPTS[:1], params("draft_model")))[0]
+
+    async def work() -> str:
+        pieces = []
+        async with AsyncLLM(num_kv_blocks=64, speculative_config=DRAFTERS) as llm:
+            async for output in llm.generate(PROMPTS[0], params("draft_model", output_kind="delta")):
+                pieces.append(output.outputs[0].text)
+        return "".join(pieces)
+
+    assert asyncio.run(work()) == wanted
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Everything in it is bounded, so that outputs end."""
+    kinds = ["string", "integer", "boolean", "enum", "pattern", "null", "array", "object"]
+    kind = "object" if depth == 0 else rng.choice(kinds if depth < 3 else kinds[:6])
+    if kind == "string":
+        return {"type": "string", "maxLength": rng.randint(1, 8)}
+    if kind == "integer":
+        return {"type": "integer", "minimum": -5, "maximum": rng.randint(0, 5000)}
+    if kind == "enum":
+        return {"enum": rng.sample(["alpha", "beta", 3, None, True, "ü"], rng.randint(1, 4))}
+    if kind == "pattern":
+        return {"type": "string", "pattern": "^[a-z]{1,5}(-[0-9]{2})?$"}
+    if kind == "array":
+        return {
+            "type": "array",
+            "items": random_schema(rng, depth + 1),
+            "minItems": rng.randint(0, 1),
+            "maxItems": 2,
+        }
+    if kind == "object":
+        names = rng.sample(["id", "name", "items", "value", "is_open", "größe"], rng.randint(1, 3))
+        return {
+            "type": "object",
+            "properties": {name: random_schema(rng, depth + 1) for name in names},
+            "required": rng.sample(names, rng.randint(0, len(names))),
+            "additionalProperties": False,
+        }
+    return {"type": kind}
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_100_schemas_at_temperature_1(make_llm: Callable[..., LLM], method: str) -> None:
+    """With both methods 200 requests: every answer is valid."""
+    rng = random.Random(method)
+    schemas = [random_schema(rng) for _ in range(100)]
+    rules = ("rejection", "block", "coupled")
+    spaced, compact = {"whitespace_pattern": " ?"}, {"disable_any_whitespace": True}
+    wanted = [
+        params(
+            method,
+            rules[i % 3],
+            temperature=1.0,
+            max_tokens=400,
+            structured_outputs={"json": schema} | (spaced if i % 2 else compact),
+        )
+        for i, schema in enumerate(schemas)
+    ]
+    outputs = make_llm(max_num_seqs=32).generate([PROMPTS[i % 3] for i in range(100)], wanted)
+    for schema, output in zip(schemas, outputs, strict=True):
+        check_json([output], schema)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in outputs) > 200
