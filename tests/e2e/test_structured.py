@@ -34,10 +34,11 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 STRUCTURE = {"json": SCHEMA, "disable_any_whitespace": True}
-METHODS = ("grammar", "ngram", "draft_model", "synthetic")
+METHODS = ("grammar", "ngram", "suffix", "draft_model", "synthetic")
 DRAFTERS: list[dict[str, Any]] = [
     {"method": "draft_model", "model": str(embedded_path("draft")), "num_speculative_tokens": 4},
     {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    {"method": "suffix", "num_speculative_tokens": 4},
     {"method": "synthetic", "num_speculative_tokens": 4},
 ]
 PLAIN = {"method": "none"}

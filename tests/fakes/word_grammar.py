@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from draftwise.structured.base import Matcher, Words
-from draftwise.structured.cursor import Cursor
+from draftwise.structured.cursor import Cursor, Vocabulary
 
 Word = tuple[int, ...]
 
@@ -57,11 +58,5 @@ class WordMatcher(Matcher):
         return path[len(self.path) :]
 
 
-def cursor_over(words: Iterable[Word], vocab: int, eos: Sequence[int] = (0,), **options: object) -> Cursor:
-    return Cursor(
-        WordMatcher(words, vocab + 1),
-        num_tokens=vocab + 1,
-        vocab_size=vocab,
-        eos_token_ids=eos,
-        **options,  # type: ignore[arg-type]
-    )
+def cursor_over(words: Iterable[Word], vocab: int, eos: Sequence[int] = (0,), **options: Any) -> Cursor:
+    return Cursor(WordMatcher(words, vocab + 1), Vocabulary(vocab, eos, vocab + 1), **options)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.fakes.word_grammar import Word, WordMatcher, cursor_over, following
 
 from draftwise.errors import RequestError
-from draftwise.structured.cursor import Cursor, paths_of
+from draftwise.structured.cursor import Cursor, Vocabulary, paths_of
 from draftwise.structured.proposer import fit
 from draftwise.types import Proposal, chain
 
@@ -105,7 +105,7 @@ def test_ignore_eos_ends_where_nothing_else_is_left() -> None:
 
 def test_masks_are_made_once_per_step() -> None:
     matcher = WordMatcher(WORDS, VOCAB)
-    cursor = Cursor(matcher, num_tokens=VOCAB, vocab_size=VOCAB, eos_token_ids=EOS)
+    cursor = Cursor(matcher, Vocabulary(VOCAB, EOS))
     for path in ((), (1,), (1, 2)):  # a drafter draws
         cursor.mask(path)
     assert matcher.masks == 3

@@ -15,7 +15,7 @@ import pytest
 from draftwise.errors import ConfigError, RequestError
 from draftwise.models.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
-from draftwise.structured.cursor import Cursor
+from draftwise.structured.cursor import Cursor, Vocabulary
 from draftwise.structured.grammars import Grammars
 from draftwise.structured.llguidance import LlguidanceBackend, _without_anchors
 from draftwise.structured.spec import StructuredOutputs
@@ -50,7 +50,7 @@ def backend(tokenizer: Any) -> LlguidanceBackend:
 
 def cursor(backend: LlguidanceBackend, value: dict[str, Any], **options: Any) -> Cursor:
     matcher = backend.matcher(StructuredOutputs.from_value(value))
-    return Cursor(matcher, num_tokens=backend.num_tokens, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
+    return Cursor(matcher, Vocabulary(VOCAB, (EOS,), backend.num_tokens), **options)
 
 
 def allowed(at: Cursor, path: tuple[int, ...] = ()) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draftwise.errors import RequestError
@@ -13,6 +14,26 @@ from draftwise.types import Proposal
 
 Path = tuple[int, ...]
 """Draft tokens below the last committed token, root first."""
+
+
+class Vocabulary:
+    """Masks that all cursors of an engine share. ``eos_token_ids``: at least one, the usual one first."""
+
+    __slots__ = ("ends", "eos_token_ids", "everything", "num_words", "ordinary", "size")
+
+    def __init__(self, size: int, eos_token_ids: Sequence[int], num_tokens: int | None = None) -> None:
+        """``size``: tokens of the model; ``num_tokens``: those a matcher's masks cover, if they are more."""
+        assert eos_token_ids and all(0 <= token < size for token in eos_token_ids)
+        self.size = size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.num_words = -(-max(size, num_tokens or 0) // 32)
+        bits = np.zeros(self.num_words * 32, np.bool_)
+        bits[list(self.eos_token_ids)] = True
+        self.ends = _pack(bits)  # end-of-sequence tokens
+        bits = ~bits
+        bits[size:] = False
+        self.ordinary = _pack(bits)  # all others that the model has
+        self.everything = np.full(self.num_words, -1, np.int32)
 
 
 class Cursor:
@@ -28,44 +49,29 @@ class Cursor:
     """
 
     __slots__ = (
-        "_all",
-        "_eos",
-        "_eos_bits",
         "_ignore_eos",
         "_kept",
         "_matcher",
-        "_num_words",
-        "_ordinary",
         "_path",
-        "_vocab_size",
+        "_vocabulary",
         "ended",
     )
 
     def __init__(
         self,
         matcher: Matcher,
+        vocabulary: Vocabulary,
         *,
-        num_tokens: int,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
         ignore_eos: bool = False,
         output_ids: Sequence[int] = (),
     ) -> None:
-        """``num_tokens``: tokens of the matcher's masks; ``vocab_size``: of the model, at most that;
-        ``output_ids``: output so far, of a request that comes back after a preemption.
+        """``output_ids``: output so far, of a request that comes back after a preemption.
 
         Raises `RequestError` if ``output_ids`` does not follow the grammar.
         """
-        assert eos_token_ids and vocab_size <= num_tokens
         self._matcher = matcher
-        self._eos = tuple(eos_token_ids)
-        self._eos_bits = _pack(self._eos, -(-num_tokens // 32))
-        ordinary = sorted(set(range(vocab_size)) - set(eos_token_ids))
-        self._ordinary = _pack(ordinary, len(self._eos_bits))
+        self._vocabulary = vocabulary
         self._ignore_eos = ignore_eos
-        self._vocab_size = vocab_size
-        self._num_words = len(self._eos_bits)
-        self._all: Words = np.full(self._num_words, -1, np.int32)
         self._path: list[int] = []  # what the matcher took in beyond the committed tokens
         self._kept: dict[Path, Words] = {}  # masks by path
         self.ended = False  # an end-of-sequence token was committed
@@ -84,7 +90,7 @@ class Cursor:
         for token in token_ids[done:]:
             if self.ended:  # what follows the end is cut by the scheduler
                 return
-            if token in self._eos:
+            if token in self._vocabulary.eos_token_ids:
                 self.ended = True
             elif not self._matcher.advance(token):
                 raise RequestError(f"structured_outputs: token {token} does not follow the grammar")
@@ -97,7 +103,7 @@ class Cursor:
 
     def mask(self, path: Path = (), device: torch.device | str = "cpu") -> torch.Tensor:
         """[V] bool, True: the token may follow the committed output and ``path``. Raises `RequestError`."""
-        return _unpack(self._words(path), self._vocab_size).to(device)
+        return _unpack(self._words(path), self._vocabulary.size).to(device)
 
     def masks(self, proposal: Proposal, device: torch.device | str = "cpu") -> torch.Tensor:
         """[1 + nodes, V] bool: after the root, then after each node. Raises `RequestError`.
@@ -107,7 +113,7 @@ class Cursor:
         if not proposal.tokens:
             return self.mask((), device)[None]
         words = np.stack([self._words(path) for path in paths_of(proposal)])
-        return _unpack(words, self._vocab_size).to(device)
+        return _unpack(words, self._vocabulary.size).to(device)
 
     def forced(self, limit: int) -> Path:
         """At most ``limit`` tokens that must follow the committed output, the end of the sequence included."""
@@ -121,7 +127,7 @@ class Cursor:
                     break
                 self._path.append(token)
             if len(self._path) == len(tokens) and self._matcher.is_finished():
-                tokens.append(self._eos[0])
+                tokens.append(self._vocabulary.eos_token_ids[0])
         return tuple(tokens[:limit])
 
     def prune(self, proposal: Proposal) -> Proposal:
@@ -138,7 +144,7 @@ class Cursor:
             zip(paths_of(proposal)[1:], proposal.tokens, proposal.parents, strict=True)
         ):
             above = index.get(parent)
-            if above is None or (above >= 0 and tokens[above] in self._eos):
+            if above is None or (above >= 0 and tokens[above] in self._vocabulary.eos_token_ids):
                 continue
             if self.allows(path[:-1], token):
                 index[i] = len(tokens)
@@ -159,19 +165,20 @@ class Cursor:
 
     def _compute(self, path: Path) -> Words:
         if self.ended:
-            return self._all
-        if path and (path[-1] in self._eos or not self.allows(path[:-1], path[-1])):
-            return self._all
+            return self._vocabulary.everything
+        if path and (path[-1] in self._vocabulary.eos_token_ids or not self.allows(path[:-1], path[-1])):
+            return self._vocabulary.everything
         # Below a node that is itself unreachable `allows` was True for want of a mask: look further up.
-        if len(path) > 1 and self._words(path[:-1]) is self._all:
-            return self._all
+        if len(path) > 1 and self._words(path[:-1]) is self._vocabulary.everything:
+            return self._vocabulary.everything
         if not self._move(path):
-            return self._all
-        words: Words = np.empty(self._num_words, np.int32)
+            return self._vocabulary.everything
+        vocabulary = self._vocabulary
+        words: Words = np.empty(vocabulary.num_words, np.int32)
         self._matcher.fill(words)
-        words &= self._ordinary
+        words &= vocabulary.ordinary
         if self._matcher.is_accepting() and not (self._ignore_eos and words.any()):
-            words |= self._eos_bits
+            words |= vocabulary.ends
         return words
 
     def _move(self, path: Path) -> bool:
@@ -205,10 +212,8 @@ def paths_of(proposal: Proposal) -> list[Path]:
     return paths
 
 
-def _pack(tokens: Sequence[int], num_words: int) -> Words:
-    """Words with the bits of ``tokens`` set."""
-    bits = np.zeros(num_words * 32, np.bool_)
-    bits[list(tokens)] = True
+def _pack(bits: npt.NDArray[np.bool_]) -> Words:
+    """[32 * W] bool -> [W] int32."""
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.errors import RequestError
 from draftwise.structured.base import GrammarBackend
-from draftwise.structured.cursor import Cursor
+from draftwise.structured.cursor import Cursor, Vocabulary
 
 if TYPE_CHECKING:
     from draftwise.sampling.params import SamplingParams
@@ -35,7 +35,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
         self._make_backend = make_backend
-        self._made: GrammarBackend | None = None
+        self._made: tuple[GrammarBackend, Vocabulary] | None = None
         self._lock = Lock()
 
     def check(self, spec: StructuredOutputs) -> None:
@@ -45,22 +45,20 @@ class Grammars:
             RequestError: it is invalid, or this engine cannot serve it: no tokenizer, no end-of-sequence token.
             ConfigError: the library is not installed, or cannot use the tokenizer.
         """
-        self._backend().matcher(spec)
+        self._made_once()[0].matcher(spec)
 
     def cursor(self, params: SamplingParams, output_ids: Sequence[int] = ()) -> Cursor:
         """A cursor behind ``output_ids``, for a request whose ``structured_outputs`` was checked."""
         assert params.structured_outputs is not None
-        backend = self._backend()
+        backend, vocabulary = self._made_once()
         return Cursor(
             backend.matcher(params.structured_outputs),
-            num_tokens=backend.num_tokens,
-            vocab_size=self._vocab_size,
-            eos_token_ids=self._eos,
+            vocabulary,
             ignore_eos=params.ignore_eos,
             output_ids=output_ids,
         )
 
-    def _backend(self) -> GrammarBackend:
+    def _made_once(self) -> tuple[GrammarBackend, Vocabulary]:
         with self._lock:
             if self._made is None:
                 if self._tokenizer is None:
@@ -68,7 +66,8 @@ class Grammars:
                 if not self._eos:
                     raise RequestError("structured_outputs needs a model with an end-of-sequence token")
                 make = self._make_backend or _llguidance
-                self._made = make(self._tokenizer, self._vocab_size, self._eos)
+                backend = make(self._tokenizer, self._vocab_size, self._eos)
+                self._made = backend, Vocabulary(self._vocab_size, self._eos, backend.num_tokens)
             return self._made
 
 
