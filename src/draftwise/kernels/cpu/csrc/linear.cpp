@@ -47,6 +47,31 @@ void scatter(const uint8_t* row, int64_t bytes, int64_t steps, int64_t height, u
   }
 }
 
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+inline Four load_four(const uint8_t* from) {
+  Four v;
+  std::memcpy(&v, from, 16);
+  return v;
+}
+
+// As four times `scatter`, for columns r .. r + 3: blocks of four by four are transposed in registers.
+void scatter_four(const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+  int64_t blocks = bytes / 16;
+  for (int64_t b = 0; b < blocks; ++b) {
+    Four r0 = load_four(rows[0] + b * 16), r1 = load_four(rows[1] + b * 16);
+    Four r2 = load_four(rows[2] + b * 16), r3 = load_four(rows[3] + b * 16);
+    Four low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
+    Four low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5), high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
+    Four columns[4] = {__builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
+                       __builtin_shufflevector(high01, high23, 0, 1, 4, 5),
+                       __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
+    for (int i = 0; i < 4; ++i) std::memcpy(&packed[(b * 4 + i) * height], &columns[i], 16);
+  }
+  for (int r = 0; r < 4; ++r)
+    scatter(rows[r] + blocks * 16, bytes - blocks * 16, steps - blocks * 4, height, packed + blocks * 4 * height + r);
+}
+
 float sum_bf16(const uint8_t* values, int64_t count) {
   float sums[8] = {};
   for (int64_t i = 0; i < count; ++i) {
@@ -62,31 +87,46 @@ float sum_bf16(const uint8_t* values, int64_t count) {
 
 thread_local Scratch t_quantized;
 
-void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin, int64_t end, const PackedRows& packed) {
-  const Linear& w = *c.weights;
-  int64_t height = end - begin, steps = w.steps(), groups = w.groups(), element = element_bytes(w.input);
+// The sums of a row's values by group, at `sums` with the stride of a tile.
+void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t* sums) {
   int64_t group = int64_t(w.group_units) * k_per_unit(w.format);
-  for (int64_t r = 0; r < height; ++r) {
-    const uint8_t* row = static_cast<const uint8_t*>(c.x) + (begin + r) * c.ldx * element;
-    uint32_t* to = packed.steps + begin * steps + r;
-    uint32_t* sums = packed.sums + begin * groups + r;
-    if (!is_dynamic(w.format)) {
-      scatter(row, w.inputs * element, steps, height, to);
-      if (w.format == W_I4)
-        for (int64_t g = 0; g < groups; ++g) {
-          float sum = w.zeros ? sum_bf16(row + g * group * 2, std::min(group, w.inputs - g * group)) : 0.0f;
-          std::memcpy(&sums[g * height], &sum, 4);
-        }
-      continue;
-    }
-    auto* q = static_cast<int8_t*>(t_quantized.reserve(size_t(w.inputs)));
-    packed.scale[begin + r] = kernels.quantize(row, w.input, w.inputs, q);
-    scatter(reinterpret_cast<const uint8_t*>(q), w.inputs, steps, height, to);
-    for (int64_t g = 0; g < groups; ++g) {
+  for (int64_t g = 0; g < w.groups(); ++g) {
+    int64_t begin = g * group, count = std::min(group, w.inputs - begin);
+    if (w.format == W_I4) {
+      float sum = w.zeros ? sum_bf16(values + begin * 2, count) : 0.0f;
+      std::memcpy(&sums[g * height], &sum, 4);
+    } else {
+      auto* q = reinterpret_cast<const int8_t*>(values) + begin;
       int32_t sum = 0;
-      for (int64_t i = g * group, stop = std::min(i + group, w.inputs); i < stop; ++i) sum += q[i];
+      for (int64_t i = 0; i < count; ++i) sum += q[i];
       sums[g * height] = uint32_t(sum);
     }
+  }
+}
+
+void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin, int64_t end, const PackedRows& packed) {
+  const Linear& w = *c.weights;
+  const int64_t height = end - begin, steps = w.steps(), element = element_bytes(w.input);
+  const bool dynamic = is_dynamic(w.format);
+  const int64_t bytes = w.inputs * (dynamic ? 1 : element);
+  auto* q = dynamic ? static_cast<int8_t*>(t_quantized.reserve(size_t(4 * w.inputs))) : nullptr;
+  for (int64_t first = 0; first < height; first += 4) {
+    const uint8_t* rows[4];
+    const int count = int(std::min<int64_t>(4, height - first));
+    for (int i = 0; i < count; ++i) {
+      int64_t r = first + i;
+      rows[i] = static_cast<const uint8_t*>(c.x) + (begin + r) * c.ldx * element;
+      if (dynamic) {
+        packed.scale[begin + r] = kernels.quantize(rows[i], w.input, w.inputs, q + i * w.inputs);
+        rows[i] = reinterpret_cast<const uint8_t*>(q + i * w.inputs);
+      }
+      if (dynamic || is_grouped(w.format)) sum_groups(w, rows[i], height, packed.sums + begin * w.groups() + r);
+    }
+    uint32_t* to = packed.steps + begin * steps + first;
+    if (count == 4)
+      scatter_four(rows, bytes, steps, height, to);
+    else
+      for (int i = 0; i < count; ++i) scatter(rows[i], bytes, steps, height, to + i);
   }
 }
 
@@ -234,6 +274,13 @@ const LinearKernels& linear_kernels() {
   }
 }
 
+// One row is its own packing, unless it must be padded or quantised.
+static bool one_row_as_it_is(const LinearCall* call) {
+  const Linear& w = *call->weights;
+  return call->rows == 1 && reinterpret_cast<uintptr_t>(call->x) % 4 == 0 &&
+         w.inputs == w.units * k_per_unit(w.format) && !is_dynamic(w.format) && !is_grouped(w.format);
+}
+
 void linear_run(Pool* pool, const LinearCall* call) {
   const Linear& w = *call->weights;
   if (call->rows <= 0) return;
@@ -245,15 +292,22 @@ void linear_run(Pool* pool, const LinearCall* call) {
   tasks = std::clamp<int64_t>(tasks, 1, w.panels);
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
             Tiles(call->rows, kernels.tile_rows)};
-  bool aligned = reinterpret_cast<uintptr_t>(call->x) % 4 == 0;
-  bool whole = w.inputs == w.units * k_per_unit(w.format);
-  if (call->rows == 1 && aligned && whole && !is_dynamic(w.format) && !is_grouped(w.format)) {
-    pass.packed = const_cast<void*>(call->x);  // one row is its own packing
+  if (one_row_as_it_is(call)) {
+    pass.packed = const_cast<void*>(call->x);
   } else if (call->rows >= kSharedRows) {
     pass.packed = t_shared_rows.reserve(PackedRows::bytes(w, call->rows));
     parallel_for(pool, pass.tiles.count, pack_tile_task, &pass);
   }
   parallel_for(pool, int(tasks), run_panels, &pass);
+}
+
+void linear_run_part(const LinearCall* call, int part, int parts) {
+  if (call->rows <= 0) return;
+  const LinearKernels& kernels = linear_kernels();
+  Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, parts,
+            Tiles(call->rows, kernels.tile_rows)};
+  if (one_row_as_it_is(call)) pass.packed = const_cast<void*>(call->x);
+  run_panels(&pass, part, 0);
 }
 
 void linear_forward(Pool* pool, const Linear* w, const void* x, int64_t ldx, void* out, int64_t ldo, DType io_out,

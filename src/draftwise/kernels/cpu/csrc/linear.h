@@ -61,8 +61,13 @@ struct LinearCall {
   Epilogue epilogue;
 };
 
-// The whole product. `linear_forward` is EP_STORE.
+// The whole product.
 void linear_run(Pool*, const LinearCall*);
+
+// One of `parts` equal parts of it, on the calling thread: for threads that share the work by themselves. Few rows only:
+// each part packs them for itself.
+void linear_run_part(const LinearCall*, int part, int parts);
+// With EP_STORE.
 void linear_forward(Pool*, const Linear*, const void* x, int64_t ldx, void* out, int64_t ldo, DType io_out, int64_t rows);
 
 }  // namespace dw
