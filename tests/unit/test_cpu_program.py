@@ -118,6 +118,17 @@ def test_same_bits_for_any_number_of_threads(folder: str) -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+@torch.inference_mode()
+def test_a_team_of_threads_computes_the_same_bits(folder: str) -> None:
+    """Few rows of a small model are shared by threads that come and go: whoever helps, nothing changes."""
+    alone, team = load(folder, torch.bfloat16, 1), load(folder, torch.bfloat16, 4)
+    kv, other = storage(alone), storage(team)
+    want = [alone.forward_logits(batch(rows, 40), kv)[1] for rows in range(1, 17)]
+    for step in range(400):
+        rows = 1 + step % 16
+        assert torch.equal(team.forward_logits(batch(rows, 40), other)[1], want[rows - 1]), (step, rows)
+
+
 def test_products_are_fused(folder: str) -> None:
     """Per layer: norm, q/k/v, rotation, attention, output + residual, norm, gate/up with SiLU, down + residual."""
     model = load(folder)

@@ -45,24 +45,13 @@ float* scratch(int64_t floats) {
   return buffer.at_least(floats);
 }
 
-struct Run {
-  const AttentionCall* call;
-  const BatchView* batch;
-  const AttentionKernels* kernels;
-  const Tile* tiles;
-  int tile_rows;
-  int splits;  // pieces that the partitions of a tile are cut into
-  int64_t partial_stride;  // floats of one (tile, head)
-  float* partials;
-};
-
 // Partitions of a tile: up to the one of its last row (a tree's rows stand no further than a chain of as many).
-int num_partitions(const Run& run, const Tile& tile) {
+int num_partitions(const AttentionRun& run, const Tile& tile) {
   int keys = run.batch->context_len[tile.request] + tile.first + tile.count;
   return (keys + PARTITION - 1) / PARTITION;
 }
 
-AttentionItem item_of(const Run& run, int index) {
+AttentionItem item_of(const AttentionRun& run, int index) {
   const Tile& tile = run.tiles[index / run.call->num_kv_heads];
   AttentionItem item{};
   item.call = run.call;
@@ -76,8 +65,7 @@ AttentionItem item_of(const Run& run, int index) {
   return item;
 }
 
-void run_task(void* arg, int task, int) {
-  const Run& run = *(const Run*)arg;
+void run_piece(const AttentionRun& run, int task) {
   AttentionItem item = item_of(run, task / run.splits);
   if (run.splits > 1) {
     // piece s of P partitions: [s P / S, (s + 1) P / S)
@@ -91,8 +79,7 @@ void run_task(void* arg, int task, int) {
   run.kernels->run(&item);
 }
 
-void merge_task(void* arg, int task, int) {
-  const Run& run = *(const Run*)arg;
+void merge_pieces(const AttentionRun& run, int task) {
   AttentionItem item = item_of(run, task);
   run.kernels->merge(&item);
 }
@@ -108,11 +95,12 @@ int64_t attention_partial_floats(const AttentionCall* call, int tile_rows) {
   return (int64_t)tile_rows * (call->num_heads / call->num_kv_heads) * (padded(call->head_dim) + 2);
 }
 
-void attention(Pool* pool, DType dtype, const AttentionCall* call, const BatchView* batch) {
+AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchView* batch, int threads,
+                            int64_t serial) {
   int group = call->num_heads / call->num_kv_heads;
   int tile_rows = TILE_VECTORS / group;
   if (tile_rows < 1) tile_rows = 1;
-  Run run{call, batch, &kernels(dtype), nullptr, tile_rows, 1, 0, nullptr};
+  AttentionRun run{call, batch, &kernels(dtype), nullptr, tile_rows, 1, 0, nullptr, {0, 0}, false};
 
   static thread_local Buffer tile_buffer, partial_buffer;
   int64_t num_tiles = 0, work = 0;
@@ -135,8 +123,7 @@ void attention(Pool* pool, DType dtype, const AttentionCall* call, const BatchVi
   }
   run.tiles = tiles;
   int items = (int)num_tiles * call->num_kv_heads;
-  int threads = pool == nullptr ? 1 : pool_threads(pool);
-  if (work < SERIAL) threads = 1;
+  if (work < serial) threads = 1;
   // Cut along the keys only where requests and heads do not keep every thread busy.
   if (threads > 1 && most_parts > 1 && items < 4 * threads && items % threads != 0) {
     run.splits = (4 * threads + items - 1) / items;
@@ -144,15 +131,28 @@ void attention(Pool* pool, DType dtype, const AttentionCall* call, const BatchVi
     run.partial_stride = most_parts * attention_partial_floats(call, tile_rows);
     if (items * run.partial_stride > MAX_PARTIALS) run.splits = 1;
   }
-  Pool* workers = threads > 1 ? pool : nullptr;
+  run.tasks[0] = items * run.splits;
   if (run.splits > 1) {
     run.partials = partial_buffer.at_least(items * run.partial_stride);
-    parallel_for(workers, items * run.splits, run_task, &run);
-    parallel_for(workers, items, merge_task, &run);
-  } else {
-    run.partials = nullptr;
-    parallel_for(workers, items, run_task, &run);
+    run.tasks[1] = items;
   }
+  if (threads == 1) run.one_thread = true;
+  return run;
+}
+
+void attention_task(const AttentionRun* run, int phase, int task) {
+  if (phase == 0) {
+    run_piece(*run, task);
+  } else {
+    merge_pieces(*run, task);
+  }
+}
+
+void attention(Pool* pool, DType dtype, const AttentionCall* call, const BatchView* batch) {
+  AttentionRun run = attention_plan(dtype, call, batch, pool_threads(pool), SERIAL);
+  Pool* workers = run.one_thread ? nullptr : pool;
+  parallel_for(workers, run.tasks[0], [](void* arg, int task, int) { run_piece(*(AttentionRun*)arg, task); }, &run);
+  parallel_for(workers, run.tasks[1], [](void* arg, int task, int) { merge_pieces(*(AttentionRun*)arg, task); }, &run);
 }
 
 }  // namespace dw

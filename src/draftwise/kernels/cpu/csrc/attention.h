@@ -76,6 +76,25 @@ extern const AttentionKernels attention_kernels_avx512[2];
 int64_t attention_scratch_floats(const AttentionCall*, int tile_rows);
 int64_t attention_partial_floats(const AttentionCall*, int tile_rows);
 
+// One call, cut into tasks of two phases: the second one merges partitions, and is empty where they were not cut.
+struct AttentionRun {
+  const AttentionCall* call;
+  const BatchView* batch;
+  const AttentionKernels* kernels;
+  const Tile* tiles;
+  int tile_rows;
+  int splits;              // pieces that the partitions of a tile are cut into
+  int64_t partial_stride;  // floats of one (tile, head)
+  float* partials;
+  int tasks[2];
+  bool one_thread;  // too little work to share
+};
+
+// Cuts a call for `threads` threads; `serial`: products below which one thread does it alone. The run points to memory of the
+// calling thread, valid until its next plan.
+AttentionRun attention_plan(DType, const AttentionCall*, const BatchView*, int threads, int64_t serial);
+void attention_task(const AttentionRun*, int phase, int task);
+
 void attention(Pool*, DType, const AttentionCall*, const BatchView*);
 
 }  // namespace dw

@@ -3,12 +3,15 @@
 #include <cstring>
 #include <vector>
 
+#include "team.h"
+
 namespace dw {
 
 struct Program {
   std::vector<ProgramOp> body, head;
   std::vector<int64_t> offsets;  // of each arena buffer: bytes per row before it; address = arena + offset * capacity
   int32_t num_externals = 0;
+  bool small = false;  // no product is worth more than the handing out of tasks
 };
 
 namespace {
@@ -16,6 +19,42 @@ namespace {
 void* address(const Program& program, const PassInput& pass, int32_t buffer) {
   if (buffer < program.num_externals) return pass.externals[buffer];
   return pass.arena + program.offsets[(size_t)(buffer - program.num_externals)] * pass.capacity;
+}
+
+constexpr int64_t SMALL_BYTES = 4 << 20;  // of weights
+constexpr int64_t TEAM_ROWS = 16;
+constexpr int64_t TEAM_ATTENTION = 1 << 14;  // products that are worth a second thread in a team
+
+// Operations that a team shares; false: the leader does it alone.
+bool share_op(Team* team, const Program& program, const ProgramOp& op, const PassInput& pass, int64_t rows,
+              int threads) {
+  if (op.kind == OP_LINEAR) {
+    LinearCall call{(const Linear*)op.weight, address(program, pass, op.x), op.width, address(program, pass, op.out),
+                    op.out_width, (DType)op.out_dtype, rows, (Epilogue)op.epilogue};
+    team_do(team, [](void* arg, int part, int parts) { linear_run_part((const LinearCall*)arg, part, parts); }, &call);
+    return true;
+  }
+  if (op.kind != OP_ATTENTION) return false;
+  AttentionCall call{address(program, pass, op.x), op.kv, address(program, pass, op.out), op.width, op.num_heads,
+                     op.num_kv_heads, op.head_dim, op.window, op.scale, 0.0f};
+  AttentionRun run = attention_plan((DType)op.dtype, &call, &pass.batch, threads, TEAM_ATTENTION);
+  struct Phase {
+    const AttentionRun* run;
+    int number;
+  };
+  for (int number = 0; number < 2; number++) {
+    Phase phase{&run, number};
+    auto work = [](void* arg, int part, int parts) {
+      const Phase& p = *(const Phase*)arg;
+      for (int task = part; task < p.run->tasks[p.number]; task += parts) attention_task(p.run, p.number, task);
+    };
+    if (run.one_thread) {
+      work(&phase, 0, 1);
+    } else if (run.tasks[number] > 0) {
+      team_do(team, work, &phase);
+    }
+  }
+  return true;
 }
 
 void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassInput& pass, const int64_t* slots,
@@ -81,14 +120,45 @@ DW_EXPORT dw::Program* dw_program_create(const dw::ProgramOp* body, int64_t body
   program->head.assign(head, head + head_count);
   program->offsets.assign(offsets, offsets + num_arena);
   program->num_externals = num_externals;
+  program->small = true;
+  for (const auto* ops : {&program->body, &program->head})
+    for (const dw::ProgramOp& op : *ops)
+      if (op.kind == dw::OP_LINEAR && dw::linear_bytes((const dw::Linear*)op.weight) > dw::SMALL_BYTES)
+        program->small = false;
   return program;
 }
 
 DW_EXPORT void dw_program_destroy(dw::Program* program) { delete program; }
 
 DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
-  dw::pool_begin(pool);
   const int64_t* slots = (const int64_t*)pass->externals[SLOTS];
+  // A small pass is shared by a team or, while the cores are wanted by others, not at all.
+  const bool small = program->small && pass->rows <= dw::TEAM_ROWS && dw::pool_threads(pool) > 1;
+  const bool shared = small && dw::team_ready(pool);
+  if (shared) {
+    struct Context {
+      const dw::Program* program;
+      const dw::PassInput* pass;
+      const int64_t* slots;
+      int threads;
+    } context{program, pass, slots, dw::pool_threads(pool)};
+    dw::team_run(
+        pool,
+        [](void* arg, dw::Team* team) {
+          const Context& c = *(const Context*)arg;
+          auto run = [&](const std::vector<dw::ProgramOp>& ops, int64_t rows) {
+            for (const dw::ProgramOp& op : ops)
+              if (!dw::share_op(team, *c.program, op, *c.pass, rows, c.threads))
+                dw::run_op(nullptr, *c.program, op, *c.pass, c.slots, rows);
+          };
+          run(c.program->body, c.pass->rows);
+          if (c.pass->head_rows > 0) run(c.program->head, c.pass->head_rows);
+        },
+        &context);
+    return;
+  }
+  if (small) pool = nullptr;
+  dw::pool_begin(pool);
   for (const dw::ProgramOp& op : program->body) dw::run_op(pool, *program, op, *pass, slots, pass->rows);
   if (pass->head_rows > 0)
     for (const dw::ProgramOp& op : program->head) dw::run_op(pool, *program, op, *pass, slots, pass->head_rows);

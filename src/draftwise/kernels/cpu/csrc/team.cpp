@@ -1,0 +1,161 @@
+#include "team.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+
+#include "isa.h"
+
+namespace dw {
+namespace {
+
+constexpr int MAX_MEMBERS = 64;
+constexpr uint64_t STOP = ~(uint64_t)0;
+constexpr int SPINS = 500;               // some ten microseconds
+constexpr int64_t STALL_NS = 100 * 1000;  // a part takes a few microseconds: its thread is not running
+constexpr int SHORTEST_REST = 128, LONGEST_REST = 8192;  // passes on one thread after a stall
+constexpr int GOOD_PASSES = 1024;  // passes without a stall after which the past is forgotten
+
+// The cores are shared by all engines of the process, and so is what is known about them.
+std::atomic<int> g_rest{0};  // passes left on one thread
+std::atomic<int> g_next_rest{SHORTEST_REST};
+std::atomic<int> g_good{0};
+
+void stalled() {
+  int rest = g_next_rest.load(std::memory_order_relaxed);
+  g_rest.store(rest, std::memory_order_relaxed);
+  g_next_rest.store(rest * 2 < LONGEST_REST ? rest * 2 : LONGEST_REST, std::memory_order_relaxed);
+  g_good.store(0, std::memory_order_relaxed);
+}
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+inline void pause_briefly() {
+#if DW_X86
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+struct alignas(64) Member {
+  std::atomic<uint64_t> begun{0};  // the last command whose part of this member somebody has taken
+  std::atomic<uint64_t> done{0};   // and the last that it has finished itself
+};
+
+}  // namespace
+
+struct Team {
+  // Sequence number and, in the lowest byte, the number of parts.
+  alignas(64) std::atomic<uint64_t> command{0};
+  void (*fn)(void*, int, int) = nullptr;
+  void* arg = nullptr;
+  alignas(64) std::atomic<int> joined{0};
+  uint64_t sequence = 0;
+  bool led = false;
+  int64_t stopped_at = 0;
+  void (*leader)(void*, Team*) = nullptr;
+  void* leader_arg = nullptr;
+  Member members[MAX_MEMBERS];
+};
+
+namespace {
+
+// Takes a part if nobody has. Who takes it finishes it before the next job, so the job cannot change meanwhile.
+bool take(Team& team, int member, uint64_t command) {
+  std::atomic<uint64_t>& begun = team.members[member].begun;
+  uint64_t last = begun.load(std::memory_order_relaxed);
+  return last < command && begun.compare_exchange_strong(last, command, std::memory_order_acq_rel);
+}
+
+void follow(Team& team) {
+  int me = team.joined.fetch_add(1, std::memory_order_acq_rel) + 1;
+  uint64_t last = 0;
+  for (int spins = 0;;) {
+    uint64_t command = team.command.load(std::memory_order_acquire);
+    if (command == STOP) return;
+    if (command == last) {
+      pause_briefly();
+      if (++spins > SPINS) sched_yield();
+      continue;
+    }
+    last = command;
+    spins = 0;
+    int parts = (int)(command & 0xff);
+    if (me >= parts || !take(team, me, command)) continue;
+    team.fn(team.arg, me, parts);
+    team.members[me].done.store(command, std::memory_order_release);
+  }
+}
+
+void member_task(void* arg, int, int thread) {
+  Team& team = *(Team*)arg;
+  if (thread != 0) return follow(team);
+  // The calling thread; when it is done it meets here the tasks of threads that never woke.
+  if (team.led) return;
+  team.led = true;
+  team.leader(team.leader_arg, &team);
+  team.command.store(STOP, std::memory_order_release);
+  // parallel_for returns when every member has seen this; one that is off its core has not
+  if (team.joined.load(std::memory_order_acquire) > 0) team.stopped_at = now_ns();
+}
+
+void wait_for(const Member& member, uint64_t command) {
+  int64_t since = 0;
+  for (int spins = 0; member.done.load(std::memory_order_acquire) != command; spins++) {
+    pause_briefly();
+    if (spins < SPINS) continue;
+    if (since == 0) since = now_ns();
+    sched_yield();
+  }
+  if (since != 0 && now_ns() - since > STALL_NS) stalled();
+}
+
+}  // namespace
+
+bool team_ready(Pool* pool) {
+  if (pool_threads(pool) < 2) return false;
+  int rest = g_rest.load(std::memory_order_relaxed);
+  if (rest > 0) {
+    g_rest.store(rest - 1, std::memory_order_relaxed);
+    return false;
+  }
+  if (g_good.fetch_add(1, std::memory_order_relaxed) >= GOOD_PASSES) {
+    g_next_rest.store(SHORTEST_REST, std::memory_order_relaxed);
+    g_good.store(0, std::memory_order_relaxed);
+  }
+  return true;
+}
+
+void team_run(Pool* pool, void (*leader)(void*, Team*), void* arg) {
+  Team team;
+  team.leader = leader;
+  team.leader_arg = arg;
+  int threads = pool_threads(pool);
+  parallel_for(pool, threads < MAX_MEMBERS ? threads : MAX_MEMBERS, member_task, &team);
+  if (team.stopped_at != 0 && now_ns() - team.stopped_at > STALL_NS) stalled();
+}
+
+void team_do(Team* team, void (*fn)(void*, int, int), void* arg) {
+  int parts = team->joined.load(std::memory_order_acquire) + 1;
+  if (parts == 1) return fn(arg, 0, 1);
+  team->fn = fn;
+  team->arg = arg;
+  uint64_t command = ++team->sequence << 8 | (uint64_t)parts;
+  team->command.store(command, std::memory_order_release);
+  fn(arg, 0, parts);
+  for (int member = 1; member < parts; member++) {
+    if (take(*team, member, command)) {
+      fn(arg, member, parts);
+    } else {
+      wait_for(team->members[member], command);
+    }
+  }
+}
+
+}  // namespace dw
