@@ -65,7 +65,9 @@ def create_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics | No
     _add_tokens(app, context)
     _add_operations(app, context, metrics)
     _add_errors(app)
-    if config.allowed_origins:
+    http: HttpCounts = metrics.http
+    app.add_middleware(Gate, api_keys=config.api_keys, max_body_size=config.max_body_size, count=http.count)
+    if config.allowed_origins:  # around the gate: a page must be able to read a refusal
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
@@ -73,8 +75,6 @@ def create_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics | No
             allow_headers=list(config.allowed_headers),
             allow_credentials=config.allow_credentials,
         )
-    http: HttpCounts = metrics.http
-    app.add_middleware(Gate, api_keys=config.api_keys, max_body_size=config.max_body_size, count=http.count)
     return app
 
 

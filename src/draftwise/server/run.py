@@ -38,14 +38,9 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def serve(app: FastAPI, config: ServerConfig) -> int:
-    """Serve until a signal comes or the engine dies; the exit code.
-
-    The first SIGTERM or SIGINT lets running requests finish, for ``drain_timeout`` seconds at most; a second SIGINT
-    ends them.
-    """
-    context: Context = app.state.context
-    server = _Server(
+def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    """A server that is not started yet. Setting its ``should_exit`` ends it as a signal does."""
+    return _Server(
         uvicorn.Config(
             app,
             host=config.host,
@@ -58,10 +53,19 @@ async def serve(app: FastAPI, config: ServerConfig) -> int:
             ssl_ca_certs=config.ssl_ca_certs,
             timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
             server_header=False,
-            h11_max_incomplete_event_size=65536,
         ),
-        context,
+        app.state.context,
     )
+
+
+async def serve(app: FastAPI, config: ServerConfig, server: uvicorn.Server | None = None) -> int:
+    """Serve until a signal comes or the engine dies; the exit code.
+
+    The first SIGTERM or SIGINT lets running requests finish, for ``drain_timeout`` seconds at most; a second SIGINT
+    ends them.
+    """
+    context: Context = app.state.context
+    server = server or make_server(app, config)
     watchers = [
         asyncio.ensure_future(_announce(server, config)),
         asyncio.ensure_future(_watch(server, context)),

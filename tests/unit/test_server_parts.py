@@ -1,0 +1,263 @@
+"""Parts of the server by themselves: tool calls in pieces, traces, bodies, configuration files."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwise.cli.errors import UsageError
+from draftwise.cli.main import build_parser, normalise
+from draftwise.cli.serve import BOOLEANS, settings
+from draftwise.config import resolve_engine_config
+from draftwise.engine.outputs import Logprob
+from draftwise.errors import ConfigError, RequestError
+from draftwise.sched.request import StepTrace
+from draftwise.server.config import ServerConfig
+from draftwise.server.config_file import read_config_file, split_options
+from draftwise.server.errors import APIError, from_exception
+from draftwise.server.logprobs import FLOOR, CompletionLogprobs, chat_logprobs
+from draftwise.server.protocol import NO_EFFECT, ChatBody, CompletionBody, parse
+from draftwise.server.tools import ToolParser
+from draftwise.server.trace import Tracer
+
+# ------------------------------------------------------------------------------------------------ tools
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def fed(text: str, cuts: list[int], **options: Any) -> tuple[str, list[tuple[str, Any]]]:
+    parser = ToolParser(**options)
+    shown, calls = "", []
+    edges = [0, *sorted({c % (len(text) + 1) for c in cuts}), len(text)]
+    for low, high in pairwise(edges):
+        piece, found = parser.push(text[low:high])
+        assert "<tool_call" not in piece or "broken" in text
+        shown, calls = shown + piece, calls + found
+    piece, found = parser.finish()
+    return shown + piece, calls + found
+
+
+@given(st.lists(st.integers(0, 500)))
+def test_tool_calls_do_not_depend_on_the_cuts(cuts: list[int]) -> None:
+    other = CALL.replace('"f"', '"g"')
+    text = f"Well < then\n{CALL}\n{other} "
+    shown, calls = fed(text, cuts)
+    assert (shown.strip(), [name for name, _ in calls]) == ("Well < then", ["f", "g"])
+    assert calls[0][1] == {"a": 1}
+
+
+@given(st.text(alphabet="<tol_ca>/ \n", max_size=40), st.lists(st.integers(0, 50)))
+def test_text_without_calls_is_kept(text: str, cuts: list[int]) -> None:
+    if "<tool_call>" not in text:
+        assert fed(text + " broken", cuts) == (text + " broken", [])
+
+
+def test_tool_calls_at_the_edges() -> None:
+    broken = "<tool_call>broken</tool_call>"
+    assert fed(broken, []) == (broken, [])
+    assert fed("<tool_call>{broken", []) == ("<tool_call>{broken", [])
+    assert fed(CALL.removesuffix("</tool_call>"), [])[1] == [("f", {"a": 1})]  # cut by max_tokens at its end
+    assert len(fed(CALL + CALL, [], only_one=True)[1]) == 1
+    assert fed("x <tool", []) == ("x <tool", [])
+
+
+# ------------------------------------------------------------------------------------------------ traces
+
+
+def test_sources_of_tokens() -> None:
+    tracer = Tracer(str)
+    steps = tracer.steps(
+        0,
+        [
+            StepTrace("none", (), (), (), (7,)),
+            StepTrace("ngram", (1, 2, 3), (-1, 0, 1), (0,), (1, 9)),  # 2 refused
+            StepTrace("ngram", (1, 2), (-1, 0), (0, 1), (1, 2, 9)),  # all accepted
+            StepTrace("tree", (5, 6, 8), (-1, -1, 1), (1, 2), (6, 8, 9)),  # the second branch, to its leaf
+            StepTrace("tree", (5, 6, 8), (-1, -1, 1), (0,), (5, 9)),  # a leaf that has no children
+            StepTrace("ngram", (1, 2), (-1, 0), (0, 1), (1,)),  # cut by a stop condition
+        ],
+    )
+    sources = [[t["source"] for t in step["tokens"]] for step in steps]
+    assert sources == [
+        ["target"],
+        ["draft", "recovered"],
+        ["draft", "draft", "bonus"],
+        ["draft", "draft", "bonus"],
+        ["draft", "bonus"],
+        ["draft"],
+    ]
+    assert [t["output_index"] for step in steps for t in step["tokens"]] == list(range(12))
+    assert steps[1]["draft"][2] == {"token_id": 3, "text": "3", "parent": 1}
+    assert tracer.steps(1, [StepTrace("none", (), (), (), (7,))])[0]["tokens"][0]["output_index"] == 0
+
+
+def test_logprobs_have_no_infinities_and_ranked_alternatives() -> None:
+    position = {4: Logprob(float("-inf"), 9, "d"), 1: Logprob(-0.1, 1, "a"), 2: Logprob(-2.0, 2, "b")}
+    chat = chat_logprobs([4], [position], 2)["content"][0]
+    assert chat["logprob"] == FLOOR and [t["token"] for t in chat["top_logprobs"]] == ["a", "b"]
+    form = CompletionLogprobs(1)
+    first = form.generated([4], [position])
+    assert first["top_logprobs"] == [{"a": -0.1}] and form.generated([1], [position])["text_offset"] == [1]
+
+
+# ------------------------------------------------------------------------------------------------ bodies
+
+
+def test_fields_without_effect_are_taken_and_unknown_ones_refused() -> None:
+    body = parse(CompletionBody, b'{"prompt": "x", "user": "u", "metadata": {}}')
+    assert body.prompt == "x" and {"user", "metadata"} <= NO_EFFECT
+    with pytest.raises(APIError) as caught:
+        parse(CompletionBody, b'{"prompt": "x", "user": "u", "top_q": 1}')
+    assert caught.value.param == "top_q" and "top_" in caught.value.message
+    # Clients send fields that are not supported here empty.
+    assert parse(ChatBody, b'{"messages": [], "functions": null, "audio": null}').messages == []
+    with pytest.raises(APIError, match="audio is not supported"):
+        parse(ChatBody, b'{"messages": [], "audio": {"voice": "x"}}')
+
+
+def test_errors_name_their_field() -> None:
+    error = from_exception(RequestError("temperature is -1; it must be a finite number"))
+    assert (error.status, error.param) == (400, "temperature")
+    assert from_exception(RequestError("speculation: method 'x' is not loaded")).param == "speculation"
+    internal = from_exception(ZeroDivisionError("secret"))
+    assert internal.status == 500 and "secret" not in str(internal.body())
+
+
+# ----------------------------------------------------------------------------------------- configuration
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    return build_parser("serve").parse_args(normalise(["serve", *argv], BOOLEANS))
+
+
+def test_flags_of_other_servers() -> None:
+    engine, server = settings(
+        arguments(
+            "M", "--speculative_config", '{"method": "ngram", "num_speculative_tokens": 2}', "--served-model-name", "a",
+            "--max_num_seqs", "10", "--enforce-eager", "--port", "20004", "--api-key", "k", "--api_key", "l",
+            "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-log-stats",
+        )
+    )  # fmt: skip
+    assert engine["model"] == "M" and engine["enforce_eager"] == "true" and engine["max_num_seqs"] == "10"
+    assert engine["speculative_config"] == [{"method": "ngram", "num_speculative_tokens": 2}]
+    assert server.model_names == ("a",) and server.port == 20004 and server.api_keys == ("k", "l")
+    assert server.log_interval == 0
+    engine, server = settings(arguments("M", "--speculative-model", "D", "--num-speculative-tokens", "5"))
+    assert engine["speculative_model"] == "D" and server.model_names == ("M",)
+    with pytest.raises(ConfigError, match="hermes"):
+        settings(arguments("--tool-call-parser", "pythonic"))
+    with pytest.raises(UsageError, match="twice"):
+        settings(arguments("M", "--model", "N"))
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    """The configuration of vllm-surface.md for another vendor's machines, one refusal after the other."""
+    common = [
+        "M", "--served-model-name", "dsv3", "--max-model-len", "36768", "--max-num-batched-tokens", "5000",
+        "--seed", "1024",
+        "--data-parallel-size", "1", "--trust-remote-code", "--gpu-memory-utilization", "0.9",
+        "--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}',
+    ]  # fmt: skip
+    for words, flags in (
+        ("ascend", ["--quantization", "ascend"]),
+        ("enable_expert_parallel", ["--enable-expert-parallel"]),
+        ("tensor_parallel_size", ["--tensor-parallel-size", "16"]),
+    ):
+        engine, server = settings(arguments(*common, *flags))
+        assert server.model_names == ("dsv3",)
+        with pytest.raises(ConfigError, match=words):
+            resolve_engine_config(**engine)
+
+
+@pytest.mark.parametrize(
+    ("given", "engine"),
+    [
+        (
+            {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 3},
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        ),
+        (
+            {"decoding_type": "MTP", "num_nextn_predict_layers": 2},
+            {"method": "mtp", "num_speculative_tokens": 2},
+        ),
+        (
+            {"decoding_type": "DraftTarget", "max_draft_len": 4, "speculative_model_dir": "D"},
+            {"method": "draft_model", "num_speculative_tokens": 4, "model": "D"},
+        ),
+        (
+            {
+                "decoding_type": "Eagle",
+                "max_draft_len": 3,
+                "speculative_model": "E",
+                "eagle3_one_model": True,
+            },
+            {"method": "eagle", "num_speculative_tokens": 3, "model": "E"},
+        ),
+        ({"method": "ngram"}, {"method": "ngram"}),
+    ],
+)
+def test_speculation_of_tensorrt_llm(given: dict[str, Any], engine: dict[str, Any]) -> None:
+    assert split_options({"speculative_config": given}) == ({"speculative_config": engine}, {})
+
+
+def test_a_configuration_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "max_batch_size: 8\nmax_num_tokens: 512\nkv_cache_config:\n  enable_block_reuse: false\n"
+        "  free_gpu_memory_fraction: 0.8\nspeculative_config: {decoding_type: NGram, max_draft_len: 3}\n"
+        "cuda_graph_config: {}\nport: 9000\nallowed-origins: ['https://a.example']\n"
+    )
+    engine, server = read_config_file(str(file))
+    assert server == {"port": 9000, "allowed_origins": ("https://a.example",)}
+    config = resolve_engine_config(model="M", device="cpu", **engine)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 512)
+    assert config.enable_prefix_caching is False and config.speculative[0].num_speculative_tokens == 3
+    # Flags win over the file.
+    merged, settled = settings(
+        arguments("--config", str(file), "--port", "1", "--speculative-method", "none")
+    )
+    assert settled.port == 1 and merged["speculative_config"] == {"method": "none"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculative_config": {"decoding_type": "Lookahead"}}, "Lookahead"),
+        ({"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layer": 1}}, "did you mean"),
+        ({"max_batchsize": 1}, "did you mean 'max_batch_size'"),
+        ({"moe_expert_parallel_size": 4}, "moe_expert_parallel_size"),
+        ({"kv_cache_config": {"host_cache_size": 1}}, "host_cache_size"),
+        ({"port": "x"}, "port"),
+        ({"max_batch_size": 1, "max_num_seqs": 2}, "twice"),
+    ],
+)
+def test_files_that_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        split_options(options)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "\x00"])
+def test_files_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="config"):
+        read_config_file(str(tmp_path / "c.yaml"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_config_file(str(tmp_path / "missing.yaml"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"port": 70000}, {"max_queue": 0}, {"request_timeout": 0.0}, {"drain_timeout": -1.0}, {"api_keys": ("",)},
+        {"ssl_keyfile": "x"}, {"model_names": ()}, {"allow_credentials": True, "allowed_origins": ("*",)},
+    ],
+)  # fmt: skip
+def test_server_settings_that_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerConfig(**settings)
