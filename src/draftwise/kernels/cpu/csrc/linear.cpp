@@ -87,7 +87,7 @@ float sum_bf16(const uint8_t* values, int64_t count) {
 
 thread_local Scratch t_quantized;
 
-// The sums of a row's values by group, at `sums` with the stride of a tile.
+// The sums of a row's values by group (integers times what takes the offset of the weights off), at `sums` with the stride of a tile.
 void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t* sums) {
   int64_t group = int64_t(w.group_units) * k_per_unit(w.format);
   for (int64_t g = 0; g < w.groups(); ++g) {
@@ -99,7 +99,7 @@ void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t
       auto* q = reinterpret_cast<const int8_t*>(values) + begin;
       int32_t sum = 0;
       for (int64_t i = 0; i < count; ++i) sum += q[i];
-      sums[g * height] = uint32_t(sum);
+      sums[g * height] = uint32_t(sum * -weight_offset(w.format));
     }
   }
 }
@@ -200,7 +200,7 @@ void run_panels(void* raw, int task, int) {
   PackedRows packed = packed_rows(pass);
   const Tiles& tiles = pass.tiles;
   int64_t tile_rows = (c.rows + tiles.count - 1) / tiles.count;
-  int64_t step = tile_rows <= kernels.pair_rows ? 2 : 1;
+  int64_t step = tile_rows <= kernels.pair_rows[w.format] ? 2 : 1;
   int64_t block = w.units, row_bytes = tile_rows * w.steps() * 4;
   if (row_bytes > kRowBlockBytes + kRowBlockBytes / 2) {
     int64_t blocks = (row_bytes + kRowBlockBytes - 1) / kRowBlockBytes;
@@ -291,7 +291,7 @@ void linear_run(Pool* pool, const LinearCall* call) {
   if (tasks < pool_threads(pool)) tasks = call->rows * bytes >= 4 * kTaskBytes ? pool_threads(pool) : tasks;
   tasks = std::clamp<int64_t>(tasks, 1, w.panels);
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
-            Tiles(call->rows, kernels.tile_rows)};
+            Tiles(call->rows, kernels.tile_rows[w.format])};
   if (one_row_as_it_is(call)) {
     pass.packed = const_cast<void*>(call->x);
   } else if (call->rows >= kSharedRows) {
@@ -305,7 +305,7 @@ void linear_run_part(const LinearCall* call, int part, int parts) {
   if (call->rows <= 0) return;
   const LinearKernels& kernels = linear_kernels();
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, parts,
-            Tiles(call->rows, kernels.tile_rows)};
+            Tiles(call->rows, kernels.tile_rows[call->weights->format])};
   if (one_row_as_it_is(call)) pass.packed = const_cast<void*>(call->x);
   run_panels(&pass, part, 0);
 }

@@ -70,7 +70,7 @@ const LinearKernels linear_avx2 = {{tile_kernel<false>, tile_kernel<true>, tile_
                                     tile_grouped<W_I4>, tile_grouped<W_I4_DYN>},
                                    finish_plain,
                                    quantize_plain,
-                                   6,
-                                   0};
+                                   {6, 6, 8, 8, 8, 8},
+                                   {}};
 
 }  // namespace dw

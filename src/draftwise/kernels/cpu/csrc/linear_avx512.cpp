@@ -34,21 +34,26 @@ inline __m512i dot_bytes(__m512i acc, __m512i w, __m512i x) {
   return acc;
 }
 
-// The same, and the product of bfloat16 pairs, with a dword of a row broadcast from memory: a broadcast of its own would be
-// kept for the next vector of weights, and there are not enough registers for that.
-inline __m512i dot_bytes_with(__m512i acc, __m512i w, const uint32_t& x) {
-  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(x));
-  return acc;
-}
-inline __m512 dot_pairs_with(__m512 acc, __m512i w, const uint32_t& x) {
-  __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(x));
-  return acc;
-}
-
 template <bool kBf16>
 inline __m512 step(__m512 acc, __m512i w, __m512i x) {
   if (kBf16) return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)x);
   return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), acc);
+}
+
+// One step of all rows: a dword of each, broadcast once, times the vectors of weights.
+template <int R, int P, bool kBf16>
+inline void add_steps(__m512 (&acc)[R][2 * P], const __m512i (&w)[2 * P], const uint32_t* x) {
+  for (int r = 0; r < R; ++r) {
+    __m512i row = _mm512_set1_epi32(int(x[r]));
+    for (int v = 0; v < 2 * P; ++v) acc[r][v] = step<kBf16>(acc[r][v], w[v], row);
+  }
+}
+template <int R, int P>
+inline void add_steps(__m512i (&acc)[R][2 * P], const __m512i (&w)[2 * P], const uint32_t* x) {
+  for (int r = 0; r < R; ++r) {
+    __m512i row = _mm512_set1_epi32(int(x[r]));
+    for (int v = 0; v < 2 * P; ++v) acc[r][v] = dot_bytes(acc[r][v], w[v], row);
+  }
 }
 
 // R rows times P panels: 2 * P * R accumulators stay in registers.
@@ -66,10 +71,7 @@ void tile(const Tile& t) {
     __m512i w[2 * P];
     for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * stride + v % 2 * 64);
     s.prefetch<P>(stride, kUnitBytes);
-    for (int r = 0; r < R; ++r) {
-      __m512i row = _mm512_set1_epi32(int(x[r]));
-      for (int v = 0; v < 2 * P; ++v) acc[r][v] = step<kBf16>(acc[r][v], w[v], row);
-    }
+    add_steps<R, P, kBf16>(acc, w, x);
     s.w += kUnitBytes;
     x += R;
   } while (--left > 0);
@@ -83,8 +85,8 @@ void tile_i8_dynamic(const Tile& t) {
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v)
-      // weights are stored plus 128: 128 times the sum of the row comes off
-      acc[r][v] = t.load ? _mm512_loadu_si512(t.sums + (r * P * 2 + v) * 16) : _mm512_set1_epi32(-128 * x_sums[r]);
+      // weights are stored plus 128: 128 times the sum of the row comes off, which is what x_sums hold
+      acc[r][v] = t.load ? _mm512_loadu_si512(t.sums + (r * P * 2 + v) * 16) : _mm512_set1_epi32(x_sums[r]);
   Stream s(t);
   const uint32_t* x = t.x;
   int64_t left = t.units;
@@ -92,10 +94,7 @@ void tile_i8_dynamic(const Tile& t) {
     __m512i w[2 * P];
     for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
     s.prefetch<P>(t.panel_stride, kUnitBytes);
-    for (int r = 0; r < R; ++r) {
-      __m512i row = _mm512_set1_epi32(int(x[r]));
-      for (int v = 0; v < 2 * P; ++v) acc[r][v] = dot_bytes(acc[r][v], w[v], row);
-    }
+    add_steps<R, P>(acc, w, x);
     s.w += kUnitBytes;
     x += R;
   } while (--left > 0);
@@ -145,15 +144,17 @@ void tile_i8(const Tile& t) {
   int64_t left = t.units;
   do {
     s.prefetch<P>(t.panel_stride, kUnitBytes);
+    __m512i first[2 * P], second[2 * P];
     for (int v = 0; v < 2 * P; ++v) {
       __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
       __m512i lows = _mm512_permutex2var_epi8(low[0], w, low[1]);
       __m512i highs = _mm512_permutex2var_epi8(high[0], w, high[1]);
       highs = _mm512_ternarylogic_epi32(highs, w, sign, 0xf8);  // highs | (w & sign)
-      __m512i first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
-      for (int r = 0; r < R; ++r) acc[r][v] = dot_pairs_with(acc[r][v], first, x[r]);
-      for (int r = 0; r < R; ++r) acc[r][v] = dot_pairs_with(acc[r][v], second, x[R + r]);
+      first[v] = _mm512_unpacklo_epi8(lows, highs);
+      second[v] = _mm512_unpackhi_epi8(lows, highs);
     }
+    add_steps<R, P, true>(acc, first, x);
+    add_steps<R, P, true>(acc, second, x + R);
     s.w += kUnitBytes;
     x += 2 * R;
   } while (--left > 0);
@@ -197,30 +198,33 @@ void tile_i4(const Tile& t) {
     float x_sum[R];
     for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
     s.prefetch<P>(t.panel_stride, header);
-    // one vector of 16 outputs at a time over the group, so that R accumulators are enough for many rows
-    __m512 acc[2 * P][R];
-    for (int v = 0; v < 2 * P; ++v)
-      for (int r = 0; r < R; ++r) acc[v][r] = _mm512_setzero_ps();
+    __m512 acc[R][2 * P];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_setzero_ps();
     s.w += header;
     int u = group_units;
     do {  // at least once: a loop that may not run makes the compiler spill
       s.prefetch<P>(t.panel_stride, kUnitBytes);
-      for (int v = 0; v < 2 * P; ++v) {
-        __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
-        for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {
+        __m512i first[2 * P], second[2 * P];
+        for (int v = 0; v < 2 * P; ++v) {
+          __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
           __m512i q = _mm512_and_si512(half == 0 ? w : _mm512_srli_epi16(w, 4), mask);
           __m512i lows = _mm512_shuffle_epi8(low, q), highs = _mm512_shuffle_epi8(high, q);
-          __m512i first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
-          const uint32_t* pair = x + 2 * half * R;
-          for (int r = 0; r < R; ++r) acc[v][r] = dot_pairs_with(acc[v][r], first, pair[r]);
-          for (int r = 0; r < R; ++r) acc[v][r] = dot_pairs_with(acc[v][r], second, pair[R + r]);
+          first[v] = _mm512_unpacklo_epi8(lows, highs);
+          second[v] = _mm512_unpackhi_epi8(lows, highs);
         }
+        add_steps<R, P, true>(acc, first, x + 2 * half * R);
+        add_steps<R, P, true>(acc, second, x + (2 * half + 1) * R);
       }
       s.w += kUnitBytes;
       x += 4 * R;
     } while (--u > 0);
-    for (int v = 0; v < 2 * P; ++v)
-      end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, acc[v], x_sum);
+    for (int v = 0; v < 2 * P; ++v) {
+      __m512 sums[R];
+      for (int r = 0; r < R; ++r) sums[r] = acc[r][v];
+      end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, sums, x_sum);
+    }
   }
 }
 
@@ -236,29 +240,31 @@ void tile_i4_dynamic(const Tile& t) {
   for (int64_t g = 0; g < groups; ++g, x_sums += R) {
     const uint8_t* group = s.w;
     float x_sum[R];
-    __m512i acc[2 * P][R];
+    __m512i acc[R][2 * P];
     for (int r = 0; r < R; ++r) {
-      x_sum[r] = float(x_sums[r]);
-      for (int v = 0; v < 2 * P; ++v) acc[v][r] = _mm512_set1_epi32(-8 * x_sums[r]);  // 0..15 stands for -8..7
+      x_sum[r] = float(x_sums[r]) * -0.125f;
+      // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
+      for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_set1_epi32(x_sums[r]);
     }
     s.prefetch<P>(t.panel_stride, header);
     s.w += header;
     int u = group_units;
-    do {  // at least once: a loop that may not run makes the compiler spill
+    do {
       s.prefetch<P>(t.panel_stride, kUnitBytes);
+      __m512i first[2 * P], second[2 * P];
       for (int v = 0; v < 2 * P; ++v) {
         __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
-        __m512i first = _mm512_and_si512(w, mask), second = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
-        for (int r = 0; r < R; ++r) acc[v][r] = dot_bytes_with(acc[v][r], first, x[r]);
-        for (int r = 0; r < R; ++r)
-          acc[v][r] = dot_bytes_with(acc[v][r], second, x[R + r]);
+        first[v] = _mm512_and_si512(w, mask);
+        second[v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
       }
+      add_steps<R, P>(acc, first, x);
+      add_steps<R, P>(acc, second, x + R);
       s.w += kUnitBytes;
       x += 2 * R;
     } while (--u > 0);
     for (int v = 0; v < 2 * P; ++v) {
       __m512 sums[R];
-      for (int r = 0; r < R; ++r) sums[r] = _mm512_cvtepi32_ps(acc[v][r]);
+      for (int r = 0; r < R; ++r) sums[r] = _mm512_cvtepi32_ps(acc[r][v]);
       end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, sums, x_sum);
     }
   }
@@ -398,7 +404,7 @@ const LinearKernels linear_avx512 = {
      DW_ROWS(DW_I4_DYN_TILE)},
     finish,
     quantize,
-    12,
-    6};
+    {12, 12, 8, 12, 8, 8},  // what registers hold next to the tables of the widening formats
+    {6, 6, 4, 6, 4, 4}};
 
 }  // namespace dw

@@ -165,7 +165,7 @@ void tile_grouped(const Tile& t) {
       for (int r = 0; r < t.rows; ++r) {
         float* sums = t.sums + int64_t(r) * kPanel * t.panels + p * kPanel;
         bool start = g == 0 && !t.load;
-        float x_sum = kIntegers ? float(static_cast<const int32_t*>(t.x_sums)[g * t.rows + r])
+        float x_sum = kIntegers ? float(static_cast<const int32_t*>(t.x_sums)[g * t.rows + r]) * -0.125f
                                 : static_cast<const float*>(t.x_sums)[g * t.rows + r];
         for (int j = 0; j < kPanel; ++j) {
           float total = madd(kIntegers ? float(iacc[r][j]) : acc[r][j], scale[j], start ? 0.0f : sums[j]);

@@ -31,6 +31,7 @@ constexpr int kFormats = 6;
 
 inline int k_per_unit(Format f) { return f == W_F32 ? 1 : f == W_BF16 ? 2 : f == W_I8 || f == W_I8_DYN ? 4 : 8; }
 inline int steps_per_unit(Format f) { return f == W_I8 || f == W_I4_DYN ? 2 : f == W_I4 ? 4 : 1; }
+inline int weight_offset(Format f) { return f == W_I8_DYN ? 128 : f == W_I4_DYN ? 8 : 0; }  // of stored integers
 inline bool is_dynamic(Format f) { return f == W_I8_DYN || f == W_I4_DYN; }
 inline bool is_grouped(Format f) { return f == W_I4 || f == W_I4_DYN; }
 
@@ -48,7 +49,9 @@ struct Tile {
   int panels;             // 1 or 2
   int group_units;        // units of a group
   bool zeros;             // groups have zero points
-  const void* x_sums;     // sums of the rows' values: W_I8_DYN int32 [rows]; W_I4_DYN int32, W_I4 float32 [groups][rows]
+  // Sums of the rows' values: W_I4 float32 [groups][rows]; times minus the weights' offset: W_I4_DYN int32
+  // [groups][rows], W_I8_DYN int32 [rows].
+  const void* x_sums;
 };
 
 // Sums of one tile on their way out; the 32 columns of a panel go to two places of 16.
@@ -73,8 +76,8 @@ struct LinearKernels {
   void (*finish)(const Finish&);
   // Quantises a row of F32 or BF16 to int8: q = rint(x * 127 / max |x|), half to even; returns max |x| / 127, NaN if not finite.
   float (*quantize)(const void* x, DType dtype, int64_t count, int8_t* q);
-  int tile_rows;  // rows of a full tile
-  int pair_rows;  // tiles of at most so many rows take two panels at a time
+  int tile_rows[kFormats];  // rows of a full tile
+  int pair_rows[kFormats];  // tiles of at most so many rows take two panels at a time
 };
 
 extern const LinearKernels linear_portable;
