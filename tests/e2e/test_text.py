@@ -94,7 +94,7 @@ def test_samples_and_logprobs_have_text(llm: LLM) -> None:
 
 def test_chat_on_a_base_model_says_what_to_do(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
-    with pytest.raises(RequestError, match="no chat template .* use generate"):
+    with pytest.raises(RequestError, match=r"no chat template .* use generate"):
         llm.chat(messages)
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     output = llm.chat(messages, GREEDY.replace(max_tokens=4), chat_template=template)[0]

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.fakes.fake_executor import VOCAB, FakeExecutor, expected_output
 
 from draftwise.adapt.controller import StaticController
 from draftwise.engine.core import EngineCore
@@ -14,7 +15,6 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.types import Speculation
-from tests.fakes.fake_executor import VOCAB, FakeExecutor, expected_output
 
 MAX_LEN = 40
 
@@ -28,7 +28,9 @@ class Engine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         caching=st.booleans(),
     )
-    def start(self, extra_blocks: int, block_size: int, budget: int, seqs: int, seed: int, caching: bool) -> None:
+    def start(
+        self, extra_blocks: int, block_size: int, budget: int, seqs: int, seed: int, caching: bool
+    ) -> None:
         num_blocks = -(-MAX_LEN // block_size) + extra_blocks  # one request fits alone, two seldom do
         self.time = 0.0
         self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs))
