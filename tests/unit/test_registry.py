@@ -80,7 +80,10 @@ def test_taken_names_and_aliases() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ngramm", "unknown method 'ngramm'; did you mean 'ngram'.*available: draft_model, ngram, suffix, synthetic"),
+        (
+            "ngramm",
+            "unknown method 'ngramm'; did you mean 'ngram'.*available: draft_model, ngram, suffix, synthetic",
+        ),
         ("zzz", "unknown method 'zzz' "),
         ("eagle3", "'eagle3' is not supported yet; available: draft_model, ngram"),
         ("deepseek_mtp", "an old name of 'mtp'\\) is not supported yet"),

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.logprobs import token_logprobs
+from draftwise.sampling.masks import Words, exclude
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray, Proposal, TokenLogprobs, Verification
 from draftwise.verify.rates import SyntheticAcceptance
@@ -42,7 +44,9 @@ class VerifyRequest:
     first_row: int
     rule: str
     token_ids_np: IntArray  # [num_tokens] committed tokens, the root last; a view
-    masks: torch.Tensor | None = None  # [1 + nodes, V] bool, True: allowed; the root's, then each node's
+    masks: Words | None = (
+        None  # [1 + nodes, W] int32, packed: what a grammar allows after the root and each node
+    )
 
     @property
     def num_rows(self) -> int:
@@ -192,19 +196,19 @@ def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[in
     rows: list[LogitsRow] = []
     can_exclude = False
     for request in requests:
-        state, proposal, masks = request.state, request.proposal, request.masks
+        state, proposal = request.state, request.proposal
         first = request.first_row
         assert len(request.token_ids_np) == state.num_tokens, "state and tokens must stand at the same step"
         order.extend(range(first, first + request.num_rows))
-        can_exclude = can_exclude or state.can_exclude or masks is not None
-        if masks is None and not state.needs_history:  # all positions are treated alike
+        can_exclude = can_exclude or state.can_exclude or request.masks is not None
+        if not state.needs_history:  # all positions are treated alike
             rows.extend([LogitsRow(state, (), request.token_ids_np)] * request.num_rows)
             continue
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
             paths.append((*paths[parent + 1], token))
-        for i, path in enumerate(paths):
-            rows.append(LogitsRow(state, path, request.token_ids_np, None if masks is None else masks[i]))
+        rows.extend(LogitsRow(state, path, request.token_ids_np) for path in paths)
+    _apply_masks(logits, requests)
     errors: dict[int, Exception] = {}
     whole = order == list(range(logits.shape[0]))
     part = logits if whole else logits[order]
@@ -220,6 +224,18 @@ def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[in
     if done is not logits:
         logits[order] = done
     return failures
+
+
+def _apply_masks(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
+    """Exclude what grammars forbid, before everything else: what is -inf stays it."""
+    masked = [request for request in requests if request.masks is not None]
+    if len(masked) > 1 and sum(request.num_rows for request in masked) == logits.shape[0]:
+        masked.sort(key=lambda request: request.first_row)
+        exclude(logits, np.concatenate([request.masks for request in masked if request.masks is not None]))
+        return
+    for request in masked:
+        assert request.masks is not None
+        exclude(_rows(logits, request), request.masks)
 
 
 def _add_logprobs(
