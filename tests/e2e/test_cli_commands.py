@@ -150,7 +150,7 @@ def test_chat_with_a_template(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_conversation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n/clear\ntwo\n/quit\nnever\n"))
     _, err = run(capsys, "chat", "--chat-template", TEMPLATE, "--max-tokens", "4", "--ignore-eos")
-    assert err.count("4 tokens") == 2
+    assert err.count("4 tokens in") == 2
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run(capsys, "demo", "--json", "--rounds", "1", "--max-tokens", "16")[0])
-    assert [m["method"] for m in facts["methods"]] == ["none", "draft_model", "ngram"]
+    assert [m["method"] for m in facts["methods"]] == ["none", "draft_model", "ngram", "suffix"]
     assert all(m["equal_tokens"] for m in facts["methods"])
     text, _ = run(capsys, "demo", "--rounds", "1", "--max-tokens", "16")
     assert "class Stack" in text and "plain" in text and "yes" in text
@@ -179,7 +179,7 @@ def test_bench_latency(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run(capsys, "bench", "latency", "--json", *small)[0])
     rows = facts["results"]
     assert [(r["temperature"], r["method"]) for r in rows] == [
-        (t, m) for t in (0.0, 0.8) for m in ("none", "draft_model", "ngram")
+        (t, m) for t in (0.0, 0.8) for m in ("none", "draft_model", "ngram", "suffix")
     ]
     assert all(r["tokens_per_second"] > 0 and r["num_samples"] == 2 for r in rows)
     assert rows[0]["speedup"] is None and rows[1]["speedup"] > 0
@@ -194,9 +194,9 @@ def test_bench_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--rounds", "1", "--output-tokens", "8", "--prompt-tokens", "32", "--concurrency", "1", "4"]
     rows = json.loads(run(capsys, "bench", "throughput", "--json", *small)[0])["results"]
     assert [(r["concurrency"], r["method"]) for r in rows] == [
-        (n, m) for n in (1, 4) for m in ("none", "draft_model", "ngram")
+        (n, m) for n in (1, 4) for m in ("none", "draft_model", "ngram", "suffix")
     ]
-    assert rows[0]["scaling"] == 1 and rows[3]["scaling"] > 1
+    assert rows[0]["scaling"] == 1 and rows[4]["scaling"] > 1
     assert "requests" in run(capsys, "bench", "throughput", *small, "--methods", "none")[0]
 
 
@@ -204,7 +204,7 @@ def test_bench_accept(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--prompts", "1", "--output-tokens", "16", "--prompt-tokens", "64"]
     rows = json.loads(run(capsys, "bench", "accept", "--json", *small)[0])["results"]
     assert [(r["workload"], r["method"]) for r in rows] == [
-        (w, m) for w in ("code", "edit", "copy", "random") for m in ("draft_model", "ngram")
+        (w, m) for w in ("code", "edit", "copy", "random") for m in ("draft_model", "ngram", "suffix")
     ]
     for row in rows:
         if row["num_drafts"]:
@@ -222,19 +222,22 @@ def test_interrupting_a_process() -> None:
         "generate",
         "def main(",
         "--max-tokens",
-        "1500",
+        "1000",
         "--ignore-eos",
         "--temperature",
         "0",
         *SMALL,
     ]
-    process = subprocess.Popen([*DRAFTWISE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert os.read(process.stdout.fileno(), 1)  # it streams: interrupt it in mid-flight
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    for _ in range(3):  # on a busy machine it may have ended before the signal came
+        process = subprocess.Popen([*DRAFTWISE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 1)  # it streams: interrupt it in mid-flight
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert b"Traceback" not in err
+        if process.returncode != 0:
+            break
     assert process.returncode == 130, err
-    assert b"Traceback" not in err
 
 
 def test_interrupting_a_conversation() -> None:
@@ -266,7 +269,7 @@ def test_interrupting_a_conversation() -> None:
             process.wait(timeout=10)
             break
     os.close(terminal)
-    assert process.wait(timeout=10) == 130
+    assert process.wait(timeout=10) == 130, seen
 
 
 def test_a_reader_that_goes_away() -> None:

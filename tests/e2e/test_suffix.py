@@ -96,6 +96,19 @@ def test_acceptance_after_ten_repeats(make_llm: Callable[..., LLM]) -> None:
     assert lengths[-1] > 4, "tokens per step"
 
 
+def test_drafters_forget_on_request(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(speculative_config=SUFFIX)
+    prompts = random_prompts(4, seed=55)
+    steps = []
+    for _ in range(3):
+        before = llm.stats().num_steps
+        llm.generate(prompts, GREEDY)
+        steps.append(llm.stats().num_steps - before)
+        if len(steps) == 2:
+            llm.reset_drafters()
+    assert steps[0] == steps[2] > steps[1], "as at first, though the second time was quicker"
+
+
 def test_the_configuration_that_users_bring(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(tensor_parallel_size=1, enforce_eager=True, speculative_config=SUFFIX)
     (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7, 8] * 5}], GREEDY)

@@ -53,10 +53,14 @@ class FakeLLM:
     )  # method, first prompt, temperature, n
     steps: int = 0
     resets: int = 0
+    forgotten: int = 0
 
     def reset_prefix_cache(self) -> bool:
         self.resets += 1
         return True
+
+    def reset_drafters(self) -> None:
+        self.forgotten += 1
 
     def stats(self) -> EngineStats:
         zero = dict.fromkeys(EngineStats.__slots__, 0)
@@ -95,7 +99,7 @@ def test_measure_reads_differences() -> None:
     llm = FakeLLM(steps=100)
     params = SamplingParams(max_tokens=4, ignore_eos=True, speculation={"method": "ngram"})
     sample = measure(llm, [(7, 8), (9,)], params)  # type: ignore[arg-type]
-    assert (sample.tokens, sample.num_steps, llm.resets) == (8, 10, 1)
+    assert (sample.tokens, sample.num_steps, llm.resets, llm.forgotten) == (8, 10, 1, 1)
     assert sample.token_ids == ((7,) * 4, (9,) * 4)
     assert sample.host_time == pytest.approx(0.010)  # 10 steps of 5 ms, 4 ms of them in forward passes
     assert sample.draft_time == pytest.approx(0.020)

@@ -231,6 +231,20 @@ def test_a_preempted_request_is_counted_once(native: bool) -> None:
     assert (proposer.num_cached_requests, proposer.num_cached_tokens) == (2, 35)
 
 
+def test_forget(native: bool) -> None:
+    proposer = SuffixProposer(native=native)
+    run(proposer, 1, [1], TEXT)
+    proposer.propose([row([1, *TEXT[:10]], 2)])
+    proposer.forget()
+    assert (proposer.num_cached_requests, proposer.num_cached_tokens) == (0, 0)
+    (own,) = proposer.propose([row([1, *TEXT[:10], *TEXT[:3]], 2)])
+    assert own.tokens == tuple(TEXT[3:6]), "a request that runs keeps its own tree"
+    proposer.leaving(2, array([1, *TEXT]))
+    proposer.remove(2)
+    assert proposer.propose([row([9, *TEXT[20:25]], 3)]) == [EMPTY_PROPOSAL]
+    assert proposer.num_cached_requests == 1
+
+
 def test_nothing_is_made_before_it_is_used(native: bool) -> None:
     proposer = SuffixProposer(native=native)
     proposer.leaving(1, array(TEXT))

@@ -32,9 +32,11 @@ class Sample:
 
 
 def measure(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Sample:
-    """Generate for all prompts at once, from an empty prefix cache, and read the clock and the counters."""
+    """Generate for all prompts at once, and read the clock and the counters. Begins with an empty prefix cache and
+    with drafters that have learned nothing: runs repeat the same prompts."""
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     llm.reset_prefix_cache()
+    llm.reset_drafters()
     before = llm.stats()
     start = time.perf_counter()
     outputs = llm.generate(requests, params, use_tqdm=False)

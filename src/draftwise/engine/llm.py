@@ -173,6 +173,10 @@ class LLM:
         with engine.core.lock:
             return engine.core.scheduler.kv.reset_prefix_cache()
 
+    def reset_drafters(self) -> None:
+        """Let drafters forget what they learned from past requests (method ``suffix``: their outputs)."""
+        self._alive().core.executor.forget()
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the engine's books do not agree."""
         self._alive().core.check_integrity()

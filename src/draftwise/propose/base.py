@@ -101,6 +101,9 @@ class Proposer(ABC):
     def remove(self, rid: int) -> None:  # noqa: B027
         """The request left the executor (finished, cancelled or preempted): drop what is kept for it."""
 
+    def forget(self) -> None:  # noqa: B027
+        """Drop what was learned from requests that have left: as if the engine had just started."""
+
     def move_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:  # noqa: B027
         """The accepted path of trees was compacted: move storage rows ``src`` -> ``dst`` (int64 [n] each)."""
 

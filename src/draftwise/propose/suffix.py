@@ -170,6 +170,13 @@ class SuffixProposer(Proposer):
             assert self._global is not None
             self._global.close(request.output)
 
+    def forget(self) -> None:
+        self._global = None
+        self._cached.clear()
+        self._output_of.clear()
+        for request in self._requests.values():
+            request.output = -1
+
     # ------------------------------------------------------------------------------------------ the cache
 
     @property

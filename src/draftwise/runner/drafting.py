@@ -74,6 +74,10 @@ class Drafting:
             proposer.leaving(row.rid, token_ids_np)
             proposer.remove(row.rid)
 
+    def forget(self) -> None:
+        for proposer in self._proposers.values():
+            proposer.forget()
+
     # ------------------------------------------------------------------------------- after the target pass
 
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
@@ -129,7 +133,10 @@ class Drafting:
             nodes = min(budget, MAX_TREE_NODES)
             forced: tuple[int, ...] = ()
             if row.grammar is not None:
-                forced = row.grammar.forced(min(nodes, max_depth))
+                try:
+                    forced = row.grammar.forced(min(nodes, max_depth))
+                except Exception:  # the next step's masks will say so, and fail the request
+                    continue
             draft_row = DraftRow(
                 rid=row.rid,
                 token_ids_np=row.tokens_np[: row.num_tokens],
@@ -154,6 +161,7 @@ class Drafting:
             assert len(proposals) == len(members), f"{len(proposals)} proposals for {len(members)} rows"
             for (_, draft_row), proposal in zip(members, proposals, strict=True):
                 self._check(proposal, draft_row)
+            proposals = [_fitted(p, draft_row) for p, (_, draft_row) in zip(proposals, members, strict=True)]
         except Exception as error:
             if len(members) > 1:  # find out whose fault it is; the others go on drafting
                 for member in members:
@@ -170,7 +178,7 @@ class Drafting:
             self._warnings.append(f"proposer {name!r} failed for request {row.rid}: {error}")
             return
         for (row, draft_row), proposal in zip(members, proposals, strict=True):
-            row.proposal = proposal if row.grammar is None else fit(proposal, row.grammar, draft_row.forced)
+            row.proposal = proposal
             if proposer.has_storage:
                 self._record_fill(name, proposer, row, draft_row)
 
@@ -227,3 +235,8 @@ def _delivered(row: Row) -> IntArray:
     first = row.num_prompt + max(row.state.params.min_tokens, 1) - 1
     stops = np.flatnonzero(np.isin(tokens_np[first:], list(row.stop_token_ids)))
     return tokens_np[: first + int(stops[0]) + 1] if len(stops) else tokens_np
+
+
+def _fitted(proposal: Proposal, row: DraftRow) -> Proposal:
+    """The proposal under the row's grammar, if it has one."""
+    return proposal if row.grammar is None else fit(proposal, row.grammar, row.forced)

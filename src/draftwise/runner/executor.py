@@ -42,6 +42,9 @@ class Executor(ABC):
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the diff, run one step, answer what each row committed. Raises only if the engine is broken."""
 
+    def forget(self) -> None:  # noqa: B027
+        """Let the drafters forget what they learned from past requests; between two steps."""
+
     @abstractmethod
     def close(self) -> None:
         """Release models and memory."""
@@ -140,6 +143,9 @@ class LocalExecutor(Executor):
             draft_forward_time=self._drafting.take_forward_time(),
             warnings=self._drafting.take_warnings(),
         )
+
+    def forget(self) -> None:
+        self._drafting.forget()
 
     def close(self) -> None:
         self._rows.clear()
