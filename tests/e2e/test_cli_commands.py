@@ -23,6 +23,8 @@ from draftwise.cli import main
 from draftwise.models.embedded import embedded_path
 
 DRAFTWISE = [sys.executable, "-m", "draftwise"]
+# A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.
+INTERRUPTIBLE = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
 SMALL = ["--num-threads", "1", "--kv-cache-memory", "64MiB"]
 
 
@@ -229,7 +231,11 @@ def test_interrupting_a_process() -> None:
         *SMALL,
     ]
     for _ in range(3):  # on a busy machine it may have ended before the signal came
-        process = subprocess.Popen([*DRAFTWISE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTIBLE, *DRAFTWISE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert process.stdout is not None
         assert os.read(process.stdout.fileno(), 1)  # it streams: interrupt it in mid-flight
         process.send_signal(signal.SIGINT)
@@ -243,7 +249,7 @@ def test_interrupting_a_process() -> None:
 def test_interrupting_a_conversation() -> None:
     """On a terminal: Ctrl-C in an answer gives the prompt back, Ctrl-C at the prompt ends with 130."""
     terminal, inner = pty.openpty()
-    on_terminal = "import os, sys; os.login_tty(0); os.execv(sys.executable, sys.argv[1:])"
+    on_terminal = f"import os; os.login_tty(0); {INTERRUPTIBLE}"
     arguments = ["chat", "--chat-template", TEMPLATE, "--max-tokens", "900", "--ignore-eos", *SMALL]
     process = subprocess.Popen([sys.executable, "-c", on_terminal, *DRAFTWISE, *arguments], stdin=inner)
     os.close(inner)
