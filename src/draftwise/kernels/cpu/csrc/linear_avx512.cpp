@@ -6,18 +6,19 @@
 namespace dw {
 namespace {
 
-constexpr int64_t kAhead = 32;  // units (128 bytes each, per panel) that are prefetched ahead
+constexpr int64_t kAhead = 64;  // units (128 bytes each) that are prefetched ahead, of all panels together
 
 // Where weights come from: read at `w`, prefetched ahead of it, in the end from what will be read after this tile.
+template <int P>
 struct Stream {
+  static constexpr int64_t kDistance = kAhead / P * kUnitBytes;
   const uint8_t* w;
   const uint8_t* edge;   // from here on, what is prefetched lies in what comes next
   int64_t near, far;     // distance of the prefetch before and after the edge
 
-  explicit Stream(const Tile& t) : w(t.w), edge(t.w + t.bytes - kAhead * kUnitBytes), near(kAhead * kUnitBytes) {
+  explicit Stream(const Tile& t) : w(t.w), edge(t.w + t.bytes - kDistance), near(kDistance) {
     far = t.next_w != nullptr ? t.next_w - edge : 0;
   }
-  template <int P>
   void prefetch(int64_t stride, int bytes) const {
     const uint8_t* ahead = w + (w < edge ? near : far);
     for (int p = 0; p < P; ++p)
@@ -63,14 +64,14 @@ void tile(const Tile& t) {
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v)
       acc[r][v] = t.load ? _mm512_loadu_ps(t.sums + (r * P * 2 + v) * 16) : _mm512_setzero_ps();
-  Stream s(t);
+  Stream<P> s(t);
   const uint32_t* x = t.x;
   const int64_t stride = t.panel_stride;
   int64_t left = t.units;
   do {
     __m512i w[2 * P];
     for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * stride + v % 2 * 64);
-    s.prefetch<P>(stride, kUnitBytes);
+    s.prefetch(stride, kUnitBytes);
     add_steps<R, P, kBf16>(acc, w, x);
     s.w += kUnitBytes;
     x += R;
@@ -87,13 +88,13 @@ void tile_i8_dynamic(const Tile& t) {
     for (int v = 0; v < 2 * P; ++v)
       // weights are stored plus 128: 128 times the sum of the row comes off, which is what x_sums hold
       acc[r][v] = t.load ? _mm512_loadu_si512(t.sums + (r * P * 2 + v) * 16) : _mm512_set1_epi32(x_sums[r]);
-  Stream s(t);
+  Stream<P> s(t);
   const uint32_t* x = t.x;
   int64_t left = t.units;
   do {  // at least once: a loop that may not run makes the compiler spill
     __m512i w[2 * P];
     for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
-    s.prefetch<P>(t.panel_stride, kUnitBytes);
+    s.prefetch(t.panel_stride, kUnitBytes);
     add_steps<R, P>(acc, w, x);
     s.w += kUnitBytes;
     x += R;
@@ -139,11 +140,11 @@ void tile_i8(const Tile& t) {
   const __m512i low[2] = {load_w(kTables.low), load_w(kTables.low + 64)};
   const __m512i high[2] = {load_w(kTables.high), load_w(kTables.high + 64)};
   const __m512i sign = _mm512_set1_epi8(char(0x80));
-  Stream s(t);
+  Stream<P> s(t);
   const uint32_t* x = t.x;
   int64_t left = t.units;
   do {
-    s.prefetch<P>(t.panel_stride, kUnitBytes);
+    s.prefetch(t.panel_stride, kUnitBytes);
     __m512i first[2 * P], second[2 * P];
     for (int v = 0; v < 2 * P; ++v) {
       __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
@@ -189,7 +190,7 @@ void tile_i4(const Tile& t) {
   const __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_high)));
   const __m512i mask = _mm512_set1_epi8(15);
   const auto* x_sums = static_cast<const float*>(t.x_sums);
-  Stream s(t);
+  Stream<P> s(t);
   const uint32_t* x = t.x;
   const int group_units = t.group_units;
   const int64_t groups = t.units / group_units;
@@ -197,14 +198,14 @@ void tile_i4(const Tile& t) {
     const uint8_t* group = s.w;
     float x_sum[R];
     for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
-    s.prefetch<P>(t.panel_stride, header);
+    s.prefetch(t.panel_stride, header);
     __m512 acc[R][2 * P];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_setzero_ps();
     s.w += header;
     int u = group_units;
     do {  // at least once: a loop that may not run makes the compiler spill
-      s.prefetch<P>(t.panel_stride, kUnitBytes);
+      s.prefetch(t.panel_stride, kUnitBytes);
       for (int half = 0; half < 2; ++half) {
         __m512i first[2 * P], second[2 * P];
         for (int v = 0; v < 2 * P; ++v) {
@@ -233,7 +234,7 @@ void tile_i4_dynamic(const Tile& t) {
   const int header = t.zeros ? 2 * kHeader : kHeader;
   const __m512i mask = _mm512_set1_epi8(15);
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
-  Stream s(t);
+  Stream<P> s(t);
   const uint32_t* x = t.x;
   const int group_units = t.group_units;
   const int64_t groups = t.units / group_units;
@@ -246,11 +247,11 @@ void tile_i4_dynamic(const Tile& t) {
       // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
       for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_set1_epi32(x_sums[r]);
     }
-    s.prefetch<P>(t.panel_stride, header);
+    s.prefetch(t.panel_stride, header);
     s.w += header;
     int u = group_units;
     do {
-      s.prefetch<P>(t.panel_stride, kUnitBytes);
+      s.prefetch(t.panel_stride, kUnitBytes);
       __m512i first[2 * P], second[2 * P];
       for (int v = 0; v < 2 * P; ++v) {
         __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
