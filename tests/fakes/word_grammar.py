@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from draftwise.structured.base import Matcher, Words
+from draftwise.sampling.masks import Words, pack
+from draftwise.structured.base import Matcher
 from draftwise.structured.cursor import Cursor, Vocabulary
 
 Word = tuple[int, ...]
@@ -28,12 +29,12 @@ class WordMatcher(Matcher):
         self.path: list[int] = []
         self.masks = 0
 
-    def fill(self, words: Words) -> None:
+    def mask(self) -> Words:
         self.masks += 1
-        bits = np.zeros(len(words) * 32, np.bool_)
+        bits = np.zeros(-(-self.num_tokens // 32) * 32, np.bool_)
         bits[self.num_tokens :] = True
         bits[list(following(self.words, self.path))] = True
-        words[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        return pack(bits)
 
     def advance(self, token: int) -> bool:
         if token not in following(self.words, self.path):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.fakes.word_grammar import Word, WordMatcher, cursor_over, following
 
 from draftwise.errors import RequestError
+from draftwise.sampling.masks import unpack
 from draftwise.structured.cursor import Cursor, Vocabulary, paths_of
 from draftwise.structured.proposer import fit
 from draftwise.types import Proposal, chain
@@ -50,7 +51,7 @@ def test_masks_prune_and_commit_agree_with_the_words(language, proposals, ignore
     cursor = cursor_over(language, VOCAB, EOS, ignore_eos=ignore_eos)
     done: Word = ()
     for proposal in proposals:
-        masks = cursor.masks(proposal)
+        masks = unpack(cursor.masks(proposal), VOCAB)
         paths = paths_of(proposal)
         assert masks.shape == (1 + len(proposal), VOCAB)
         for path, mask in zip(paths, masks, strict=True):
@@ -85,7 +86,7 @@ def test_masks_prune_and_commit_agree_with_the_words(language, proposals, ignore
 def test_masks_of_a_tree() -> None:
     cursor = cursor_over(WORDS, VOCAB, EOS)
     proposal = Proposal((1, 4, 2, 4, 3, 0), (-1, -1, 0, 1, 2, 1), "t")
-    assert [tokens_of(mask) for mask in cursor.masks(proposal)] == [
+    assert [tokens_of(mask) for mask in unpack(cursor.masks(proposal), VOCAB)] == [
         {1, 4},
         {2},
         {4, 0, 5},

@@ -15,6 +15,7 @@ import pytest
 from draftwise.errors import ConfigError, RequestError
 from draftwise.models.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
+from draftwise.sampling.masks import unpack
 from draftwise.structured.cursor import Cursor, Vocabulary
 from draftwise.structured.grammars import Grammars
 from draftwise.structured.llguidance import LlguidanceBackend, _without_anchors
@@ -127,7 +128,7 @@ def test_walks_and_rollbacks_leave_no_trace(backend: LlguidanceBackend) -> None:
                 parents.append(parent)
                 paths.append((*paths[parent + 1], tokens[-1]))
             wandering.forced(rng.randint(0, 8))
-            masks = wandering.masks(Proposal(tuple(tokens), tuple(parents)))
+            masks = unpack(wandering.masks(Proposal(tuple(tokens), tuple(parents))), VOCAB)
             fresh = cursor(backend, value, output_ids=done)
             assert fresh.forced(8) == wandering.forced(8)
             for path, mask in zip(paths, masks, strict=True):

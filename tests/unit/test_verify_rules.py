@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draftwise.errors import ConfigError, RequestError
+from draftwise.sampling.masks import pack
 from draftwise.sampling.noise import ACCEPT, SHARED, NoiseKey, gumbel, uniform
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
@@ -298,7 +299,7 @@ class TestBatch:
         masks = torch.ones(2, V, dtype=torch.bool)
         masks[1] = False
         for tokens, fails in (((5,), True), ((4,), False)):
-            req = VerifyRequest(state, chain(tokens, "t"), 0, rule, PROMPT, masks)
+            req = VerifyRequest(state, chain(tokens, "t"), 0, rule, PROMPT, pack(masks.numpy()))
             [out] = verify_batch(peaked(5, 6, height=80.0), [req])
             assert isinstance(out, RequestError if fails else Verification)
 
@@ -315,7 +316,8 @@ class TestBatch:
     def test_masks_hold_per_position(self) -> None:
         masks = torch.ones(3, V, dtype=torch.bool)
         masks[1, 6] = False
-        req = VerifyRequest(make_state(temperature=0), chain((5, 6), "t"), 0, "greedy", PROMPT, masks)
+        packed = pack(masks.numpy())
+        req = VerifyRequest(make_state(temperature=0), chain((5, 6), "t"), 0, "greedy", PROMPT, packed)
         logits = peaked(5, 6, 7)
         logits[1, 2] = 20.0
         assert verify_batch(logits, [req]) == [Verification((0,), (5, 2))]

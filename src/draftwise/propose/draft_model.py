@@ -18,6 +18,7 @@ from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.registry import ProposerContext
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
+from draftwise.structured.cursor import mask_drafts
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
 
 _CATCH_UP_ROWS = 2048
@@ -182,12 +183,13 @@ class DraftModelProposer(Proposer):
 
     def _draw(self, active: Sequence[_Draft], logits: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
         """Draw one token per row from the drafter's distribution behind its tokens."""
-        rows = []
-        for d in active:
-            path = tuple(d.tokens)
-            grammar = d.row.grammar
-            mask = None if grammar is None else grammar.mask(path, logits.device)
-            rows.append(LogitsRow(d.row.sampling, path, d.row.token_ids_np, mask))
+        paths = [tuple(d.tokens) for d in active]
+        if any(d.row.grammar is not None for d in active):
+            logits = logits.float()
+            mask_drafts(logits, [d.row.grammar for d in active], paths)
+        rows = [
+            LogitsRow(d.row.sampling, path, d.row.token_ids_np) for d, path in zip(active, paths, strict=True)
+        ]
         return draft_tokens(
             logits,
             rows,

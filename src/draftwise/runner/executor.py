@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from draftwise.errors import RequestError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
@@ -279,8 +278,8 @@ class LocalExecutor(Executor):
             if requests is wanted.requests:
                 requests = list(requests)
             try:
-                masks = grammar.masks(steps[i].proposal, self._device)
-            except RequestError as error:
+                masks = grammar.masks(steps[i].proposal)
+            except Exception as error:  # its grammar is too complex, say: it fails alone
                 failed[j] = error
                 continue
             requests[j] = replace(requests[j], masks=masks)
@@ -312,7 +311,7 @@ class LocalExecutor(Executor):
         if row.grammar is not None:
             try:
                 row.grammar.commit(answer.token_ids)
-            except RequestError as error:  # a rule that does not look at the target, such as "synthetic"
+            except Exception as error:  # a rule that does not look at the target, such as "synthetic"
                 return RowResult(row.rid, error=f"{type(error).__name__}: {error}")
         return RowResult(
             rid=row.rid,

@@ -5,13 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from draftwise.sampling.masks import Words
 from draftwise.structured.spec import StructuredOutputs
-
-Words = npt.NDArray[np.int32]
-"""A mask with one bit per token: token t is bit t % 32 of word t // 32. Shape [W], W = ceil(vocabulary / 32)."""
 
 
 class Matcher(ABC):
@@ -21,15 +16,15 @@ class Matcher(ABC):
     """
 
     @abstractmethod
-    def fill(self, words: Words) -> None:
-        """Write the tokens that may follow into ``words`` [W] int32, C-contiguous. The bits of end-of-sequence
-        tokens, and of tokens past the vocabulary, may be anything.
+    def mask(self) -> Words:
+        """The tokens that may follow, [W] int32, not to be written to. The bits of end-of-sequence tokens, and of
+        tokens past the vocabulary, may be anything.
 
         Raises `RequestError`: the grammar turned out too complex to go on."""
 
     @abstractmethod
     def advance(self, token: int) -> bool:
-        """Take in a token that `fill` allows here; False (and nothing taken in) if it cannot be."""
+        """Take in a token that `mask` allows here; False (and nothing taken in) if it cannot be."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:

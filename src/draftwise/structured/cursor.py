@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from draftwise.errors import RequestError
-from draftwise.structured.base import Matcher, Words
+from draftwise.sampling.masks import Words, exclude, pack, unpack
+from draftwise.structured.base import Matcher
 from draftwise.types import Proposal
 
 Path = tuple[int, ...]
@@ -29,10 +29,10 @@ class Vocabulary:
         self.num_words = -(-max(size, num_tokens or 0) // 32)
         bits = np.zeros(self.num_words * 32, np.bool_)
         bits[list(self.eos_token_ids)] = True
-        self.ends = _pack(bits)  # end-of-sequence tokens
+        self.ends = pack(bits)  # end-of-sequence tokens
         bits = ~bits
         bits[size:] = False
-        self.ordinary = _pack(bits)  # all others that the model has
+        self.ordinary = pack(bits)  # all others that the model has
         self.everything = np.full(self.num_words, -1, np.int32)
 
 
@@ -99,21 +99,28 @@ class Cursor:
 
     def allows(self, path: Path, token: int) -> bool:
         """Whether ``token`` may follow the committed output and ``path``."""
-        return bool(self._words(path)[token >> 5] >> (token & 31) & 1)
+        return _has(self.words(path), token)
 
     def mask(self, path: Path = (), device: torch.device | str = "cpu") -> torch.Tensor:
         """[V] bool, True: the token may follow the committed output and ``path``. Raises `RequestError`."""
-        return _unpack(self._words(path), self._vocabulary.size).to(device)
+        return unpack(self.words(path), self._vocabulary.size).to(device)
 
-    def masks(self, proposal: Proposal, device: torch.device | str = "cpu") -> torch.Tensor:
-        """[1 + nodes, V] bool: after the root, then after each node. Raises `RequestError`.
+    def masks(self, proposal: Proposal) -> Words:
+        """[1 + nodes, W], packed: after the root, then after each node. Raises `RequestError`.
 
         Example: tokens (5, 7, 9), parents (-1, -1, 0): after (), (5,), (7,), (5, 9).
         """
         if not proposal.tokens:
-            return self.mask((), device)[None]
-        words = np.stack([self._words(path) for path in paths_of(proposal)])
-        return _unpack(words, self._vocabulary.size).to(device)
+            return self.words(())[None]
+        paths = paths_of(proposal)
+        return np.concatenate([self.words(path) for path in paths]).reshape(len(paths), -1)
+
+    def words(self, path: Path) -> Words:
+        """[W]: the packed mask after ``path``, not to be written to. Raises `RequestError`."""
+        words = self._kept.get(path)
+        if words is None:
+            words = self._kept[path] = self._compute(path)
+        return words
 
     def forced(self, limit: int) -> Path:
         """At most ``limit`` tokens that must follow the committed output, the end of the sequence included."""
@@ -156,27 +163,17 @@ class Cursor:
 
     # ------------------------------------------------------------------------------------------- the walk
 
-    def _words(self, path: Path) -> Words:
-        """Packed mask after ``path``."""
-        words = self._kept.get(path)
-        if words is None:
-            words = self._kept[path] = self._compute(path)
-        return words
-
     def _compute(self, path: Path) -> Words:
-        if self.ended:
-            return self._vocabulary.everything
-        if path and (path[-1] in self._vocabulary.eos_token_ids or not self.allows(path[:-1], path[-1])):
-            return self._vocabulary.everything
-        # Below a node that is itself unreachable `allows` was True for want of a mask: look further up.
-        if len(path) > 1 and self._words(path[:-1]) is self._vocabulary.everything:
-            return self._vocabulary.everything
-        if not self._move(path):
-            return self._vocabulary.everything
         vocabulary = self._vocabulary
-        words: Words = np.empty(vocabulary.num_words, np.int32)
-        self._matcher.fill(words)
-        words &= vocabulary.ordinary
+        if self.ended:
+            return vocabulary.everything
+        if path:
+            above, token = self.words(path[:-1]), path[-1]
+            if above is vocabulary.everything or token in vocabulary.eos_token_ids or not _has(above, token):
+                return vocabulary.everything
+        if not self._move(path):
+            return vocabulary.everything
+        words: Words = self._matcher.mask() & vocabulary.ordinary
         if self._matcher.is_accepting() and not (self._ignore_eos and words.any()):
             words |= vocabulary.ends
         return words
@@ -212,12 +209,21 @@ def paths_of(proposal: Proposal) -> list[Path]:
     return paths
 
 
-def _pack(bits: npt.NDArray[np.bool_]) -> Words:
-    """[32 * W] bool -> [W] int32."""
-    return np.packbits(bits, bitorder="little").view(np.int32)
+def mask_drafts(logits: torch.Tensor, cursors: Sequence[Cursor | None], paths: Sequence[Path]) -> None:
+    """Exclude from a drafter's ``logits`` [R, V] float32, in place, what may not follow ``paths[i]`` in the grammar
+    of ``cursors[i]``. Raises `RequestError`."""
+    members = [i for i, cursor in enumerate(cursors) if cursor is not None]
+    if not members:
+        return
+    found = [cursor.words(path) for cursor, path in zip(cursors, paths, strict=True) if cursor is not None]
+    words = np.concatenate(found).reshape(len(found), -1)
+    if len(members) == len(cursors):
+        exclude(logits, words)
+        return
+    part = logits[members]
+    exclude(part, words)
+    logits[members] = part
 
 
-def _unpack(words: Words, vocab_size: int) -> torch.Tensor:
-    """[..., W] int32 -> [..., V] bool."""
-    bits = np.unpackbits(words.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
-    return torch.from_numpy(bits.view(np.bool_))
+def _has(words: Words, token: int) -> bool:
+    return bool(words[token >> 5] >> (token & 31) & 1)

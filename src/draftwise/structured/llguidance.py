@@ -10,8 +10,11 @@ from importlib import import_module
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
 from draftwise.errors import ConfigError, RequestError
-from draftwise.structured.base import GrammarBackend, Matcher, Words
+from draftwise.sampling.masks import Words
+from draftwise.structured.base import GrammarBackend, Matcher
 from draftwise.structured.spec import StructuredOutputs
 
 _KEPT = 256
@@ -63,7 +66,7 @@ class LlguidanceBackend(GrammarBackend):
                 self._compiled[spec] = compiled
                 while len(self._compiled) > _KEPT:
                     self._compiled.popitem(last=False)
-        return LlguidanceMatcher(compiled.deep_copy())
+        return LlguidanceMatcher(compiled.deep_copy(), -(-self.num_tokens // 32))
 
     def _compile(self, spec: StructuredOutputs) -> Any:
         kind = "JSON schema" if spec.kind == "json" else spec.kind
@@ -102,17 +105,20 @@ class LlguidanceBackend(GrammarBackend):
 class LlguidanceMatcher(Matcher):
     """One text. llguidance never raises for bad tokens or grammars; it enters an error state for ever."""
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_matcher", "_num_words")
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        """``num_words``: of a mask; llguidance's own may be longer."""
         self._matcher = matcher
+        self._num_words = num_words
 
-    def fill(self, words: Words) -> None:
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    def mask(self) -> Words:
+        words: Words = np.frombuffer(self._matcher.compute_bitmask(), np.int32, self._num_words)
         if self._matcher.is_error():
             raise RequestError(
                 f"structured_outputs: the grammar cannot be followed: {_one_line(self._matcher.get_error())}"
             )
+        return words
 
     def advance(self, token: int) -> bool:
         taken: int = self._matcher.try_consume_tokens([token])
