@@ -24,7 +24,10 @@ from draftwise.models.embedded import embedded_path
 
 DRAFTWISE = [sys.executable, "-m", "draftwise"]
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.
-INTERRUPTIBLE = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+INTERRUPTIBLE = """import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, sys.argv[1:])
+"""
 SMALL = ["--num-threads", "1", "--kv-cache-memory", "64MiB"]
 
 
@@ -249,7 +252,7 @@ def test_interrupting_a_process() -> None:
 def test_interrupting_a_conversation() -> None:
     """On a terminal: Ctrl-C in an answer gives the prompt back, Ctrl-C at the prompt ends with 130."""
     terminal, inner = pty.openpty()
-    on_terminal = f"import os; os.login_tty(0); {INTERRUPTIBLE}"
+    on_terminal = "import os; os.login_tty(0)\n" + INTERRUPTIBLE
     arguments = ["chat", "--chat-template", TEMPLATE, "--max-tokens", "900", "--ignore-eos", *SMALL]
     process = subprocess.Popen([sys.executable, "-c", on_terminal, *DRAFTWISE, *arguments], stdin=inner)
     os.close(inner)

@@ -76,6 +76,7 @@ def _generate(
                 speculation={"method": method},
             )
             llm.reset_prefix_cache()
+            llm.reset_drafters()
             start = time.perf_counter()
             (output,) = llm.generate(args.prompt, params, use_tqdm=False)
             elapsed = time.perf_counter() - start
