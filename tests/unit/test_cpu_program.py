@@ -129,6 +129,39 @@ def test_a_team_of_threads_computes_the_same_bits(folder: str) -> None:
         assert torch.equal(team.forward_logits(batch(rows, 40), other)[1], want[rows - 1]), (step, rows)
 
 
+@torch.inference_mode()
+def test_greedy_chains_in_one_call(folder: str) -> None:
+    """The same tokens and K/V as pass by pass; three requests that catch up on different numbers of tokens."""
+    model = load(folder)
+    tables = torch.arange(3, 63, dtype=torch.int32).view(3, 20).numpy()
+    tokens = [[5, 9, 11, 4], [7], [8, 30, 2]]
+    contexts = [0, 6, 13]
+    one, other = storage(model), storage(model)
+    for r in range(3):  # committed tokens, some of which the chains must see
+        if contexts[r]:
+            known = [(3 * i + r) % VOCAB for i in range(contexts[r])]
+            for kv in (one, other):
+                model.forward(build_step_input([RowInput(known, 0, tables[r])], 4, CPU), kv)
+
+    def first() -> StepInput:
+        return build_step_input([RowInput(tokens[r], contexts[r], tables[r]) for r in range(3)], 4, CPU)
+
+    steps = 7  # over block borders
+    got = model.greedy_chains(first(), one, [3, 4, 7], steps)
+    assert got is not None and got.shape == (3, steps)
+    logits = model.forward_logits(first(), other, [3, 4, 7])[1]
+    for step in range(steps):
+        best = logits.argmax(-1).tolist()
+        assert got[:, step].tolist() == best, step
+        rows = [RowInput([best[r]], contexts[r] + len(tokens[r]) + step, tables[r]) for r in range(3)]
+        if step + 1 < steps:
+            logits = model.forward_logits(build_step_input(rows, 4, CPU), other)[1]
+    for layer in range(2):
+        assert torch.equal(one.layer(layer)[0], other.layer(layer)[0])
+    alone = model.greedy_chains(build_step_input([RowInput([7], 6, tables[1])], 4, CPU), one, None, 1)
+    assert alone is not None and alone.tolist() == [[got[1, 0]]]
+
+
 def test_products_are_fused(folder: str) -> None:
     """Per layer: norm, q/k/v, rotation, attention, output + residual, norm, gate/up with SiLU, down + residual."""
     model = load(folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,6 +79,18 @@ class DecoderModel(ABC):
                 return output, hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
         return output, self.logits(hidden)
+
+    def greedy_chains(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, steps: int
+    ) -> npt.NDArray[np.int64] | None:
+        """Continue each request of a batch greedily by ``steps`` tokens, int64 [R, steps]; K/V of all but the last of
+        them are written. None: there is no quicker way than `forward_logits` token by token.
+
+        Args:
+            batch: R requests without trees; their block tables reach ``steps - 1`` tokens further.
+            rows: the last row of each request; None: each has one row.
+        """
+        return None
 
     @abstractmethod
     def weight_bytes(self) -> int:

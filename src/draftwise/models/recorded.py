@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -74,6 +75,16 @@ class RecordedDecoder(DecoderModel):
         if logits is None:
             logits = torch.empty((0, self.config.vocab_size), dtype=torch.float32)
         return TargetOutput(output.hidden, output.captured), logits
+
+    def greedy_chains(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, steps: int
+    ) -> npt.NDArray[np.int64] | None:
+        program = self._program(kv, ())
+        if program is None:
+            return None
+        return program.chains(
+            batch, batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64), steps
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.inner.logits(hidden)

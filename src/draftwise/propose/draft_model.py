@@ -100,6 +100,8 @@ class DraftModelProposer(Proposer):
         self._drafts = {}
         drafts = [self._start(row) for row in rows]
         active = [d for d in drafts if d.length > len(d.tokens)]
+        if active and self._draft_at_once(active):
+            active = []
         if active:
             logits = self._catch_up(active)
         while active:
@@ -127,6 +129,37 @@ class DraftModelProposer(Proposer):
         draft = _Draft(row, length, list(forced), context_np, min(row.filled, n))
         self._drafts[row.rid] = draft
         return draft
+
+    def _draft_at_once(self, active: Sequence[_Draft]) -> bool:
+        """Let the model do the whole loop where nothing but argmaxes stands between its passes. False: it cannot."""
+        steps = active[0].length - len(active[0].tokens)
+        rows = 0
+        for draft in active:
+            state = draft.row.sampling
+            if not state.is_greedy or state.needs_processing or draft.row.grammar is not None:
+                return False
+            rows += len(draft.context_np) - min(draft.fed, len(draft.context_np) - 1)
+            if draft.length - len(draft.tokens) != steps:
+                return False
+        if rows > _CATCH_UP_ROWS:
+            return False
+        start = time.perf_counter()
+        assert self._storage is not None, "allocate comes before propose"
+        inputs = []
+        for draft in active:
+            first = min(draft.fed, len(draft.context_np) - 1)
+            inputs.append(RowInput(draft.context_np[first:], first, draft.row.block_table_np))
+        batch = build_step_input(inputs, self._block_size, self._model.device)
+        last = None if rows == len(active) else (batch.attention.query_start_np[1:] - 1).tolist()
+        chains = self._model.greedy_chains(batch, self._storage, last, steps)
+        if chains is None:
+            return False
+        self.forward_time += time.perf_counter() - start
+        for draft, tokens in zip(active, chains.tolist(), strict=True):
+            draft.fed = len(draft.context_np)
+            draft.tokens.extend(tokens)
+            draft.stored = len(draft.tokens) - 1
+        return True
 
     def _catch_up(self, active: Sequence[_Draft]) -> torch.Tensor:
         """Feed every committed token that has no K/V yet, the root included, and the forced ones: logits behind the

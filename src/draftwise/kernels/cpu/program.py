@@ -82,6 +82,12 @@ class _PassInput(ctypes.Structure):
     )
 
 
+class _ChainOutput(ctypes.Structure):
+    """``dw::ChainOutput``."""
+
+    _fields_ = (("steps", _I64), ("vocab", _I64), ("tokens", _PTR), ("positions", _PTR))
+
+
 class _Buffer:
     """A place for rows of ``width`` elements. When the last symbol of it is gone, its number may be given out again."""
 
@@ -399,6 +405,11 @@ class Program:
         create = library.function("dw_program_create", _PTR, [_PTR, _I64, _PTR, _I64, _PTR, _I64, _I32])
         destroy = library.function("dw_program_destroy", None, [_PTR])
         self._call = library.function("dw_program_run", None, [_PTR, _PTR, ctypes.POINTER(_PassInput)])
+        self._chains = library.function(
+            "dw_program_chains",
+            None,
+            [_PTR, _PTR, ctypes.POINTER(_PassInput), ctypes.POINTER(_ChainOutput)],
+        )
         self.num_operations = len(body) + len(head)
         self._pool = pool
         self._kept = kept
@@ -427,6 +438,38 @@ class Program:
             batch: T rows.
             head_rows: rows that logits are wanted for, int64 [M]; or the number of them if they are the first ones.
         """
+        hidden, captured, logits, kept = self._prepare(batch, head_rows)
+        self._call(self._pointer, self._pool.pointer, self._input)
+        del kept
+        return PassOutput(hidden, captured, logits)
+
+    def chains(
+        self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int, steps: int
+    ) -> npt.NDArray[np.int64]:
+        """Continue each request greedily: a pass over ``batch``, then passes of one row each, in one native call.
+
+        Args:
+            batch: R requests without trees; block tables must reach ``steps - 1`` tokens further.
+            head_rows: the last row of each request, as in `run`.
+            steps: tokens per request.
+
+        Returns:
+            int64 [R, steps]: the most likely tokens, the lowest of those that tie.
+        """
+        tables = batch.attention
+        assert tables.ancestors_np is None
+        tokens = np.empty((len(tables.context_len_np), steps), np.int64)
+        positions = (tables.context_len_np + np.diff(tables.query_start_np)).astype(np.int64)
+        *outputs, kept = self._prepare(batch, head_rows)
+        out = _ChainOutput(steps, self._logits[0], address(tokens), address(positions))
+        self._chains(self._pointer, self._pool.pointer, self._input, out)
+        del kept, outputs
+        return tokens
+
+    def _prepare(
+        self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, object]:
+        """Fill in the input of a pass: its results, and what must be kept until it has run."""
         rows = batch.token_ids.shape[0]
         call, externals = self._input, self._externals
         if rows > call.capacity:
@@ -459,9 +502,7 @@ class Program:
         call.head_rows = count
         call.head_index = None if index is None else address(index)
         kept = fill_view(call.batch, batch.attention)
-        self._call(self._pointer, self._pool.pointer, call)
-        del kept
-        return PassOutput(hidden, captured, logits)
+        return hidden, captured, logits, (kept, index)
 
     def _grow(self, rows: int) -> None:
         capacity = _MIN_CAPACITY

@@ -130,7 +130,7 @@ DW_EXPORT dw::Program* dw_program_create(const dw::ProgramOp* body, int64_t body
 
 DW_EXPORT void dw_program_destroy(dw::Program* program) { delete program; }
 
-DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
+static void run_pass(const dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
   const int64_t* slots = (const int64_t*)pass->externals[SLOTS];
   // A small pass is shared by a team or, while the cores are wanted by others, not at all.
   const bool small = program->small && pass->rows <= dw::TEAM_ROWS && dw::pool_threads(pool) > 1;
@@ -163,4 +163,55 @@ DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::Pa
   if (pass->head_rows > 0)
     for (const dw::ProgramOp& op : program->head) dw::run_op(pool, *program, op, *pass, slots, pass->head_rows);
   dw::pool_end(pool);
+}
+
+DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
+  run_pass(program, pool, pass);
+}
+
+// The lowest of the largest.
+static int64_t argmax(const float* x, int64_t n) {
+  int64_t best = 0;
+  for (int64_t i = 1; i < n; i++)
+    if (x[i] > x[best]) best = i;
+  return best;
+}
+
+// The first pass is the caller's, with one head row per request; in the others each request has one row. The external
+// buffers of the results must have room for one row per request.
+DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
+                                 const dw::ChainOutput* out) {
+  const size_t requests = (size_t)first->batch.requests;
+  dw::PassInput pass = *first;
+  std::vector<void*> externals(first->externals, first->externals + program->num_externals);
+  std::vector<int64_t> ids(requests), positions(requests), slots(requests);
+  std::vector<int32_t> starts(requests + 1), contexts(requests);
+  std::vector<uint8_t> no_tree(requests);
+  for (size_t r = 0; r <= requests; r++) starts[r] = (int32_t)r;
+  const float* logits = (const float*)externals.back();
+  for (int64_t step = 0; step < out->steps; step++) {
+    run_pass(program, pool, &pass);
+    for (size_t r = 0; r < requests; r++) {
+      ids[r] = argmax(logits + (int64_t)r * out->vocab, out->vocab);
+      out->tokens[(int64_t)r * out->steps + step] = ids[r];
+      positions[r] = out->positions[r] + step;
+      contexts[r] = (int32_t)positions[r];
+    }
+    if (step + 1 == out->steps) break;
+    const dw::BatchView& view = first->batch;
+    for (size_t r = 0; r < requests; r++) {
+      int64_t block = view.block_tables[(int64_t)r * view.table_stride + positions[r] / view.block_size];
+      slots[r] = block * view.block_size + positions[r] % view.block_size;
+    }
+    externals[0] = ids.data();
+    externals[1] = positions.data();
+    externals[SLOTS] = slots.data();
+    pass.externals = externals.data();
+    pass.rows = pass.head_rows = (int64_t)requests;
+    pass.head_index = nullptr;
+    pass.batch.query_start = starts.data();
+    pass.batch.context_len = contexts.data();
+    pass.batch.is_tree = no_tree.data();
+    pass.batch.ancestors = nullptr;
+  }
 }

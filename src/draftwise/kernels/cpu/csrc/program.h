@@ -51,6 +51,15 @@ struct PassInput {
   BatchView batch;
 };
 
+// A greedy continuation: the most likely token of each request's last row is fed to the next pass, `steps` times. Mirrored by
+// program.py.
+struct ChainOutput {
+  int64_t steps;
+  int64_t vocab;
+  int64_t* tokens;            // [requests, steps]
+  const int64_t* positions;  // [requests] where the first of them stands
+};
+
 struct Program;
 
 }  // namespace dw
