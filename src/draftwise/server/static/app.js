@@ -1,0 +1,169 @@
+// The page: what the server is, tabs, theme, key, shortcuts.
+
+import { getJSON, getText, restoreKey, setKey, whenUnauthorized } from "./api.js";
+import { forgetColours } from "./colours.js";
+import { Dashboard } from "./dashboard.js";
+import { $ } from "./dom.js";
+import { Playground } from "./playground.js";
+
+const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+
+const playground = new Playground();
+const dashboard = new Dashboard();
+
+// ---------------------------------------------------------------------------------------------------- tabs
+
+const TABS = ["playground", "dashboard"];
+
+function showTab(name) {
+  for (const tab of TABS) {
+    const chosen = tab === name;
+    $(tab).hidden = !chosen;
+    $(`tab-${tab}`).setAttribute("aria-selected", String(chosen));
+    $(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
+  }
+  dashboard.show(name === "dashboard");
+  history.replaceState(null, "", name === "playground" ? location.pathname : `#${name}`);
+}
+
+for (const tab of TABS) {
+  $(`tab-${tab}`).addEventListener("click", () => showTab(tab));
+  $(`tab-${tab}`).addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    const next = TABS[(TABS.indexOf(tab) + by + TABS.length) % TABS.length];
+    showTab(next);
+    $(`tab-${next}`).focus();
+  });
+}
+showTab(location.hash === "#dashboard" ? "dashboard" : "playground");
+
+// --------------------------------------------------------------------------------------------------- theme
+
+function showTheme(theme) {
+  const [sign, words] = THEMES[theme];
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  $("theme").dataset.value = theme;
+  $("theme").setAttribute("aria-label", `Theme: ${words}`);
+  $("theme").title = `Theme: ${words}`;
+  $("theme").firstElementChild.textContent = sign;
+  repaint();
+}
+
+function repaint() {
+  forgetColours();
+  for (const pane of playground.panes) pane.strip.draw(pane.strip.picked ?? null);
+}
+
+$("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES);
+  const next = names[(names.indexOf($("theme").dataset.value) + 1) % names.length];
+  try {
+    localStorage.setItem("draftwise.theme", next);
+  } catch {
+    // Then it lasts as long as the page.
+  }
+  showTheme(next);
+});
+let remembered = null;
+try {
+  remembered = localStorage.getItem("draftwise.theme");
+} catch {
+  // Storage is switched off.
+}
+showTheme(remembered in THEMES ? remembered : "auto");
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+
+// ----------------------------------------------------------------------------------------------------- key
+
+function askForKey(refused) {
+  const opening = $("key-form").hidden;
+  $("key-form").hidden = false;
+  $("key-button").hidden = false;
+  $("key-form").querySelector("label").textContent = refused
+    ? "The server refused this API key"
+    : "This server asks for an API key";
+  if (opening || refused) $("key").focus();
+}
+
+whenUnauthorized(askForKey);
+$("key-button").addEventListener("click", () => {
+  $("key-form").hidden = !$("key-form").hidden;
+  if (!$("key-form").hidden) $("key").focus();
+});
+$("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  setKey($("key").value);
+  $("key").value = "";
+  $("key-form").hidden = true;
+  if (await loadServer()) playground.focusPrompt();
+});
+
+// -------------------------------------------------------------------------------------------------- server
+
+async function loadServer() {
+  try {
+    playground.setServer(await getJSON("version"));
+    const models = await getJSON("v1/models");
+    $("model").textContent = models.data[0]?.id ?? "";
+    return true;
+  } catch {
+    return false; // A 401 has opened the field for the key; everything else shows in the health sign.
+  }
+}
+
+async function checkHealth() {
+  let [state, words] = ["good", "ready"];
+  try {
+    await getText("health");
+  } catch (error) {
+    [state, words] = error.status === 503 ? ["bad", error.message] : ["bad", "not reachable"];
+  }
+  const sign = $("health");
+  const before = sign.dataset.state;
+  if (sign.textContent !== words) sign.textContent = words;
+  sign.dataset.state = state;
+  if (before === "bad" && state === "good") loadServer();
+}
+
+async function watchHealth() {
+  for (;;) {
+    if (!document.hidden) await checkHealth();
+    await new Promise((resolve) => setTimeout(resolve, 5000));
+  }
+}
+
+// ----------------------------------------------------------------------------------------------- shortcuts
+
+$("help-button").addEventListener("click", () => $("help").showModal());
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest?.("input, textarea, select");
+  if ((event.ctrlKey || event.metaKey) && event.key === "Enter") {
+    showTab("playground");
+    playground.run();
+  } else if (event.key === "Escape" && !$("help").open) {
+    playground.stop();
+  } else if (event.altKey && (event.code === "Digit1" || event.code === "Digit2")) {
+    showTab(TABS[event.code === "Digit1" ? 0 : 1]);
+  } else if (event.altKey && event.code === "KeyP") {
+    showTab("playground");
+    playground.focusPrompt();
+  } else if (event.altKey && event.code === "KeyO") {
+    showTab("playground");
+    playground.focusOutput();
+  } else if (event.key === "?" && !typing) {
+    $("help").showModal();
+  } else {
+    return;
+  }
+  event.preventDefault();
+});
+if (/Mac|iPhone|iPad/.test(navigator.platform)) {
+  $("run").querySelector("kbd").textContent = "⌘ ↵";
+}
+
+restoreKey();
+loadServer();
+watchHealth();
+document.documentElement.dataset.ready = "true";

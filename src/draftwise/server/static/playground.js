@@ -1,0 +1,307 @@
+// The form, and running one setting or two.
+
+import { ApiError, stream } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { $, el, short } from "./dom.js";
+import { paint, SOURCES } from "./methods.js";
+import { Pane } from "./pane.js";
+import { describe, drawTree } from "./tree.js";
+
+const SAVED = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "seed"];
+const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"];
+
+export class Playground {
+  constructor() {
+    const onStep = (pane, step, token) => this.#inspect(pane, step, token);
+    this.panes = [new Pane("A", { onStep }), new Pane("B", { onStep })];
+    this.conversation = new Conversation($("messages"));
+    this.abort = null;
+    this.inspected = null;
+    this.guarantees = null;
+    $("panes").append(...this.panes.map((pane) => pane.root));
+    this.#restore();
+    this.#listen();
+    this.#showMode();
+    this.#showPanes();
+  }
+
+  /** What the server said about itself (/version). */
+  setServer(version) {
+    this.guarantees = version.guarantees;
+    for (const pane of this.panes) pane.setMethods(version.methods, version.default_method);
+    if (!this.touched) this.panes[1].field("method").value = "none";
+    this.#legend(version.methods.filter((method) => method !== "none"));
+  }
+
+  get comparing() {
+    return $("compare").checked;
+  }
+
+  get mode() {
+    return $("request").elements.mode.value;
+  }
+
+  focusPrompt() {
+    (this.mode === "chat" ? $("messages").querySelector("li:last-child textarea") : $("prompt"))?.focus();
+  }
+
+  focusOutput() {
+    this.panes[0].output.focus();
+  }
+
+  stop() {
+    this.abort?.abort();
+  }
+
+  // -------------------------------------------------------------------------------------------------- form
+
+  #listen() {
+    const form = $("request");
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.run();
+    });
+    form.addEventListener("change", () => this.#save());
+    for (const radio of form.elements.mode) radio.addEventListener("change", () => this.#showMode());
+    $("compare").addEventListener("change", () => this.#showPanes());
+    $("stop-button").addEventListener("click", () => this.stop());
+    $("dice").addEventListener("click", () => {
+      $("seed").value = crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
+      this.#save();
+    });
+    $("add-message").addEventListener("click", () => this.conversation.add());
+    $("step-back").addEventListener("click", () => this.inspected?.moveStep(-1));
+    $("step-next").addEventListener("click", () => this.inspected?.moveStep(1));
+    for (const pane of this.panes) {
+      pane.root.querySelector(".pane-settings").addEventListener("change", () => {
+        this.touched = true;
+        this.#showPlain(pane);
+      });
+      pane.root.querySelector(".pane-settings").addEventListener("keydown", (event) => {
+        if (event.key === "Enter" && event.target.tagName === "INPUT") this.run();
+      });
+      pane.root.querySelector(".keep").addEventListener("click", () => {
+        this.conversation.answer(pane.text);
+        pane.root.querySelector(".keep").hidden = true;
+      });
+    }
+  }
+
+  #showMode() {
+    const chat = this.mode === "chat";
+    $("completion-fields").hidden = chat;
+    $("chat-fields").hidden = !chat;
+  }
+
+  #showPanes() {
+    this.panes[1].root.hidden = !this.comparing;
+    $("panes").classList.toggle("two", this.comparing);
+    $("verdict").hidden = true;
+    for (const pane of this.panes) pane.strip.draw(null);
+  }
+
+  /** Plain decoding drafts nothing: its K and tree say nothing. */
+  #showPlain(pane) {
+    const plain = pane.field("method").value === "none";
+    for (const name of ["k", "tree"]) pane.field(name).disabled = plain;
+  }
+
+  #save() {
+    try {
+      const values = Object.fromEntries(SAVED.map((name) => [name, $(name).value]));
+      localStorage.setItem("draftwise.settings", JSON.stringify(values));
+    } catch {
+      // Settings are a convenience.
+    }
+  }
+
+  #restore() {
+    try {
+      const values = JSON.parse(localStorage.getItem("draftwise.settings") ?? "{}");
+      for (const name of SAVED) if (typeof values[name] === "string") $(name).value = values[name];
+    } catch {
+      // As above.
+    }
+  }
+
+  /** (path, body) of the request of a pane. Throws Error with a sentence for people. */
+  #request(pane, seed) {
+    const body = { return_trace: true, return_metrics: true };
+    for (const name of NUMBERS) {
+      const input = $(name);
+      if (input.validity.badInput) throw new Error(`${input.labels[0].textContent.trim()}: this is no number.`);
+      if (input.value !== "") body[name] = Number(input.value);
+    }
+    if (seed !== null) body.seed = seed;
+    if ($("stop").value) body.stop = $("stop").value.replaceAll("\\n", "\n");
+    try {
+      const speculation = pane.speculation();
+      if (speculation) body.speculation = speculation;
+    } catch {
+      throw new Error(`Setting ${pane.letter}: the tree is no JSON. An example: [[0],[1],[0,0]]`);
+    }
+    if (this.mode === "chat") {
+      const messages = this.conversation.messages();
+      if (!messages.length) throw new Error("Write a message first.");
+      return ["v1/chat/completions", { ...body, messages }];
+    }
+    if (!$("prompt").value) throw new Error("Write a prompt first.");
+    return ["v1/completions", { ...body, prompt: $("prompt").value }];
+  }
+
+  // --------------------------------------------------------------------------------------------------- run
+
+  async run() {
+    if (this.abort) return;
+    this.#problem(null);
+    $("verdict").hidden = true;
+    const panes = this.comparing ? this.panes : this.panes.slice(0, 1);
+    // Two texts can be told apart from chance only if they have one seed.
+    const drawn = panes.length === 2 && $("seed").value === "";
+    const seed = drawn ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1 : null;
+    let requests;
+    try {
+      requests = panes.map((pane) => this.#request(pane, seed));
+    } catch (error) {
+      this.#problem(error.message);
+      return;
+    }
+    this.abort = new AbortController();
+    $("run").disabled = true;
+    $("stop-button").disabled = false;
+    this.#clearInspector();
+    for (const pane of panes) pane.reset();
+    try {
+      // One after the other: at the same time they would take each other's speed.
+      for (const [i, pane] of panes.entries()) await this.#runOne(pane, ...requests[i]);
+      if (panes.length === 2) this.#compare();
+    } catch (error) {
+      if (error.name !== "AbortError") this.#problem(sentence(error));
+    } finally {
+      this.abort = null;
+      $("run").disabled = false;
+      $("stop-button").disabled = true;
+    }
+  }
+
+  async #runOne(pane, path, body) {
+    pane.start(performance.now());
+    let reason = "error";
+    let metrics = null;
+    try {
+      for await (const chunk of stream(path, body, this.abort.signal)) {
+        const choice = chunk.choices[0];
+        const text = choice?.text ?? choice?.delta?.content ?? "";
+        pane.push(text, chunk.trace ?? [], performance.now());
+        reason = choice?.finish_reason ?? reason;
+        metrics = chunk.metrics ?? metrics;
+      }
+    } catch (error) {
+      reason = error.name === "AbortError" ? "aborted" : "error";
+      throw error;
+    } finally {
+      pane.finish(reason, metrics);
+      pane.root.querySelector(".keep").hidden = this.mode !== "chat" || !pane.text;
+    }
+  }
+
+  #compare() {
+    const [a, b] = this.panes;
+    let same = 0;
+    while (same < a.tokenIds.length && a.tokenIds[same] === b.tokenIds[same]) same++;
+    const equal = a.text === b.text && a.finishReason === b.finishReason;
+    const verdict = $("verdict");
+    verdict.className = `verdict ${equal ? "equal" : "different"}`;
+    const ratio = a.speed() && b.speed() ? a.speed() / b.speed() : null;
+    const pace = !ratio
+      ? ""
+      : ratio >= 1.05
+        ? `A was ${short(ratio)} times as fast as B.`
+        : ratio <= 1 / 1.05
+          ? `B was ${short(1 / ratio)} times as fast as A.`
+          : "Both were equally fast.";
+    verdict.replaceChildren();
+    if (equal) {
+      verdict.append(el("strong", {}, "The texts are equal"), ` (${a.tokenIds.length} tokens). ${pace}`);
+    } else {
+      for (const pane of this.panes) pane.markDifference(same);
+      verdict.append(el("strong", {}, `The texts differ from token ${same + 1} on.`), ` ${pace} ${this.#why()}`);
+    }
+    verdict.hidden = false;
+  }
+
+  /** Whether a difference was to be expected. */
+  #why() {
+    const rules = this.panes.map((pane) => pane.field("rule").value);
+    const greedy = Number($("temperature").value || 1) === 0;
+    if (rules.includes("typical")) return "That is to be expected: the typical rule is lossy.";
+    if (greedy) {
+      return this.guarantees?.same_bits ? "" : "This engine promises equality of distribution, not of bits.";
+    }
+    const seeded = rules.every((rule) => rule === "" || rule === "coupled");
+    if (seeded && this.guarantees?.same_seed_same_text) return "";
+    return "That is to be expected: these rules keep the distribution, not the text. The coupled rule keeps both.";
+  }
+
+  #problem(text) {
+    $("problem").textContent = text ?? "";
+    $("problem").hidden = !text;
+  }
+
+  // --------------------------------------------------------------------------------------------- inspector
+
+  #inspect(pane, step, token) {
+    for (const other of this.panes) if (other !== pane) other.unselect();
+    this.inspected = pane;
+    const before = step.number > 0 ? pane.steps[step.number - 1].tokens.at(-1) : null;
+    const name = this.comparing ? `${pane.letter}, step ` : "Step ";
+    $("step-name").textContent = `${name}${step.number + 1} of ${pane.steps.length}`;
+    const text = token ? `${Pane.describe(token)}. ${describe(step)}` : describe(step);
+    $("step-text").textContent = text[0].toUpperCase() + text.slice(1);
+    $("tree").replaceChildren(drawTree(step, before?.text ?? ""));
+    $("step-back").disabled = step.number === 0;
+    $("step-next").disabled = step.number + 1 >= pane.steps.length;
+  }
+
+  #clearInspector() {
+    for (const pane of this.panes) pane.unselect();
+    this.inspected = null;
+    $("step-name").textContent = "";
+    $("step-text").textContent = "";
+    $("tree").replaceChildren();
+    $("step-back").disabled = $("step-next").disabled = true;
+  }
+
+  #legend(methods) {
+    const legend = $("legend");
+    legend.replaceChildren();
+    for (const method of methods) {
+      const swatches = el("span", { class: "swatches", "aria-hidden": "true" });
+      for (let position = 0; position < 5; position++) {
+        const swatch = el("span", { class: "tok draft" }, String(position + 1));
+        paint(swatch, method, position);
+        swatches.append(swatch);
+      }
+      legend.append(el("span", { class: "entry", title: "accepted drafts, by position" }, swatches, ` ${method}`));
+    }
+    for (const source of ["bonus", "recovered", "target"]) {
+      const sample = el("span", { class: `tok ${source}`, "aria-hidden": "true" }, "abc");
+      legend.append(el("span", { class: "entry", title: SOURCES[source] }, sample, ` ${LEGEND[source]}`));
+    }
+  }
+}
+
+const LEGEND = {
+  bonus: "target's own after a whole draft",
+  recovered: "target's own in place of a draft",
+  target: "target's own, no draft",
+};
+
+function sentence(error) {
+  if (!(error instanceof ApiError)) return error.message;
+  if (error.status === 401) return "The server wants an API key (above).";
+  if (error.status === 429) {
+    return `${error.message}${error.retryAfter ? ` Try again in ${error.retryAfter} s.` : ""}`;
+  }
+  return error.message;
+}
