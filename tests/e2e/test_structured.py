@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from draftwise import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
+from draftwise.cli import main
 from draftwise.models.embedded import embedded_path
 from draftwise.propose.registry import register_proposer
 from tests.fakes.tree_proposer import tree_proposer
@@ -298,3 +299,15 @@ def test_100_schemas_at_temperature_1(make_llm: Callable[..., LLM], method: str)
     for schema, output in zip(schemas, outputs, strict=True):
         check_json([output], schema)
     assert sum(o.metrics.speculation.num_accepted_tokens for o in outputs) > 200
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    structure = json.dumps({"json": SCHEMA, "disable_any_whitespace": True})
+    command = ["generate", PROMPTS[0], "--structured-outputs", structure, "--num-kv-blocks", "64"]
+    assert main.main([*command, "--temperature", "1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    jsonschema.validate(json.loads(answer["outputs"][0]["text"]), SCHEMA)
+    bad = ["generate", "x", "--structured-outputs", '{"regex": "("}', "--num-kv-blocks", "64"]
+    assert main.main(bad) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "invalid regex" in error and "unclosed group" in error

@@ -72,7 +72,7 @@ class Cursor:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._ignore_eos = ignore_eos
-        self._path: list[int] = []  # what the matcher took in beyond the committed tokens
+        self._path: Path = ()  # what the matcher took in beyond the committed tokens
         self._kept: dict[Path, Words] = {}  # masks by path
         self.ended = False  # an end-of-sequence token was committed
         self.commit(output_ids)
@@ -81,11 +81,9 @@ class Cursor:
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """The tokens became part of the output. Raises `RequestError` if the grammar does not allow them."""
-        done = 0  # tokens the matcher has taken in already
-        while done < min(len(self._path), len(token_ids)) and self._path[done] == token_ids[done]:
-            done += 1
+        done = self._share(tuple(token_ids))
         self._back_to(done)
-        self._path = []
+        self._path = ()
         self._kept = {}
         for token in token_ids[done:]:
             if self.ended:  # what follows the end is cut by the scheduler
@@ -128,13 +126,8 @@ class Cursor:
             return ()
         self._back_to(0)
         tokens = list(self._matcher.forced())
-        if len(tokens) < limit:
-            for token in tokens:
-                if not self._matcher.advance(token):
-                    break
-                self._path.append(token)
-            if len(self._path) == len(tokens) and self._matcher.is_finished():
-                tokens.append(self._vocabulary.eos_token_ids[0])
+        if len(tokens) < limit and self._move(tuple(tokens)) and self._matcher.is_finished():
+            tokens.append(self._vocabulary.eos_token_ids[0])
         return tuple(tokens[:limit])
 
     def prune(self, proposal: Proposal) -> Proposal:
@@ -180,20 +173,30 @@ class Cursor:
 
     def _move(self, path: Path) -> bool:
         """Bring the matcher behind ``path``; False if it does not take it."""
-        shared = 0
-        while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
-            shared += 1
+        shared = self._share(path)
         self._back_to(shared)
-        for token in path[shared:]:
-            if not self._matcher.advance(token):
+        for i in range(shared, len(path)):
+            if not self._matcher.advance(path[i]):
                 return False
-            self._path.append(token)
+            self._path = path[: i + 1]
         return True
+
+    def _share(self, path: Path) -> int:
+        """Tokens that ``path`` begins with and the matcher has taken in."""
+        length = len(self._path)
+        if path[:length] == self._path:  # mostly: one token further
+            return length
+        shared = 0
+        for ours, theirs in zip(self._path, path, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        return shared
 
     def _back_to(self, length: int) -> None:
         if len(self._path) > length:
             self._matcher.rollback(len(self._path) - length)
-            del self._path[length:]
+            self._path = self._path[:length]
 
 
 def is_point_mass(proposal: Proposal) -> bool:
