@@ -76,6 +76,13 @@ def test_num_speculative_tokens_out_of_range(value: object) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_tree_depth", 1), ("max_tree_depth", 1025), ("max_cached_requests", -1)]
+)
+def test_suffix_settings_out_of_range(field: str, value: int) -> None:
+    refused({"method": "suffix", f"suffix_decoding_{field}": value}, f"suffix_decoding_{field}", str(value))
+
+
 def test_unknown_method_names_what_there_is() -> None:
     refused({"method": "ngrams"}, "ngrams")
 

@@ -389,6 +389,24 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         SuffixProposer(native=True)
 
 
+def test_with_an_old_library(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was built before the tree was in it."""
+    library = native_or_skip()
+
+    class Old:
+        path = library.path
+
+        def function(self, name: str, result: Any, arguments: Any) -> Any:
+            raise AttributeError(name)
+
+    old = Old()
+    monkeypatch.setattr(suffix_module, "native_library", lambda: old)
+    with caplog.at_level(logging.INFO, "draftwise"):
+        proposer = SuffixProposer()
+    assert "was built without it" in caplog.text
+    assert proposer.propose([row([1, 2, 3, 1, 2])])[0].tokens == (3, 1)
+
+
 # -------------------------------------------------------------------------------------------------- speed
 
 

@@ -105,7 +105,7 @@ class SpeculativeConfig:
         None, _ranges, "[(from, to, K)]: K by the number of running requests"
     )
     suffix_decoding_max_tree_depth: int | None = option(
-        None, to.integer(1), "suffix: longest match and draft together (24)"
+        None, to.integer(2, 1024), "suffix: longest match and draft together (24)"
     )
     suffix_decoding_max_cached_requests: int | None = option(
         None, to.integer(0), "suffix: past outputs kept; 0: none (10000)"

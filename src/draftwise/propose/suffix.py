@@ -306,16 +306,24 @@ class _PythonEngine:
 
 
 def _library(native: bool | None) -> NativeLibrary | None:
-    library = None if native is False else native_library()
-    if library is None and native is not False:
-        if native:
-            raise ConfigError(f"suffix: {why_not_native()}")
-        logger.info(
-            "suffix: %s; looking up in plain Python, with %d cached tokens at most",
-            why_not_native(),
-            _MAX_CACHED_TOKENS_PYTHON,
-        )
-    return library
+    """The native library if it is wanted and there; says why if it is wanted and not."""
+    if native is False:
+        return None
+    library, reason = native_library(), why_not_native()
+    if library is not None:
+        try:
+            suffix_functions(library)
+            return library
+        except AttributeError:
+            reason = f"{library.path.name} was built without it (python -m draftwise.kernels.cpu.build)"
+    if native:
+        raise ConfigError(f"suffix: {reason}")
+    logger.info(
+        "suffix: %s; looking up in plain Python, with %d cached tokens at most",
+        reason,
+        _MAX_CACHED_TOKENS_PYTHON,
+    )
+    return None
 
 
 def _ranks(parents: tuple[int, ...], ranks: tuple[int, ...] | None) -> tuple[int, ...]:
