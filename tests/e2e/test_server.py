@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ from typing import Any
 import pytest
 
 from draftwise import AsyncLLM
+from draftwise.errors import ConfigError
+from draftwise.server.sockets import check_tls
 from tests.fakes.running_server import RunningServer
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.tiny_chat import make_tiny_chat
@@ -159,6 +165,21 @@ def test_the_page(llm: AsyncLLM) -> None:
             "schema"
         ]
         assert {"prompt", "speculation", "return_trace"} <= set(schema["properties"])
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_tls(llm: AsyncLLM, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2",
+               "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    check_tls(str(key), str(certificate), None)
+    with pytest.raises(ConfigError, match="ssl"):
+        check_tls(str(certificate), str(certificate), None)
+    with RunningServer(llm, ssl_keyfile=str(key), ssl_certfile=str(certificate)) as server:
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        url = f"https://127.0.0.1:{server.port}/health"
+        assert urllib.request.urlopen(url, timeout=10, context=trusting).status == 200
 
 
 # ------------------------------------------------------------------------------------------------ limits

@@ -108,15 +108,19 @@ def run(args: argparse.Namespace) -> int:
         level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    from draftwise import AsyncLLM
-    from draftwise.server.app import create_app
-    from draftwise.server.run import run as run_server
+    from draftwise.server.sockets import bind, check_tls
 
-    llm = AsyncLLM(**engine_options)
-    try:
-        return run_server(create_app(llm, server_config), server_config)
-    finally:
-        llm.close()
+    check_tls(server_config.ssl_keyfile, server_config.ssl_certfile, server_config.ssl_ca_certs)
+    with bind(server_config.host, server_config.port) as bound:
+        from draftwise import AsyncLLM
+        from draftwise.server.app import create_app
+        from draftwise.server.run import run as run_server
+
+        llm = AsyncLLM(**engine_options)
+        try:
+            return run_server(create_app(llm, server_config), server_config, bound)
+        finally:
+            llm.close()
 
 
 def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:

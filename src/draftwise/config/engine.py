@@ -247,7 +247,7 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
 
 def _unknown(name: str) -> ConfigError:
     if name in SERVER_ONLY:
-        return ConfigError(f"{name}: an option of the HTTP server, which is not there yet")
+        return ConfigError(f"{name}: an option of the HTTP server: draftwise serve")
     valid = [*ENGINE_OPTIONS, *ALIASES, *OLD_SPECULATIVE, *HARMLESS, "speculative_config"]
     return ConfigError(f"unknown engine option {name!r}{suggest(name, valid)}")
 
@@ -346,13 +346,13 @@ def _notes(
     if config.cudagraph_capture_sizes is not None:
         notes.append("cudagraph_capture_sizes has no effect: nothing is captured in graphs")
     if config.disable_log_stats:
-        notes.append("disable_log_stats has no effect: statistics are not logged, but asked for")
+        notes.append("disable_log_stats has no effect: only draftwise serve logs statistics")
     if config.compilation_config is not None:
         notes.append("compilation_config has no effect: models are not compiled")
     if config.distributed_executor_backend is not None:
         notes.append("distributed_executor_backend has no effect: there is one rank")
     if config.served_model_name is not None:
-        notes.append("served_model_name has no effect: it names the model of the HTTP server")
+        notes.append("served_model_name has no effect: it names the model of draftwise serve")
     if "gpu_memory_utilization" in given and config.device == "cpu":
         notes.append("gpu_memory_utilization has no effect on the CPU: use kv_cache_memory or num_kv_blocks")
     for spec in speculative:

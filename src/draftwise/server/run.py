@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
+import ssl
 from types import FrameType
 
 import uvicorn
@@ -14,6 +16,7 @@ from fastapi import FastAPI
 from draftwise.metrics import statistics_line
 from draftwise.server.config import ServerConfig
 from draftwise.server.context import Context
+from draftwise.server.sockets import bind
 
 logger = logging.getLogger("draftwise.server")
 
@@ -22,25 +25,28 @@ _DEAD_GRACE = 1.0
 """How long a server goes on answering (with 503) after its engine died, so that whoever asks for /health sees it."""
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Uvicorn stops accepting and waits for what runs; new requests on open connections get a 503 meanwhile."""
 
     def __init__(self, config: uvicorn.Config, context: Context) -> None:
         super().__init__(config)
         self._context = context
+        self.interrupted = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self._context.admission.draining:
-            self._context.admission.draining = True
-            logger.info(
-                "%s: finishing %d requests", signal.Signals(sig).name, self._context.admission.num_requests
-            )
-        super().handle_exit(sig, frame)
+        """Without Uvicorn's raising of the signal again at the end: a server that has drained ends with code 0."""
+        admission = self._context.admission
+        if self.should_exit:
+            self.force_exit = True
+            return
+        admission.draining = self.should_exit = True
+        self.interrupted = sig == signal.SIGINT
+        logger.info("%s: finishing %d requests", signal.Signals(sig).name, admission.num_requests)
 
 
-def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+def make_server(app: FastAPI, config: ServerConfig) -> Server:
     """A server that is not started yet. Setting its ``should_exit`` ends it as a signal does."""
-    return _Server(
+    return Server(
         uvicorn.Config(
             app,
             host=config.host,
@@ -51,6 +57,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
             timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
             server_header=False,
         ),
@@ -58,11 +65,14 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     )
 
 
-async def serve(app: FastAPI, config: ServerConfig, server: uvicorn.Server | None = None) -> int:
+async def serve(
+    app: FastAPI, config: ServerConfig, server: Server | None = None, bound: socket.socket | None = None
+) -> int:
     """Serve until a signal comes or the engine dies; the exit code.
 
-    The first SIGTERM or SIGINT lets running requests finish, for ``drain_timeout`` seconds at most; a second SIGINT
-    ends them.
+    The first SIGTERM or SIGINT lets running requests finish, for ``drain_timeout`` seconds at most; a second one
+    ends them. Code 0 after SIGTERM, 130 after SIGINT, 1 if the engine failed. ``bound``: the socket to listen at
+    (None: one is made).
     """
     context: Context = app.state.context
     server = server or make_server(app, config)
@@ -72,14 +82,14 @@ async def serve(app: FastAPI, config: ServerConfig, server: uvicorn.Server | Non
         asyncio.ensure_future(_log_statistics(context, config.log_interval)),
     ]
     try:
-        await server.serve()
+        await server.serve(sockets=[bound or bind(config.host, config.port)])
     finally:
         for task in watchers:
             task.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
     if not context.engine.is_alive:
         return 1
-    return 0 if server.started else 1
+    return 130 if server.interrupted else 0
 
 
 async def _announce(server: uvicorn.Server, config: ServerConfig) -> None:
@@ -87,8 +97,8 @@ async def _announce(server: uvicorn.Server, config: ServerConfig) -> None:
         await asyncio.sleep(0.01)
     scheme = "https" if config.ssl_certfile else "http"
     for listener in server.servers:
-        for socket in listener.sockets:
-            host, port = socket.getsockname()[:2]
+        for listening in listener.sockets:
+            host, port = listening.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             # For people and for scripts that asked for port 0: on stdout, and the only line there.
             print(f"Draftwise serves {config.model_names[0]} at {scheme}://{shown}:{port}", flush=True)
@@ -116,12 +126,12 @@ async def _log_statistics(context: Context, interval: float) -> None:
         before, then = now, time
 
 
-def run(app: FastAPI, config: ServerConfig) -> int:
+def run(app: FastAPI, config: ServerConfig, bound: socket.socket | None = None) -> int:
     """`serve` in an event loop of its own (uvloop where it is installed)."""
     with contextlib.suppress(ImportError):
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(app, config))
+            return runner.run(serve(app, config, bound=bound))
     with asyncio.Runner() as plain:
-        return plain.run(serve(app, config))
+        return plain.run(serve(app, config, bound=bound))

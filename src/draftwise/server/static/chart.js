@@ -4,7 +4,7 @@ import { el, svg } from "./dom.js";
 
 const WIDTH = 480;
 const HEIGHT = 150;
-const LEFT = 44;
+const LEFT = 52;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 20;
@@ -80,7 +80,7 @@ export class Chart {
       const value = this.top * share;
       const y = this.y(value);
       parts.push(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }));
-      parts.push(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, this.format(value)));
+      parts.push(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, value === 0 ? "0" : this.format(value)));
     }
     const minutes = (this.end - this.start) / 60;
     const ago = (at) => {

@@ -102,8 +102,7 @@ export class Dashboard {
     this.methods = el("div", { class: "bars" });
     $("charts").append(
       ...this.charts.map(({ chart }) => chart.root),
-      card("Accepted by position", "in the window", this.positions),
-      card("Steps by method", "in the window", this.methods),
+      card(["Accepted by position", this.positions], ["Steps by method", this.methods]),
     );
     $("window").addEventListener("change", () => this.draw());
     $("pause").addEventListener("click", (event) => {
@@ -209,9 +208,13 @@ function nothing(values, reading) {
   return values(still, reading);
 }
 
-function card(title, hint, body) {
-  const caption = el("figcaption", {}, el("span", { class: "name" }, title), el("span", { class: "now" }, hint));
-  return el("figure", { class: "chart" }, caption, body);
+/** A card of parts, [title, body] each; what they count, they count in the window that is shown. */
+function card(...parts) {
+  const nodes = parts.flatMap(([title, body]) => {
+    const head = el("div", { class: "head" }, el("span", { class: "name" }, title), el("span", { class: "now" }, "in the window"));
+    return [head, body];
+  });
+  return el("figure", { class: "chart" }, ...nodes);
 }
 
 /** Horizontal bars: [label, share, method or null, text]. */

@@ -6,8 +6,12 @@ import { paint, RULES, SOURCES } from "./methods.js";
 import { Strip } from "./strip.js";
 
 export class Pane {
-  /** `onStep(pane, step)`: a step was pointed at or moved to. */
-  constructor(letter, { onStep }) {
+  /**
+   * `onStep(pane, step, token, keep)`: a step was pointed at, moved to, or clicked (`keep`). `isKept()`: a clicked step
+   * stays, and pointing does nothing until it is let go.
+   */
+  constructor(letter, { onStep, isKept }) {
+    this.isKept = isKept;
     this.letter = letter;
     this.onStep = onStep;
     this.root = $("pane-template").content.firstElementChild.cloneNode(true);
@@ -15,7 +19,9 @@ export class Pane {
     this.root.querySelector(".letter").textContent = letter;
     this.output = this.root.querySelector(".output");
     this.output.setAttribute("aria-label", `Output ${letter}. Arrow keys move through its tokens.`);
-    this.strip = new Strip(this.root.querySelector(".strip"), (step) => this.select(step.spans[0] ?? null, step));
+    this.strip = new Strip(this.root.querySelector(".strip"), (step) => {
+      this.select(step.spans[0] ?? null, step, { keep: true });
+    });
     const rule = this.field("rule");
     for (const [value, text] of RULES) rule.append(new Option(text, value));
     this.#listen();
@@ -34,17 +40,30 @@ export class Pane {
   setMethods(methods, defaultMethod) {
     const select = this.field("method");
     const chosen = select.value;
-    select.replaceChildren(new Option(`default (${defaultMethod})`, ""));
-    for (const method of methods) select.append(new Option(method === "none" ? "none (plain)" : method, method));
-    select.value = chosen;
-    if (select.selectedIndex < 0) select.value = "";
+    this.defaultMethod = defaultMethod;
+    select.replaceChildren();
+    for (const method of methods) {
+      select.append(new Option(method === defaultMethod ? `${method} (default)` : method, method));
+    }
+    this.choose(methods.includes(chosen) ? chosen : defaultMethod);
+  }
+
+  choose(method) {
+    this.field("method").value = method;
+    this.showPlain();
+  }
+
+  /** Plain decoding drafts nothing: K and tree have no meaning then. */
+  showPlain() {
+    const plain = this.field("method").value === "none";
+    for (const name of ["k", "tree"]) this.field(name).disabled = plain;
   }
 
   /** The request's `speculation`, or undefined for the engine's own. Throws SyntaxError for a tree that is no JSON. */
   speculation() {
     const out = {};
     const method = this.field("method").value;
-    if (method) out.method = method;
+    if (method && method !== this.defaultMethod) out.method = method;
     if (method !== "none") {
       if (this.field("k").value !== "") out.num_speculative_tokens = Number(this.field("k").value);
       if (this.field("tree").value.trim()) out.speculative_token_tree = JSON.parse(this.field("tree").value);
@@ -121,6 +140,7 @@ export class Pane {
     this.output.removeAttribute("aria-busy");
     this.root.querySelector(".finish").textContent = FINISH[reason] ?? reason ?? "";
     this.root.querySelector(".copy").disabled = !this.text;
+    this.output.dataset.empty = reason === "stop" ? "The model ended at once." : "Nothing came.";
     cancelAnimationFrame(this.frame);
     this.#draw();
   }
@@ -218,11 +238,11 @@ export class Pane {
   #listen() {
     this.output.addEventListener("pointerover", (event) => {
       const span = event.target.closest(".tok");
-      if (span?.token) this.select(span, span.token.step, { scroll: false });
+      if (span?.token && !this.isKept()) this.select(span, span.token.step, { scroll: false });
     });
     this.output.addEventListener("click", (event) => {
       const span = event.target.closest(".tok");
-      if (span?.token) this.select(span, span.token.step, { scroll: false });
+      if (span?.token) this.select(span, span.token.step, { scroll: false, keep: true });
     });
     this.output.addEventListener("keydown", (event) => this.#key(event));
     this.output.addEventListener("focus", () => {
@@ -264,14 +284,14 @@ export class Pane {
     if (step) this.select(step.spans[0] ?? null, step);
   }
 
-  select(span, step, { scroll = true } = {}) {
+  select(span, step, { scroll = true, keep = false } = {}) {
     this.unselect();
     this.current = { span, step };
     for (const part of step.spans) part.classList.add("same-step");
     span?.classList.add("current");
     if (scroll) span?.scrollIntoView({ block: "nearest" });
     this.strip.draw(step);
-    this.onStep(this, step, span?.token ?? null);
+    this.onStep(this, step, span?.token ?? null, keep);
   }
 
   unselect() {

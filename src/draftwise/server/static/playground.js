@@ -12,8 +12,12 @@ const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"]
 
 export class Playground {
   constructor() {
-    const onStep = (pane, step, token) => this.#inspect(pane, step, token);
-    this.panes = [new Pane("A", { onStep }), new Pane("B", { onStep })];
+    const hooks = {
+      onStep: (pane, step, token, keep) => this.#inspect(pane, step, token, keep),
+      isKept: () => this.kept,
+    };
+    this.kept = false;
+    this.panes = [new Pane("A", hooks), new Pane("B", hooks)];
     this.conversation = new Conversation($("messages"));
     this.abort = null;
     this.inspected = null;
@@ -29,7 +33,9 @@ export class Playground {
   setServer(version) {
     this.guarantees = version.guarantees;
     for (const pane of this.panes) pane.setMethods(version.methods, version.default_method);
-    if (!this.touched) this.panes[1].field("method").value = "none";
+    // What one would compare first: with drafts and without.
+    const other = version.default_method === "none" ? (version.methods.find((m) => m !== "none") ?? "none") : "none";
+    if (!this.touched) this.panes[1].choose(other);
     this.#legend(version.methods.filter((method) => method !== "none"));
   }
 
@@ -49,8 +55,15 @@ export class Playground {
     this.panes[0].output.focus();
   }
 
+  /** What Escape does: end a run, or let go of a step that a click kept. */
   stop() {
     this.abort?.abort();
+    this.#keep(false);
+  }
+
+  #keep(kept) {
+    this.kept = kept;
+    $("pinned").hidden = !kept;
   }
 
   // -------------------------------------------------------------------------------------------------- form
@@ -64,7 +77,7 @@ export class Playground {
     form.addEventListener("change", () => this.#save());
     for (const radio of form.elements.mode) radio.addEventListener("change", () => this.#showMode());
     $("compare").addEventListener("change", () => this.#showPanes());
-    $("stop-button").addEventListener("click", () => this.stop());
+    $("stop-button").addEventListener("click", () => this.abort?.abort());
     $("dice").addEventListener("click", () => {
       $("seed").value = crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
       this.#save();
@@ -75,7 +88,7 @@ export class Playground {
     for (const pane of this.panes) {
       pane.root.querySelector(".pane-settings").addEventListener("change", () => {
         this.touched = true;
-        this.#showPlain(pane);
+        pane.showPlain();
       });
       pane.root.querySelector(".pane-settings").addEventListener("keydown", (event) => {
         if (event.key === "Enter" && event.target.tagName === "INPUT") this.run();
@@ -98,12 +111,6 @@ export class Playground {
     $("panes").classList.toggle("two", this.comparing);
     $("verdict").hidden = true;
     for (const pane of this.panes) pane.strip.draw(null);
-  }
-
-  /** Plain decoding drafts nothing: its K and tree say nothing. */
-  #showPlain(pane) {
-    const plain = pane.field("method").value === "none";
-    for (const name of ["k", "tree"]) pane.field(name).disabled = plain;
   }
 
   #save() {
@@ -250,7 +257,8 @@ export class Playground {
 
   // --------------------------------------------------------------------------------------------- inspector
 
-  #inspect(pane, step, token) {
+  #inspect(pane, step, token, keep) {
+    this.#keep(keep);
     for (const other of this.panes) if (other !== pane) other.unselect();
     this.inspected = pane;
     const before = step.number > 0 ? pane.steps[step.number - 1].tokens.at(-1) : null;
@@ -266,6 +274,7 @@ export class Playground {
   #clearInspector() {
     for (const pane of this.panes) pane.unselect();
     this.inspected = null;
+    this.#keep(false);
     $("step-name").textContent = "";
     $("step-text").textContent = "";
     $("tree").replaceChildren();

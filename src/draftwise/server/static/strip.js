@@ -43,7 +43,7 @@ export class Strip {
     this.steps.forEach((step, i) => {
       const accepted = step.accepted.length;
       const own = step.tokens.length - accepted;
-      context.globalAlpha = picked && picked !== step ? 0.45 : 1;
+      context.globalAlpha = picked && picked !== step ? 0.6 : 1;
       context.fillStyle = KIND_COLOURS().own;
       context.fillRect(i * slot, height - own * unit, slot - gap, own * unit);
       if (accepted) {

@@ -3,7 +3,7 @@
 import { quoted, svg, visible } from "./dom.js";
 import { paint, SOURCES } from "./methods.js";
 
-const ROW = 34;
+const ROW = 32;
 const BOX = 24;
 const GAP = 30;
 const CHARACTER = 7.3; // width of one, in px, at the font size of the style sheet
