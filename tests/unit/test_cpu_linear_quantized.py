@@ -134,3 +134,14 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(kernels: LinearKernels, name
     assert bool(got[2].isnan().all()) and bool(got[3].isnan().all())
     assert bool(got[4].isfinite().all())
     assert torch.equal(got[[0, 5]], clean[[0, 5]])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_g32"])
+def test_rounding_leaves_the_weights_alone_and_is_near(name: str) -> None:
+    weight = torch.randn(70, 50, generator=torch.Generator().manual_seed(5)) * 0.02
+    before = weight.clone()
+    rounded = quantize(weight, parse_scheme(name))
+    assert torch.equal(weight, before)
+    step = 2**-7 if name == "int8" else 2**-3
+    assert float((rounded.dequantize() - weight).abs().max()) <= step * float(weight.abs().max())
+    assert torch.equal(quantize(rounded.dequantize(), parse_scheme(name)).codes, rounded.codes)

@@ -86,14 +86,20 @@ class _LayerWeights:
         # buffers that old checkpoints carry and everybody recomputes
         plan.ignored.add(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
 
-    def pack(self, ops: Ops, eps: float, window: int | None) -> DenseLayer:
+    def pack(self, ops: Ops, plan: WeightPlan, eps: float, window: int | None) -> DenseLayer:
         def norm(name: str) -> Norm | None:
             weight = self.__dict__.pop(name)
-            return None if weight is None else ops.pack_norm(weight, eps)
+            if weight is None:
+                return None
+            plan.fill(weight)
+            return ops.pack_norm(weight, eps)
 
         def linear(name: str, paired: bool = False) -> Linear:
             # popped: a kernel that repacks then frees the source before the next one is packed
             weight, bias = self.__dict__.pop(name)
+            plan.fill(weight)
+            if bias is not None:
+                plan.fill(bias)
             if isinstance(weight, QuantizedLinear):
                 return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
             return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
@@ -142,23 +148,28 @@ class DenseDecoder(DecoderModel):
         else:
             self._loaded_head = plan.tensor(self.names.head, (vocab, hidden))
         self._weight_bytes = plan.num_bytes
+        self._plan = plan
+        plan.streams = True
 
     def finish(self) -> None:
-        config, ops = self.config, self._ops
+        config, ops, plan = self.config, self._ops, self._plan
+        plan.fill(self._embedding)
         layers = []
         for i, window in enumerate(config.sliding_window):
             weights = self._loaded[i]
             assert weights is not None
-            layers.append(weights.pack(ops, config.norm_eps, window))
+            layers.append(weights.pack(ops, plan, config.norm_eps, window))
             self._loaded[i] = None
         del self._loaded
         self._layers = tuple(layers)
+        plan.fill(self._loaded_norm)
         self._final_norm = ops.pack_norm(self._loaded_norm, config.norm_eps)
         if self._loaded_head is None:
             self._head = ops.pack_tied_head(self._embedding)
         else:
+            plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
-        del self._loaded_norm, self._loaded_head
+        del self._loaded_norm, self._loaded_head, self._plan
         self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, config.max_model_len)
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:

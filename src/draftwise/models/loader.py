@@ -95,7 +95,8 @@ def load_model(
     quantization: str | None = None,
     ops: Ops | None = None,
 ) -> DecoderModel:
-    """Load a model. Peak memory is the weights plus some 20 MiB: tensors stream from the mapped files into place.
+    """Load a model. Peak memory is the weights, as the kernels pack them, plus the largest layer or some 20 MiB:
+    tensors stream from the mapped files into place.
 
     Args:
         path: local folder or hub id.
@@ -125,16 +126,14 @@ def load_model(
         model = cls(config, ops, plan)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
-    targets = {name: target.dest for name, target in plan.targets.items()}
     _check(folder, entries, plan)
     with torch.no_grad():
-        copy_tensors(entries, targets)
-        del targets
-        plan.targets.clear()  # the only other holder of the unpacked parameters
+        plan.fill_with(lambda targets: copy_tensors(entries, targets))
         try:
             model.finish()
         except ModelLoadError as error:
             raise ModelLoadError(f"{folder}: {error}") from error
+        assert not plan.targets, f"never filled: {sorted(plan.targets)[:4]}"
         return _recorded(model, ops)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,13 @@ class WeightPlan:
         """``layout``: how the checkpoint stores quantised layers, ``names``: its tensors; None: it has none."""
         self._layout = layout
         self._names = names
+        self._parts: dict[
+            int, tuple[object, list[str]]
+        ] = {}  # id of a parameter -> itself, its tensors' names
+        self._declared: list[str] = []  # names since the last parameter
+        self._read: Callable[[Mapping[str, Tensor]], None] | None = None
+        self.streams = False
+        """Set by a model that calls `fill` for each parameter before it uses it; else all are filled beforehand."""
         self.dtype = dtype
         self.device = device
         self.targets: dict[str, WeightTarget] = {}
@@ -66,6 +73,7 @@ class WeightPlan:
         """A parameter of its own."""
         value = self._empty(tuple(shape))
         self._add(name, value)
+        self._parameter(value)
         return value
 
     def packed(self, parts: Sequence[tuple[str, int]], columns: int | None) -> Tensor:
@@ -76,6 +84,7 @@ class WeightPlan:
         for name, rows in parts:
             self._add(name, value[start : start + rows])
             start += rows
+        self._parameter(value)
         return value
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor | QuantizedLinear:
@@ -99,7 +108,34 @@ class WeightPlan:
                 self._add(base + suffix, raw[suffix], tensor.stored)
             self.ignored.update(base + suffix for suffix in layout.optional)
             found.append((rows, raw))
-        return QuantizedLinear(layout, columns, found)
+        value = QuantizedLinear(layout, columns, found)
+        self._parameter(value)
+        return value
+
+    def fill_with(self, read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Who fills: ``read`` gets name -> tensor to fill. Fills everything now unless the model streams."""
+        self._read = read
+        if not self.streams:
+            self._fill(list(self.targets))
+            self._parts.clear()
+
+    def fill(self, parameter: Tensor | QuantizedLinear) -> None:
+        """Fill a parameter that `tensor`, `packed` or `linear` returned, if it is not filled yet, and let go of it.
+
+        A model that packs one layer after the other fills just before packing, so that no more than one layer is in
+        memory as the checkpoint has it.
+        """
+        _, names = self._parts.pop(id(parameter), (None, []))
+        self._fill(names)
+
+    def _fill(self, names: Sequence[str]) -> None:
+        assert self._read is not None, "filled before the loader has checked the checkpoint"
+        if names:
+            self._read({name: self.targets.pop(name).dest for name in names})
+
+    def _parameter(self, value: object) -> None:
+        self._parts[id(value)] = (value, self._declared)
+        self._declared = []
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         value = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -109,3 +145,4 @@ class WeightPlan:
     def _add(self, name: str, dest: Tensor, stored: tuple[str, ...] | None = None) -> None:
         assert name not in self.targets, f"{name} is declared twice"
         self.targets[name] = WeightTarget(dest, stored)
+        self._declared.append(name)

@@ -77,22 +77,54 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     all sixteen codes are in use, as in ggml's Q4_0. Scales are rounded to float16 first, and the codes are those
     nearest for the rounded scale.
     """
-    values = weight.detach().float()
+    weight = weight.detach()
+    outputs, inputs = weight.shape
+    step = max(1, _CHUNK // inputs)
+    pieces = [weight[start : start + step] for start in range(0, outputs, step)]
     if scheme.bits == 8:
-        scales = values.abs().amax(dim=1) / INT8_MAX
-        codes = (values / _not_zero(scales)[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
-        return QuantizedWeight(8, codes.to(torch.int8), scales)
-    assert scheme.group is not None
-    outputs, inputs = values.shape
-    groups = -(-inputs // scheme.group)
-    if groups * scheme.group != inputs:
-        values = torch.nn.functional.pad(values, (0, groups * scheme.group - inputs))
-    grouped = values.view(outputs, groups, scheme.group)
-    largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True)).squeeze(2)  # [out, groups], signed
-    scales = _as_float16(largest / -8)
-    codes = (grouped / _not_zero(scales)[:, :, None]).round_().add_(8).clamp_(0, 15)
-    codes = codes.view(outputs, -1)[:, :inputs].to(torch.uint8).contiguous()
-    return QuantizedWeight(4, codes, scales, None, scheme.group)
+        parts = [_to_int8(piece.float()) for piece in pieces]
+        return QuantizedWeight(8, torch.cat([codes for codes, _ in parts]), torch.cat([s for _, s in parts]))
+    group = scheme.group
+    assert group is not None
+    scales = _as_float16(torch.cat([_largest(_in_groups(piece, group)) for piece in pieces]).div_(-8))
+    codes = [
+        _to_int4(_in_groups(piece, group), part)[:, :inputs]
+        for piece, part in zip(pieces, torch.split(scales, step), strict=True)
+    ]
+    return QuantizedWeight(4, torch.cat(codes), scales, None, group)
+
+
+_CHUNK = 1 << 20
+"""Elements that are worked on at a time, so that temporary tensors stay in a cache."""
+
+
+def _to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, in] float32 -> codes [n, in] int8, scales [n]."""
+    scales = values.abs().amax(dim=1) / INT8_MAX
+    codes = values.div(_not_zero(scales)[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+    return codes.to(torch.int8), scales
+
+
+def _in_groups(values: Tensor, group: int) -> Tensor:
+    """[n, in] -> [n, groups, group] float32, the last group padded with zeros."""
+    rows, inputs = values.shape
+    groups = -(-inputs // group)
+    wide = values.float()
+    if groups * group != inputs:
+        wide = torch.nn.functional.pad(wide, (0, groups * group - inputs))
+    return wide.view(rows, groups, group)
+
+
+def _largest(grouped: Tensor) -> Tensor:
+    """[n, groups, group] -> [n, groups]: the element of largest magnitude, with its sign."""
+    low, high = grouped.amin(dim=2), grouped.amax(dim=2)
+    return torch.where(-low > high, low, high)
+
+
+def _to_int4(grouped: Tensor, scales: Tensor) -> Tensor:
+    """[n, groups, group] and [n, groups] -> codes [n, groups * group] uint8."""
+    codes = grouped.div(_not_zero(scales)[:, :, None]).round_().add_(8).clamp_(0, 15)
+    return codes.view(grouped.shape[0], -1).to(torch.uint8)
 
 
 def _not_zero(scales: Tensor) -> Tensor:
