@@ -2,7 +2,6 @@
 
 import { el, svg } from "./dom.js";
 
-const WIDTH = 480;
 const HEIGHT = 150;
 const LEFT = 52;
 const RIGHT = 8;
@@ -17,7 +16,7 @@ export class Chart {
     this.highest = highest;
     this.points = [];
     this.now = el("span", { class: "now" });
-    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
+    this.picture = svg("svg", { height: HEIGHT, role: "img" });
     this.grid = svg("g", { class: "grid" });
     this.lines = series.map(({ kind }) => svg("path", { class: `line ${kind}` }));
     this.cross = svg("g", { class: "cross", visibility: "hidden" });
@@ -33,6 +32,13 @@ export class Chart {
       this.picture,
       el("div", { class: "keys" }, ...keys),
     );
+    // As many units as pixels: letters keep their size whatever the width.
+    this.width = 400;
+    new ResizeObserver(([{ contentRect }]) => {
+      if (!contentRect.width) return; // hidden
+      this.width = contentRect.width;
+      if (this.end) this.draw(this.points, this.start, this.end);
+    }).observe(this.picture);
     this.picture.addEventListener("pointermove", (event) => this.#hover(event));
     this.picture.addEventListener("pointerleave", () => {
       this.hovered = null;
@@ -51,7 +57,7 @@ export class Chart {
   }
 
   x(time) {
-    return LEFT + ((time - this.start) / (this.end - this.start)) * (WIDTH - LEFT - RIGHT);
+    return LEFT + ((time - this.start) / (this.end - this.start)) * (this.width - LEFT - RIGHT);
   }
 
   y(value) {
@@ -79,12 +85,12 @@ export class Chart {
     for (const share of [0, 0.5, 1]) {
       const value = this.top * share;
       const y = this.y(value);
-      parts.push(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }));
+      parts.push(svg("line", { x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y }));
       parts.push(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, value === 0 ? "0" : this.format(value)));
     }
     const minutes = (this.end - this.start) / 60;
     const ago = (at) => {
-      const seconds = Math.round((this.end - at) / 1);
+      const seconds = Math.round(this.end - at);
       return seconds === 0 ? "now" : minutes > 1 ? `−${Number((seconds / 60).toFixed(1))} min` : `−${seconds} s`;
     };
     for (const [share, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
@@ -96,7 +102,8 @@ export class Chart {
 
   #hover(event) {
     const box = this.picture.getBoundingClientRect();
-    const time = this.start + (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT) * (this.end - this.start);
+    const share = (event.clientX - box.left - LEFT) / (this.width - LEFT - RIGHT);
+    const time = this.start + share * (this.end - this.start);
     let best = null;
     for (const point of this.points) {
       if (!best || Math.abs(point.time - time) < Math.abs(best.time - time)) best = point;

@@ -209,7 +209,7 @@ export class Pane {
     if (steps) this.figure("length", (tokens / steps).toFixed(2));
     const drafted = this.steps.reduce((sum, step) => sum + step.draft.length, 0);
     const accepted = this.accepted.reduce((sum, n) => sum + n, 0);
-    this.figure("rate", drafted ? percent(accepted / drafted) : "none drafted");
+    this.figure("rate", drafted ? percent(accepted / drafted) : "–");
     const ttft = this.metrics?.ttft ?? (this.firstTime === null ? null : (this.firstTime - this.startTime) / 1000);
     if (ttft !== null) this.figure("ttft", duration(ttft));
     this.figure("counts", steps ? `${tokens} in ${steps}` : "–");
@@ -307,7 +307,7 @@ export class Pane {
 }
 
 const FINISH = {
-  length: "ended at the most tokens",
+  length: "reached its max tokens",
   stop: "ended by itself",
   aborted: "stopped",
   error: "failed",
