@@ -267,6 +267,18 @@ def test_a_slow_reader_gets_everything(llm: AsyncLLM) -> None:
     assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == whole
 
 
+def test_chunks_are_cheap(scripted: Callable[..., ScriptedEngine]) -> None:
+    """Processor seconds of the server's thread, which do not depend on what else the machine does."""
+    count, used = 4000, []
+    with RunningServer(scripted(*[" word"] * count)) as server:
+        for _ in range(2):
+            server.call(lambda: used.append(time.thread_time()))
+            assert server.request("POST", "/v1/completions", {**BODY, "stream": True})[0] == 200
+        server.call(lambda: used.append(time.thread_time()))
+        wait_until(lambda: len(used) == 3)
+    assert (used[2] - used[1]) / count < 0.0002
+
+
 # ------------------------------------------------------------------------------------------- life and death
 
 

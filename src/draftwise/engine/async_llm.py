@@ -96,6 +96,7 @@ class AsyncLLM:
         self._by_rid: dict[int, RequestStream] = {}
         self._observers: tuple[StepObserver, ...] = ()
         self._wakeup = threading.Condition(self._engine.core.lock)
+        self._preparing = threading.Lock()
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="draftwise-engine", daemon=True)
@@ -139,9 +140,13 @@ class AsyncLLM:
         Raises RequestError for an invalid request (nothing was queued), EngineDeadError if the engine has failed.
         """
         params = sampling_params or SamplingParams()
-        with self._wakeup:
+        with (
+            self._preparing
+        ):  # tokenizing, compiling a grammar: not while the engine waits for the core's lock
             self._check_alive()
             group = self._engine.processor.group(prompt, params, request_id, priority, keep_trace=keep_trace)
+        with self._wakeup:
+            self._check_alive()
             if group.request_id in self._streams:
                 raise RequestError(f"request id {group.request_id!r} is in use")
             for request in group.requests:

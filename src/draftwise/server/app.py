@@ -151,18 +151,19 @@ def _add_tokens(app: FastAPI, context: Context) -> None:
             raise bad_request("give either prompt or messages")
         if body.prompt is not None:
             special = True if body.add_special_tokens is None else body.add_special_tokens
-            ids = tokenizer.encode(body.prompt, add_special_tokens=special)
+            ids = await context.encode(body.prompt, special)
         else:
             options = chat.checked_options(body.chat_template_kwargs or {})
             if body.continue_final_message:
                 options["continue_final_message"] = True
-            ids = context.render_chat(
+            rendered = await context.render_chat(
                 chat.plain_messages(body.messages or []),
                 tools=body.tools,
                 chat_template=body.chat_template,
                 template_options=options,
                 add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            )["prompt_token_ids"]
+            )
+            ids = rendered["prompt_token_ids"]
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": context.engine.max_model_len,
@@ -212,6 +213,9 @@ def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:
                 },
                 "methods": ["none", *(d.method for d in context.engine.config.drafters)],
                 "default_method": context.engine.config.default_method,
+                "num_speculative_tokens": {
+                    d.method: d.num_speculative_tokens for d in context.engine.config.drafters
+                },
             }
         )
 

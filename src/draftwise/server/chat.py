@@ -32,7 +32,7 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
     structured = None if plan.schema is None else {"json": plan.schema, "disable_any_whitespace": True}
     try:
         params = chat_params(body, context.config, structured)
-        prompt = _render(context, body, plan)
+        prompt = await _render(context, body, plan)
         answer = _Answer(context, body, model, plan)
         generation = context.start(
             [prompt],
@@ -57,7 +57,7 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
     return JSONResponse(answer.whole(outputs))
 
 
-def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
+async def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -68,7 +68,7 @@ def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
                 "continue_final_message",
             )
         options["continue_final_message"] = True
-    return context.render_chat(
+    return await context.render_chat(
         plain_messages(body.messages),
         tools=plan.shown,
         chat_template=body.chat_template,

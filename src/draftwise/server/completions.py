@@ -28,7 +28,7 @@ async def completions(context: Context, request: Request, body: CompletionBody) 
         raise bad_request("echo with logprobs cannot be streamed", "stream")
     answer = _Answer(context, body, model, params.n)
     generation = context.start(
-        prompts_of(context, body),
+        await prompts_of(context, body),
         params,
         request_id=answer.id,
         priority=body.priority,
@@ -44,7 +44,7 @@ async def completions(context: Context, request: Request, body: CompletionBody) 
     return JSONResponse(answer.whole(outputs))
 
 
-def prompts_of(context: Context, body: CompletionBody) -> list[Prompt]:
+async def prompts_of(context: Context, body: CompletionBody) -> list[Prompt]:
     """A text, a list of texts, token ids, or a list of those. Raises APIError."""
     given = body.prompt
     if isinstance(given, str):
@@ -58,7 +58,7 @@ def prompts_of(context: Context, body: CompletionBody) -> list[Prompt]:
     out: list[Prompt] = []
     for one in many:
         if isinstance(one, str):
-            ids = context.need_tokenizer().encode(one, add_special_tokens=body.add_special_tokens)
+            ids = await context.encode(one, body.add_special_tokens)
             out.append({"prompt": one, "prompt_token_ids": ids})
         else:
             out.append({"prompt_token_ids": one})

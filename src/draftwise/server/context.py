@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 import uuid
@@ -16,6 +17,9 @@ from draftwise.server.config import ServerConfig
 from draftwise.server.engine import ServedEngine
 from draftwise.server.errors import APIError, bad_request
 from draftwise.server.generation import Generation, Prompt
+
+_LONG_TEXT = 16384
+"""Characters from which on a text is tokenized in a thread, for milliseconds in which other streams go on."""
 
 
 class Context:
@@ -88,7 +92,14 @@ class Context:
             on_close=ticket.release,
         )
 
-    def render_chat(
+    async def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises APIError without a tokenizer."""
+        tokenizer = self.need_tokenizer()
+        if len(text) < _LONG_TEXT:
+            return list(tokenizer.encode(text, add_special_tokens=special_tokens))
+        return list(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special_tokens))
+
+    async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -104,13 +115,16 @@ class Context:
                 "chat_template: this server takes no templates from requests (--trust-request-chat-template)",
                 "chat_template",
             )
-        return self.engine.apply_chat_template(
+        render = functools.partial(
+            self.engine.apply_chat_template,
             messages,
             chat_template=chat_template or self.config.chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             template_options=template_options,
         )
+        length = sum(len(content) for m in messages if isinstance(content := m.get("content"), str))
+        return render() if length < _LONG_TEXT else await asyncio.to_thread(render)
 
 
 def new_id(prefix: str, given: str | None = None) -> str:

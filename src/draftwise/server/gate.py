@@ -60,6 +60,9 @@ class Gate:
         except _TooLarge:
             if status == 499:
                 await self._too_large().response()(scope, receive, counted_send)
+        except Exception:
+            status = 500 if status == 499 else status  # answered further out
+            raise
         finally:
             route = scope.get("route")
             # The route's path and not the client's: what anybody may write would make a label of its own each time.

@@ -23,7 +23,7 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
     """Answer a request. Raises APIError, RequestError."""
     model = context.model_name(body.model)
     params = responses_params(body)
-    prompt = context.render_chat(_messages(body))
+    prompt = await context.render_chat(_messages(body))
     answer = _Answer(body, model)
     generation = context.start(
         [prompt], params, request_id=answer.id, priority=body.priority, timeout=body.timeout
