@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ROUND = 32
+
 LogitsFn = Callable[[Tensor], Tensor]
 """ids (batch, tokens) int64 -> logits (batch, tokens, vocab), causal, positions from 0."""
 
@@ -100,7 +102,8 @@ def measure_acceptance(
 
 def _last_logits(model: LogitsFn, rows: list[list[int]], count: int) -> Tensor:
     """Return the logits (rows, count, vocab) float32 at each row's last `count` tokens; rows are padded right."""
-    longest = max(map(len, rows))
+    # Rounded: the matrix library keeps a plan, and memory, for every shape it meets.
+    longest = -(-max(map(len, rows)) // _ROUND) * _ROUND
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     logits = model(ids)
     return torch.stack([logits[i, len(row) - count : len(row)] for i, row in enumerate(rows)]).float()
