@@ -175,7 +175,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert [m["method"] for m in facts["methods"]] == ["none", "draft_model", "ngram", "suffix"]
     assert all(m["equal_tokens"] for m in facts["methods"])
     text, _ = run(capsys, "demo", "--rounds", "1", "--max-tokens", "16")
-    assert "class Stack" in text and "plain" in text and "yes" in text
+    assert "class Queue" in text and "plain" in text and "yes" in text
     assert facts["text"].strip()[:8] in text
 
 

@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 
 BOOLEANS = ENGINE_BOOLEANS
 
-PROMPT = '''class Stack:
-    """A stack of items."""
-
+PROMPT = """class Queue:
     def __init__(self):
         self.items = []
 
-    def push(self, item):
+    def put(self, item):
         self.items.append(item)
 
-    def pop(self):
-'''
+    def get(self):
+        return"""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -116,7 +114,7 @@ def _show(
     facts = _as_dict(outputs, seconds, loaded)
     name = "the embedded demo model" if llm.config.embedded else str(llm.config.model)
     console.print(f"Loaded {name} and its drafters in {loaded:.1f} s. It continues this:\n")
-    console.print(Text(prompt.rstrip("\n"), style="dim"))
+    console.print(Text(prompt, style="dim"))
     default = llm.config.default_method
     shown = default if default in outputs else list(outputs)[-1]
     console.print(f"\nWith {shown}; [green]green[/green] tokens were guessed by the drafter and confirmed:\n")
