@@ -1,7 +1,7 @@
 """The suffix tree against its authors' implementation, the PyPI package arctic-inference, where that is installed.
 
-Its sources need nothing of it but ``arctic_inference/suffix_decoding`` and the module ``_C`` from ``csrc/suffix_decoding`` (CMake,
-nanobind), both on PYTHONPATH: the whole package builds against a torch of its own.
+Only ``arctic_inference/suffix_decoding`` is needed on PYTHONPATH, with its module ``_C`` that is built from
+``csrc/suffix_decoding`` (CMake and nanobind): the whole package builds against a torch of its own.
 """
 
 from __future__ import annotations
