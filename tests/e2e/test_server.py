@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import shutil
 import socket
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 
 from draftwise import AsyncLLM
+from draftwise.bench.http_client import Target
+from draftwise.bench.serve import bench_serve
 from draftwise.errors import ConfigError
 from draftwise.server.sockets import check_tls
 from tests.fakes.running_server import RunningServer
@@ -321,6 +325,54 @@ def test_draining_ends_at_last(scripted: Callable[..., ScriptedEngine]) -> None:
         server.stop()
         server.join(10)
         assert time.monotonic() - start < 8 and engine.closed
+
+
+def test_a_real_engine_dies(folder: str) -> None:
+    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=64)
+
+    def explode(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    with contextlib.closing(llm), RunningServer(llm) as server:
+        with open_stream(server, LONG) as connection:
+            assert b" 200 " in connection.recv(4096)
+            llm._engine.core.executor.execute = explode  # type: ignore[method-assign,assignment]
+            data = b""
+            while b"engine_dead" not in data:
+                piece = connection.recv(65536)
+                assert piece, data[-300:]
+                data += piece
+            assert server.request("GET", "/health")[0] == 503
+            while piece := connection.recv(65536):
+                data += piece
+        assert b"[DONE]" not in data and b"device lost" not in data
+        server.join()
+    assert server.exit_code == 1
+
+
+# ------------------------------------------------------------------------------------------------ bench serve
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_bench_serve(llm: AsyncLLM, path: str) -> None:
+    prompt = {"messages": [{"role": "user", "content": "xyxyxy"}]} if "chat" in path else {"prompt": "xyxyxy"}
+    body = {**prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True,
+            "speculation": {"method": "ngram", "num_speculative_tokens": 3}}  # fmt: skip
+    with RunningServer(llm) as server:
+        target = Target.parse(server.url)
+        for load in ({"concurrency": 2}, {"rate": float("inf")}, {"rate": 200.0, "concurrency": 2}):
+            before = llm.stats().speculation
+            found = asyncio.run(bench_serve(target, [body] * 6, path=path, sla={"e2e": 1e6}, **load))
+            after = llm.stats().speculation
+            assert (found.num_requests, found.num_failed) == (6, 0), found.errors
+            assert found.output_tokens <= 72 and found.attainment == 1.0 and found.e2e is not None
+            drafts = after.num_drafts - before.num_drafts
+            assert (found.acceptance or {"num_drafts": 0})["num_drafts"] == drafts
+        with_usage = {**body, "stream_options": {"include_usage": True}}
+        found = asyncio.run(bench_serve(target, [with_usage] * 2, path=path, concurrency=1))
+        assert found.output_tokens == 24 and found.goodput is None
+        wrong = asyncio.run(bench_serve(target, [{**body, "temperature": -1}] * 2, path=path, concurrency=1))
+        assert wrong.num_failed == 2 and wrong.errors == {"HTTP 400": 2} and wrong.ttft is None
 
 
 # ------------------------------------------------------------------------------------------------ tools

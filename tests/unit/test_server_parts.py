@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from draftwise.server.config import ServerConfig
 from draftwise.server.config_file import read_config_file, split_options
 from draftwise.server.errors import APIError, from_exception
 from draftwise.server.logprobs import FLOOR, CompletionLogprobs, chat_logprobs
+from draftwise.server.page import Page
 from draftwise.server.protocol import NO_EFFECT, ChatBody, CompletionBody, parse
 from draftwise.server.tools import ToolParser
 from draftwise.server.trace import Tracer
@@ -261,3 +264,29 @@ def test_files_that_are_none(tmp_path: Path, text: str) -> None:
 def test_server_settings_that_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerConfig(**settings)
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def test_a_page_may_run_its_own_scripts_and_no_others(tmp_path: Path) -> None:
+    script = "let a = 1 < 2"
+    (tmp_path / "index.html").write_text(
+        f"<style>b {{}}</style><script>{script}</script><script src='/static/p.js'></script>"
+    )
+    (tmp_path / "p.js").write_text("1")
+    (tmp_path / ".hidden").write_text("1")
+    (tmp_path / "folder").mkdir()
+    page = Page([], tmp_path)
+    policy = page.index().headers["content-security-policy"]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'self' 'sha256-{digest}';" in policy and "unsafe" not in policy
+    assert page.file("p.js").headers["content-type"].startswith("text/javascript")
+    for name in (".hidden", "folder", "../index.html", ""):
+        with pytest.raises(APIError):
+            page.file(name)
+
+
+def test_the_plain_page_lists_endpoints() -> None:
+    body = bytes(Page([("GET /<x>", "a & b")], Path("nowhere")).index().body).decode()
+    assert "GET /&lt;x&gt;" in body and "a &amp; b" in body
