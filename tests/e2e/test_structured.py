@@ -16,7 +16,7 @@ import torch
 from draftwise import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from draftwise.cli import main
 from draftwise.models.embedded import embedded_path
-from draftwise.propose.registry import register_proposer
+from draftwise.propose import registry
 from tests.fakes.tree_proposer import tree_proposer
 
 PROMPTS = [
@@ -44,8 +44,6 @@ DRAFTERS: list[dict[str, Any]] = [
 ]
 PLAIN = {"method": "none"}
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-register_proposer("fixed_json_tree", tree_proposer(draw="fixed"))
-register_proposer("blind_tree", tree_proposer(draw="without_replacement"))
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +122,13 @@ def test_sampled_outputs_are_valid(make_llm: Callable[..., LLM], method: str, ru
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("method", ["fixed_json_tree", "blind_tree"])
-def test_trees_of_drafters_that_know_no_grammar(make_llm: Callable[..., LLM], method: str, rule: str) -> None:
+@pytest.mark.parametrize("draw", ["fixed", "without_replacement"])
+def test_trees_of_drafters_that_know_no_grammar(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draw: Any, rule: str
+) -> None:
     """Point masses are pruned; what was drawn without a mask stays, and is rejected."""
+    method = f"{draw}_tree"
+    monkeypatch.setitem(registry._registered, method, tree_proposer(draw=draw))
     llm = make_llm(speculative_config={"method": method, "speculative_token_tree": TREE})
     spec = {"method": method, "rule": rule}
     check_json(llm.generate(PROMPTS * 2, params(temperature=1.0, speculation=spec)))
