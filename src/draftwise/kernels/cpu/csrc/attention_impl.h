@@ -181,6 +181,11 @@ void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_str
     score_block<T, 1, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
 }
 
+DW_INLINE void prefetch_rows(const void* base, int64_t stride, const int32_t* slots, int count, int bytes) {
+  for (int i = 0; i < count; i++)
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)base + slots[i] * stride + b);
+}
+
 // Scores of all query vectors with `count` keys, to scores[m][0 .. count rounded up to 16).
 template <class T>
 void score_keys(Work<T>& w, const int32_t* slots, int count, float* scores, int score_stride) {
@@ -190,6 +195,13 @@ void score_keys(Work<T>& w, const int32_t* slots, int count, float* scores, int 
     int tiles = (n + LANES - 1) / LANES;
     for (int t = 0; t < tiles; t++) {
       int left = n - t * LANES;
+      // Slots lie too far apart for the processor to guess: keys of the next but one tile, and the values of this one,
+      // which are read next.
+      const int at = start + t * LANES, ahead = at + 2 * LANES, bytes = w.dim * (int)sizeof(T);
+      const int64_t row_bytes = w.stride * (int64_t)sizeof(T);
+      if (ahead < count)
+        prefetch_rows(w.keys, row_bytes, slots + ahead, count - ahead < LANES ? count - ahead : LANES, bytes);
+      prefetch_rows(w.values, row_bytes, slots + at, left < LANES ? left : LANES, bytes);
       pack_tile(w.keys, w.stride, slots + start + t * LANES, left < LANES ? left : LANES, w.dim, w.kt + t * kt_stride);
     }
     float* to = scores + start;
