@@ -31,13 +31,16 @@ def test_a_small_soak() -> None:
 
 
 def test_signals_and_exit_codes() -> None:
-    server = serve("--api-key", "k", "--served-model-name", "a", "--served-model-name", "b")
+    server = serve("--api-key", "k", "--served-model-name", "a,b")
     assert server.stdout is not None
     line = server.stdout.readline()
     try:
-        assert line.startswith("Draftwise serves b at http://127.0.0.1:") or "serves a" in line
+        assert line.startswith("Draftwise serves a at http://127.0.0.1:")
         with urllib.request.urlopen(line.split()[-1] + "/version", timeout=10) as answer:
             assert {"version", "guarantees"} <= set(json.load(answer))
+        asked = urllib.request.Request(line.split()[-1] + "/v1/models", headers={"Authorization": "Bearer k"})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert [model["id"] for model in json.load(answer)["data"]] == ["a", "b"]
     finally:
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=30)
