@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.program import Recording, RecordingError
+from draftwise.kernels.cpu.recording import Recording, RecordingError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.llama import LlamaModel

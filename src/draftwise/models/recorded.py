@@ -12,7 +12,8 @@ from torch import Tensor
 
 from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.ops import NativeOps
-from draftwise.kernels.cpu.program import Program, Recording
+from draftwise.kernels.cpu.program import Program
+from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.config import ModelConfig, RawConfig

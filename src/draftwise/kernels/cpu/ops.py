@@ -1,7 +1,7 @@
 """`Ops` on the native library: every row computes in one fixed order, whatever else is in the batch.
 
 Each operation runs at once on tensors, or, given `Symbol`s, is recorded into the program they belong to (see
-`draftwise.kernels.cpu.program`).
+`draftwise.kernels.cpu.recording`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftwise.kernels.cpu.attention import DTYPES, NativeAttention
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.program import Symbol
+from draftwise.kernels.cpu.recording import Symbol
 from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch
 
