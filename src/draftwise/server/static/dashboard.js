@@ -2,7 +2,7 @@
 
 import { getText } from "./api.js";
 import { Chart } from "./chart.js";
-import { $, duration, el, percent, short } from "./dom.js";
+import { $, count, duration, el, percent, short } from "./dom.js";
 import { paint } from "./methods.js";
 import { Change, Reading } from "./metrics.js";
 
@@ -45,7 +45,7 @@ const CHARTS = [
     title: "Requests",
     hint: "num_requests_running, num_requests_waiting",
     series: [{ name: "running", kind: "main" }, { name: "waiting", kind: "second" }],
-    format: (value) => short(value).replace(/\.0+$/, ""),
+    format: count,
     values: (_, reading) => [reading.value("num_requests_running"), reading.value("num_requests_waiting")],
   },
   {
@@ -74,8 +74,8 @@ const CHARTS = [
     values: (change) => [0.5, 0.95].map((share) => change.quantile("inter_token_latency_seconds", share)),
   },
   {
-    title: "Where steps spend their time",
-    hint: "engine_step_seconds by part, per second",
+    title: "Time of steps",
+    hint: "engine_step_seconds: shares of its parts",
     series: [
       { name: "target", kind: "main" },
       { name: "drafting", kind: "second" },
@@ -172,14 +172,14 @@ export class Dashboard {
     const drafts = change.delta("spec_decode_num_drafts_total");
     const positions = [...change.deltaBy("spec_decode_num_accepted_tokens_per_pos_total", "position")];
     positions.sort((a, b) => a[0] - b[0]);
-    const rows = drafts ? positions : [];
+    const rows = drafts ? positions.slice(0, 8) : [];
     bars(this.positions, rows.map(([position, n]) => [`${Number(position) + 1}`, n / drafts, null, percent(n / drafts)]));
   }
 
   #drawMethods(change) {
     const steps = [...change.deltaBy("spec_decode_request_steps_total", "method")].filter(([, n]) => n > 0);
     const all = steps.reduce((sum, [, n]) => sum + n, 0);
-    bars(this.methods, steps.map(([method, n]) => [method, n / all, method, short(n).replace(/\.0+$/, "")]));
+    bars(this.methods, steps.map(([method, n]) => [method, n / all, method, count(n)]));
   }
 
   #drawTotals(reading) {

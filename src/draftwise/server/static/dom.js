@@ -38,6 +38,9 @@ export function duration(seconds) {
   return `${seconds < 9.95 ? seconds.toFixed(1) : Math.round(seconds)} s`;
 }
 
+/** A count or an average of counts: no needless zeros. Examples: 2, 2.5, 130. */
+export const count = (value) => short(value).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+
 /** A number with three digits or so. Examples: 0.034, 2.31, 48.2, 1,204, 1.2 M. */
 export function short(value) {
   if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;

@@ -301,9 +301,9 @@ export class Playground {
 }
 
 const LEGEND = {
-  bonus: "target's own after a whole draft",
-  recovered: "target's own in place of a draft",
-  target: "target's own, no draft",
+  bonus: "target, after a whole draft",
+  recovered: "target, in place of a draft",
+  target: "target, nothing drafted",
 };
 
 function sentence(error) {
