@@ -18,6 +18,7 @@ export class Pane {
     this.root.dataset.pane = letter;
     this.root.querySelector(".letter").textContent = letter;
     this.output = this.root.querySelector(".output");
+    this.invitation = this.output.dataset.empty;
     this.output.setAttribute("aria-label", `Output ${letter}. Arrow keys move through its tokens.`);
     this.strip = new Strip(this.root.querySelector(".strip"), (step) => {
       this.select(step.spans[0] ?? null, step, { keep: true });
@@ -90,6 +91,7 @@ export class Pane {
     this.frame = 0;
     this.aligner = new Aligner((token, text) => this.#addToken(token, text));
     this.output.replaceChildren();
+    this.output.dataset.empty = this.invitation;
     this.output.classList.remove("differs", "busy");
     this.root.querySelector(".finish").textContent = "";
     this.root.querySelector(".positions").replaceChildren();

@@ -17,6 +17,7 @@ export class Playground {
       isKept: () => this.kept,
     };
     this.kept = false;
+    this.invitation = $("step-text").textContent;
     this.panes = [new Pane("A", hooks), new Pane("B", hooks)];
     this.conversation = new Conversation($("messages"));
     this.abort = null;
@@ -276,7 +277,7 @@ export class Playground {
     this.inspected = null;
     this.#keep(false);
     $("step-name").textContent = "";
-    $("step-text").textContent = "";
+    $("step-text").textContent = this.invitation;
     $("tree").replaceChildren();
     $("step-back").disabled = $("step-next").disabled = true;
   }
