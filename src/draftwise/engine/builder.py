@@ -68,7 +68,7 @@ def build_engine(
         max_model_len=config.max_model_len,
         quantization=config.quantization,
     )
-    max_model_len = _model_len(config, model)
+    max_model_len = model.config.max_model_len
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(
@@ -153,17 +153,6 @@ def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | Non
     if own is not None and native_reason(getattr(torch, own, torch.float16), device) is None:
         return None
     return torch.float32 if checkpoint_num_parameters(config.model) * 4 <= _FLOAT32_LIMIT else None
-
-
-def _model_len(config: EngineConfig, model: DecoderModel) -> int:
-    limit = model.config.max_model_len
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len: {config.max_model_len} is more than the model's own limit of {limit} positions"
-        )
-    return config.max_model_len
 
 
 def _load_proposers(
