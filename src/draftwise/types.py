@@ -257,3 +257,13 @@ class TargetOutput:
 
     hidden: torch.Tensor  # [T, H]
     captured: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> [T, H]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainDraws:
+    """How `DecoderModel.draft_chains` draws: by inverse CDF of softmax(scale * logits) at ``uniforms_np``, or as the
+    argmax of scale * logits + ``noise``. Exactly one of the two is given; arrays are contiguous."""
+
+    scales_np: npt.NDArray[np.float32]  # [R] one over the temperature
+    uniforms_np: npt.NDArray[np.float64] | None = None  # [R, steps] in [0, 1)
+    noise: torch.Tensor | None = None  # [R, steps, V] float32

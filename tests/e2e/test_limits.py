@@ -27,16 +27,16 @@ def watch_positions(model: DecoderModel) -> list[int]:
         highest.append(int(batch.positions.max()))
         return forward(batch, *args, **kwargs)
 
-    chains = model.greedy_chains
+    chains = model.draft_chains
 
-    def watched_chains(batch: Any, kv: Any, rows: Any, steps: int) -> Any:
-        drafted = chains(batch, kv, rows, steps)
+    def watched_chains(batch: Any, kv: Any, rows: Any, steps: int, draws: Any = None) -> Any:
+        drafted = chains(batch, kv, rows, steps, draws)
         if drafted is not None:  # the last token of each chain is not fed
             highest.append(int(batch.positions.max()) + steps - 1)
         return drafted
 
     model.forward_logits = watched  # type: ignore[method-assign]
-    model.greedy_chains = watched_chains  # type: ignore[method-assign]
+    model.draft_chains = watched_chains  # type: ignore[method-assign]
     return highest
 
 

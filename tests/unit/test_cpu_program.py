@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.fakes.tiny import VOCAB, save_llama
@@ -22,7 +23,7 @@ from draftwise.models.llama import LlamaModel
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder, recorded
 from draftwise.models.registry import register_model
-from draftwise.types import StepInput, TargetOutput
+from draftwise.types import ChainDraws, StepInput, TargetOutput
 
 CPU = torch.device("cpu")
 
@@ -130,7 +131,7 @@ def test_a_team_of_threads_computes_the_same_bits(folder: str) -> None:
 
 
 @torch.inference_mode()
-def test_greedy_chains_in_one_call(folder: str) -> None:
+def test_draft_chains_in_one_call(folder: str) -> None:
     """The same tokens and K/V as pass by pass; three requests that catch up on different numbers of tokens."""
     model = load(folder)
     tables = torch.arange(3, 63, dtype=torch.int32).view(3, 20).numpy()
@@ -147,8 +148,10 @@ def test_greedy_chains_in_one_call(folder: str) -> None:
         return build_step_input([RowInput(tokens[r], contexts[r], tables[r]) for r in range(3)], 4, CPU)
 
     steps = 7  # over block borders
-    got = model.greedy_chains(first(), one, [3, 4, 7], steps)
-    assert got is not None and got.shape == (3, steps)
+    chains = model.draft_chains(first(), one, [3, 4, 7], steps)
+    assert chains is not None
+    got, q = chains
+    assert got.shape == (3, steps) and q is None
     logits = model.forward_logits(first(), other, [3, 4, 7])[1]
     for step in range(steps):
         best = logits.argmax(-1).tolist()
@@ -158,8 +161,56 @@ def test_greedy_chains_in_one_call(folder: str) -> None:
             logits = model.forward_logits(build_step_input(rows, 4, CPU), other)[1]
     for layer in range(2):
         assert torch.equal(one.layer(layer)[0], other.layer(layer)[0])
-    alone = model.greedy_chains(build_step_input([RowInput([7], 6, tables[1])], 4, CPU), one, None, 1)
-    assert alone is not None and alone.tolist() == [[got[1, 0]]]
+    alone = model.draft_chains(build_step_input([RowInput([7], 6, tables[1])], 4, CPU), one, None, 1)
+    assert alone is not None and alone[0].tolist() == [[got[1, 0]]]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_chains_draw_from_what_they_report(folder: str, rows: int) -> None:
+    """q is the softmax at the request's temperature, a token the inverse CDF of its uniform; with noise the argmax of
+    both together. K/V as pass by pass."""
+    model = load(folder)
+    tables = torch.arange(3, 63, dtype=torch.int32).view(3, 20).numpy()
+    steps, temperature = 5, np.array([0.7, 1.0, 2.5], np.float32)[:rows]
+    rng = np.random.default_rng(rows)
+    uniforms = rng.random((rows, steps))
+    uniforms[0, 0] = 1.0 - 2.0**-53
+    noise = torch.from_numpy(rng.gumbel(size=(rows, steps, VOCAB)).astype(np.float32))
+
+    def first() -> StepInput:
+        return build_step_input([RowInput([5 + r], 0, tables[r]) for r in range(rows)], 4, CPU)
+
+    for draws in (
+        ChainDraws(1 / temperature, uniforms_np=uniforms),
+        ChainDraws(1 / temperature, noise=noise),
+    ):
+        one, other = storage(model), storage(model)
+        chains = model.draft_chains(first(), one, None, steps, draws)
+        assert chains is not None
+        tokens, q = chains
+        logits = model.forward_logits(first(), other)[1]
+        for step in range(steps):
+            scaled = logits / torch.from_numpy(temperature)[:, None]
+            if draws.noise is not None:
+                assert q is None
+                wanted = (scaled + noise[:, step]).argmax(-1).tolist()
+            else:
+                assert q is not None
+                torch.testing.assert_close(q[:, step], scaled.softmax(-1), rtol=1e-5, atol=1e-7)
+                sums = q[:, step].double().cumsum(-1)
+                targets = torch.from_numpy(uniforms[:, step]) * sums[:, -1]
+                wanted = (
+                    torch.searchsorted(sums, targets[:, None], right=True)
+                    .squeeze(1)
+                    .clamp(max=VOCAB - 1)
+                    .tolist()
+                )
+            assert tokens[:, step].tolist() == wanted, step
+            fed = [RowInput([wanted[r]], 1 + step, tables[r]) for r in range(rows)]
+            if step + 1 < steps:
+                logits = model.forward_logits(build_step_input(fed, 4, CPU), other)[1]
+        assert torch.equal(one.layer(0)[0], other.layer(0)[0])
 
 
 def test_products_are_fused(folder: str) -> None:

@@ -15,7 +15,7 @@ from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
 from draftwise.models.config import RawConfig
 from draftwise.models.weights import WeightPlan
-from draftwise.types import StepInput, TargetOutput
+from draftwise.types import ChainDraws, StepInput, TargetOutput
 
 
 class DecoderModel(ABC):
@@ -80,15 +80,22 @@ class DecoderModel(ABC):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
         return output, self.logits(hidden)
 
-    def greedy_chains(
-        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, steps: int
-    ) -> npt.NDArray[np.int64] | None:
-        """Continue each request of a batch greedily by ``steps`` tokens, int64 [R, steps]; K/V of all but the last of
-        them are written. None: there is no quicker way than `forward_logits` token by token.
+    def draft_chains(
+        self,
+        batch: StepInput,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        """Continue each request of a batch by ``steps`` tokens, int64 [R, steps]; K/V of all but the last of them are
+        written. Sampled tokens come with the distributions they were drawn from, float32 [R, steps, V]. None: there
+        is no quicker way than `forward_logits` token by token.
 
         Args:
             batch: R requests without trees; their block tables reach ``steps - 1`` tokens further.
             rows: the last row of each request; None: each has one row.
+            draws: how tokens are drawn; None: greedily.
         """
         return None
 

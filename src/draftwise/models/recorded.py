@@ -17,7 +17,7 @@ from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.config import ModelConfig, RawConfig
-from draftwise.types import AttentionBatch, StepInput, TargetOutput
+from draftwise.types import AttentionBatch, ChainDraws, StepInput, TargetOutput
 
 logger = logging.getLogger("draftwise")
 
@@ -77,14 +77,19 @@ class RecordedDecoder(DecoderModel):
             logits = torch.empty((0, self.config.vocab_size), dtype=torch.float32)
         return TargetOutput(output.hidden, output.captured), logits
 
-    def greedy_chains(
-        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, steps: int
-    ) -> npt.NDArray[np.int64] | None:
+    def draft_chains(
+        self,
+        batch: StepInput,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         program = self._program(kv, ())
         if program is None:
             return None
         return program.chains(
-            batch, batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64), steps
+            batch, batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64), steps, draws
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

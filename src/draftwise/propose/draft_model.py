@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.registry import ProposerContext
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
+from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
 from draftwise.structured.cursor import mask_drafts
-from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
+from draftwise.types import EMPTY_PROPOSAL, ChainDraws, IntArray, Proposal, chain
 
 _CATCH_UP_ROWS = 2048
 """Rows of one catch-up pass: a long prompt is caught up in pieces, so that activations stay small."""
@@ -131,12 +132,15 @@ class DraftModelProposer(Proposer):
         return draft
 
     def _draft_at_once(self, active: Sequence[_Draft]) -> bool:
-        """Let the model do the whole loop where nothing but argmaxes stands between its passes. False: it cannot."""
+        """Let the model do the whole loop where nothing stands between its passes but a draw at a temperature, the
+        same kind for all. False: it cannot."""
         steps = active[0].length - len(active[0].tokens)
+        kind = self._kind(active[0].row)
         rows = 0
         for draft in active:
-            state = draft.row.sampling
-            if not state.is_greedy or state.needs_processing or draft.row.grammar is not None:
+            if draft.row.sampling.needs_processing or draft.row.grammar is not None:
+                return False
+            if self._kind(draft.row) != kind:
                 return False
             rows += len(draft.context_np) - min(draft.fed, len(draft.context_np) - 1)
             if draft.length - len(draft.tokens) != steps:
@@ -151,15 +155,48 @@ class DraftModelProposer(Proposer):
             inputs.append(RowInput(draft.context_np[first:], first, draft.row.block_table_np))
         batch = build_step_input(inputs, self._block_size, self._model.device)
         last = None if rows == len(active) else (batch.attention.query_start_np[1:] - 1).tolist()
-        chains = self._model.greedy_chains(batch, self._storage, last, steps)
+        draws = None if kind == "argmax" else self._draws(active, steps, kind)
+        chains = self._model.draft_chains(batch, self._storage, last, steps, draws)
         if chains is None:
             return False
         self.forward_time += time.perf_counter() - start
-        for draft, tokens in zip(active, chains.tolist(), strict=True):
+        drawn, q = chains
+        for i, (draft, tokens) in enumerate(zip(active, drawn.tolist(), strict=True)):
             draft.fed = len(draft.context_np)
             draft.tokens.extend(tokens)
             draft.stored = len(draft.tokens) - 1
+            if q is not None:
+                draft.q = list(q[i])
         return True
+
+    def _kind(self, row: DraftRow) -> Literal["argmax", "coupled", "sampled"]:
+        """How `draft_tokens` would draw for the row."""
+        rule = row.speculation.rule
+        if draws_from_q(row.sampling, rule, self._sample_method):
+            return "sampled"
+        noisy = rule == "coupled" and not row.sampling.is_greedy and self._sample_method == "probabilistic"
+        return "coupled" if noisy else "argmax"
+
+    def _draws(
+        self, active: Sequence[_Draft], steps: int, kind: Literal["argmax", "coupled", "sampled"]
+    ) -> ChainDraws:
+        """The noise of the next ``steps`` draws of each row, by the keys that `draft_tokens` would use."""
+        scales_np = np.array([1.0 / d.row.sampling.temperature for d in active], np.float32)
+        keys = [
+            NoiseKey(
+                d.row.sampling.seed,
+                d.row.sampling.sample_index,
+                SHARED if kind == "coupled" else DRAFT,
+                d.row.num_tokens + node,
+                node,
+                d.row.num_tokens,
+            )
+            for d in active
+            for node in range(len(d.tokens), len(d.tokens) + steps)
+        ]
+        if kind == "coupled":
+            return ChainDraws(scales_np, noise=gumbel(keys, self._model.config.vocab_size))
+        return ChainDraws(scales_np, uniforms_np=np.array([uniform(*key) for key in keys]))
 
     def _catch_up(self, active: Sequence[_Draft]) -> torch.Tensor:
         """Feed every committed token that has no K/V yet, the root included, and the forced ones: logits behind the

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftwise.kernels.cpu.attention import BatchView, address, fill_view
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.types import StepInput
+from draftwise.types import ChainDraws, StepInput
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -66,7 +66,16 @@ class _PassInput(ctypes.Structure):
 class _ChainOutput(ctypes.Structure):
     """``dw::ChainOutput``."""
 
-    _fields_ = (("steps", _I64), ("vocab", _I64), ("tokens", _PTR), ("positions", _PTR))
+    _fields_ = (
+        ("steps", _I64),
+        ("vocab", _I64),
+        ("tokens", _PTR),
+        ("positions", _PTR),
+        ("scales", _PTR),
+        ("uniforms", _PTR),
+        ("noise", _PTR),
+        ("q", _PTR),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +146,23 @@ class Program:
         return PassOutput(hidden, captured, logits)
 
     def chains(
-        self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int, steps: int
-    ) -> npt.NDArray[np.int64]:
-        """Continue each request greedily: a pass over ``batch``, then passes of one row each, in one native call.
+        self,
+        batch: StepInput,
+        head_rows: npt.NDArray[np.int64] | int,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
+        """Continue each request: a pass over ``batch``, then passes of one row each, in one native call.
 
         Args:
             batch: R requests without trees; block tables must reach ``steps - 1`` tokens further.
             head_rows: the last row of each request, as in `run`.
             steps: tokens per request.
+            draws: how tokens are drawn; None: the most likely, the lowest of those that tie.
 
         Returns:
-            int64 [R, steps]: the most likely tokens, the lowest of those that tie.
+            Tokens int64 [R, steps], and, if they were sampled, the distributions they were drawn from, float32
+            [R, steps, V].
         """
         tables = batch.attention
         assert tables.ancestors_np is None
@@ -155,9 +170,18 @@ class Program:
         positions = (tables.context_len_np + np.diff(tables.query_start_np)).astype(np.int64)
         *outputs, kept = self._prepare(batch, head_rows)
         out = _ChainOutput(steps, self._logits[0], address(tokens), address(positions))
+        q = None
+        if draws is not None:
+            out.scales = address(draws.scales_np)
+            if draws.uniforms_np is not None:
+                q = torch.empty((len(tokens), steps, self._logits[0]))
+                out.uniforms, out.q = address(draws.uniforms_np), q.data_ptr()
+            else:
+                assert draws.noise is not None
+                out.noise = draws.noise.data_ptr()
         self._chains(self._pointer, self._pool.pointer, self._input, out)
         del kept, outputs
-        return tokens
+        return tokens, q
 
     def _prepare(
         self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int

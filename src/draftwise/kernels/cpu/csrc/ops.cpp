@@ -60,6 +60,8 @@ void add_rms_norm(Pool* pool, DType dtype, const void* x, void* residual, const 
   });
 }
 
+void softmax(const float* x, float scale, float* out, int64_t width) { kernels(F32).softmax(x, scale, out, width); }
+
 void silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t rows, int64_t width) {
   // an exponential costs about four plain elements
   over_rows(pool, rows, 4 * width, [&](int64_t begin, int64_t end) {

@@ -30,6 +30,7 @@ struct RowKernels {
                        int64_t begin, int64_t end);
   void (*silu_mul)(const void* gate_up, void* out, int64_t width, int64_t begin, int64_t end);
   void (*rope_write)(const RopeCall*, int64_t begin, int64_t end);
+  void (*softmax)(const float* x, float scale, float* out, int64_t width);
 };
 
 extern const RowKernels row_kernels_portable[2];  // float32, bfloat16
@@ -49,6 +50,8 @@ void add_rms_norm(Pool*, DType, const void* x, void* residual, const float* weig
 void silu_mul(Pool*, DType, const void* gate_up, void* out, int64_t rows, int64_t width);
 // Normalise q and k per head if asked, rotate both, write k and v to the cache.
 void rope_write(Pool*, DType, const RopeCall*);
+// exp(scale x) / sum of it, one row [width].
+void softmax(const float* x, float scale, float* out, int64_t width);
 // out[i] = table[ids[i]], rows of `bytes` bytes.
 void gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes);
 

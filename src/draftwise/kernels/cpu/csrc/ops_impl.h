@@ -77,6 +77,28 @@ void silu_mul_rows(const void* gate_up, void* out, int64_t width, int64_t begin,
   }
 }
 
+void softmax_row(const float* x, float scale, float* out, int64_t width) {
+  float top = x[0];
+  for (int64_t i = 1; i < width; i++) top = x[i] > top ? x[i] : top;
+  vf total = {};
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    vf e = exp((load(x + i) - top) * scale);
+    store(out + i, e);
+    total += e;
+  }
+  float sum = 0.0f;
+  for (int lane = 0; lane < LANES; lane++) sum += total[lane];
+  if (i < width) {
+    int n = (int)(width - i);
+    vf e = exp((load_n(x + i, n) - top) * scale);
+    store_n(out + i, e, n);
+    for (int lane = 0; lane < n; lane++) sum += e[lane];
+  }
+  float inverse = 1.0f / sum;
+  for (i = 0; i < width; i++) out[i] *= inverse;
+}
+
 // x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin, halves of a head; in may be out.
 template <class T>
 DW_INLINE void rotate(const T* in, const float* rotation, T* out, int64_t half) {
@@ -117,8 +139,8 @@ void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const RowKernels DW_TABLE[2] = {
-    {rms_norm_rows<float>, add_rms_norm_rows<float>, silu_mul_rows<float>, rope_write_rows<float>},
-    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, silu_mul_rows<bf16>, rope_write_rows<bf16>},
+    {rms_norm_rows<float>, add_rms_norm_rows<float>, silu_mul_rows<float>, rope_write_rows<float>, softmax_row},
+    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, silu_mul_rows<bf16>, rope_write_rows<bf16>, softmax_row},
 };
 
 }  // namespace dw

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "ops.h"
 #include "team.h"
 
 namespace dw {
@@ -177,6 +178,62 @@ static int64_t argmax(const float* x, int64_t n) {
   return best;
 }
 
+static int64_t argmax_with_noise(const float* x, float scale, const float* noise, int64_t n) {
+  int64_t best = 0;
+  float top = x[0] * scale + noise[0];
+  for (int64_t i = 1; i < n; i++) {
+    float value = x[i] * scale + noise[i];
+    if (value > top) {
+      top = value;
+      best = i;
+    }
+  }
+  return best;
+}
+
+// Inverse CDF, sums in double so that the smallest weight keeps its share: first the block of 64, then the token in it.
+// A token of weight 0 is never drawn. Example: weights (.5, 0, .5), u = .5 -> index 2.
+static int64_t pick(const float* weights, int64_t n, double u) {
+  constexpr int64_t BLOCK = 64;
+  const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+  std::vector<double> sums((size_t)blocks);
+  double total = 0.0;
+  for (int64_t b = 0; b < blocks; b++) {
+    double part[4] = {};
+    const int64_t end = (b + 1) * BLOCK < n ? (b + 1) * BLOCK : n;
+    for (int64_t i = b * BLOCK; i < end; i++) part[i & 3] += (double)weights[i];
+    total += (part[0] + part[1]) + (part[2] + part[3]);
+    sums[(size_t)b] = total;
+  }
+  const double target = u * total;
+  int64_t block = 0;
+  while (block + 1 < blocks && !(sums[(size_t)block] > target)) block++;
+  double running = block ? sums[(size_t)block - 1] : 0.0;
+  const int64_t end = (block + 1) * BLOCK < n ? (block + 1) * BLOCK : n;
+  int64_t last = -1;
+  for (int64_t i = block * BLOCK; i < end; i++) {
+    if (!(weights[i] > 0.0f)) continue;
+    running += (double)weights[i];
+    last = i;
+    if (running > target) return i;
+  }
+  if (last >= 0) return last;  // the block's sum was larger than the running one by rounding
+  for (int64_t i = block * BLOCK - 1; i >= 0; i--)
+    if (weights[i] > 0.0f) return i;
+  return 0;
+}
+
+static int64_t draw(const float* logits, const dw::ChainOutput* out, int64_t request, int64_t step) {
+  const int64_t place = request * out->steps + step;
+  if (out->uniforms) {
+    float* q = out->q + place * out->vocab;
+    dw::softmax(logits, out->scales[request], q, out->vocab);
+    return pick(q, out->vocab, out->uniforms[place]);
+  }
+  if (out->noise) return argmax_with_noise(logits, out->scales[request], out->noise + place * out->vocab, out->vocab);
+  return argmax(logits, out->vocab);
+}
+
 // The first pass is the caller's, with one head row per request; in the others each request has one row. The external
 // buffers of the results must have room for one row per request.
 DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
@@ -192,7 +249,7 @@ DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw:
   for (int64_t step = 0; step < out->steps; step++) {
     run_pass(program, pool, &pass);
     for (size_t r = 0; r < requests; r++) {
-      ids[r] = argmax(logits + (int64_t)r * out->vocab, out->vocab);
+      ids[r] = draw(logits + (int64_t)r * out->vocab, out, (int64_t)r, step);
       out->tokens[(int64_t)r * out->steps + step] = ids[r];
       positions[r] = out->positions[r] + step;
       contexts[r] = (int32_t)positions[r];

@@ -51,13 +51,18 @@ struct PassInput {
   BatchView batch;
 };
 
-// A greedy continuation: the most likely token of each request's last row is fed to the next pass, `steps` times. Mirrored by
-// program.py.
+// A continuation: a token is drawn behind each request's last row and fed to the next pass, `steps` times. Which one:
+// with `uniforms`, by inverse CDF of q = softmax(scale * logits), which is reported; with `noise`, the largest of
+// scale * logits + noise; else the most likely. Mirrored by program.py.
 struct ChainOutput {
   int64_t steps;
   int64_t vocab;
   int64_t* tokens;            // [requests, steps]
   const int64_t* positions;  // [requests] where the first of them stands
+  const float* scales;        // [requests] one over the temperature, or null
+  const double* uniforms;     // [requests, steps] in [0, 1), or null
+  const float* noise;         // [requests, steps, vocab], or null
+  float* q;                   // [requests, steps, vocab] float32, or null
 };
 
 struct Program;
