@@ -204,23 +204,32 @@ class LLM:
 
 
 class _Progress:
-    """Requests done, tokens per second."""
+    """Requests done and tokens per second, on stderr."""
 
     def __init__(self, total: int) -> None:
-        from tqdm import tqdm
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._bar = tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True)
+        self._progress = Progress(
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("requests", total=total, rate="")
         self._tokens = 0
+        self._progress.start()
 
     def update(self, tokens: int, finished: bool) -> None:
         self._tokens += tokens
         if finished:
-            elapsed = self._bar.format_dict["elapsed"] or 1e-9
-            self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tokens/s", refresh=False)
-            self._bar.update(1)
+            elapsed = self._progress.tasks[0].elapsed or 1e-9
+            self._progress.update(self._task, advance=1, rate=f"{self._tokens / elapsed:.0f} tokens/s")
 
     def close(self) -> None:
-        self._bar.close()
+        self._progress.stop()
 
 
 def render_chat(
