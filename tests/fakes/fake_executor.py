@@ -52,7 +52,6 @@ class FakeExecutor(Executor):
         self.random = random.Random(seed)
         self.rows: dict[int, _Row] = {}
         self.slots: dict[int, int] = {}
-        self.fresh_since: dict[int, int] = {}
 
     def slot(self, row: _Row, key: int) -> int:
         return row.blocks[key // self.block_size] * self.block_size + key % self.block_size

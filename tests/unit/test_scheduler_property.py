@@ -35,7 +35,7 @@ class Engine(RuleBasedStateMachine):
         self.time = 0.0
         self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs))
         self.scheduler = Scheduler(
-            SchedulerConfig(seqs, max(budget, seqs), MAX_LEN),
+            SchedulerConfig(seqs, max(budget, seqs)),
             KVManager(num_blocks, block_size, caching),
             StaticController(),
             self.clock,

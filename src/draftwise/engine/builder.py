@@ -107,7 +107,6 @@ def build_engine(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs or 64,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
             chunked_prefill=config.enable_chunked_prefill,
         ),
         KVManager(num_blocks, config.block_size, config.enable_prefix_caching),

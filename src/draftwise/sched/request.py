@@ -80,7 +80,6 @@ class Request:
     __slots__ = (
         "arrival_time",
         "bad_words_ids",
-        "cancelled",
         "counts",
         "error",
         "finish_reason",
@@ -150,7 +149,6 @@ class Request:
         self.num_proposed = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
-        self.cancelled = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None

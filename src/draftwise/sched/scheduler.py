@@ -23,7 +23,6 @@ class SchedulerConfig:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int
     chunked_prefill: bool = True
 
 
@@ -338,18 +337,11 @@ class Scheduler:
         request.finish_reason = reason
         request.finished_time = self._clock()
         del self._requests[request.rid]
-        if request.num_proposed:
-            request.num_proposed = 0
 
     def unfinished_counts(self) -> list[SpeculationCounts]:
         """Counters of the requests whose end no update has reported yet, so that totals need not wait for it."""
         counts = [request.counts for request in self._requests.values()]
         return counts + [update.request.counts for update in self._finished]
-
-    def take_finished(self) -> list[RequestUpdate]:
-        """Updates of requests cancelled since the last step, when there is no further step to carry them."""
-        finished, self._finished = self._finished, []
-        return finished
 
     # ----------------------------------------------------------------------------------------- integrity
 
