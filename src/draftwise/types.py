@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from draftwise.propose.tree_spec import DynamicTree
+
 IntArray = npt.NDArray[np.int32]
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 """``fn(token_ids, logits) -> logits``: prompt and output ids so far, logits float32 [V]. Must be pure."""
@@ -119,7 +121,9 @@ class Speculation:
 
     ``method``: "none" or the name of a loaded proposer. ``rule``: greedy, rejection, block, coupled,
     typical, synthetic. ``tree``: node parents of a static tree (same form as `Proposal.parents`) with
-    ``tree_ranks`` the rank of each node among its parent's children, or None for a chain.
+    ``tree_ranks`` the rank of each node among its parent's children, or None for a chain. ``dynamic``: the limits of
+    a tree that is shaped by the drafter's confidence, of which ``num_speculative_tokens`` nodes are verified; or
+    None. At most one of the two is given.
     """
 
     method: str = "none"
@@ -127,6 +131,7 @@ class Speculation:
     rule: str = "greedy"
     tree: tuple[int, ...] | None = None
     tree_ranks: tuple[int, ...] | None = None
+    dynamic: DynamicTree | None = None
 
 
 # ------------------------------------------------------------------------------------- the plan of a step

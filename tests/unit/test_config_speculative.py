@@ -12,6 +12,8 @@ import pytest
 
 from draftwise.config import SpeculativeConfig
 from draftwise.errors import ConfigError
+from draftwise.propose import registry
+from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree
 
 
 def refused(values: dict[str, Any], *words: str) -> str:
@@ -252,6 +254,22 @@ def test_trees() -> None:
     )
     refused({"method": "synthetic", "speculative_token_tree": [[0, 0]]})
     refused({"method": "synthetic", "speculative_token_tree": "import os"}, "list of paths")
+
+
+def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._registered, "likes_trees", "some.module:Class")
+    for given, tree in ((True, DynamicTree()), ({"top_k": 4, "depth": 5}, DynamicTree(4, 5)), (False, None)):
+        spec = SpeculativeConfig.from_dict({"method": "likes_trees", "speculative_dynamic_tree": given})
+        assert spec.speculative_dynamic_tree == tree
+        assert spec.num_speculative_tokens == (DEFAULT_TREE_NODES if tree is not None else 4)
+    spec = SpeculativeConfig.from_dict(
+        {"method": "likes_trees", "speculative_dynamic_tree": True, "num_speculative_tokens": 60}
+    )
+    assert spec.num_speculative_tokens == 60
+    both = {"method": "likes_trees", "speculative_dynamic_tree": True, "speculative_token_tree": [[0]]}
+    refused(both, "speculative_dynamic_tree", "contradicts speculative_token_tree")
+    refused({"method": "ngram", "speculative_dynamic_tree": True}, "no dynamic trees")
+    refused({"method": "likes_trees", "speculative_dynamic_tree": {"width": 3}}, "unknown field 'width'")
 
 
 def test_quantization_of_the_draft_model() -> None:

@@ -1,4 +1,4 @@
-"""speculative_token_tree: paths to parents and ranks."""
+"""speculative_token_tree: paths to parents and ranks; speculative_dynamic_tree: limits."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwise.errors import ConfigError, RequestError
-from draftwise.propose.tree_spec import MAX_NODES, parse_tree
+from draftwise.propose.tree_spec import MAX_NODES, DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.types import MAX_TREE_NODES
 
 
@@ -73,3 +73,43 @@ def test_any_tree_survives_the_way_through_its_paths(choices: list[int]) -> None
         paths.append([*(paths[parent] if parent >= 0 else []), rank])
     assert parse_tree(paths) == (tuple(parents), tuple(ranks))
     assert parse_tree(str(paths)) == (tuple(parents), tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("value", "tree"),
+    [
+        (None, None),
+        (False, None),
+        ("false", None),
+        (True, DynamicTree()),
+        ("true", DynamicTree()),
+        ({}, DynamicTree()),
+        ({"top_k": 4}, DynamicTree(top_k=4)),
+        ({"depth": 3, "top_k": 32}, DynamicTree(32, 3)),
+        ('{"top_k": 63, "depth": 1}', DynamicTree(63, 1)),
+        (DynamicTree(2, 9), DynamicTree(2, 9)),
+    ],
+)
+def test_parse_dynamic(value: Any, tree: DynamicTree | None) -> None:
+    assert parse_dynamic_tree(value) == tree
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1, "expected true, false or"),
+        ("yes", "expected true, false or"),
+        ([10, 7], "expected true, false or"),
+        ({"topk": 3}, "unknown field 'topk'.*top_k"),
+        ({"top_k": 0}, "top_k: expected an integer in 1..63, got 0"),
+        ({"top_k": True}, "top_k: expected an integer"),
+        ({"depth": 64}, "depth: expected an integer in 1..63, got 64"),
+        ({"depth": 2.0}, "depth: expected an integer"),
+        ({"top_k": 13, "depth": 6}, "65 nodes, top_k \\* \\(depth - 1\\); at most 64"),
+    ],
+)
+def test_wrong_dynamic(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_dynamic_tree(value)
+    with pytest.raises(RequestError, match=message):
+        parse_dynamic_tree(value, error=RequestError)

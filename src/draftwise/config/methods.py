@@ -13,6 +13,8 @@ from draftwise.propose.registry import available_proposers, canonical_name, reso
 MODELLESS_METHODS = ("ngram", "synthetic", "suffix")
 CHAIN_METHODS = ("ngram", "draft_model")
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
+STATIC_METHODS = ("ngram", "synthetic", "suffix", "draft_model")
+"""Methods that refuse a `speculative_dynamic_tree`."""
 
 
 def resolve_method(value: str) -> str:

@@ -10,9 +10,15 @@ from typing import Any, Self
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
-from draftwise.config.methods import CHAIN_METHODS, MODELLESS_METHODS, detect_method, resolve_method
+from draftwise.config.methods import (
+    CHAIN_METHODS,
+    MODELLESS_METHODS,
+    STATIC_METHODS,
+    detect_method,
+    resolve_method,
+)
 from draftwise.errors import ConfigError, suggest
-from draftwise.propose.tree_spec import parse_tree
+from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.quantization.scheme import parse_scheme
 
 MAX_DRAFT = 63
@@ -72,6 +78,14 @@ def _tree(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True)
+def _dynamic_tree(name: str, value: Any) -> DynamicTree | None:
+    """True, or the limits of the tree."""
+    try:
+        return parse_dynamic_tree(value)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config.{error}") from None
+
+
 class SpeculativeConfig:
     """One drafter. Validated, and missing values resolved, on construction.
 
@@ -135,6 +149,12 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | str | SpeculativeConfig) -> Self:
+    speculative_dynamic_tree: DynamicTree | None = option(
+        None,
+        _dynamic_tree,
+        'tree shaped by the drafter\'s confidence: true, or {"top_k": 10, "depth": 7}; '
+        "num_speculative_tokens of its nodes are verified",
+    )
         """Build from a mapping or the JSON text of one; None stands for a field that is not given."""
         if isinstance(values, cls):
             return values
@@ -249,6 +269,16 @@ class SpeculativeConfig:
     def _resolve_num_tokens(self) -> None:
         table = self.num_speculative_tokens_per_batch_size
         tree = self.speculative_token_tree
+        if self.speculative_dynamic_tree is not None:
+            if self.speculative_token_tree is not None:
+                raise ConfigError(
+                    "speculative_config.speculative_dynamic_tree: contradicts speculative_token_tree; a tree's shape "
+                    "is given or follows the drafter's confidence"
+                )
+            if self.method in STATIC_METHODS:
+                raise ConfigError(
+                    f"speculative_config.speculative_dynamic_tree: method {self.method!r} drafts no dynamic trees"
+                )
         if self.num_speculative_tokens is _UNSET:
             if tree is not None:
                 k = len(tree)
@@ -258,6 +288,8 @@ class SpeculativeConfig:
                 k = max(max(row[2] for row in table), 1) if table else _DEFAULT_NUM_TOKENS.get(self.method, 4)
             self._set("num_speculative_tokens", k)
         k = self.num_speculative_tokens
+            elif self.speculative_dynamic_tree is not None:
+                k = DEFAULT_TREE_NODES
         if tree is not None and k != len(tree):
             raise ConfigError(
                 f"speculative_config.num_speculative_tokens: {k} contradicts a speculative_token_tree of "

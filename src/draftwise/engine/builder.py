@@ -170,7 +170,12 @@ def _load_proposers(
             max_num_seqs=config.max_num_seqs or 64,
             vocab_size=model.config.vocab_size,
         )
-        proposers[spec.method] = resolve_proposer(spec.method).create(context)
+        proposer = resolve_proposer(spec.method)
+        if spec.speculative_dynamic_tree is not None and not proposer.drafts_dynamic_trees:
+            raise ConfigError(
+                f"speculative_config.speculative_dynamic_tree: method {spec.method!r} drafts no dynamic trees"
+            )
+        proposers[spec.method] = proposer.create(context)
     return proposers
 
 

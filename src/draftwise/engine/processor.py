@@ -15,7 +15,7 @@ from draftwise.engine.group import RequestGroup
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.propose.base import Proposer
-from draftwise.propose.tree_spec import parse_tree
+from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
 from draftwise.sched.request import Request
 from draftwise.structured.grammars import DEFAULT_DRAFTS, Grammars
@@ -25,7 +25,13 @@ from draftwise.types import MAX_TREE_NODES, IntArray, Speculation
 Prompt = str | Mapping[str, Any]
 """A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``."""
 
-_SPECULATION_FIELDS = ("method", "num_speculative_tokens", "speculative_token_tree", "rule")
+_SPECULATION_FIELDS = (
+    "method",
+    "num_speculative_tokens",
+    "speculative_token_tree",
+    "speculative_dynamic_tree",
+    "rule",
+)
 
 
 def end_tokens(model_config: ModelConfig, tokenizer: Any | None) -> tuple[int, ...]:
@@ -222,7 +228,10 @@ class Processor:
         rule = self._rule(params, given.get("rule"), config)
         if method == "none":
             return Speculation("none", 0, rule)
+        dynamic = self._dynamic_tree(given, method, config)
         k = given.get("num_speculative_tokens")
+        if k is None and dynamic is not None and (config is None or config.speculative_dynamic_tree is None):
+            k = DEFAULT_TREE_NODES
         if k is None:
             k = config.num_speculative_tokens if config is not None else DEFAULT_DRAFTS
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_TREE_NODES:
@@ -231,6 +240,8 @@ class Processor:
             )
         if k == 0:
             return Speculation("none", 0, rule)
+        if dynamic is not None:
+            return Speculation(method, k, rule, dynamic=dynamic)
         tree = given.get("speculative_token_tree", config.speculative_token_tree if config else None)
         if tree is None:
             return Speculation(method, k, rule)
@@ -243,6 +254,26 @@ class Processor:
         except ConfigError as error:
             raise RequestError(f"speculation: {error}") from None
         return Speculation(method, len(parents), rule, parents, ranks)
+
+    def _dynamic_tree(
+        self, given: Mapping[str, Any], method: str, config: SpeculativeConfig | None
+    ) -> DynamicTree | None:
+        """The request's own dynamic tree, or the drafter's unless the request asks for a static one."""
+        name = "speculative_dynamic_tree"
+        if given.get(name) is None:
+            wants_other = given.get("speculative_token_tree") is not None
+            return None if config is None or wants_other else config.speculative_dynamic_tree
+        try:
+            dynamic = parse_dynamic_tree(given[name])
+        except ConfigError as error:
+            raise RequestError(f"speculation: {error}") from None
+        if dynamic is None:
+            return None
+        if given.get("speculative_token_tree") is not None:
+            raise RequestError(f"speculation: {name} contradicts speculative_token_tree")
+        if config is None or not self._proposers[method].drafts_dynamic_trees:
+            raise RequestError(f"speculation: method {method!r} drafts no trees for {name}")
+        return dynamic
 
     def _rule(self, params: SamplingParams, asked: Any, config: SpeculativeConfig | None) -> str:
         if asked is not None:

@@ -79,6 +79,8 @@ class Proposer(ABC):
         Tokens must be drawn from the very distribution that the proposal reports (see `Proposal.q`), with
         noise of the DRAFT stream (or, for rule ``coupled``, the shared stream).
         Raising fails nothing but the speculation of the rows in the call.
+    drafts_dynamic_trees: ClassVar[bool] = False
+    """The same for `Speculation.dynamic`."""
         """
 
     def filled_after(self, row: DraftRow) -> int:

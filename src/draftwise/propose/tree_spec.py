@@ -1,14 +1,83 @@
-"""Static draft trees as users write them: a list of paths of child ranks."""
+"""Draft trees as users write them: static ones, a list of paths of child ranks, and dynamic ones, their limits."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from draftwise.errors import ConfigError, DraftwiseError
+from draftwise.errors import ConfigError, DraftwiseError, suggest
 
 MAX_NODES = 63
 """`draftwise.types.MAX_TREE_NODES`, again because that module needs torch and configurations do not."""
+
+MAX_FED_NODES = 64
+"""Nodes of one tree that a drafter feeds to itself: one bit of an ancestor mask for each (its root is not among them).
+More than are verified: it chooses among what it expanded."""
+
+DEFAULT_TREE_NODES = 24
+"""Nodes verified of a dynamic tree when ``num_speculative_tokens`` does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicTree:
+    """Limits of a tree that follows the drafter's confidence (EAGLE-2, arXiv:2406.16858): ``depth`` levels; on each the
+    ``top_k`` likeliest nodes are expanded by ``top_k`` children. How many nodes are then verified is
+    ``num_speculative_tokens``."""
+
+    top_k: int = 10
+    depth: int = 7
+
+
+def parse_dynamic_tree(value: object, *, error: type[DraftwiseError] = ConfigError) -> DynamicTree | None:
+    """Parse ``speculative_dynamic_tree``: true, false (None), or ``{"top_k": ..., "depth": ...}``; also as JSON text.
+
+    Args:
+        value: what the user gave; None is false.
+        error: the exception to raise, for callers that check a request and not a configuration.
+
+    Raises:
+        ConfigError (or ``error``): something else, an unknown field, a value out of range, or more nodes to expand
+            than the drafter can feed: ``top_k * (depth - 1)`` (the last level is not expanded) is over 64.
+    """
+    name = "speculative_dynamic_tree"
+    wanted = 'expected true, false or {"top_k": ..., "depth": ...}'
+    given = value
+    if isinstance(given, str):
+        try:
+            given = json.loads(given.strip().lower())
+        except json.JSONDecodeError:
+            raise error(f"{name}: {wanted}, got {value!r}") from None
+    if given is None or given is False:
+        return None
+    if given is True:
+        return DynamicTree()
+    if isinstance(given, DynamicTree):
+        given = {"top_k": given.top_k, "depth": given.depth}
+    if not isinstance(given, Mapping):
+        raise error(f"{name}: {wanted}, got {value!r}")
+    fields = ("top_k", "depth")
+    numbers: dict[str, int] = {}
+    for key, number in given.items():
+        if key not in fields:
+            raise error(f"{name}: unknown field {key!r}{suggest(str(key), fields)}; {wanted}")
+        numbers[key] = _count(f"{name}.{key}", number, error)
+    tree = DynamicTree(**numbers)
+    fed = tree.top_k * (tree.depth - 1)
+    if fed > MAX_FED_NODES:
+        raise error(
+            f"{name}: top_k {tree.top_k} and depth {tree.depth} expand up to {fed} nodes, top_k * (depth - 1); "
+            f"at most {MAX_FED_NODES} can be"
+        )
+    return tree
+
+
+def _count(name: str, value: Any, error: type[DraftwiseError]) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+        raise error(f"{name}: expected an integer in 1..{MAX_NODES}, got {value!r}")
+    return value
 
 
 def parse_tree(

@@ -83,7 +83,9 @@ class SamplingBody(Body):
     structured_outputs: Object | None = None
     response_format: Object | None = None
     speculation: Object | None = Field(
-        None, description="method, num_speculative_tokens, speculative_token_tree, rule of this request"
+        None,
+        description="of this request: method, num_speculative_tokens, speculative_token_tree, "
+        "speculative_dynamic_tree, rule",
     )
 
     stream: StrictBool | None = None
