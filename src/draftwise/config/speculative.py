@@ -77,7 +77,6 @@ def _tree(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(path) for path in paths)
 
 
-@dataclass(frozen=True, slots=True)
 def _dynamic_tree(name: str, value: Any) -> DynamicTree | None:
     """True, or the limits of the tree."""
     try:
@@ -86,6 +85,7 @@ def _dynamic_tree(name: str, value: Any) -> DynamicTree | None:
         raise ConfigError(f"speculative_config.{error}") from None
 
 
+@dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """One drafter. Validated, and missing values resolved, on construction.
 
@@ -145,16 +145,16 @@ class SpeculativeConfig:
     speculative_token_tree: tuple[tuple[int, ...], ...] | None = option(
         None, _tree, "static tree: list of paths of child ranks"
     )
-    draft_model_config: dict[str, Any] | None = option(None, to.mapping, "settings of extract_hidden_states")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | str | SpeculativeConfig) -> Self:
     speculative_dynamic_tree: DynamicTree | None = option(
         None,
         _dynamic_tree,
         'tree shaped by the drafter\'s confidence: true, or {"top_k": 10, "depth": 7}; '
         "num_speculative_tokens of its nodes are verified",
     )
+    draft_model_config: dict[str, Any] | None = option(None, to.mapping, "settings of extract_hidden_states")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | str | SpeculativeConfig) -> Self:
         """Build from a mapping or the JSON text of one; None stands for a field that is not given."""
         if isinstance(values, cls):
             return values
@@ -265,10 +265,6 @@ class SpeculativeConfig:
                 f"speculative_config.speculative_token_tree: method {self.method!r} drafts chains, "
                 "not trees; use num_speculative_tokens"
             )
-
-    def _resolve_num_tokens(self) -> None:
-        table = self.num_speculative_tokens_per_batch_size
-        tree = self.speculative_token_tree
         if self.speculative_dynamic_tree is not None:
             if self.speculative_token_tree is not None:
                 raise ConfigError(
@@ -279,17 +275,21 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"speculative_config.speculative_dynamic_tree: method {self.method!r} drafts no dynamic trees"
                 )
+
+    def _resolve_num_tokens(self) -> None:
+        table = self.num_speculative_tokens_per_batch_size
+        tree = self.speculative_token_tree
         if self.num_speculative_tokens is _UNSET:
             if tree is not None:
                 k = len(tree)
             elif self.synthetic_acceptance_rates:
                 k = len(self.synthetic_acceptance_rates)
+            elif self.speculative_dynamic_tree is not None:
+                k = DEFAULT_TREE_NODES
             else:
                 k = max(max(row[2] for row in table), 1) if table else _DEFAULT_NUM_TOKENS.get(self.method, 4)
             self._set("num_speculative_tokens", k)
         k = self.num_speculative_tokens
-            elif self.speculative_dynamic_tree is not None:
-                k = DEFAULT_TREE_NODES
         if tree is not None and k != len(tree):
             raise ConfigError(
                 f"speculative_config.num_speculative_tokens: {k} contradicts a speculative_token_tree of "
