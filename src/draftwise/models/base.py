@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Ops
+from draftwise.kernels.base import Linear, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
 from draftwise.models.config import RawConfig
 from draftwise.models.weights import WeightPlan
 from draftwise.types import ChainDraws, StepInput, TargetOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """What a draft head may borrow of its target."""
+
+    embedding: Tensor  # [V, H]
+    head: Linear  # output layer [V, H], packed by `ops`
+    ops: Ops
 
 
 class DecoderModel(ABC):
@@ -98,6 +108,14 @@ class DecoderModel(ABC):
             draws: how tokens are drawn; None: greedily.
         """
         return None
+
+    def shared_weights(self) -> SharedWeights:
+        """Embedding and output layer, for draft heads that have none of their own.
+
+        Raises:
+            NotImplementedError: the family does not lend them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lends its embedding to no draft head")
 
     @abstractmethod
     def weight_bytes(self) -> int:

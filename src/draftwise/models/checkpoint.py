@@ -38,7 +38,7 @@ def scan_checkpoint(folder: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     index = _read_index(folder)
     for file in _weight_files(folder, index):
-        for name, entry in _scan_file(file).items():
+        for name, entry in scan_file(file).items():
             if name in entries:
                 raise ModelLoadError(f"tensor {name} is both in {entries[name].file.name} and in {file.name}")
             entries[name] = entry
@@ -123,7 +123,8 @@ def _weight_files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
     raise ModelLoadError(f"{folder} has no weights (model.safetensors or {_INDEX})")
 
 
-def _scan_file(file: Path) -> dict[str, TensorEntry]:
+def scan_file(file: Path) -> dict[str, TensorEntry]:
+    """The header of one safetensors file: name -> entry. Raises ModelLoadError if it is truncated or damaged."""
     try:
         with safe_open(file, framework="pt") as handle:
             entries = {}

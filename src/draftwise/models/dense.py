@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel
+from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
 from draftwise.models.weights import QuantizedLinear, WeightPlan
 from draftwise.types import StepInput, TargetOutput
@@ -202,6 +202,9 @@ class DenseDecoder(DecoderModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._ops.logits(hidden, self._head)
+
+    def shared_weights(self) -> SharedWeights:
+        return SharedWeights(self._embedding, self._head, self._ops)
 
     def weight_bytes(self) -> int:
         return self._weight_bytes

@@ -15,7 +15,7 @@ from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel
+from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.types import AttentionBatch, ChainDraws, StepInput, TargetOutput
 
@@ -51,6 +51,9 @@ class RecordedDecoder(DecoderModel):
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         return self.inner.kv_layout()
+
+    def shared_weights(self) -> SharedWeights:
+        return self.inner.shared_weights()
 
     def weight_bytes(self) -> int:
         return self.inner.weight_bytes()
