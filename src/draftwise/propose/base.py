@@ -62,6 +62,8 @@ class Proposer(ABC):
     has_storage: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = False
     """Whether `Speculation.tree` is honoured; other proposers are refused a tree by name."""
+    drafts_dynamic_trees: ClassVar[bool] = False
+    """The same for `Speculation.dynamic`."""
     observes: ClassVar[bool] = False
     """Whether `observe` is called though no layer is captured."""
     forward_time: float = 0.0
@@ -79,8 +81,6 @@ class Proposer(ABC):
         Tokens must be drawn from the very distribution that the proposal reports (see `Proposal.q`), with
         noise of the DRAFT stream (or, for rule ``coupled``, the shared stream).
         Raising fails nothing but the speculation of the rows in the call.
-    drafts_dynamic_trees: ClassVar[bool] = False
-    """The same for `Speculation.dynamic`."""
         """
 
     def filled_after(self, row: DraftRow) -> int:
