@@ -11,7 +11,7 @@ import torch
 
 from draftwise.propose.base import Proposer
 from draftwise.runner.drafting import Drafting
-from draftwise.types import IntArray, Proposal
+from draftwise.types import IntArray, Proposal, Speculation
 
 
 class Listener(Proposer):
@@ -67,6 +67,7 @@ def test_a_proposer_hears_what_was_delivered(
         num_prompt=2,
         max_total=max_total,
         stop_token_ids=frozenset(stops),
+        speculation=Speculation("listener"),
         state=SimpleNamespace(params=SimpleNamespace(min_tokens=min_tokens)),
     )
     drafting.removed(row)

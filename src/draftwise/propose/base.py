@@ -47,6 +47,22 @@ class DraftRow:
         return len(self.token_ids_np)
 
 
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Tokens of one request that the target has read in this step and that stay: a chunk of the prompt, or the root and
+    the accepted nodes behind it. Rejected nodes are not among them, nor is the new last token, which was not read yet.
+
+    Example: rows 5..9 of the batch are a root (token 20) with a chain of four drafts, of which two were accepted:
+    tokens 20, 21 and 22 are committed by rows 5, 6 and 7.
+    """
+
+    rid: int
+    first_token: int
+    rows_np: IntArray  # [n] rows of the batch given to `observe`, of tokens first_token, first_token + 1, ...
+    block_table_np: IntArray  # [blocks] as `DraftRow.block_table_np`
+    filled: int  # as `DraftRow.filled`, before this step
+
+
 class Proposer(ABC):
     """Guesses what the target will say. One instance per entry of ``speculative_config``, used for every
     request that names its method.
@@ -95,6 +111,24 @@ class Proposer(ABC):
 
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:  # noqa: B027
         """Called after each target pass with all its rows (request r is ``rids[r]``), before verification."""
+
+    def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
+        """Called once per step after verification, if the proposer observes, with what the step committed of the
+        requests that use its method. Paths of trees are not compacted yet: slots are still those of the pass.
+
+        Returns:
+            Per part the leading tokens whose storage is valid now; None: as before.
+        """
+        return None
+
+    def trimmed(self, rid: int, num_tokens: int) -> None:  # noqa: B027
+        """Storage behind the first ``num_tokens`` tokens of a request went away; for proposers with storage."""
+
+    def settle(self, rid: int, block_table_np: IntArray, num_tokens: int) -> int:
+        """Called before `leaving` if the proposer has storage and the request used its method: the first ``num_tokens``
+        tokens may stay in the prefix cache. Answers how many of them have valid storage, after computing, if it
+        is cheap, what is missing. ``block_table_np`` [blocks] reaches that far."""
+        return 0
 
     def leaving(self, rid: int, token_ids_np: IntArray) -> None:  # noqa: B027
         """Called before `remove` with all tokens of the request (int32 [n], a view; prompt first), those of its last

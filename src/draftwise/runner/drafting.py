@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from draftwise.kv.storage import KVStorage
-from draftwise.propose.base import DraftRow, Proposer
+from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.runner.rows import DrafterFill, Row
 from draftwise.structured.proposer import GrammarProposer, fit
 from draftwise.types import EMPTY_PROPOSAL, MAX_TREE_NODES, IntArray, Proposal, StepInput, TargetOutput
@@ -44,7 +44,8 @@ class Drafting:
             name: np.zeros(num_blocks, np.bool_) for name, p in self._proposers.items() if p.has_storage
         }
         self.capture_layers = tuple(sorted({i for p in self._proposers.values() for i in p.capture_layers}))
-        self._observers = [p for p in self._proposers.values() if p.capture_layers or p.observes]
+        self._observers = {n: p for n, p in self._proposers.items() if p.capture_layers or p.observes}
+        self.observes = bool(self._observers)
         self._moves: tuple[list[int], list[int]] = ([], [])  # slots: from, to
         self._warnings: list[str] = []
 
@@ -67,9 +68,21 @@ class Drafting:
         for fill in row.fill.values():
             fill.tokens = min(fill.tokens, row.num_computed)
             fill.drafts = 0
+        if row.speculation.method in self._filled_blocks:
+            self._proposers[row.speculation.method].trimmed(row.rid, row.num_computed)
 
     def removed(self, row: Row) -> None:
         token_ids_np = _delivered(row)
+        name = row.speculation.method
+        if name in self._filled_blocks and not row.drafting_failed:
+            # Its blocks may be found by the next request with this prefix, such as the next turn of a conversation.
+            known = min(row.num_computed, len(token_ids_np))
+            try:
+                filled = self._proposers[name].settle(row.rid, row.blocks_np, known)
+            except Exception:
+                logger.warning("proposer %r failed to settle request %d", name, row.rid, exc_info=True)
+            else:
+                self._fill(name, row, max(filled, row.fill[name].tokens))
         for proposer in self._proposers.values():
             proposer.leaving(row.rid, token_ids_np)
             proposer.remove(row.rid)
@@ -81,8 +94,31 @@ class Drafting:
     # ------------------------------------------------------------------------------- after the target pass
 
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
-        for proposer in self._observers:
+        for proposer in self._observers.values():
             proposer.observe(rids, batch, output)
+
+    def committed(self, parts: Sequence[tuple[Row, int, IntArray]]) -> None:
+        """What a step made final: (request, first token, its rows in the batch), see `Committed`."""
+        groups: dict[str, list[tuple[Row, Committed]]] = {}
+        for row, first_token, rows_np in parts:
+            name = row.speculation.method
+            if name not in self._observers or row.drafting_failed or not len(rows_np):
+                continue
+            fill = row.fill.get(name)
+            part = Committed(
+                row.rid, first_token, rows_np, row.blocks_np, fill.tokens if fill is not None else 0
+            )
+            groups.setdefault(name, []).append((row, part))
+        for name, members in groups.items():
+            try:
+                filled = self._observers[name].committed([part for _, part in members])
+            except Exception as error:
+                for row, _ in members:
+                    self._failed(name, row, error)
+                continue
+            if filled is not None:
+                for (row, _), tokens in zip(members, filled, strict=True):
+                    self._fill(name, row, tokens)
 
     def accepted(self, row: Row, proposal: Proposal, path: Sequence[int], base: int) -> None:
         """Nodes ``path`` of the proposal become tokens base, base + 1, ... (base: tokens with K/V before them).
@@ -167,15 +203,7 @@ class Drafting:
                 for member in members:
                     self._propose_group(name, [member])
                 return
-            row = members[0][0]
-            row.drafting_failed = True
-            logger.warning(
-                "proposer %r failed for request %d, which goes on without speculation",
-                name,
-                row.rid,
-                exc_info=error,
-            )
-            self._warnings.append(f"proposer {name!r} failed for request {row.rid}: {error}")
+            self._failed(name, members[0][0], error)
             return
         for (row, draft_row), proposal in zip(members, proposals, strict=True):
             row.proposal = proposal
@@ -183,13 +211,27 @@ class Drafting:
                 self._record_fill(name, proposer, row, draft_row)
 
     def _record_fill(self, name: str, proposer: Proposer, row: Row, draft_row: DraftRow) -> None:
+        self._fill(name, row, proposer.filled_after(draft_row))
+        row.fill[name].drafts = proposer.drafts_stored(draft_row)
+
+    def _fill(self, name: str, row: Row, tokens: int) -> None:
+        """The drafter has the first ``tokens`` tokens of the request now."""
         fill = row.fill[name]
         before = fill.tokens // self._block_size
-        fill.tokens = proposer.filled_after(draft_row)
-        fill.drafts = proposer.drafts_stored(draft_row)
-        after = fill.tokens // self._block_size
+        fill.tokens = tokens
+        after = tokens // self._block_size
         if after > before:
             self._filled_blocks[name][row.block_table_np[before:after]] = True
+
+    def _failed(self, name: str, row: Row, error: Exception) -> None:
+        row.drafting_failed = True
+        logger.warning(
+            "proposer %r failed for request %d, which goes on without speculation",
+            name,
+            row.rid,
+            exc_info=error,
+        )
+        self._warnings.append(f"proposer {name!r} failed for request {row.rid}: {error}")
 
     def _check(self, proposal: Proposal, row: DraftRow) -> None:
         """A proposer from outside may err: an invalid tree is its failure, not the engine's."""

@@ -22,6 +22,7 @@ from draftwise.sampling.state import SamplingState
 from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     EMPTY_PROPOSAL,
+    IntArray,
     NewRequest,
     Proposal,
     RowPlan,
@@ -105,7 +106,8 @@ class LocalExecutor(Executor):
         start = time.perf_counter()
         steps = [self._step_row(planned) for planned in plan.rows]
         batch = build_step_input([self._row_input(s) for s in steps], self._block_size, self._device)
-        wanted = self._logit_rows(steps, batch.attention.query_start_np.tolist())
+        starts = batch.attention.query_start_np.tolist()
+        wanted = self._logit_rows(steps, starts)
 
         built = time.perf_counter()
         output, logits = self._model.forward_logits(
@@ -121,6 +123,13 @@ class LocalExecutor(Executor):
         if wanted.requests:
             answers = self._verify(logits, wanted, steps)
         by_step = dict(zip(wanted.owners, answers, strict=True))
+        if self._drafting.observes:
+            self._drafting.committed(
+                [
+                    (s.row, s.row.num_computed, _committed_rows(s, by_step.get(i), starts[i]))
+                    for i, s in enumerate(steps)
+                ]
+            )
         results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
         self._drafting.compact()
         verified = time.perf_counter()
@@ -345,6 +354,20 @@ class _LogitRows:
     owners: list[int]
     rows: list[int] | None
     prompt: list[tuple[int, int, int]]
+
+
+def _committed_rows(step: _StepRow, answer: Verification | Exception | None, start: int) -> IntArray:
+    """[n] rows of the batch whose tokens are final now; ``start`` is the request's first one.
+
+    Example: rows 5.. are one known token and four nodes, of which nodes 1 and 3 were accepted: rows 5, 7 and 9.
+    """
+    if isinstance(answer, Exception):
+        return np.empty(0, np.int32)
+    num_new = step.planned.num_new
+    known = np.arange(start, start + num_new, dtype=np.int32)
+    if answer is None or not answer.path:
+        return known
+    return np.concatenate([known, np.asarray(answer.path, np.int32) + (start + num_new)])
 
 
 def _drafts_on(step: _StepRow, result: RowResult) -> bool:

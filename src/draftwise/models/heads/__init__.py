@@ -1,0 +1,1 @@
+"""Draft heads: small decoders that continue from the target's own hidden states."""

@@ -1,0 +1,135 @@
+"""The contract of a draft head with K/V of its own: EAGLE, EAGLE-3, MTP layers.
+
+**Rows.** A head predicts token s + 1 from token s and a *feature* of token s - 1: what the target computed when it read
+token s - 1, or, further into a draft, what the head itself gave for the row before. The row of token s has its K/V in
+slot s and its rotation at position s - 1, where published heads were trained to have it (they pair the target's row
+with the token after it). Token 0 has no row: no key is ever looked for in slot 0.
+
+Example: tokens a b c, of which c has just been committed and not been read by the target. Its hidden states h_a and h_b
+are known. Rows (b, h_a) in slot 1 at position 0, (c, h_b) in slot 2 at position 1; the last one gives the first draft.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Linear
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.types import ChainDraws, StepInput, TargetOutput
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLink:
+    """What heads share with the target they draft for, or have to fit."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_model_len: int  # no position of the engine reaches it
+    embedding: Tensor  # [V, H] of the target, in its dtype
+    head: Linear  # the target's output layer [V, H], packed by the same Ops as the head's own weights
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """Of every row of a pass: ``hidden`` goes to `HeadModel.logits`, ``features`` into the row of the next token."""
+
+    hidden: Tensor  # [T, H]
+    features: Tensor  # [T, F]
+
+
+class HeadModel(ABC):
+    """A draft head. Immutable once `finish` was called; run it inside ``torch.inference_mode()``.
+
+    Life as a `DecoderModel`'s: the constructor declares its parameters on a `WeightPlan`, the loader fills them,
+    ``finish()`` packs them.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    same_bits: bool = False
+    """Whether a row's results are the same bits in any batch, chunk or tree."""
+    feature_size: int
+    """F: width of a feature."""
+    feature_layers: tuple[int, ...] | None = None
+    """Target layers whose entering hidden states `combine` reads; None: the hidden states after its final norm."""
+    num_depths: int = 1
+    """Distinct layers for successive drafts (several MTP layers): draft d, from 0, uses number min(d, this - 1)."""
+    target_ids: Tensor | None = None
+    """int64 [Vd]: the target's id of each id of the draft vocabulary, ascending; None: both are the same."""
+    draft_vocab_size: int
+    """Vd."""
+    max_model_len: int
+    """No row at this position or later can be computed."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Every parameter is filled: pack them for the kernels."""
+
+    @abstractmethod
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        """What each layer stores per token, of all depths."""
+
+    @abstractmethod
+    def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
+        """The features of some of the target's rows: ``rows`` int64 [n] of a pass -> [n, F], a fresh tensor."""
+
+    @abstractmethod
+    def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
+        """Compute rows and write their K/V.
+
+        Args:
+            batch: T rows; ``positions`` are one less than the keys' numbers, see the module's text.
+            features: [T, F], of the token before each row's.
+            kv: storage made from `kv_layout`.
+            depth: which of `num_depths` layers computes; each has K/V of its own.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [M, H], rows of `HeadOutput.hidden` -> [M, Vd] float32, over the draft vocabulary."""
+
+    def forward_logits(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None = None,
+        depth: int = 0,
+    ) -> tuple[HeadOutput, Tensor]:
+        """`forward`, then `logits` of its rows ``rows`` (None: all): [M, Vd] float32."""
+        output = self.forward(batch, features, kv, depth)
+        hidden = output.hidden
+        if rows is not None:
+            if not rows:
+                return output, hidden.new_empty((0, self.draft_vocab_size), dtype=torch.float32)
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
+        return output, self.logits(hidden)
+
+    def draft_chains(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        """Continue each request by ``steps`` tokens of the *target's* vocabulary, int64 [R, steps], as
+        `DecoderModel.draft_chains` does; the head's own features are fed back.
+
+        Sampled tokens come with the distributions they were drawn from, float32 [R, steps, Vd], over the *draft*
+        vocabulary; so are ``draws.noise`` [R, steps, Vd]. None: there is no quicker way than pass by pass.
+        """
+        return None
+
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of its own parameters; what it shares with the target does not count."""
