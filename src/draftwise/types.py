@@ -234,6 +234,13 @@ class AttentionBatch:
 
     Example: context 10, root + tree (parents -1, -1, 0): positions 10, 11, 11, 12; ancestors
     0b0001, 0b0011, 0b0101, 0b1011.
+
+    ``first_key_np``: keys before it are seen by nobody, whatever their slots hold; at most context_len. None: 0.
+    ``tree_start_np``: a tree may be computed level by level. So many of its rows were stored by earlier passes, at keys
+    context_len .. context_len + start - 1; row i of this pass is tree row start + i and stands at that key; bits of
+    ``ancestors`` count all rows of the tree. 0 for a causal request. None: 0.
+
+    Example: the tree above in two passes: rows 0..2 as they are, then one row with start 3 and ancestors 0b1011.
     """
 
     query_start_np: IntArray  # [R + 1]
@@ -242,6 +249,8 @@ class AttentionBatch:
     block_tables_np: IntArray  # [R, max blocks]; entries past a request's blocks are 0
     ancestors_np: npt.NDArray[np.uint64] | None  # [T]; None when no request is a tree
     block_size: int
+    first_key_np: IntArray | None = None  # [R]
+    tree_start_np: IntArray | None = None  # [R]
     cache: dict[str, object] = field(default_factory=dict)  # a backend's per-pass preparation, made once
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import draftwise.attention.torch_grouped as torch_grouped
-from draftwise.attention.base import request_mask, request_positions, request_slots
+from draftwise.attention.base import (
+    AttentionBackend,
+    first_key,
+    request_keys,
+    request_mask,
+    request_positions,
+    request_slots,
+)
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.types import AttentionBatch
@@ -43,9 +51,18 @@ def make_batch(
     requests: list[tuple[int, int, bool]],  # (context, rows, tree)
     block_size: int = 4,
     in_a_row: bool = False,
+    gaps: bool = False,
+    levels: bool = False,
 ) -> tuple[AttentionBatch, int]:
-    """A batch and the number of slots; no two requests share a block, blocks are shuffled unless ``in_a_row``."""
-    blocks = [-(-(context + rows) // block_size) for context, rows, _ in requests]
+    """A batch and the number of slots; no two requests share a block, blocks are shuffled unless ``in_a_row``.
+
+    ``gaps``: some requests have keys that nobody sees; ``levels``: of some trees, a part of the rows is stored already.
+    """
+    starts = [int(rng.integers(0, 65 - rows)) if levels and tree else 0 for _, rows, tree in requests]
+    blocks = [
+        -(-(context + start + rows) // block_size)
+        for (context, rows, _), start in zip(requests, starts, strict=True)
+    ]
     total = sum(blocks) + 1
     order = np.arange(1, total) if in_a_row else 1 + rng.permutation(total - 1)
     tables = np.zeros((len(requests), max(blocks)), np.int32)
@@ -59,7 +76,7 @@ def make_batch(
         ancestors = np.zeros(query_start[-1], np.uint64)
         for r, (_, rows, tree) in enumerate(requests):
             if tree:
-                bits = ancestor_bits(random_parents(rng, rows - 1))
+                bits = ancestor_bits(random_parents(rng, starts[r] + rows - 1))[starts[r] :]
                 ancestors[query_start[r] : query_start[r + 1]] = np.array(bits, np.uint64)
     batch = AttentionBatch(
         query_start_np=query_start,
@@ -68,6 +85,8 @@ def make_batch(
         block_tables_np=tables,
         ancestors_np=ancestors,
         block_size=block_size,
+        first_key_np=np.array([rng.integers(0, c + 1) for c, *_ in requests], np.int32) if gaps else None,
+        tree_start_np=np.array(starts, np.int32) if levels else None,
     )
     return batch, total * block_size
 
@@ -86,9 +105,8 @@ def run_both(
     dim = 8
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
     kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)
-    for r, context in enumerate(batch.context_len_np):
-        n = int(batch.query_start_np[r + 1] - batch.query_start_np[r])
-        own = torch.from_numpy(request_slots(batch, r, 0, int(context) + n))
+    for r in range(len(batch.context_len_np)):
+        own = torch.from_numpy(request_slots(batch, r, first_key(batch, r), request_keys(batch, r)))
         kv[own] = torch.randn((len(own), 2 * kv_heads, dim), generator=generator).to(dtype)
     # queries as a strided view, as the packed q/k/v buffer gives them
     q = torch.randn((rows, heads + 2 * kv_heads, dim), generator=generator).to(dtype)[:, :heads]
@@ -120,6 +138,8 @@ requests_strategy = st.lists(
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     window=st.sampled_from([None, None, 1, 3, 20]),
     in_a_row=st.booleans(),
+    gaps=st.booleans(),
+    levels=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_grouped_equals_reference(
@@ -127,10 +147,12 @@ def test_grouped_equals_reference(
     heads: tuple[int, int],
     window: int | None,
     in_a_row: bool,
+    gaps: bool,
+    levels: bool,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    batch, slots = make_batch(rng, requests, in_a_row=in_a_row)
+    batch, slots = make_batch(rng, requests, in_a_row=in_a_row, gaps=gaps, levels=levels)
     actual, expected = run_both(rng, batch, slots, *heads, window)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -215,6 +237,36 @@ def test_mask_rules_by_hand() -> None:
         [0, 0, 1, 1, 0, 1],
     ]
     assert request_slots(batch, 0, 6, 14).tolist() == [22, 23, 12, 13, 14, 15, 36, 37]
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_tree_level_by_level_equals_one_pass(window: int | None) -> None:
+    """Every row of every cut into passes sees what it sees in one pass; the oracle's and the backend's answers."""
+    rng = np.random.default_rng(7)
+    parents = (-1, -1, 0, 0, 1, 4, 5)
+    bits = np.array(ancestor_bits(list(parents)), np.uint64)
+    kv = torch.randn((40, 4, 8), generator=torch.Generator().manual_seed(1))
+    q = torch.randn((8, 4, 8), generator=torch.Generator().manual_seed(2))
+    table = rng.permutation(10).astype(np.int32)[None]
+
+    def run(start: int, end: int, backend: AttentionBackend) -> torch.Tensor:
+        batch = AttentionBatch(
+            query_start_np=np.array([0, end - start], np.int32),
+            context_len_np=np.array([10], np.int32),
+            is_tree_np=np.array([True]),
+            block_tables_np=table,
+            ancestors_np=bits[start:end],
+            block_size=4,
+            first_key_np=np.array([3], np.int32),
+            tree_start_np=np.array([start], np.int32),
+        )
+        return backend.run(q[start:end], (kv,), batch, num_kv_heads=2, scale=0.5, window=window)
+
+    whole = run(0, 8, ReferenceAttention())
+    for backend in (ReferenceAttention(), TorchGroupedAttention()):
+        for borders in ((0, 8), (0, 1, 3, 5, 6, 7, 8), (0, 3, 8)):
+            for start, end in pairwise(borders):
+                torch.testing.assert_close(run(start, end, backend), whole[start:end], rtol=1e-5, atol=1e-5)
 
 
 def test_a_full_tree_of_64_rows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,17 +35,22 @@ def native(threads: int = 2) -> NativeAttention:
 
 @dataclass
 class Part:
-    """One request of a batch: ``tokens`` rows behind ``context`` committed ones; a tree's rows are root + nodes."""
+    """One request of a batch: ``tokens`` rows behind ``context`` committed ones; a tree's rows are root + nodes.
+
+    ``start``: of the tree, the first so many rows were stored by earlier passes. ``first``: first key that is seen.
+    """
 
     context: int
     rows: int
     parents: Sequence[int] | None = None
+    start: int = 0
+    first: int = 0
 
 
 def make_batch(parts: Sequence[Part], block_size: int = 16, seed: int = 0) -> tuple[AttentionBatch, int]:
     """Blocks are scattered; the second result is the number of slots that the storage needs."""
     starts = np.concatenate(([0], np.cumsum([p.rows for p in parts]))).astype(np.int32)
-    blocks = [-(-(p.context + p.rows) // block_size) for p in parts]
+    blocks = [-(-(p.context + p.start + p.rows) // block_size) for p in parts]
     order = np.random.default_rng(seed).permutation(sum(blocks) + 3).astype(np.int32)
     tables = np.zeros((len(parts), max(blocks)), np.int32)
     ancestors = np.zeros(int(starts[-1]), np.uint64)
@@ -53,9 +59,8 @@ def make_batch(parts: Sequence[Part], block_size: int = 16, seed: int = 0) -> tu
         tables[r, : blocks[r]] = order[used : used + blocks[r]]
         used += blocks[r]
         if part.parents is not None:
-            assert part.rows == len(part.parents) + 1
-            ancestors[starts[r]] = 1
-            ancestors[starts[r] + 1 : starts[r + 1]] = np.array(tree_layout(part.parents)[1], np.uint64)
+            masks = [1, *tree_layout(part.parents)[1]][part.start : part.start + part.rows]
+            ancestors[starts[r] : starts[r + 1]] = np.array(masks, np.uint64)
     trees = np.array([p.parents is not None for p in parts])
     batch = AttentionBatch(
         query_start_np=starts,
@@ -64,6 +69,8 @@ def make_batch(parts: Sequence[Part], block_size: int = 16, seed: int = 0) -> tu
         block_tables_np=tables,
         ancestors_np=ancestors if trees.any() else None,
         block_size=block_size,
+        first_key_np=np.array([p.first for p in parts], np.int32) if any(p.first for p in parts) else None,
+        tree_start_np=np.array([p.start for p in parts], np.int32) if any(p.start for p in parts) else None,
     )
     return batch, (sum(blocks) + 3) * block_size
 
@@ -87,6 +94,11 @@ MIXED = [
     Part(300, 40),
     Part(0, 33),
     Part(1030, 1),
+    Part(1, 20, first=1),
+    Part(40, 3, first=33),
+    Part(700, 9, TREE, first=613),
+    Part(250, 3, TREE, start=5),
+    Part(19, 1, TREE, start=8, first=7),
 ]
 
 
@@ -100,15 +112,16 @@ def test_equals_the_oracle(shape: tuple[int, int, int], window: int | None, dtyp
     q = random(rows, heads, dim, dtype=dtype)
     kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)  # what nobody sees must not matter
     for r, part in enumerate(MIXED):
-        n = part.context + part.rows
+        n = part.context + part.start + part.rows
         kv[slots_of(batch, r, n)] = random(n, 2 * kv_heads, dim, dtype=dtype, seed=r + 1)
+        kv[slots_of(batch, r, part.first)] = float("nan")
     got = native().run(q, (kv,), batch, num_kv_heads=kv_heads, scale=0.3, window=window)
     want = ReferenceAttention().run(
         q.float(), (kv.float(),), batch, num_kv_heads=kv_heads, scale=0.3, window=window
     )
     assert got.dtype is dtype
     if dtype is torch.float32:
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-6)
     else:
         torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-5)
 
@@ -196,6 +209,43 @@ def test_tree_paths_have_the_bits_of_chains(context: int, window: int | None, dt
             q[rows[-1] :][:1], (line,), chain, num_kv_heads=kv_heads, scale=0.2, window=window
         )
         assert torch.equal(tree[rows[-1]], alone[0]), node
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 4, 300])
+@pytest.mark.parametrize("context", [1, 250, 770])
+def test_a_tree_level_by_level_has_the_bits_of_one_pass(
+    context: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """In any cut into passes, alone and beside others, with 1 and 3 threads; keys before the first are NaN."""
+    heads, kv_heads, dim = 4, 2, 64
+    parents = (*TREE, *range(7, 62))
+    count, first = len(parents) + 1, min(context, 3)
+    q = random(count, heads, dim, dtype=dtype)
+    entries = random(context + count, 2 * kv_heads, dim, dtype=dtype, seed=1)
+    entries[:first] = float("nan")
+
+    def run(part: Part, beside: bool, threads: int) -> Tensor:
+        parts = [Part(5, 2), part] if beside else [part]
+        batch, slots = make_batch(parts, seed=part.start)
+        kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)
+        if beside:
+            kv[slots_of(batch, 0, 7)] = 1.0
+        stored = context + part.start + part.rows  # nothing of later levels is there
+        kv[slots_of(batch, len(parts) - 1, stored)] = entries[:stored]
+        rows = q[part.start : part.start + part.rows]
+        if beside:
+            rows = torch.cat((q[:2], rows))
+        out = native(threads).run(rows, (kv,), batch, num_kv_heads=kv_heads, scale=0.2, window=window)
+        return out[-part.rows :]
+
+    whole = run(Part(context, count, parents, first=first), beside=False, threads=1)
+    assert not whole.isnan().any()
+    for borders in ((0, 1, 3, 7, 8, 9, 40, count), (0, 8, count), (0, *range(1, count + 1))):
+        for i, (start, end) in enumerate(pairwise(borders)):
+            part = Part(context, end - start, parents, start=start, first=first)
+            out = run(part, beside=bool(i % 2), threads=1 + 2 * (i % 3 == 0))
+            assert torch.equal(out, whole[start:end]), (start, end)
 
 
 def test_one_request_split_over_threads_has_the_same_bits() -> None:

@@ -53,3 +53,41 @@ def test_one_chain_takes_the_short_way_to_the_same_result() -> None:
     assert torch.equal(single.slots, double.slots[:4])
     assert single.slots.dtype == single.token_ids.dtype == single.positions.dtype == torch.int64
     assert single.attention.query_start_np.tolist() == [0, 4]
+
+
+def test_worked_example_of_a_tree_level_by_level() -> None:
+    table = np.array([7, 2, 5, 1], np.int32)
+    tokens = RowInput([3], 2, table, first_key=1)
+    first = build_step_input([RowInput([5, 7], 10, table, ancestors=(0b001, 0b010)), tokens], 4, CPU)
+    assert first.positions.tolist() == [10, 10, 2]
+    assert first.attention.tree_start_np is None
+    assert first.attention.first_key_np is not None
+    assert first.attention.first_key_np.tolist() == [0, 1]
+    second = build_step_input(
+        [RowInput([9], 10, table, ancestors=(0b101,), tree_start=2, first_key=4), tokens], 4, CPU
+    )
+    assert second.positions.tolist() == [11, 2]
+    assert second.slots.tolist() == [4, 30]  # key 12: fourth block, number 1
+    assert second.attention.ancestors_np is not None and second.attention.ancestors_np[0] == 0b101
+    assert second.attention.tree_start_np is not None
+    assert second.attention.tree_start_np.tolist() == [2, 0]
+    assert second.attention.is_tree_np.tolist() == [True, False]
+    alone = build_step_input(
+        [RowInput([9], 10, table, ancestors=(0b101,), tree_start=2, first_key=4)], 4, CPU
+    )
+    assert alone.positions.tolist() == [11] and alone.slots.tolist() == [4]
+
+
+def test_positions_of_draft_heads_are_one_less_than_their_keys() -> None:
+    table = np.array([7, 2, 5, 1], np.int32)
+    chain = RowInput([4, 5], 1, table, first_key=1)
+    tree = RowInput([8, 5, 7], 9, table, parents=(-1, -1))
+    level = RowInput([5], 9, table, ancestors=(0b11,), tree_start=1)
+    for rows, positions, slots in (
+        ([chain], [0, 1], [29, 30]),
+        ([chain, tree, level], [0, 1, 8, 9, 9, 9], [29, 30, 21, 22, 23, 22]),
+    ):
+        batch = build_step_input(rows, 4, CPU, position_offset=-1)
+        assert batch.positions.tolist() == positions
+        assert batch.slots.tolist() == slots
+    assert build_step_input([chain], 4, CPU).positions.tolist() == [1, 2]

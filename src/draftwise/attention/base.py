@@ -2,7 +2,8 @@
 
 **Mask.** Request r of a batch has rows ``query_start[r] .. query_start[r + 1] - 1`` and keys in this logical order:
 committed tokens ``0 .. context_len - 1`` at the positions of the same number, then its own rows of this pass,
-``context_len + i`` for row i. Which keys a row sees:
+``context_len + i`` for row i (a tree that is computed in several passes: ``context_len + tree_start + i``, behind the
+rows of the earlier ones; bits count them all). Keys below ``first_key`` are seen by nobody. Which keys a row sees:
 
 ======================  =======================================================================================
 causal request          committed keys and own rows 0..i; row i stands at position context_len + i
@@ -65,6 +66,22 @@ class AttentionBackend(ABC):
         """
 
 
+def first_key(batch: AttentionBatch, r: int) -> int:
+    """First key of request r that anybody sees."""
+    return 0 if batch.first_key_np is None else int(batch.first_key_np[r])
+
+
+def tree_start(batch: AttentionBatch, r: int) -> int:
+    """Rows of request r's tree that earlier passes have stored."""
+    return 0 if batch.tree_start_np is None else int(batch.tree_start_np[r])
+
+
+def request_keys(batch: AttentionBatch, r: int) -> int:
+    """Keys of request r: committed tokens, then its tree's rows of earlier passes and of this one, or its own rows."""
+    rows = int(batch.query_start_np[r + 1] - batch.query_start_np[r])
+    return int(batch.context_len_np[r]) + tree_start(batch, r) + rows
+
+
 def request_positions(batch: AttentionBatch, r: int) -> npt.NDArray[np.int64]:
     """Positions of request r's rows, int64 [n], from host data alone (see the module's docstring)."""
     start, end = int(batch.query_start_np[r]), int(batch.query_start_np[r + 1])
@@ -76,29 +93,36 @@ def request_positions(batch: AttentionBatch, r: int) -> npt.NDArray[np.int64]:
 
 
 def request_ancestors(batch: AttentionBatch, r: int) -> npt.NDArray[np.bool_]:
-    """Which own rows each row of tree request r sees: bool [n, n]."""
+    """Which rows of its tree, stored so far, each row of tree request r sees: bool [n, tree_start + n]."""
     start, end = int(batch.query_start_np[r]), int(batch.query_start_np[r + 1])
-    n = end - start
-    assert batch.ancestors_np is not None and n <= MAX_TREE_ROWS, "a tree request has at most 64 rows"
-    bits = batch.ancestors_np[start:end, None] >> np.arange(n, dtype=np.uint64)[None, :]
+    stored = tree_start(batch, r) + end - start
+    assert batch.ancestors_np is not None and stored <= MAX_TREE_ROWS, "a tree request has at most 64 rows"
+    bits = batch.ancestors_np[start:end, None] >> np.arange(stored, dtype=np.uint64)[None, :]
     return (bits & np.uint64(1)).astype(bool)
 
 
-def request_mask(batch: AttentionBatch, r: int, first_key: int, window: int | None) -> npt.NDArray[np.bool_]:
-    """Visibility of keys ``first_key ..`` for each row of request r: bool [n, num_keys - first_key].
+def request_mask(batch: AttentionBatch, r: int, start_key: int, window: int | None) -> npt.NDArray[np.bool_]:
+    """Visibility of keys ``start_key ..`` for each row of request r: bool [n, request_keys - start_key].
 
-    Keys are in logical order. ``first_key`` must be at most context_len.
+    Keys are in logical order. ``start_key`` must be at most context_len.
+
+    A tree key's position depends on nothing but the path it is on: for a row that sees it, it is context_len plus the
+    number of the row's ancestors before it. Example: context 10, ancestors 0b1011: keys 10, 11, 13 stand at positions
+    10, 11, 12.
     """
     n = int(batch.query_start_np[r + 1] - batch.query_start_np[r])
     context = int(batch.context_len_np[r])
-    assert first_key <= context
-    mask = np.ones((n, context + n - first_key), dtype=bool)
-    own = request_ancestors(batch, r) if batch.is_tree_np[r] else np.tri(n, dtype=bool)
-    mask[:, context - first_key :] = own
+    assert start_key <= context
+    tree = bool(batch.is_tree_np[r])
+    own = request_ancestors(batch, r) if tree else np.tri(n, dtype=bool)
+    mask = np.ones((n, context - start_key + own.shape[1]), dtype=bool)
+    mask[:, context - start_key :] = own
+    mask[:, : max(0, first_key(batch, r) - start_key)] = False
     if window is not None:
-        rows = request_positions(batch, r)
-        keys = np.concatenate((np.arange(first_key, context), rows))
-        mask &= rows[:, None] - keys[None, :] < window
+        rows = request_positions(batch, r)[:, None]  # [n, 1]
+        mask[:, : context - start_key] &= rows - np.arange(start_key, context) < window
+        # of a causal row too: it sees rows 0..i, which stand at context + 0..i
+        mask[:, context - start_key :] &= rows - (context + own.cumsum(axis=1) - 1) < window
     return mask
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwise.attention.base import AttentionBackend, request_mask, request_slots
+from draftwise.attention.base import AttentionBackend, request_keys, request_mask, request_slots
 from draftwise.types import AttentionBatch
 
 
@@ -28,11 +28,11 @@ class ReferenceAttention(AttentionBackend):
         result = q.new_empty(rows, heads, dim) if out is None else out.view(rows, heads, dim)
         for r in range(len(batch.context_len_np)):
             start, end = int(batch.query_start_np[r]), int(batch.query_start_np[r + 1])
-            num_keys = int(batch.context_len_np[r]) + end - start
-            slots = torch.from_numpy(request_slots(batch, r, 0, num_keys)).to(q.device)
+            slots = torch.from_numpy(request_slots(batch, r, 0, request_keys(batch, r))).to(q.device)
             mask = torch.from_numpy(request_mask(batch, r, 0, window)).to(q.device)  # [n, L]
-            keys = entries[slots, :num_kv_heads].float()  # [L, Hkv, D]
-            values = entries[slots, num_kv_heads:].float()
+            taken = entries[slots].float()  # [L, 2 * Hkv, D]
+            taken[~mask.any(0)] = 0.0  # a slot that nobody sees may hold anything: 0 * NaN is NaN
+            keys, values = taken[:, :num_kv_heads], taken[:, num_kv_heads:]  # [L, Hkv, D]
             group = heads // num_kv_heads
             for h in range(heads):
                 scores = q[start:end, h].float() @ keys[:, h // group].T * scale  # [n, L]

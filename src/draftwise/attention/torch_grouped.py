@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend, request_mask, request_slots
+from draftwise.attention.base import (
+    MAX_TREE_ROWS,
+    AttentionBackend,
+    first_key,
+    request_keys,
+    request_mask,
+    request_slots,
+)
 from draftwise.types import AttentionBatch
 
 _GROUP_MAX_ROWS = 64  # a request with more rows in a pass goes alone
@@ -139,7 +146,7 @@ def _run_single(
     keys = by_head.narrow(1, 0, num_kv_heads)
     values = by_head.narrow(1, num_kv_heads, num_kv_heads)
     n, heads, dim = q.shape
-    if n == 1:
+    if n == 1 and not task.needs_mask:
         # the query heads of one key/value head become rows: each key is then read once, not once per query head
         grouped = q.view(1, num_kv_heads, heads // num_kv_heads, dim)
         return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).view(1, heads * dim)
@@ -206,9 +213,12 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype, device:
     counts = np.diff(batch.query_start_np).astype(np.int64)
     contexts = batch.context_len_np.astype(np.int64)
     first: Ints = np.zeros_like(contexts)
+    if batch.first_key_np is not None:
+        first = batch.first_key_np.astype(np.int64)
     if window is not None:
-        first = np.maximum(contexts - (window - 1), 0)
-    lengths: Ints = contexts + counts - first  # keys of each request
+        first = np.maximum(contexts - (window - 1), first)
+    own = counts if batch.tree_start_np is None else counts + batch.tree_start_np
+    lengths: Ints = contexts + own - first  # keys of each request
     lower = 0
     for upper in _ROW_BUCKETS:
         members = np.flatnonzero((counts > lower) & (counts <= upper))
@@ -247,20 +257,22 @@ def _plan_alone(
     context, tree = int(batch.context_len_np[r]), bool(batch.is_tree_np[r])
     n = end - start
     step = n if tree else max(1, min(n, _PIECE_ELEMENTS // (context + n)))
+    seen_from = first_key(batch, r)
     tasks: list[_Task] = []
     kept = 0
     for i in range(0, n, step):
         last = min(i + step, n)
-        num_keys = context + (n if tree else last)
-        first_key = 0 if window is None else max(0, context + i - window + 1)
-        key_start, key_index = _key_slots(batch, r, first_key, num_keys, device)
+        num_keys = request_keys(batch, r) if tree else context + last
+        first = seen_from if window is None else max(seen_from, context + i - window + 1)
+        key_start, key_index = _key_slots(batch, r, first, num_keys, device)
         windowed = window is not None and num_keys > window
-        causal = last - i > 1 and not tree and context + i == 0 and not windowed
+        causal = last - i > 1 and not tree and context + i == first and not windowed
+        # a row of a tree alone may have rows of earlier passes before it that are none of its ancestors
         task = _Single(
-            r, start + i, start + last, first_key, num_keys, key_start, key_index, causal,
-            needs_mask=last - i > 1 and not causal,
+            r, start + i, start + last, first, num_keys, key_start, key_index, causal,
+            needs_mask=(last - i > 1 and not causal) or (tree and num_keys > context + n),
         )  # fmt: skip
-        kept += (last - i) * (num_keys - first_key)
+        kept += (last - i) * (num_keys - first)
         if task.needs_mask and kept <= _KEPT_ELEMENTS:
             task.mask = _single_mask(batch, task, window, dtype, device)
         tasks.append(task)
@@ -268,14 +280,14 @@ def _plan_alone(
 
 
 def _key_slots(
-    batch: AttentionBatch, r: int, first_key: int, num_keys: int, device: torch.device
+    batch: AttentionBatch, r: int, first: int, num_keys: int, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """Slot of the first key if all stand in a row, else -1 and every slot."""
+    """Slot of key ``first`` if all from there stand in a row, else -1 and every slot."""
     size = batch.block_size
-    blocks = batch.block_tables_np[r, first_key // size : -(-num_keys // size)]
+    blocks = batch.block_tables_np[r, first // size : -(-num_keys // size)]
     if len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all()):
-        return int(blocks[0]) * size + first_key % size, None
-    return -1, torch.from_numpy(request_slots(batch, r, first_key, num_keys)).to(device)
+        return int(blocks[0]) * size + first % size, None
+    return -1, torch.from_numpy(request_slots(batch, r, first, num_keys)).to(device)
 
 
 def _single_mask(
@@ -324,11 +336,11 @@ def _plan_group(
         visible, position, key_position = _tree_visibility(batch, rows, row_offsets, trees, contexts, numbers)
     else:
         position = contexts[:, None] + row_offsets
-        key_position = numbers
-        visible = numbers[:, None, :] <= position[:, :, None]
+        key_position = numbers[:, None, :]
+        visible = key_position <= position[:, :, None]
     visible &= inside[:, None, :]
     if window is not None:
-        visible &= position[:, :, None] - key_position[:, None, :] < window
+        visible &= position[:, :, None] - key_position < window
     mask = np.where(visible, np.float32(0), np.float32("-inf"))[:, None]
     consecutive = bool((counts == n).all()) and bool((np.diff(chosen) == 1).all())
     valid = np.arange(n) < counts[:, None]
@@ -353,20 +365,25 @@ def _tree_visibility(
     contexts: Ints,  # [R]
     numbers: Ints,  # [R, L] number of each key in its request
 ) -> tuple[npt.NDArray[np.bool_], Ints, Ints]:
-    """Visibility [R, n, L], row positions [R, n] and key positions [R, L] of a group with trees in it.
+    """Visibility [R, n, L], row positions [R, n] and, of visible keys, key positions [R, n, L] of a group with trees.
 
-    The same as `request_mask`, for all requests at once: a key at or past the context is own row ``number - context``.
+    The same as `request_mask`, for all requests at once: a key at or past the context is number ``number - context`` of
+    the tree's rows so far, or of a causal request's own.
     """
     n = rows.shape[1]
+    stored = n  # rows of a tree, those of earlier passes included
+    if batch.tree_start_np is not None:
+        stored = MAX_TREE_ROWS
     assert batch.ancestors_np is not None and n <= MAX_TREE_ROWS
-    bits = (batch.ancestors_np[rows][:, :, None] >> np.arange(n, dtype=np.uint64)) & np.uint64(1)
+    bits = (batch.ancestors_np[rows][:, :, None] >> np.arange(stored, dtype=np.uint64)) & np.uint64(1)
     own = np.where(
-        trees[:, None, None], bits.astype(bool), np.arange(n) <= row_offsets[:, :, None]
-    )  # [R, n, n]
-    depth: Ints = np.where(trees[:, None], own.sum(axis=2) - 1, row_offsets)
-    position: Ints = contexts[:, None] + depth
+        trees[:, None, None], bits.astype(bool), np.arange(stored) <= row_offsets[:, :, None]
+    )  # [R, n, stored]
+    before: Ints = own.cumsum(axis=2) - 1  # of a row's path, those before a key that is on it
+    position: Ints = contexts[:, None] + before[:, :, -1]
     committed = numbers < contexts[:, None]
-    row = np.clip(numbers - contexts[:, None], 0, n - 1)  # [R, L] own row a key belongs to
-    visible = np.take_along_axis(own, row[:, None, :], axis=2) | committed[:, None, :]
-    key_position: Ints = np.where(committed, numbers, np.take_along_axis(position, row, axis=1))
+    row = np.clip(numbers - contexts[:, None], 0, stored - 1)[:, None, :]  # [R, 1, L] which of them a key is
+    visible = np.take_along_axis(own, row, axis=2) | committed[:, None, :]
+    own_position = contexts[:, None, None] + np.take_along_axis(before, row, axis=2)
+    key_position: Ints = np.where(committed[:, None, :], numbers[:, None, :], own_position)
     return visible, position, key_position

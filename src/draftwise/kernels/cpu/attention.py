@@ -35,6 +35,8 @@ class BatchView(ctypes.Structure):
         ("is_tree", _PTR),
         ("block_tables", _PTR),
         ("ancestors", _PTR),
+        ("first_key", _PTR),
+        ("tree_start", _PTR),
         ("table_stride", _I64),
         ("requests", _I32),
         ("block_size", _I32),
@@ -78,6 +80,11 @@ def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
     view.is_tree = address(batch.is_tree_np)
     view.block_tables = address(tables)
     view.ancestors = None if batch.ancestors_np is None else address(batch.ancestors_np)
+    firsts, stored = batch.first_key_np, batch.tree_start_np
+    assert firsts is None or (firsts.dtype == np.int32 and firsts.flags.c_contiguous)
+    assert stored is None or (stored.dtype == np.int32 and stored.flags.c_contiguous)
+    view.first_key = None if firsts is None else address(firsts)
+    view.tree_start = None if stored is None else address(stored)
     view.table_stride = tables.strides[0] // 4
     view.requests = len(contexts)
     view.block_size = batch.block_size

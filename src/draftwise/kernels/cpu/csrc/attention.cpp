@@ -47,7 +47,9 @@ float* scratch(int64_t floats) {
 
 // Partitions of a tile: up to the one of its last row (a tree's rows stand no further than a chain of as many).
 int num_partitions(const AttentionRun& run, const Tile& tile) {
-  int keys = run.batch->context_len[tile.request] + tile.first + tile.count;
+  const BatchView& batch = *run.batch;
+  int before = batch.tree_start != nullptr ? batch.tree_start[tile.request] : 0;
+  int keys = batch.context_len[tile.request] + before + tile.first + tile.count;
   return (keys + PARTITION - 1) / PARTITION;
 }
 
@@ -108,10 +110,10 @@ AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchV
   for (int r = 0; r < batch->requests; r++) {
     int rows = batch->query_start[r + 1] - batch->query_start[r];
     num_tiles += (rows + tile_rows - 1) / tile_rows;
-    int64_t keys = batch->context_len[r] + rows;
+    int64_t keys = batch->context_len[r] + batch->own_keys(r);
+    int parts = (int)((keys + PARTITION - 1) / PARTITION);
     if (call->window > 0 && keys > call->window + rows) keys = call->window + rows;
     work += keys * (rows + 2) * call->num_heads * call->head_dim;
-    int parts = (int)((batch->context_len[r] + rows + PARTITION - 1) / PARTITION);
     if (parts > most_parts) most_parts = parts;
   }
   Tile* tiles = (Tile*)tile_buffer.at_least(num_tiles * (int64_t)(sizeof(Tile) / sizeof(float)));

@@ -2,7 +2,8 @@
 //
 // Same bits: what a row computes depends on the *logical positions* of the keys it sees, never on slots, on the rows
 // beside it, or on how the work is cut. Logical key j of a row is committed token j for j < context, and behind it the
-// row's own path: rows 0..i of a causal request, the set bits of its ancestor mask in a tree, in order.
+// row's own path: rows 0..i of a causal request, the set bits of its ancestor mask in a tree, in order. A tree's rows may
+// have been stored by several passes; its bits count them all.
 //   * a score is one float32 chain over the head's dimensions in order;
 //   * keys fall into partitions of PARTITION consecutive positions; within one, the maximum, the sum of exponentials
 //     (lane = position mod 16, then one tree) and the weighted sum of values (one chain in order of position);
@@ -27,9 +28,16 @@ struct BatchView {
   const uint8_t* is_tree;       // [requests]
   const int32_t* block_tables;  // [requests, table_stride]
   const uint64_t* ancestors;    // [rows]; null when no request is a tree
+  const int32_t* first_key;     // [requests] keys before it are never read into a result; null: 0
+  const int32_t* tree_start;    // [requests] rows of a tree at keys context_len .. that earlier passes stored; null: 0
   int64_t table_stride;
   int32_t requests;
   int32_t block_size;
+
+  // Keys of a request behind its committed ones: its tree's rows of earlier passes, then its own rows.
+  int32_t own_keys(int r) const {
+    return query_start[r + 1] - query_start[r] + (tree_start != nullptr ? tree_start[r] : 0);
+  }
 };
 
 struct AttentionCall {

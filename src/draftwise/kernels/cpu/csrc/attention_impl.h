@@ -20,7 +20,9 @@ struct Work {
   int dim, padded;  // head size, and rounded up to whole vectors
   int group;        // query heads per key/value head
   int M;
-  int context, rows, first_row;  // of the request
+  int context, first_row;  // of the request
+  int own_keys;            // keys behind the committed ones
+  int first_key;           // nobody sees a key before it
   bool tree;
   const T* keys;     // of this head, slot 0
   const T* values;
@@ -37,7 +39,8 @@ struct Work {
     int r = it.tile.request;
     context = batch.context_len[r];
     first_row = batch.query_start[r];
-    rows = batch.query_start[r + 1] - first_row;
+    own_keys = batch.own_keys(r);
+    first_key = batch.first_key != nullptr ? batch.first_key[r] : 0;
     tree = batch.is_tree[r] != 0;
     stride = (int64_t)2 * call.num_kv_heads * dim;
     keys = (const T*)call.kv + (int64_t)it.head * dim;
@@ -77,7 +80,8 @@ struct Work {
     return tree ? context + __builtin_popcountll(ancestors(row)) - 1 : context + row;
   }
   int first_visible(int pos) const {
-    return call.window > 0 && pos >= call.window ? pos - call.window + 1 : 0;
+    int from = call.window > 0 && pos >= call.window ? pos - call.window + 1 : 0;
+    return from > first_key ? from : first_key;
   }
   // Keys of the partition that stand where their position says: all of a causal request, the committed ones of a tree.
   int plain_end() const { return tree ? context : context + item.tile.first + item.tile.count; }
@@ -372,7 +376,7 @@ void run_item(const AttentionItem* item) {
   Work<T> w(*item);
   const int count = item->tile.count;
   int32_t own[MAX_TREE_ROWS][MAX_TREE_ROWS];  // slots of each tree row's own path
-  int32_t path[MAX_TREE_ROWS][MAX_TREE_ROWS];  // and which rows they are
+  int32_t path[MAX_TREE_ROWS][MAX_TREE_ROWS];  // and which rows of the tree they are
   int lowest = INT32_MAX;                      // first key that any row sees
   for (int i = 0; i < count; i++) {
     int f = w.first_visible(w.position(item->tile.first + i));
@@ -384,7 +388,7 @@ void run_item(const AttentionItem* item) {
     for (int g = 0; g < w.group; g++) pack_query(row + g * w.dim, w.dim, w.q + (i * w.group + g) * w.padded);
   }
   if (w.tree) {
-    w.find_slots(w.context, w.rows, w.own_slots);
+    w.find_slots(w.context, w.own_keys, w.own_slots);
     for (int i = 0; i < count; i++) {
       int n = 0;
       for (uint64_t bits = w.ancestors(item->tile.first + i); bits != 0; bits &= bits - 1) {
@@ -393,7 +397,7 @@ void run_item(const AttentionItem* item) {
         n++;
       }
     }
-    if (item->end * PARTITION > w.context) score_keys(w, w.own_slots, w.rows, w.own, MAX_TREE_ROWS);
+    if (item->end * PARTITION > w.context) score_keys(w, w.own_slots, w.own_keys, w.own, MAX_TREE_ROWS);
   }
   start_state(w);
 
