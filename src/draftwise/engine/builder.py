@@ -77,7 +77,7 @@ def build_engine(
             trust_remote_code=config.trust_remote_code,
         )
     proposers = _load_proposers(config, model, max_model_len, device)
-    num_blocks, block_bytes = _num_blocks(config, model, list(proposers.values()), max_model_len, device)
+    num_blocks, cache_bytes = _num_blocks(config, model, list(proposers.values()), max_model_len, device)
     capacity = num_blocks * config.block_size
     if capacity < max_model_len:
         if config.max_model_len is not None:
@@ -133,7 +133,7 @@ def build_engine(
         processor=processor,
         model=model,
         guarantees=_guarantees(model, config),
-        kv_cache_bytes=num_blocks * block_bytes,
+        kv_cache_bytes=cache_bytes,
     )
 
 
@@ -186,23 +186,27 @@ def _num_blocks(
     max_model_len: int,
     device: torch.device,
 ) -> tuple[int, int]:
-    """Blocks of the cache, and bytes of one (target and drafters). Raises ConfigError if none fits."""
+    """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
+    ConfigError if none fits."""
     block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, model.dtype)
     block_bytes += sum(p.memory_per_block() for p in proposers)
+    fixed = sum(p.memory_fixed() for p in proposers)
     if config.num_kv_blocks is not None:
-        return config.num_kv_blocks, block_bytes
+        return config.num_kv_blocks, config.num_kv_blocks * block_bytes + fixed
     # More than every sequence at full length is never used.
     useful = (config.max_num_seqs or 64) * -(-max_model_len // config.block_size)
     if config.kv_cache_memory is not None:
-        blocks = config.kv_cache_memory // block_bytes
+        blocks = (config.kv_cache_memory - fixed) // block_bytes
         if blocks < 1:
+            scratch = f"; drafters need {fixed} bytes besides" if fixed else ""
             raise ConfigError(
                 f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, "
-                f"which takes {block_bytes} bytes"
+                f"which takes {block_bytes} bytes{scratch}"
             )
-        return blocks, block_bytes
-    memory = _free_memory(config, device)
-    return max(1, min(useful, memory // block_bytes)), block_bytes
+    else:
+        memory = _free_memory(config, device) - fixed
+        blocks = max(1, min(useful, memory // block_bytes))
+    return blocks, blocks * block_bytes + fixed
 
 
 def _free_memory(config: EngineConfig, device: torch.device) -> int:

@@ -147,5 +147,9 @@ class Proposer(ABC):
         """Bytes of storage per block of tokens, counted into the cache plan."""
         return 0
 
+    def memory_fixed(self) -> int:
+        """Bytes of storage besides, whatever the number of blocks, such as scratch space for trees."""
+        return 0
+
     def allocate(self, num_blocks: int) -> None:  # noqa: B027
         """Make the storage, once, when the number of blocks of the cache is known."""

@@ -16,6 +16,14 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.registry import ProposerContext
+from draftwise.propose.tree_expansion import (
+    ScratchBlocks,
+    TreeLevel,
+    TreeModel,
+    TreeTask,
+    draft_trees,
+    is_tree,
+)
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
@@ -37,10 +45,11 @@ class _Draft:
     fed: int  # tokens of the context with K/V
     stored: int = 0  # drafts with K/V behind them
     q: list[torch.Tensor] = field(default_factory=list)  # [V] per drawn token; counts if the row is sampled
+    tree: Proposal | None = None  # what was drafted, if it is a tree
 
 
-class DraftModelProposer(Proposer):
-    """Runs a draft model autoregressively, all requests of the batch in one pass per position.
+class DraftModelProposer(Proposer, TreeModel):
+    """Runs a draft model autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
     The drafter's K/V lives in its own storage, indexed by the target's block tables. Before it drafts, it catches
     up on committed tokens it has not seen: one token after an accepted chain, more after steps without drafting, a
@@ -49,6 +58,8 @@ class DraftModelProposer(Proposer):
 
     name: ClassVar[str] = "draft_model"
     has_storage: ClassVar[bool] = True
+    drafts_trees: ClassVar[bool] = True
+    drafts_dynamic_trees: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -56,12 +67,15 @@ class DraftModelProposer(Proposer):
         *,
         block_size: int,
         max_model_len: int,
+        max_num_seqs: int = 64,
         sample_method: DraftSampleMethod = "probabilistic",
     ) -> None:
         """``max_model_len``: no token at this position or later is fed to the drafter; drafting stops there.
         ``sample_method``: "probabilistic" draws from the drafter's distribution, "greedy" takes its argmax."""
         self._model = model
         self._storage: KVStorage | None = None  # see `allocate`
+        self._scratch: ScratchBlocks
+        self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._max_len = min(max_model_len, model.config.max_model_len)
         self._sample_method = sample_method
@@ -92,6 +106,7 @@ class DraftModelProposer(Proposer):
             model,
             block_size=context.block_size,
             max_model_len=limit,
+            max_num_seqs=context.max_num_seqs,
             sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
         )
 
@@ -101,6 +116,12 @@ class DraftModelProposer(Proposer):
         self._drafts = {}
         drafts = [self._start(row) for row in rows]
         active = [d for d in drafts if d.length > len(d.tokens)]
+        trees = [d for d in active if is_tree(d.row)]
+        if trees:
+            active = [d for d in active if not is_tree(d.row)]
+            together = self._scratch.num_requests
+            for i in range(0, len(trees), together):
+                self._draft_trees(trees[i : i + together])
         if active and self._draft_at_once(active):
             active = []
         if active:
@@ -130,6 +151,30 @@ class DraftModelProposer(Proposer):
         draft = _Draft(row, length, list(forced), context_np, min(row.filled, n))
         self._drafts[row.rid] = draft
         return draft
+
+    def _draft_trees(self, drafts: Sequence[_Draft]) -> None:
+        """Draft the trees of as many requests as there are scratch blocks for."""
+        logits = self._catch_up(drafts)
+        tasks = [
+            TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
+            for d in drafts
+        ]
+        trees = draft_trees(self, tasks, logits, name=self.name, method=self._sample_method)
+        for draft, tree in zip(drafts, trees, strict=True):
+            draft.tree = tree
+
+    def expand(self, levels: Sequence[TreeLevel]) -> torch.Tensor:
+        inputs = [
+            RowInput(
+                level.tokens,
+                level.task.context_len,
+                self._scratch.table(level.member, level.task.row.block_table_np),
+                ancestors=level.ancestors,
+                tree_start=level.start,
+            )
+            for level in levels
+        ]
+        return self._forward(inputs, all_rows=True)
 
     def _draft_at_once(self, active: Sequence[_Draft]) -> bool:
         """Let the model do the whole loop where nothing stands between its passes but a draw at a temperature, the
@@ -239,13 +284,13 @@ class DraftModelProposer(Proposer):
             draft.stored = len(draft.tokens)
         return self._forward(inputs)
 
-    def _forward(self, inputs: Sequence[RowInput]) -> torch.Tensor:
-        """One pass; logits of the last row of each request [R, V]."""
+    def _forward(self, inputs: Sequence[RowInput], all_rows: bool = False) -> torch.Tensor:
+        """One pass; logits of the last row of each request [R, V], or of all rows."""
         start = time.perf_counter()
         assert self._storage is not None, "allocate comes before propose"
         batch = build_step_input(inputs, self._block_size, self._model.device)
         rows = None
-        if batch.token_ids.shape[0] != len(inputs):
+        if not all_rows and batch.token_ids.shape[0] != len(inputs):
             rows = (batch.attention.query_start_np[1:] - 1).tolist()
         _, logits = self._model.forward_logits(batch, self._storage, rows)
         self.forward_time += time.perf_counter() - start
@@ -272,6 +317,8 @@ class DraftModelProposer(Proposer):
 
     def _proposal(self, draft: _Draft) -> Proposal:
         """The chain; a forced token was drawn from a distribution, too: the one that has nothing else."""
+        if draft.tree is not None:
+            return draft.tree
         if not draft.tokens:
             return EMPTY_PROPOSAL
         state = draft.row.sampling
@@ -292,7 +339,8 @@ class DraftModelProposer(Proposer):
 
     def drafts_stored(self, row: DraftRow) -> int:
         draft = self._drafts.get(row.rid)
-        return 0 if draft is None else draft.stored
+        # A tree's nodes do not stand where its path will be: what is accepted is read again.
+        return 0 if draft is None or draft.tree is not None else draft.stored
 
     def move_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         assert self._storage is not None
@@ -301,7 +349,12 @@ class DraftModelProposer(Proposer):
     def memory_per_block(self) -> int:
         return KVStorage.bytes_per_block(self._model.kv_layout(), self._block_size, self._model.dtype)
 
+    def memory_fixed(self) -> int:
+        return self.memory_per_block() * ScratchBlocks(0, self._block_size, self._max_num_seqs).count
+
     def allocate(self, num_blocks: int) -> None:
+        self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
+        total = num_blocks + self._scratch.count
         self._storage = KVStorage(
-            self._model.kv_layout(), num_blocks, self._block_size, self._model.dtype, self._model.device
+            self._model.kv_layout(), total, self._block_size, self._model.dtype, self._model.device
         )

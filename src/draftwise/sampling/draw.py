@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draftwise.sampling.logits import LogitsRow, process
@@ -211,6 +212,58 @@ def draft_children(
         ["without_replacement" if kind == "sampled" else "fixed" for kind in kinds],
         processed.softmax(dim=-1) if sampled else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest children below several nodes; row i belongs to row i of the call."""
+
+    tokens_np: npt.NDArray[np.int64]  # [R, W] target ids, the best first
+    logprobs_np: npt.NDArray[np.float32]  # [R, W] <= 0; -inf: no such child, the token is excluded
+
+
+def draft_candidates(
+    logits: torch.Tensor,
+    rows: Sequence[LogitsRow],
+    *,
+    rules: Sequence[str],
+    positions: Sequence[int],
+    width: int,
+    method: DraftSampleMethod = "probabilistic",
+    vocab_map: torch.Tensor | None = None,
+) -> Candidates:
+    """The ``width`` best children below each node, and how likely the drafter thinks that the target takes each:
+    what dynamic trees are shaped by. They are fixed children (point masses), so any choice among them is lossless.
+    Arguments as in `draft_tokens`.
+
+    At temperature 0 and for rules that keep a draft with probability p(x), these are the tokens of largest q and
+    log q. Under rule ``coupled`` at temperature T the target takes the argmax of log p + g, with the noise g known:
+    the tokens of largest log q + g, and log softmax(T * (log q + g)). What is uncertain there is not g but how p's
+    logits differ from q's, as at temperature 0, whose formula this becomes for T -> 0 (T log q are the raw logits).
+    """
+    kinds = [_kind(row.state, rule, method) for row, rule in zip(rows, rules, strict=True)]
+    if "coupled" not in kinds and not any(r.state.needs_processing or r.mask is not None for r in rows):
+        temperatures = [row.state.temperature for row in rows]
+        scores = logits.float()
+        if any(t != 1.0 for t in temperatures):
+            scores = scores / torch.tensor(temperatures, device=scores.device)[:, None]
+    else:
+        scores = _processed(logits, rows, vocab_map)
+        if vocab_map is not None:
+            scores = scores[:, vocab_map]
+        members = [i for i, kind in enumerate(kinds) if kind == "coupled"]
+        if members:
+            keys = [_shared_key(rows[i].state, positions[i]) for i in members]
+            part = scores if len(members) == len(rows) else scores[members]
+            temperatures = [rows[i].state.temperature for i in members]
+            part = part + gumbel(keys, rows[0].state.vocab_size, scores.device, vocab_map)
+            part *= torch.tensor(temperatures, device=scores.device)[:, None]
+            scores = part if len(members) == len(rows) else scores.index_copy(0, torch.tensor(members), part)
+    top = scores.topk(min(width, scores.shape[1]), dim=-1)
+    # float32 may round a sum of exponentials below its largest term
+    logprobs = (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp_(max=0.0)
+    tokens = top.indices if vocab_map is None else vocab_map[top.indices]
+    return Candidates(tokens.cpu().numpy(), logprobs.cpu().numpy())
 
 
 def _kind(
