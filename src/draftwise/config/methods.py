@@ -11,9 +11,9 @@ from draftwise.errors import ConfigError
 from draftwise.propose.registry import available_proposers, canonical_name, resolve_proposer
 
 MODELLESS_METHODS = ("ngram", "synthetic", "suffix")
-CHAIN_METHODS = ("ngram", "draft_model")
+CHAIN_METHODS = ("ngram",)
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
-STATIC_METHODS = ("ngram", "synthetic", "suffix", "draft_model")
+STATIC_METHODS = ("ngram", "synthetic", "suffix")
 """Methods that refuse a `speculative_dynamic_tree`."""
 
 
