@@ -16,7 +16,7 @@ from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
 from draftwise.models.weights import QuantizedLinear, WeightPlan
-from draftwise.types import StepInput, TargetOutput
+from draftwise.types import AttentionBatch, StepInput, TargetOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class DenseNames:
 class DenseLayer:
     """One layer's packed weights."""
 
-    input_norm: Norm
+    input_norm: Norm | None  # None: its input is normalised otherwise, or not at all
     qkv: Linear  # [(Hq + 2 * Hkv) * D, H]
     q_norm: Norm | None  # [D]
     k_norm: Norm | None  # [D]
@@ -54,10 +54,21 @@ class DenseLayer:
     window: int | None
 
 
-class _LayerWeights:
+class LayerWeights:
     """One layer's parameters as loaded; gone once packed."""
 
-    def __init__(self, config: ModelConfig, names: DenseNames, plan: WeightPlan, i: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: DenseNames,
+        plan: WeightPlan,
+        i: int,
+        *,
+        input_norm: bool = True,
+        qkv_inputs: int | None = None,
+    ) -> None:
+        """``input_norm``: whether it has one of its own; ``qkv_inputs``: columns of the q, k and v projections if they
+        read more than the hidden size (layers of draft heads)."""
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
 
@@ -73,9 +84,11 @@ class _LayerWeights:
                 return weight, None
             return weight, plan.packed([(name(pattern, bias=True), rows) for pattern, rows in parts], None)
 
-        self.input_norm = plan.tensor(name(names.input_norm), (hidden,))
+        self.input_norm = plan.tensor(name(names.input_norm), (hidden,)) if input_norm else None
         self.qkv = linear(
-            [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)], hidden, config.qkv_bias
+            [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)],
+            qkv_inputs or hidden,
+            config.qkv_bias,
         )
         self.q_norm = plan.tensor(name(names.q_norm), (dim,)) if config.qk_norm else None
         self.k_norm = plan.tensor(name(names.k_norm), (dim,)) if config.qk_norm else None
@@ -104,10 +117,10 @@ class _LayerWeights:
                 return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
             return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
 
-        input_norm, post_norm = norm("input_norm"), norm("post_norm")
-        assert input_norm is not None and post_norm is not None
+        post_norm = norm("post_norm")
+        assert post_norm is not None
         return DenseLayer(
-            input_norm=input_norm,
+            input_norm=norm("input_norm"),
             qkv=linear("qkv"),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
@@ -117,6 +130,36 @@ class _LayerWeights:
             down=linear("down"),
             window=window,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """What all layers of one pass share."""
+
+    ops: Ops
+    heads: HeadShape
+    scale: float  # of attention scores
+    rope: Tensor  # rotations of the rows
+    slots: Tensor  # [T] int64
+    attention: AttentionBatch
+
+    def run(self, layer: DenseLayer, entries: tuple[Tensor, ...], hidden: Tensor, residual: Tensor) -> Tensor:
+        """Attention and MLP of one layer.
+
+        Args:
+            entries: the layer's part of the storage.
+            hidden: [T, inputs of q, k, v] what the layer reads, normalised already.
+            residual: [T, H]; attention's output is added in place.
+
+        Returns:
+            The MLP's output [T, H], still to be added to ``residual``.
+        """
+        ops = self.ops
+        qkv = ops.linear(hidden, layer.qkv)
+        q = ops.qkv_rope_write(qkv, self.heads, self.rope, entries, self.slots, layer.q_norm, layer.k_norm)
+        attended = ops.attention(q, entries, self.attention, self.heads, self.scale, layer.window)
+        hidden = ops.add_rms_norm(ops.linear(attended, layer.o), residual, layer.post_norm)
+        return ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
 
 
 class DenseDecoder(DecoderModel):
@@ -137,8 +180,8 @@ class DenseDecoder(DecoderModel):
         self._scale = config.head_dim**-0.5
         vocab, hidden = config.vocab_size, config.hidden_size
         self._embedding = plan.tensor(self.names.embedding, (vocab, hidden))
-        self._loaded: list[_LayerWeights | None] = [
-            _LayerWeights(config, self.names, plan, i) for i in range(config.num_layers)
+        self._loaded: list[LayerWeights | None] = [
+            LayerWeights(config, self.names, plan, i) for i in range(config.num_layers)
         ]
         self._loaded_norm = plan.tensor(self.names.final_norm, (hidden,))
         self._loaded_head: Tensor | None
@@ -177,25 +220,23 @@ class DenseDecoder(DecoderModel):
         return (spec,) * self.config.num_layers
 
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
-        ops, heads, scale = self._ops, self._heads, self._scale
-        slots, attention = batch.slots, batch.attention
+        ops = self._ops
         captured: dict[int, Tensor] = {}
         rope = ops.rope_rows(self._rope, batch.positions)
+        layers = LayerPass(ops, self._heads, self._scale, rope, batch.slots, batch.attention)
         residual = ops.embedding(batch.token_ids, self._embedding)
         if 0 in capture:
             captured[0] = ops.copy(residual)
-        hidden = ops.rms_norm(residual, self._layers[0].input_norm)
+        first = self._layers[0].input_norm
+        assert first is not None
+        hidden = ops.rms_norm(residual, first)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            entries = kv.layer(i)
-            qkv = ops.linear(hidden, layer.qkv)
-            q = ops.qkv_rope_write(qkv, heads, rope, entries, slots, layer.q_norm, layer.k_norm)
-            attended = ops.attention(q, entries, attention, heads, scale, layer.window)
-            hidden = ops.add_rms_norm(ops.linear(attended, layer.o), residual, layer.post_norm)
-            inner = ops.silu_mul(ops.linear(hidden, layer.gate_up))
+            product = layers.run(layer, kv.layer(i), hidden, residual)
             norm = self._layers[i + 1].input_norm if i < last else self._final_norm
+            assert norm is not None
             # the residual now is what enters layer i + 1
-            hidden = ops.add_rms_norm(ops.linear(inner, layer.down), residual, norm)
+            hidden = ops.add_rms_norm(product, residual, norm)
             if i + 1 in capture:
                 captured[i + 1] = ops.copy(residual)
         return TargetOutput(hidden, captured)

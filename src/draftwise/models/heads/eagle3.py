@@ -1,0 +1,263 @@
+"""EAGLE-3 heads (Li et al. 2025, arXiv:2503.01840): one decoder layer over token and feature side by side.
+
+::
+
+    target's hidden states entering some layers -> fc -> feature g          (combine; once per token the target reads)
+
+    token -> embedding -> input_layernorm --+
+                                            +-- [2H] -> attention, MLP -> norm -> lm_head   (draft vocabulary)
+    feature g --------> hidden_norm --------+       |            |
+        +------------ residual ---------------------+            +--> the next row's feature
+
+The layer's output before the last norm is the feature of the next row, in place of a g that only the target could give.
+
+What published heads vary: ``norm_before_residual`` (the residual starts at the normalised feature), ``norm_before_fc``
+(one norm over all target layers' states side by side), ``fc_norm`` (one for each of them), ``norm_output`` (3.1: the
+output after the last norm is fed back), several layers (only the first reads the token), and whether embedding, output
+layer and draft vocabulary are the head's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.errors import ModelLoadError
+from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.config import ModelConfig
+from draftwise.models.dense import DenseLayer, DenseNames, LayerPass, LayerWeights
+from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink
+from draftwise.models.heads.vocabulary import check_target_ids
+from draftwise.models.weights import QuantizedLinear, WeightPlan
+from draftwise.types import StepInput, TargetOutput
+
+HEAD_NAMES = DenseNames(
+    input_norm="layers.{i}.input_layernorm.weight",
+    q="layers.{i}.self_attn.q_proj.weight",
+    k="layers.{i}.self_attn.k_proj.weight",
+    v="layers.{i}.self_attn.v_proj.weight",
+    o="layers.{i}.self_attn.o_proj.weight",
+    q_norm="layers.{i}.self_attn.q_norm.weight",
+    k_norm="layers.{i}.self_attn.k_norm.weight",
+    post_norm="layers.{i}.post_attention_layernorm.weight",
+    gate="layers.{i}.mlp.gate_proj.weight",
+    up="layers.{i}.mlp.up_proj.weight",
+    down="layers.{i}.mlp.down_proj.weight",
+)
+"""Names of a head's tensors in the plan. Published EAGLE-3 heads say ``midlayer.`` for ``layers.0.``."""
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Which layers' entering hidden states an EAGLE-3 head reads when its config does not say.
+
+    Example: of 32 layers those entering 2, 16 and 29.
+    """
+    return 2, num_layers // 2, num_layers - 3
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options:
+    """What a head's config.json and tensors say beyond its layers' shape."""
+
+    feature_layers: tuple[int, ...] | None
+    """Target layers read, ascending whatever the order in a config: published engines collect them as the target's pass
+    comes by. None: the hidden states after the target's final norm, without fc."""
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fc_bias: bool = False
+    own_embedding: bool = False
+    own_head: bool = True
+    draft_vocab_size: int | None = None  # None: the target's
+    logit_scale: float = 1.0
+
+
+class Eagle3Head(HeadModel):
+    """See the module's text. ``config`` describes the head's own layers; its vocabulary size is not looked at."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: Eagle3Options,
+        link: TargetLink,
+        ops: Ops,
+        plan: WeightPlan,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        """Declare the parameters.
+
+        Args:
+            target_ids: int64 [Vd], the target's id of each draft token; None: the draft vocabulary is the target's.
+
+        Raises:
+            ModelLoadError: the head does not fit the target; the field is named.
+        """
+        self.config = config
+        self.options = options
+        self.dtype = ops.dtype
+        self.device = ops.device
+        self.feature_size = config.hidden_size
+        self.feature_layers = options.feature_layers
+        self.draft_vocab_size = options.draft_vocab_size or link.vocab_size
+        self.max_model_len = link.max_model_len
+        _check_fit(config, options, link)
+        check_target_ids(target_ids, self.draft_vocab_size, link.vocab_size, "the head", "d2t")
+        self.target_ids = None
+        if target_ids is not None and self.draft_vocab_size != link.vocab_size:
+            self.target_ids = target_ids.to(ops.device)
+        self._ops = ops
+        self._link = link
+        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        hidden = config.hidden_size
+        self._embedding = link.embedding
+        if options.own_embedding:
+            self._embedding = plan.tensor("embed_tokens.weight", (link.vocab_size, hidden))
+        self._loaded: list[LayerWeights | None] = [
+            LayerWeights(config, HEAD_NAMES, plan, i, qkv_inputs=None if i else 2 * hidden)
+            for i in range(config.num_layers)
+        ]
+        self._loaded_hidden_norm = plan.tensor("layers.0.hidden_norm.weight", (hidden,))
+        for i in range(1, config.num_layers):
+            plan.ignored.add(f"layers.{i}.hidden_norm.weight")  # some writers have one in every layer
+        self._loaded_norm = plan.tensor("norm.weight", (hidden,))
+        self._loaded_head: Tensor | None = None
+        if options.own_head:
+            self._loaded_head = plan.tensor("lm_head.weight", (self.draft_vocab_size, hidden))
+        self._declare_fc(plan)
+        plan.ignored |= {"d2t", "t2d", "mask_hidden"}
+        self._weight_bytes = plan.num_bytes
+        self._plan = plan
+        plan.streams = True
+
+    def _declare_fc(self, plan: WeightPlan) -> None:
+        options = self.options
+        self._loaded_fc: Tensor | QuantizedLinear | None = None
+        self._loaded_fc_bias: Tensor | None = None
+        self._loaded_input_norm: Tensor | None = None
+        self._loaded_fc_norms: list[Tensor] = []
+        if options.feature_layers is None:
+            return
+        size, count = self._link.hidden_size, len(options.feature_layers)
+        self._loaded_fc = plan.linear([("fc.weight", self.feature_size)], size * count)
+        if options.fc_bias:
+            self._loaded_fc_bias = plan.tensor("fc.bias", (self.feature_size,))
+        if options.norm_before_fc:
+            self._loaded_input_norm = plan.tensor("input_norm.weight", (size * count,))
+        if options.fc_norm:
+            self._loaded_fc_norms = [plan.tensor(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
+
+    def finish(self) -> None:
+        config, ops, plan = self.config, self._ops, self._plan
+
+        def norm(weight: Tensor) -> Norm:
+            plan.fill(weight)
+            return ops.pack_norm(weight, config.norm_eps)
+
+        if self.options.own_embedding:
+            plan.fill(self._embedding)
+        layers: list[DenseLayer] = []
+        for i, window in enumerate(config.sliding_window):
+            weights = self._loaded[i]
+            assert weights is not None
+            layers.append(weights.pack(ops, plan, config.norm_eps, window))
+            self._loaded[i] = None
+        self._layers = tuple(layers)
+        self._hidden_norm = norm(self._loaded_hidden_norm)
+        self._norm = norm(self._loaded_norm)
+        self._head = self._link.head
+        if self._loaded_head is not None:
+            plan.fill(self._loaded_head)
+            self._head = ops.pack_head(self._loaded_head)
+        self._fc: Linear | None = None
+        if self._loaded_fc is not None:
+            plan.fill(self._loaded_fc)
+            if self._loaded_fc_bias is not None:
+                plan.fill(self._loaded_fc_bias)
+            if isinstance(self._loaded_fc, QuantizedLinear):
+                self._fc = ops.pack_quantized(
+                    self._loaded_fc.weight(), self._loaded_fc_bias, dynamic=self._loaded_fc.dynamic
+                )
+            else:
+                self._fc = ops.pack_linear(self._loaded_fc, self._loaded_fc_bias)
+        self._input_norm = None if self._loaded_input_norm is None else norm(self._loaded_input_norm)
+        self._fc_norms = [norm(weight) for weight in self._loaded_fc_norms]
+        self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, self.max_model_len)
+        del self._loaded, self._loaded_hidden_norm, self._loaded_norm, self._loaded_head, self._plan
+        del self._loaded_fc, self._loaded_fc_bias, self._loaded_input_norm, self._loaded_fc_norms
+
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)
+        return (spec,) * self.config.num_layers
+
+    def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
+        ops = self._ops
+        if self.feature_layers is None:
+            return output.hidden.index_select(0, rows)
+        parts = [output.captured[layer].index_select(0, rows) for layer in self.feature_layers]
+        if self._input_norm is not None:
+            joined = ops.rms_norm(torch.cat(parts, dim=-1), self._input_norm)
+            parts = list(joined.chunk(len(parts), dim=-1))
+        if self._fc_norms:
+            parts = [ops.rms_norm(part, norm) for part, norm in zip(parts, self._fc_norms, strict=True)]
+        assert self._fc is not None
+        return ops.linear(torch.cat(parts, dim=-1), self._fc)
+
+    def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
+        ops = self._ops
+        rope = ops.rope_rows(self._rope, batch.positions)
+        layers = LayerPass(ops, self._heads, self.config.head_dim**-0.5, rope, batch.slots, batch.attention)
+        first = self._layers[0].input_norm
+        assert first is not None
+        embedded = ops.rms_norm(ops.embedding(batch.token_ids, self._embedding), first)
+        normed = ops.rms_norm(features, self._hidden_norm)
+        residual = normed if self.options.norm_before_residual else ops.copy(features)
+        hidden = ops.concat(embedded, normed)
+        last = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            product = layers.run(layer, kv.layer(i), hidden, residual)
+            norm = self._layers[i + 1].input_norm if i < last else self._norm
+            assert norm is not None
+            hidden = ops.add_rms_norm(product, residual, norm)
+        return HeadOutput(hidden, ops.copy(hidden) if self.options.norm_output else residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._ops.logits(hidden, self._head)
+        return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
+
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
+
+
+def _check_fit(config: ModelConfig, options: Eagle3Options, link: TargetLink) -> None:
+    layers: Sequence[int] = options.feature_layers or ()
+    if any(layer < 0 or layer > link.num_layers for layer in layers):
+        raise ModelLoadError(
+            f"eagle_aux_hidden_state_layer_ids {list(layers)} are not among the target's layers 0 to "
+            f"{link.num_layers}: the head is for another target"
+        )
+    if options.feature_layers is not None and not layers:
+        raise ModelLoadError("eagle_aux_hidden_state_layer_ids is empty")
+    if tuple(sorted(set(layers))) != tuple(layers):
+        raise ModelLoadError(f"eagle_aux_hidden_state_layer_ids {list(layers)} must rise")
+    if config.hidden_size != link.hidden_size:
+        what = None
+        if options.feature_layers is None:
+            what = "reads the target's hidden states as they are"
+        elif not options.own_embedding:
+            what = "has no embedding of its own"
+        elif not options.own_head:
+            what = "has no output layer of its own"
+        if what is not None:
+            raise ModelLoadError(
+                f"hidden_size {config.hidden_size} is not the target's {link.hidden_size}, and the head {what}"
+            )
+    if not options.own_head and (options.draft_vocab_size or link.vocab_size) != link.vocab_size:
+        raise ModelLoadError(
+            f"draft_vocab_size {options.draft_vocab_size} needs an lm_head; the head has none, and the target's has "
+            f"{link.vocab_size} tokens"
+        )
