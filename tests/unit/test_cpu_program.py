@@ -227,7 +227,8 @@ def test_a_product_that_is_read_again_is_refused() -> None:
     recording = Recording(torch.float32)
     norm = ops.pack_norm(torch.ones(8), 1e-5)
     residual = ops.embedding(recording.token_ids, torch.ones(4, 8))
-    product = ops.linear(residual, ops.pack_linear(torch.ones(8, 8)))
+    hidden = ops.rms_norm(residual, norm)
+    product = ops.linear(hidden, ops.pack_linear(torch.ones(8, 8)))
     ops.add_rms_norm(product, residual, norm)
     with pytest.raises(RecordingError, match="fused"):
         ops.copy(product)

@@ -118,6 +118,21 @@ class Ops(ABC):
     def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """A copy of ``x`` [T, H] that later in-place operations do not change."""
 
+    def concat(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [T, A], ``y`` [T, B] -> their rows side by side, [T, A + B]."""
+        return torch.cat((x, y), dim=-1, out=out)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual`` [T, H] += ``x`` [T, H] in place; returns ``residual``."""
+        return residual.add_(x)
+
+    def clear_first(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rows of ``x`` [T, H] whose position is 0 become 0, in place; returns ``x``. ``positions`` [T] int64.
+
+        MTP layers have no token before the first row's, and were trained with zeros for its embedding.
+        """
+        return x.masked_fill_((positions == 0)[:, None], 0.0)
+
     # ---------------------------------------------------------------------------------------- attention
 
     @abstractmethod

@@ -117,14 +117,14 @@ class RecordedDecoder(DecoderModel):
 
     def _record(self, kv: KVStorage, capture: tuple[int, ...]) -> Program:
         recording = Recording(self.dtype)
-        batch = StepInput(recording.token_ids, recording.positions, recording.slots, _NO_BATCH)
+        batch = StepInput(recording.token_ids, recording.positions, recording.slots, NO_BATCH)
         output = self.inner.forward(batch, kv, capture)
         captured = dict(output.captured)
         logits = self.inner.logits(recording.pick(output.hidden))
         return recording.finish(self._ops.library, self._ops.pool, output.hidden, captured, logits)
 
 
-_NO_BATCH = AttentionBatch(
+NO_BATCH = AttentionBatch(
     query_start_np=np.zeros(1, np.int32),
     context_len_np=np.zeros(0, np.int32),
     is_tree_np=np.zeros(0, np.bool_),

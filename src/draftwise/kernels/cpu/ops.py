@@ -197,6 +197,21 @@ class NativeOps(Ops):
             return x.program.copy(x)
         return x.clone() if out is None else out.copy_(x)
 
+    def concat(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.concat(x, y)
+        return super().concat(x, y, out)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.add(x, residual)
+        return super().add(x, residual)
+
+    def clear_first(self, x: Tensor, positions: Tensor) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.clear_first(x, positions)
+        return super().clear_first(x, positions)
+
     # ---------------------------------------------------------------------------------------- attention
 
     def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:

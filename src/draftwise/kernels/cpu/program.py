@@ -75,7 +75,24 @@ class _ChainOutput(ctypes.Structure):
         ("uniforms", _PTR),
         ("noise", _PTR),
         ("q", _PTR),
+        ("target_ids", _PTR),
+        ("key_offset", _I64),
+        ("feature_bytes", _I64),
+        ("feature_in", _I32),
+        ("feature_out", _I32),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What a draft head's chains need beyond a decoder's.
+
+    ``layer``: which of the captured results goes into the row of the next token; None: the hidden states do.
+    ``target_ids_np``: int64 [V], contiguous: the token that each drawn id stands for; None: itself.
+    """
+
+    layer: int | None
+    target_ids_np: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,7 @@ class Program:
         head: Sequence[Operation],
         offsets: Sequence[int],
         row_bytes: int,
+        features: int | None,
         hidden: tuple[int, torch.dtype],
         captured: Mapping[int, tuple[int, torch.dtype]],
         logits: tuple[int, torch.dtype],
@@ -117,7 +135,9 @@ class Program:
         self._kept = kept
         self._row_bytes = row_bytes
         self._hidden, self._captured, self._logits = hidden, dict(captured), logits
-        self._externals = (_PTR * (5 + len(captured)))()
+        self._features = features
+        self._first_result = 3 if features is None else 4
+        self._externals = (_PTR * (self._first_result + 2 + len(captured)))()
         places = np.array(offsets, np.int64)
         self._pointer: int = create(
             (Operation * len(body))(*body),
@@ -133,14 +153,20 @@ class Program:
         self._input.externals = ctypes.addressof(self._externals)
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def run(self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int = 0) -> PassOutput:
+    def run(
+        self,
+        batch: StepInput,
+        head_rows: npt.NDArray[np.int64] | int = 0,
+        features: Tensor | None = None,
+    ) -> PassOutput:
         """One pass.
 
         Args:
             batch: T rows.
             head_rows: rows that logits are wanted for, int64 [M]; or the number of them if they are the first ones.
+            features: [T, F] where the recording asked for them.
         """
-        hidden, captured, logits, kept = self._prepare(batch, head_rows)
+        hidden, captured, logits, kept = self._prepare(batch, head_rows, features)
         self._call(self._pointer, self._pool.pointer, self._input)
         del kept
         return PassOutput(hidden, captured, logits)
@@ -151,6 +177,8 @@ class Program:
         head_rows: npt.NDArray[np.int64] | int,
         steps: int,
         draws: ChainDraws | None = None,
+        features: Tensor | None = None,
+        feedback: Feedback | None = None,
     ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
         """Continue each request: a pass over ``batch``, then passes of one row each, in one native call.
 
@@ -159,6 +187,8 @@ class Program:
             head_rows: the last row of each request, as in `run`.
             steps: tokens per request.
             draws: how tokens are drawn; None: the most likely, the lowest of those that tie.
+            features: [T, F] of the first pass, where the recording asked for them; the following ones get the rows that
+                ``feedback`` says. Positions of such a batch are one less than its keys.
 
         Returns:
             Tokens int64 [R, steps], and, if they were sampled, the distributions they were drawn from, float32
@@ -168,8 +198,20 @@ class Program:
         assert tables.ancestors_np is None
         tokens = np.empty((len(tables.context_len_np), steps), np.int64)
         positions = (tables.context_len_np + np.diff(tables.query_start_np)).astype(np.int64)
-        *outputs, kept = self._prepare(batch, head_rows)
+        hidden, captured, logits, kept = self._prepare(batch, head_rows, features)
         out = _ChainOutput(steps, self._logits[0], address(tokens), address(positions))
+        out.feature_in = out.feature_out = -1
+        if feedback is not None:
+            assert features is not None
+            place = 0 if feedback.layer is None else 1 + list(captured).index(feedback.layer)
+            fed_back = hidden if feedback.layer is None else captured[feedback.layer]
+            assert fed_back.shape == features.shape and fed_back.dtype is features.dtype
+            out.feature_in, out.feature_out = 3, self._first_result + place
+            out.feature_bytes = features.shape[1] * features.element_size()
+            out.key_offset = 1
+            if feedback.target_ids_np is not None:
+                assert len(feedback.target_ids_np) == self._logits[0]
+                out.target_ids = address(feedback.target_ids_np)
         q = None
         if draws is not None:
             out.scales = address(draws.scales_np)
@@ -180,11 +222,11 @@ class Program:
                 assert draws.noise is not None
                 out.noise = draws.noise.data_ptr()
         self._chains(self._pointer, self._pool.pointer, self._input, out)
-        del kept, outputs
+        del kept, hidden, captured, logits
         return tokens, q
 
     def _prepare(
-        self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int
+        self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int, features: Tensor | None
     ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, object]:
         """Fill in the input of a pass: its results, and what must be kept until it has run."""
         rows = batch.token_ids.shape[0]
@@ -198,11 +240,16 @@ class Program:
         externals[0] = token_ids.data_ptr()
         externals[1] = positions.data_ptr()
         externals[2] = slots.data_ptr()
-        externals[3] = hidden.data_ptr()
+        first = self._first_result
+        if self._features is not None:
+            assert features is not None and features.shape == (rows, self._features)
+            assert features.dtype is self._hidden[1] and features.is_contiguous()
+            externals[3] = features.data_ptr()
+        externals[first] = hidden.data_ptr()
         captured: dict[int, Tensor] = {}
         for i, (layer, (width, dtype)) in enumerate(self._captured.items()):
             captured[layer] = value = torch.empty((rows, width), dtype=dtype)
-            externals[4 + i] = value.data_ptr()
+            externals[first + 1 + i] = value.data_ptr()
         index: npt.NDArray[np.int64] | None = None
         if isinstance(head_rows, int):
             count = head_rows
@@ -214,7 +261,7 @@ class Program:
                 self._grow(count)
             width, dtype = self._logits
             logits = torch.empty((count, width), dtype=dtype)
-            externals[4 + len(captured)] = logits.data_ptr()
+            externals[first + 1 + len(captured)] = logits.data_ptr()
         call.rows = rows
         call.head_rows = count
         call.head_index = None if index is None else address(index)

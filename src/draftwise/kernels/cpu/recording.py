@@ -27,6 +27,7 @@ from draftwise.kernels.cpu.program import ALIGNMENT, Operation, Program
 
 # dw::OpKind of csrc/program.h
 _GATHER, _COPY, _RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _LINEAR, _ROPE_WRITE, _ATTENTION, _PICK = range(9)
+_CONCAT, _ADD, _CLEAR_FIRST = range(9, 12)
 
 
 class RecordingError(Exception):
@@ -79,9 +80,12 @@ def _tensor(symbol: Symbol) -> Tensor:
 
 
 class Recording:
-    """A program in the making; `NativeOps` appends to it what it would have done."""
+    """A program in the making; `NativeOps` appends to it what it would have done.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    ``feature_size``: the pass also gets rows of so many numbers, in the model's dtype: ``features``.
+    """
+
+    def __init__(self, dtype: torch.dtype, feature_size: int | None = None) -> None:
         self._dtype = dtype
         self._code = DTYPES[dtype]
         self._row_bytes: list[int] = []  # of each buffer, 0 for the pass's inputs
@@ -93,12 +97,17 @@ class Recording:
         self.token_ids = _tensor(self._input())
         self.positions = _tensor(self._input())
         self.slots = _tensor(self._input())
+        self._inputs = 3
+        self.features: Tensor | None = None
+        if feature_size is not None:
+            self.features = _tensor(self._input(feature_size, dtype))
+            self._inputs += 1
 
     # ------------------------------------------------------------------------------------------- buffers
 
-    def _input(self) -> Symbol:
+    def _input(self, width: int = 1, dtype: torch.dtype = torch.int64) -> Symbol:
         self._row_bytes.append(0)
-        return Symbol(self, _Buffer(self, len(self._row_bytes) - 1, 1, torch.int64))
+        return Symbol(self, _Buffer(self, len(self._row_bytes) - 1, width, dtype))
 
     def _new(self, width: int, dtype: torch.dtype) -> Symbol:
         size = -(-width * dtype.itemsize // ALIGNMENT) * ALIGNMENT
@@ -134,6 +143,23 @@ class Recording:
             return None
         return last if last.epilogue == Epilogue.STORE and last.out_dtype == self._code else None
 
+    def _add_product(self, source: _Buffer, target: _Buffer) -> bool:
+        """Let the product that made ``source``, just recorded, add to ``target`` instead."""
+        product = self._product_of(source)
+        if product is None or product.x == target.number or source is target:
+            return False
+        product.epilogue = Epilogue.ADD
+        product.out = target.number
+        source.gone = True
+        return True
+
+    def _changed(self, value: object) -> _Buffer:
+        """The buffer of a symbol that is about to be changed in place: not one that the caller of a pass gave."""
+        buffer = _buffer_of(value)
+        if self._row_bytes[buffer.number] == 0:
+            raise RecordingError("an input of the pass would be changed; a copy can be")
+        return buffer
+
     # ---------------------------------------------------------------------------------------- operations
 
     def gather(self, index: object, table: Tensor) -> Tensor:
@@ -156,6 +182,33 @@ class Recording:
         size = source.width * source.dtype.itemsize
         self._append(_COPY, x=source.number, out=out.buffer.number, width=size)
         return _tensor(out)
+
+    def concat(self, a: object, b: object) -> Tensor:
+        left, right = _buffer_of(a), _buffer_of(b)
+        if left.dtype is not right.dtype:
+            raise RecordingError("rows of different types side by side")
+        out = self._new(left.width + right.width, left.dtype)
+        self._append(
+            _CONCAT,
+            x=left.number,
+            y=right.number,
+            out=out.buffer.number,
+            width=left.width * left.dtype.itemsize,
+            out_width=right.width * right.dtype.itemsize,
+        )
+        return _tensor(out)
+
+    def add(self, x: object, residual: object) -> Tensor:
+        source, target = _buffer_of(x), self._changed(residual)
+        if not self._add_product(source, target):
+            self._append(_ADD, x=source.number, y=target.number, width=source.width)
+        return _tensor(Symbol(self, target))
+
+    def clear_first(self, x: object, positions: object) -> Tensor:
+        target = self._changed(x)
+        size = target.width * target.dtype.itemsize
+        self._append(_CLEAR_FIRST, x=target.number, y=_buffer_of(positions).number, width=size)
+        return _tensor(Symbol(self, target))
 
     def pick(self, x: object) -> Tensor:
         """The rows of x that logits are wanted for; what follows is recorded for these alone."""
@@ -181,12 +234,8 @@ class Recording:
         return _tensor(out)
 
     def add_rms_norm(self, x: object, residual: object, weight: Tensor, eps: float) -> Tensor:
-        source, target = _buffer_of(x), _buffer_of(residual)
-        product = self._product_of(source)
-        if product is not None:
-            product.epilogue = Epilogue.ADD
-            product.out = target.number
-            source.gone = True
+        source, target = _buffer_of(x), self._changed(residual)
+        if self._add_product(source, target):
             return self.rms_norm(residual, weight, eps)
         out = self._new(source.width, self._dtype)
         self._append(
@@ -294,7 +343,7 @@ class Recording:
     ) -> Program:
         """The program, with these symbols as its results."""
         results = [_buffer_of(hidden), *(_buffer_of(x) for x in captured.values()), _buffer_of(logits)]
-        external = [0, 1, 2, *(buffer.number for buffer in results)]
+        external = [*range(self._inputs), *(buffer.number for buffer in results)]
         if len(set(external)) != len(external):
             raise RecordingError("two results of a pass are one buffer")
         order = external + [i for i in range(len(self._row_bytes)) if i not in set(external)]
@@ -314,6 +363,7 @@ class Recording:
             head=self._head,
             offsets=offsets,
             row_bytes=total,
+            features=None if self.features is None else _buffer_of(self.features).width,
             hidden=(results[0].width, results[0].dtype),
             captured={i: (_buffer_of(x).width, _buffer_of(x).dtype) for i, x in captured.items()},
             logits=(results[-1].width, results[-1].dtype),

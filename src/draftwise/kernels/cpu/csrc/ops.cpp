@@ -60,6 +60,24 @@ void add_rms_norm(Pool* pool, DType dtype, const void* x, void* residual, const 
   });
 }
 
+void add_rows(Pool* pool, DType dtype, const void* x, void* residual, int64_t rows, int64_t width) {
+  over_rows(pool, rows, width,
+            [&](int64_t begin, int64_t end) { kernels(dtype).add(x, residual, width, begin, end); });
+}
+
+void concat_rows(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes, void* out, int64_t rows) {
+  for (int64_t r = 0; r < rows; r++) {
+    char* to = (char*)out + r * (a_bytes + b_bytes);
+    memcpy(to, (const char*)a + r * a_bytes, (size_t)a_bytes);
+    memcpy(to + a_bytes, (const char*)b + r * b_bytes, (size_t)b_bytes);
+  }
+}
+
+void clear_first_rows(void* x, const int64_t* positions, int64_t rows, int64_t bytes) {
+  for (int64_t r = 0; r < rows; r++)
+    if (positions[r] == 0) memset((char*)x + r * bytes, 0, (size_t)bytes);
+}
+
 void softmax(const float* x, float scale, float* out, int64_t width) { kernels(F32).softmax(x, scale, out, width); }
 
 void silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t rows, int64_t width) {

@@ -28,6 +28,7 @@ struct RowKernels {
   void (*rms_norm)(const void* x, const float* weight, float eps, void* out, int64_t width, int64_t begin, int64_t end);
   void (*add_rms_norm)(const void* x, void* residual, const float* weight, float eps, void* out, int64_t width,
                        int64_t begin, int64_t end);
+  void (*add)(const void* x, void* residual, int64_t width, int64_t begin, int64_t end);
   void (*silu_mul)(const void* gate_up, void* out, int64_t width, int64_t begin, int64_t end);
   void (*rope_write)(const RopeCall*, int64_t begin, int64_t end);
   void (*softmax)(const float* x, float scale, float* out, int64_t width);
@@ -46,6 +47,12 @@ void rms_norm(Pool*, DType, const void* x, const float* weight, float eps, void*
 // residual += x, then the norm of the sum.
 void add_rms_norm(Pool*, DType, const void* x, void* residual, const float* weight, float eps, void* out, int64_t rows,
                   int64_t width);
+// residual += x.
+void add_rows(Pool*, DType, const void* x, void* residual, int64_t rows, int64_t width);
+// out[i] = a[i] | b[i], rows of `a_bytes` and `b_bytes`.
+void concat_rows(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes, void* out, int64_t rows);
+// Rows of x whose position is 0 become 0.
+void clear_first_rows(void* x, const int64_t* positions, int64_t rows, int64_t bytes);
 // gate_up [rows, 2 width] -> silu(gate) * up [rows, width].
 void silu_mul(Pool*, DType, const void* gate_up, void* out, int64_t rows, int64_t width);
 // Normalise q and k per head if asked, rotate both, write k and v to the cache.

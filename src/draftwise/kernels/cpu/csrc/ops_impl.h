@@ -47,17 +47,26 @@ void rms_norm_rows(const void* x, const float* weight, float eps, void* out, int
 }
 
 template <class T>
+DW_INLINE void add_row(const T* add, T* row, int64_t width) {
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(row + i, load(row + i) + load(add + i));
+  if (i < width) {
+    int n = (int)(width - i);
+    store_n(row + i, load_n(row + i, n) + load_n(add + i, n), n);
+  }
+}
+
+template <class T>
+void add_only_rows(const void* x, void* residual, int64_t width, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; r++) add_row((const T*)x + r * width, (T*)residual + r * width, width);
+}
+
+template <class T>
 void add_rms_norm_rows(const void* x, void* residual, const float* weight, float eps, void* out, int64_t width,
                        int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; r++) {
-    const T* add = (const T*)x + r * width;
     T* row = (T*)residual + r * width;
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) store(row + i, load(row + i) + load(add + i));
-    if (i < width) {
-      int n = (int)(width - i);
-      store_n(row + i, load_n(row + i, n) + load_n(add + i, n), n);
-    }
+    add_row((const T*)x + r * width, row, width);
     scale_by(row, weight, inverse_rms(row, width, eps), (T*)out + r * width, width);
   }
 }
@@ -139,8 +148,10 @@ void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const RowKernels DW_TABLE[2] = {
-    {rms_norm_rows<float>, add_rms_norm_rows<float>, silu_mul_rows<float>, rope_write_rows<float>, softmax_row},
-    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, silu_mul_rows<bf16>, rope_write_rows<bf16>, softmax_row},
+    {rms_norm_rows<float>, add_rms_norm_rows<float>, add_only_rows<float>, silu_mul_rows<float>, rope_write_rows<float>,
+     softmax_row},
+    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, add_only_rows<bf16>, silu_mul_rows<bf16>, rope_write_rows<bf16>,
+     softmax_row},
 };
 
 }  // namespace dw

@@ -102,6 +102,15 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
       else
         memcpy(at(op.out), at(op.x), (size_t)(rows * op.width));
       break;
+    case OP_CONCAT:
+      concat_rows(at(op.x), op.width, at(op.y), op.out_width, at(op.out), rows);
+      break;
+    case OP_ADD:
+      add_rows(pool, dtype, at(op.x), at(op.y), rows, op.width);
+      break;
+    case OP_CLEAR_FIRST:
+      clear_first_rows(at(op.x), (const int64_t*)at(op.y), rows, op.width);
+      break;
     default:
       break;
   }
@@ -242,6 +251,7 @@ DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw:
   dw::PassInput pass = *first;
   std::vector<void*> externals(first->externals, first->externals + program->num_externals);
   std::vector<int64_t> ids(requests), positions(requests), slots(requests);
+  std::vector<char> features(out->feature_in >= 0 ? requests * (size_t)out->feature_bytes : 0);
   std::vector<int32_t> starts(requests + 1), contexts(requests);
   std::vector<uint8_t> no_tree(requests);
   for (size_t r = 0; r <= requests; r++) starts[r] = (int32_t)r;
@@ -250,15 +260,25 @@ DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw:
     run_pass(program, pool, &pass);
     for (size_t r = 0; r < requests; r++) {
       ids[r] = draw(logits + (int64_t)r * out->vocab, out, (int64_t)r, step);
+      if (out->target_ids != nullptr) ids[r] = out->target_ids[ids[r]];
       out->tokens[(int64_t)r * out->steps + step] = ids[r];
-      positions[r] = out->positions[r] + step;
-      contexts[r] = (int32_t)positions[r];
+      const int64_t key = out->positions[r] + step;
+      positions[r] = key - out->key_offset;
+      contexts[r] = (int32_t)key;
     }
     if (step + 1 == out->steps) break;
     const dw::BatchView& view = first->batch;
     for (size_t r = 0; r < requests; r++) {
-      int64_t block = view.block_tables[(int64_t)r * view.table_stride + positions[r] / view.block_size];
-      slots[r] = block * view.block_size + positions[r] % view.block_size;
+      int64_t block = view.block_tables[(int64_t)r * view.table_stride + contexts[r] / view.block_size];
+      slots[r] = block * view.block_size + contexts[r] % view.block_size;
+    }
+    if (out->feature_in >= 0) {
+      for (size_t r = 0; r < requests; r++) {
+        const int64_t row = pass.head_index != nullptr ? pass.head_index[r] : (int64_t)r;
+        const char* from = (const char*)externals[(size_t)out->feature_out] + row * out->feature_bytes;
+        memcpy(features.data() + r * (size_t)out->feature_bytes, from, (size_t)out->feature_bytes);
+      }
+      externals[(size_t)out->feature_in] = features.data();
     }
     externals[0] = ids.data();
     externals[1] = positions.data();
@@ -270,5 +290,6 @@ DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw:
     pass.batch.context_len = contexts.data();
     pass.batch.is_tree = no_tree.data();
     pass.batch.ancestors = nullptr;
+    pass.batch.tree_start = nullptr;
   }
 }

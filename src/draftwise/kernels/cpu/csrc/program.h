@@ -21,6 +21,9 @@ enum OpKind : int32_t {
   OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv`
   OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`
   OP_PICK = 8,          // out = the rows of x that the head wants, `width` bytes each
+  OP_CONCAT = 9,        // out = x | y, rows of `width` and `out_width` bytes
+  OP_ADD = 10,          // y += x, rows of `width` elements
+  OP_CLEAR_FIRST = 11,  // rows of x, of `width` bytes, whose position (y: int64) is 0 become 0
 };
 
 // Mirrored by program.py.
@@ -53,16 +56,22 @@ struct PassInput {
 
 // A continuation: a token is drawn behind each request's last row and fed to the next pass, `steps` times. Which one:
 // with `uniforms`, by inverse CDF of q = softmax(scale * logits), which is reported; with `noise`, the largest of
-// scale * logits + noise; else the most likely. Mirrored by program.py.
+// scale * logits + noise; else the most likely. A draft head also reads a row of features, its own output for the row
+// before, and may speak a vocabulary of its own. Mirrored by program.py.
 struct ChainOutput {
   int64_t steps;
   int64_t vocab;
   int64_t* tokens;            // [requests, steps]
-  const int64_t* positions;  // [requests] where the first of them stands
+  const int64_t* positions;  // [requests] which key the first of them is
   const float* scales;        // [requests] one over the temperature, or null
   const double* uniforms;     // [requests, steps] in [0, 1), or null
   const float* noise;         // [requests, steps, vocab], or null
   float* q;                   // [requests, steps, vocab] float32, or null
+  const int64_t* target_ids;  // [vocab] the token that each drawn id stands for, or null
+  int64_t key_offset;         // by how much a row's position is less than its key
+  int64_t feature_bytes;      // of a row
+  int32_t feature_in;         // the external buffer of the rows of features; -1: none
+  int32_t feature_out;        // where a pass leaves those of the next one
 };
 
 struct Program;

@@ -1,0 +1,150 @@
+"""A draft head whose passes are recorded once and replayed as native calls, a whole chain of drafts in one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Ops
+from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.cpu.program import Feedback, Program
+from draftwise.kernels.cpu.recording import Recording
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.heads.base import HeadModel, HeadOutput
+from draftwise.models.recorded import NO_BATCH
+from draftwise.types import ChainDraws, StepInput, TargetOutput
+
+logger = logging.getLogger("draftwise")
+
+_FEATURES = 0  # the number under which a program captures the next rows' features
+
+
+class RecordedHead(HeadModel):
+    """Behaves as the head it wraps, which must be finished and run on `NativeOps`.
+
+    There is one recording per storage and depth. A head whose forward cannot be recorded (it does more with tensors
+    than call operations) runs call by call, and the log says so once.
+    """
+
+    def __init__(self, head: HeadModel, ops: NativeOps) -> None:
+        self.inner = head
+        self.dtype = head.dtype
+        self.device = head.device
+        self.feature_size = head.feature_size
+        self.feature_layers = head.feature_layers
+        self.num_depths = head.num_depths
+        self.target_ids = head.target_ids
+        self.draft_vocab_size = head.draft_vocab_size
+        self.max_model_len = head.max_model_len
+        self._ops = ops
+        self._target_ids_np = None
+        if head.target_ids is not None:
+            self._target_ids_np = np.ascontiguousarray(head.target_ids.numpy())
+        self._programs: dict[tuple[int, int], tuple[KVStorage, Program, bool]] = {}
+        self._eager = False
+        # on a storage of one slot: whether it works is known before anybody relies on it
+        tiny = KVStorage(head.kv_layout(), 1, 1, head.dtype, head.device)
+        for depth in range(self.num_depths):
+            self._program(tiny, depth)
+        self._programs.clear()
+        self.same_bits = not self._eager
+
+    def finish(self) -> None:
+        raise NotImplementedError("the wrapped head is finished before it is wrapped")
+
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        return self.inner.kv_layout()
+
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes()
+
+    def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
+        return self.inner.combine(output, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.inner.logits(hidden)
+
+    def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
+        found = self._program(kv, depth)
+        if found is None:
+            return self.inner.forward(batch, features, kv, depth)
+        program, one = found
+        output = program.run(batch, features=features)
+        return HeadOutput(output.hidden, output.hidden if one else output.captured[_FEATURES])
+
+    def forward_logits(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None = None,
+        depth: int = 0,
+    ) -> tuple[HeadOutput, Tensor]:
+        found = self._program(kv, depth)
+        if found is None:
+            return super().forward_logits(batch, features, kv, rows, depth)
+        program, one = found
+        wanted = batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64)
+        output = program.run(batch, wanted, features)
+        logits = output.logits
+        if logits is None:
+            logits = torch.empty((0, self.draft_vocab_size), dtype=torch.float32)
+        return HeadOutput(output.hidden, output.hidden if one else output.captured[_FEATURES]), logits
+
+    def draft_chains(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        if self.num_depths > 1 and steps > 1:
+            return None  # each pass has another layer
+        found = self._program(kv, 0)
+        if found is None:
+            return None
+        program, one = found
+        wanted = batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64)
+        feedback = Feedback(None if one else _FEATURES, self._target_ids_np)
+        return program.chains(batch, wanted, steps, draws, features, feedback)
+
+    def _program(self, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
+        """The recording, and whether hidden states and next features are one result."""
+        if self._eager:
+            return None
+        key = (id(kv), depth)
+        known = self._programs.get(key)
+        if known is not None:
+            return known[1:]
+        try:
+            program, one = self._record(kv, depth)
+        except Exception as error:
+            # Whatever a head from outside does to a symbol ends here; the head itself need not be at fault.
+            logger.warning("the draft head's forward cannot be recorded and runs call by call: %s", error)
+            self._eager = True
+            return None
+        self._programs[key] = (kv, program, one)  # keeps the storage, so that its id stays its own
+        return program, one
+
+    def _record(self, kv: KVStorage, depth: int) -> tuple[Program, bool]:
+        recording = Recording(self.dtype, self.feature_size)
+        assert recording.features is not None
+        batch = StepInput(recording.token_ids, recording.positions, recording.slots, NO_BATCH)
+        output = self.inner.forward(batch, recording.features, kv, depth)
+        one = output.features is output.hidden
+        captured = {} if one else {_FEATURES: output.features}
+        logits = self.inner.logits(recording.pick(output.hidden))
+        finish = recording.finish(self._ops.library, self._ops.pool, output.hidden, captured, logits)
+        return finish, one
+
+
+def recorded_head(head: HeadModel, ops: Ops) -> HeadModel:
+    """``head`` replayed where its operations can be recorded, else itself."""
+    return RecordedHead(head, ops) if isinstance(ops, NativeOps) else head
