@@ -10,7 +10,7 @@ from typing import Any
 from draftwise.errors import ConfigError
 from draftwise.propose.registry import available_proposers, canonical_name, resolve_proposer
 
-MODELLESS_METHODS = ("ngram", "synthetic", "suffix")
+MODELLESS_METHODS = ("early_exit", "ngram", "synthetic", "suffix")
 CHAIN_METHODS = ("ngram",)
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
 STATIC_METHODS = ("ngram", "synthetic", "suffix")

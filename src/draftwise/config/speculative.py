@@ -39,6 +39,7 @@ class _Unset(int):
 _UNSET: int = _Unset(0)
 _DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "suffix": 16, "synthetic": 4}
 _ONLY_FOR = {
+    "draft_num_layers": ("early_exit",),
     "prompt_lookup_max": ("ngram",),
     "prompt_lookup_min": ("ngram",),
     "quantization": ("draft_model",),
@@ -110,6 +111,9 @@ class SpeculativeConfig:
     )
     revision: str | None = option(None, to.string, "revision of the draft model on the hub")
     enforce_eager: bool = option(False, to.boolean, "do not capture the drafter in graphs")
+    draft_num_layers: int | None = option(
+        None, to.integer(1), "early_exit: layers of the target that draft (a quarter of them)"
+    )
     prompt_lookup_max: int | None = option(None, to.integer(1), "ngram: longest suffix looked up (5)")
     prompt_lookup_min: int | None = option(None, to.integer(1), "ngram: shortest suffix looked up (5)")
     parallel_drafting: bool = option(False, to.boolean, "draft all tokens in one pass (PARD)")

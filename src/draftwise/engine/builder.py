@@ -88,9 +88,11 @@ def build_engine(
             )
         else:
             max_model_len = capacity
-    storage = KVStorage(model.kv_layout(), num_blocks, config.block_size, model.dtype, device)
+    scratch = max((p.target_scratch_blocks() for p in proposers.values()), default=0)
+    storage = KVStorage(model.kv_layout(), num_blocks + scratch, config.block_size, model.dtype, device)
     for proposer in proposers.values():
         proposer.allocate(num_blocks)
+        proposer.use_target_storage(storage)
 
     grammars = Grammars(tokenizer, model.config.vocab_size, end_tokens(model.config, tokenizer))
     executor = LocalExecutor(

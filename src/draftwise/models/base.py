@@ -117,6 +117,15 @@ class DecoderModel(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} lends its embedding to no draft head")
 
+    def first_layers(self, count: int) -> DecoderModel:
+        """A model of this one's first ``count`` layers, final norm and head: the same weights, not copies. It runs on
+        this model's own storage, whose first ``count`` layers it reads and writes (propose/early_exit.py).
+
+        Raises:
+            NotImplementedError: the family's layers cannot be run without the later ones.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be cut behind a layer")
+
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of all parameters; tied ones count once."""

@@ -6,8 +6,9 @@ calls of `Ops` only.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -246,6 +247,15 @@ class DenseDecoder(DecoderModel):
 
     def shared_weights(self) -> SharedWeights:
         return SharedWeights(self._embedding, self._head, self._ops)
+
+    def first_layers(self, count: int) -> DecoderModel:
+        assert 1 <= count <= len(self._layers), "the caller knows the number of layers"
+        part = copy.copy(self)
+        part._layers = self._layers[:count]
+        part.config = replace(
+            self.config, num_layers=count, sliding_window=self.config.sliding_window[:count]
+        )
+        return part
 
     def weight_bytes(self) -> int:
         return self._weight_bytes

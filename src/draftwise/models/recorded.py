@@ -58,6 +58,9 @@ class RecordedDecoder(DecoderModel):
     def weight_bytes(self) -> int:
         return self.inner.weight_bytes()
 
+    def first_layers(self, count: int) -> DecoderModel:
+        return recorded(self.inner.first_layers(count), self._ops)
+
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
         program = self._program(kv, capture)
         if program is None:

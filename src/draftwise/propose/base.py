@@ -12,6 +12,7 @@ import torch
 from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOutput
 
 if TYPE_CHECKING:
+    from draftwise.kv.storage import KVStorage
     from draftwise.propose.registry import ProposerContext
     from draftwise.sampling.state import SamplingState
     from draftwise.structured.cursor import Cursor
@@ -151,5 +152,15 @@ class Proposer(ABC):
         """Bytes of storage besides, whatever the number of blocks, such as scratch space for trees."""
         return 0
 
+    def target_scratch_blocks(self) -> int:
+        """Blocks behind those of the cache that the target's storage should have for this proposer to write to, while
+        it is in `propose`."""
+        return 0
+
     def allocate(self, num_blocks: int) -> None:  # noqa: B027
         """Make the storage, once, when the number of blocks of the cache is known."""
+
+    def use_target_storage(self, storage: KVStorage) -> None:  # noqa: B027
+        """Called once, after `allocate`, with the K/V of the target. A proposer may read the committed tokens' slots
+        (all but the root's are written when it drafts) and write to lookahead slots, which the next verification
+        overwrites."""

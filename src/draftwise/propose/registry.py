@@ -38,6 +38,9 @@ ALIASES: dict[str, str] = {
     "draft": "draft_model",
     "draft-model": "draft_model",
     "[suffix]": "suffix",
+    "layer_skip": "early_exit",
+    "layerskip": "early_exit",
+    "self_speculation": "early_exit",
     "deepseek_mtp": "mtp",
     "ernie_mtp": "mtp",
     "glm4_moe_mtp": "mtp",
@@ -52,6 +55,7 @@ PLANNED = ("eagle", "eagle3", "medusa", "mtp", "dflash", "extract_hidden_states"
 """Methods that are known but not built; a third party may register one of these names."""
 
 _registered: dict[str, str | type[Proposer]] = {
+    "early_exit": "draftwise.propose.early_exit:EarlyExitProposer",
     "draft_model": "draftwise.propose.draft_model:DraftModelProposer",
     "ngram": "draftwise.propose.ngram:NgramProposer",
     "suffix": "draftwise.propose.suffix:SuffixProposer",

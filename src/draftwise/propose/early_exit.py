@@ -1,0 +1,95 @@
+"""Self-speculation: the target's own first layers draft (docs/algorithms/early_exit.md).
+
+Sources: Elhoushi et al., *LayerSkip* (2404.16710), section 4.3; Zhang et al., *Draft & Verify* (2309.08168).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Self
+
+from draftwise.errors import ConfigError
+from draftwise.kv.storage import KVStorage
+from draftwise.propose.base import DraftRow
+from draftwise.propose.draft_model import DraftModelProposer
+from draftwise.propose.registry import ProposerContext
+from draftwise.propose.tree_expansion import ScratchBlocks
+from draftwise.types import Proposal
+
+
+def default_num_layers(num_layers: int) -> int:
+    """How many of a target's layers draft where the user does not say: a quarter, at least one.
+
+    That is where LayerSkip leaves the models it trained for it (layer 8 of 32). Fewer layers cost less per draft, more
+    are right more often; docs/algorithms/early_exit.md has measurements.
+    """
+    return max(1, num_layers // 4)
+
+
+class EarlyExitProposer(DraftModelProposer):
+    """Drafts with the target's first layers, its final norm and its head, on the target's own K/V.
+
+    No weights and no storage of its own: what the first layers store of a committed token is what they compute of it,
+    so that nothing has to be caught up, not even after a prefix-cache hit, a preemption or steps without drafting.
+    Drafts are written to lookahead slots of the target's storage; the pass that verifies them writes the same rows
+    again, with the later layers.
+    """
+
+    name: ClassVar[str] = "early_exit"
+    has_storage: ClassVar[bool] = False
+    _target_layers = 1
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """Cut the target behind ``draft_num_layers`` layers.
+
+        Raises:
+            ConfigError: the target has no more layers than that, or its family cannot be cut.
+        """
+        config, target = context.speculative, context.target_config
+        if target.num_layers < 2:
+            raise ConfigError("method 'early_exit' needs a target of two layers or more; it has one")
+        count = config.draft_num_layers or default_num_layers(target.num_layers)
+        if count >= target.num_layers:
+            raise ConfigError(
+                f"speculative_config.draft_num_layers: {count} layers would draft for a target of "
+                f"{target.num_layers}; at most {target.num_layers - 1} can"
+            )
+        try:
+            model = context.target_model.first_layers(count)
+        except NotImplementedError as error:
+            raise ConfigError(f"method 'early_exit': {error}") from error
+        proposer = cls(
+            model,
+            block_size=context.block_size,
+            max_model_len=min(config.max_model_len or context.max_model_len, context.max_model_len),
+            max_num_seqs=context.max_num_seqs,
+            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
+        )
+        proposer._target_layers = target.num_layers
+        return proposer
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        # Everything but the root is in the target's storage, whoever drafted before.
+        return super().propose([replace(row, filled=row.num_tokens - 1) for row in rows])
+
+    def drafts_stored(self, row: DraftRow) -> int:
+        return 0  # verification overwrites them
+
+    def memory_per_block(self) -> int:
+        return 0
+
+    def memory_fixed(self) -> int:
+        layout = self._model.kv_layout()
+        per_layer = KVStorage.bytes_per_block(layout, self._block_size, self._model.dtype) // len(layout)
+        return self.target_scratch_blocks() * per_layer * self._target_layers
+
+    def target_scratch_blocks(self) -> int:
+        return ScratchBlocks(0, self._block_size, self._max_num_seqs).count
+
+    def allocate(self, num_blocks: int) -> None:
+        self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
+
+    def use_target_storage(self, storage: KVStorage) -> None:
+        self._storage = storage
