@@ -39,8 +39,8 @@ def test_built_in_names_and_aliases(name: str) -> None:
 
 
 def test_every_built_in_class_carries_its_registered_name() -> None:
-    assert available_proposers() == ("draft_model", "ngram", "suffix", "synthetic")
-    for name in ("ngram", "suffix", "synthetic"):
+    assert {"draft_model", "medusa", "ngram", "suffix", "synthetic"} <= set(available_proposers())
+    for name in available_proposers():
         assert resolve_proposer(name).name == name
 
 
@@ -60,8 +60,8 @@ def test_a_path_needs_no_registration(separator: str) -> None:
 
 
 def test_a_planned_name_can_be_taken() -> None:
-    register_proposer("medusa", Silent)
-    assert resolve_proposer("medusa") is Silent
+    register_proposer("dflash", Silent)
+    assert resolve_proposer("dflash") is Silent
 
 
 @pytest.mark.parametrize("name", ["", "none", "auto", "a.b", "a:b", "\n"])
@@ -82,11 +82,10 @@ def test_taken_names_and_aliases() -> None:
     [
         (
             "ngramm",
-            "unknown method 'ngramm'; did you mean 'ngram'.*available: draft_model, ngram, suffix, synthetic",
+            "unknown method 'ngramm'; did you mean 'ngram'.*available: .*ngram, .*suffix, synthetic",
         ),
         ("zzz", "unknown method 'zzz' "),
-        ("eagle3", "'eagle3' is not supported yet; available: draft_model, ngram"),
-        ("deepseek_mtp", "an old name of 'mtp'\\) is not supported yet"),
+        ("dflash", "'dflash' is not supported yet; available: draft_model, .*ngram"),
         ("no.such.module.Class", "cannot load"),
         ("draftwise.propose.ngram.Missing", "cannot load"),
         (".Class", "cannot load"),

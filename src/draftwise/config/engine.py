@@ -9,8 +9,10 @@ from typing import Any
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
+from draftwise.config.heads import SHIPPED_HEADS, served_speculator
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError, suggest
+from draftwise.propose.registry import canonical_name
 from draftwise.quantization.scheme import parse_scheme
 
 logger = logging.getLogger("draftwise")
@@ -236,8 +238,15 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
     options.setdefault("max_num_seqs", _default_num_seqs(device, options))
     config = EngineConfig(**options)
     embedded = config.model is None
-    speculative = _resolve_speculative(speculative_config, old, embedded)
     model = str(_embedded("target")) if config.model is None else config.model
+    served = None if embedded else served_speculator(model, config.revision)
+    if served is not None:  # a head was named: its verifier is the target
+        if speculative_config is None and not {"model", "method"} & old.keys():
+            speculative_config = {"method": served.method, "model": model, "revision": config.revision, **old}
+            old = {}
+        model = served.verifier
+        config = replace(config, revision=None)
+    speculative = _resolve_speculative(speculative_config, old, embedded)
     notes += _notes(config, given, speculative)
     config = replace(config, model=model, embedded=embedded, speculative=speculative, notes=tuple(notes))
     for note in config.notes:
@@ -330,8 +339,12 @@ def _entries(given: Any) -> list[Any]:
 def _build(entry: Any, embedded: bool) -> SpeculativeConfig:
     if isinstance(entry, SpeculativeConfig):
         return entry
-    if embedded and entry.get("method") in ("draft_model", "draft") and entry.get("model") is None:
-        entry = {**entry, "model": str(_embedded("draft"))}  # the embedded target comes with its draft model
+    if embedded and entry.get("model") is None:
+        # the embedded target comes with a draft model and heads
+        method = canonical_name(str(entry.get("method")))
+        if method in ("draft_model", *SHIPPED_HEADS):
+            part = "draft" if method == "draft_model" else method
+            entry = {**entry, "model": str(_embedded(part))}
     return SpeculativeConfig.from_dict(entry)
 
 

@@ -40,17 +40,18 @@ def detect_method(model: str, revision: str | None) -> str:
     """
     if canonical_name(model) in MODELLESS_METHODS:
         return canonical_name(model)
-    config = _read_config(model, revision)
+    config = read_config(model, revision)
     if config is None:
         lowered = model.lower()
         for marker in ("eagle3", "eagle", "medusa", "dflash", "mtp"):
             if marker in lowered:
                 return marker
         return "draft_model"
-    return _method_of(config)
+    return method_of(config)
 
 
-def _method_of(config: Mapping[str, Any]) -> str:
+def method_of(config: Mapping[str, Any]) -> str:
+    """The method that a draft checkpoint with this config.json is for."""
     kind = str(config.get("speculators_model_type") or config.get("model_type") or "").lower()
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
     if kind in ("peagle", "p-eagle"):
@@ -65,7 +66,14 @@ def _method_of(config: Mapping[str, Any]) -> str:
     return "draft_model"
 
 
-def _read_config(model: str, revision: str | None) -> Mapping[str, Any] | None:
+def read_config(
+    model: str, revision: str | None, field: str = "speculative_config.model"
+) -> Mapping[str, Any] | None:
+    """The config.json of a folder, or of a hub id as far as it is in the hub's cache; None: there is none in reach.
+
+    Raises:
+        ConfigError: it is there and cannot be read; ``field`` names the setting that led to it.
+    """
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
         if Path(model).expanduser().exists():
@@ -83,9 +91,7 @@ def _read_config(model: str, revision: str | None) -> Mapping[str, Any] | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"speculative_config.model: {model!r} has an unreadable config.json: {error}"
-        ) from None
+        raise ConfigError(f"{field}: {model!r} has an unreadable config.json: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"speculative_config.model: {model!r} has a config.json that is no JSON object")
+        raise ConfigError(f"{field}: {model!r} has a config.json that is no JSON object")
     return config

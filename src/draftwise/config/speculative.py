@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
+from draftwise.config.heads import HEAD_METHODS, head_defaults, sorted_choices
 from draftwise.config.methods import (
     CHAIN_METHODS,
     MODELLESS_METHODS,
@@ -37,12 +38,14 @@ class _Unset(int):
 
 
 _UNSET: int = _Unset(0)
-_DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "suffix": 16, "synthetic": 4}
+_DEFAULT_NUM_TOKENS = {"ngram": 5, "suffix": 16, "eagle3": 5, "mtp": 3}
+"""Others: 4."""
 _ONLY_FOR = {
     "draft_num_layers": ("early_exit",),
     "prompt_lookup_max": ("ngram",),
     "prompt_lookup_min": ("ngram",),
-    "quantization": ("draft_model",),
+    "quantization": ("draft_model", *HEAD_METHODS),
+    "medusa_choices": ("medusa",),
 }
 
 
@@ -86,6 +89,15 @@ def _dynamic_tree(name: str, value: Any) -> DynamicTree | None:
         raise ConfigError(f"speculative_config.{error}") from None
 
 
+def _choices(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Paths of child ranks in any order, or the text of their list."""
+    choices = sorted_choices(to.from_json(name, value, "a list of paths of ranks"), name)
+    try:
+        return _tree(name, choices)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("speculative_token_tree", "medusa_choices")) from None
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """One drafter. Validated, and missing values resolved, on construction.
@@ -98,9 +110,11 @@ class SpeculativeConfig:
     """
 
     method: str = option(
-        "auto", to.string, "ngram, suffix, draft_model, synthetic, a registered name or a dotted path"
+        "auto",
+        to.string,
+        "ngram, suffix, draft_model, eagle, eagle3, medusa, mtp, synthetic, a registered name or a dotted path",
     )
-    model: str | None = option(None, to.string, "the draft model: local folder or hub id")
+    model: str | None = option(None, to.string, "the draft model or head: local folder or hub id")
     num_speculative_tokens: int = option(_UNSET, to.integer(1, MAX_DRAFT), "draft tokens per step (K)")
     draft_tensor_parallel_size: int | None = option(None, to.integer(1), "ranks of the draft model; 1")
     max_model_len: int | None = option(
@@ -155,6 +169,9 @@ class SpeculativeConfig:
         'tree shaped by the drafter\'s confidence: true, or {"top_k": 10, "depth": 7}; '
         "num_speculative_tokens of its nodes are verified",
     )
+    medusa_choices: tuple[tuple[int, ...], ...] | None = option(
+        None, _choices, "medusa: speculative_token_tree under the name that Medusa gives it"
+    )
     draft_model_config: dict[str, Any] | None = option(None, to.mapping, "settings of extract_hidden_states")
 
     @classmethod
@@ -180,6 +197,7 @@ class SpeculativeConfig:
             elif value is not f.default:
                 self._set(f.name, f.metadata["to"](f"speculative_config.{f.name}", value))
         self._resolve_method()
+        self._resolve_head()
         self._refuse_unsupported()
         self._refuse_contradictions()
         self._resolve_num_tokens()
@@ -229,7 +247,8 @@ class SpeculativeConfig:
         if self.method == "auto":
             if self.model is None:
                 raise ConfigError(
-                    "speculative_config: needs a method or a model; methods: ngram, suffix, draft_model"
+                    "speculative_config: needs a method or a model; methods: ngram, suffix, draft_model, eagle, "
+                    "eagle3, medusa, mtp"
                 )
             self._set("method", detect_method(self.model, self.revision))
         self._set("method", resolve_method(self.method))
@@ -244,6 +263,40 @@ class SpeculativeConfig:
             raise ConfigError(
                 "speculative_config.model: method 'draft_model' needs a model (folder or hub id)"
             )
+
+    def _resolve_head(self) -> None:
+        """Settings that a head's own config.json brings along."""
+        if self.method not in HEAD_METHODS:
+            return
+        if self.model is None:
+            if self.method == "mtp":
+                return  # the layers are in the target's own checkpoint
+            raise ConfigError(
+                f"speculative_config.model: method {self.method!r} needs a model, the head's folder or hub id"
+            )
+        defaults = head_defaults(self.method, self.model, self.revision)
+        if defaults.parallel:
+            self._set("parallel_drafting", True)
+        if self.medusa_choices is not None:
+            if self.speculative_token_tree is not None:
+                raise ConfigError(
+                    "speculative_config.medusa_choices: is the same as speculative_token_tree; give one of them"
+                )
+            self._set("speculative_token_tree", self.medusa_choices)
+            self._set("medusa_choices", None)
+        elif self._shape_is_open() and defaults.tree is not None:
+            self._set("speculative_token_tree", _choices("medusa_choices", defaults.tree))
+        elif self._shape_is_open() and defaults.num_tokens is not None:
+            self._set("num_speculative_tokens", min(defaults.num_tokens, MAX_DRAFT))
+
+    def _shape_is_open(self) -> bool:
+        """Whether the user said nothing about how much to draft."""
+        return (
+            self.num_speculative_tokens is _UNSET
+            and self.speculative_token_tree is None
+            and self.speculative_dynamic_tree is None
+            and self.num_speculative_tokens_per_batch_size is None
+        )
 
     def _refuse_unsupported(self) -> None:
         if self.draft_tensor_parallel_size is not None and self.draft_tensor_parallel_size > 1:

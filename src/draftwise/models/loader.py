@@ -26,7 +26,12 @@ _FLOAT_NAMES = frozenset({"F64", "F32", "BF16", "F16"})
 
 
 def resolve_path(
-    path: str | Path, revision: str | None = None, *, weights: bool = True, code: bool = False
+    path: str | Path,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    code: bool = False,
+    pickles: bool = False,
 ) -> Path:
     """The folder of a model: ``path`` itself if it is one, else the hub's snapshot of that id (cached or downloaded).
 
@@ -34,6 +39,7 @@ def resolve_path(
         revision: branch, tag or commit on the hub; a local folder has none, so giving one there is an error.
         weights: whether the weight files are needed too.
         code: whether Python files are (a tokenizer's own code, when it is trusted).
+        pickles: whether weights that ``torch.save`` wrote are needed too, as some draft heads have them.
 
     Raises:
         ModelLoadError: neither a folder nor an id that can be had.
@@ -53,7 +59,7 @@ def resolve_path(
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.txt", "*.model", "*.jinja"]
-    wanted += ["*.safetensors"] * weights + ["*.py"] * code
+    wanted += ["*.safetensors"] * weights + ["*.py"] * code + ["*.bin", "*.pt"] * pickles
     # some repositories hold the same weights a second time, in their vendor's own format
     unwanted = ["consolidated*", "original/*"]
     try:

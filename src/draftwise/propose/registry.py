@@ -51,12 +51,13 @@ ALIASES: dict[str, str] = {
 }
 """Spellings that users bring along, and the names they stand for."""
 
-PLANNED = ("eagle", "eagle3", "medusa", "mtp", "dflash", "extract_hidden_states")
+PLANNED = ("eagle", "eagle3", "mtp", "dflash", "extract_hidden_states")
 """Methods that are known but not built; a third party may register one of these names."""
 
 _registered: dict[str, str | type[Proposer]] = {
     "early_exit": "draftwise.propose.early_exit:EarlyExitProposer",
     "draft_model": "draftwise.propose.draft_model:DraftModelProposer",
+    "medusa": "draftwise.propose.medusa:MedusaProposer",
     "ngram": "draftwise.propose.ngram:NgramProposer",
     "suffix": "draftwise.propose.suffix:SuffixProposer",
     "synthetic": "draftwise.propose.synthetic:SyntheticProposer",

@@ -42,5 +42,5 @@ def check_target_ids(
             f"{what}: {name} leads to tokens {int(target_ids.min())} to {int(target_ids.max())}, but the target's "
             f"vocabulary has {target_vocab}: it is for another target"
         )
-    if target_ids.unique().shape[0] != draft_vocab:
+    if len(set(target_ids.tolist())) != draft_vocab:
         raise ModelLoadError(f"{what}: {name} names a token of the target twice")

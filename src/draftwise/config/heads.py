@@ -1,0 +1,100 @@
+"""What the config.json of a draft head says about how it wants to be used. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftwise.config.methods import method_of, read_config
+from draftwise.errors import ConfigError
+
+HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")
+"""Methods whose model is a head on the target's hidden states."""
+SHIPPED_HEADS = ("eagle3", "medusa", "mtp")
+"""Those the embedded target comes with."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDefaults:
+    """Settings that a head brings along; they hold where the user says nothing."""
+
+    num_tokens: int | None = None
+    tree: tuple[tuple[int, ...], ...] | None = None
+    parallel: bool = False  # it drafts all tokens in one pass
+
+
+def head_defaults(method: str, model: str, revision: str | None) -> HeadDefaults:
+    """Read ``model``'s config.json, local or in the hub's cache; without one there are no settings."""
+    config = read_config(model, revision)
+    if config is None:
+        return HeadDefaults()
+    tree = config.get("medusa_choices") if method == "medusa" else None
+    return HeadDefaults(
+        num_tokens=_num_tokens(method, config),
+        tree=None if tree is None else sorted_choices(tree, f"{model}: medusa_choices"),
+        parallel=str(config.get("speculators_model_type", "")).lower() in ("peagle", "p-eagle"),
+    )
+
+
+def _num_tokens(method: str, config: Mapping[str, Any]) -> int | None:
+    values: list[Any] = [config.get("num_lookahead_tokens")]
+    if method == "medusa":
+        values += [config.get("medusa_num_heads"), config.get("num_heads")]
+    proposals = _mapping(config.get("speculators_config")).get("proposal_methods")
+    if isinstance(proposals, list) and proposals:
+        values.append(_mapping(proposals[0]).get("speculative_tokens"))
+    found = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0)
+    return next(found, None)
+
+
+def sorted_choices(choices: object, name: str) -> tuple[tuple[int, ...], ...]:
+    """``medusa_choices`` as ``speculative_token_tree`` wants its paths: level by level, siblings by rank.
+
+    Example: [[0], [0, 0], [1], [0, 1]] -> ((0,), (1,), (0, 0), (0, 1)).
+
+    Raises:
+        ConfigError: no list of paths.
+    """
+    paths: list[tuple[int, ...]] = []
+    for path in choices if isinstance(choices, list | tuple) else [None]:
+        if not isinstance(path, list | tuple) or not path or not all(type(rank) is int for rank in path):
+            raise ConfigError(f"{name}: expected a list of paths of ranks, such as [[0], [1], [0, 0]]")
+        paths.append(tuple(path))
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSpeculator:
+    """A folder in the format of the speculators project, named as the model to serve: the head is in it, and the
+    target is its verifier."""
+
+    verifier: str
+    method: str
+
+
+def served_speculator(model: str, revision: str | None) -> ServedSpeculator | None:
+    """What to serve if ``model`` is such a folder or hub id; None: it is a model itself.
+
+    Raises:
+        ConfigError: it is such a folder and names no verifier.
+    """
+    config = read_config(model, revision, field="model")
+    if config is None or "speculators_model_type" not in config:
+        return None
+    verifier = _mapping(_mapping(config.get("speculators_config")).get("verifier")).get("name_or_path")
+    if not isinstance(verifier, str) or not verifier:
+        raise ConfigError(
+            f"model: {model!r} is a draft head whose config.json names no verifier "
+            "(speculators_config.verifier.name_or_path); name the target as the model, and the head in "
+            "speculative_config"
+        )
+    beside = Path(model).expanduser() / verifier
+    if not Path(verifier).is_absolute() and beside.is_dir():
+        verifier = str(beside)
+    return ServedSpeculator(verifier, method_of(config))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,224 @@
+"""Drafting with Medusa heads (Cai et al. 2024, arXiv:2401.10774): all drafts from one hidden state of the target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from draftwise.errors import ConfigError
+from draftwise.models.heads.medusa import MedusaHeads
+from draftwise.propose.base import Committed, DraftRow, Proposer
+from draftwise.propose.registry import ProposerContext
+from draftwise.propose.tree_expansion import TreeLevel, TreeModel, TreeTask, draft_trees, is_tree
+from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
+from draftwise.sampling.logits import LogitsRow
+from draftwise.structured.cursor import mask_drafts
+from draftwise.types import EMPTY_PROPOSAL, Proposal, StepInput, TargetOutput, chain
+
+
+@dataclass(slots=True)
+class _Draft:
+    """One row while it drafts. Draft d, from 0, comes from head d whatever the drafts before it are."""
+
+    row: DraftRow
+    index: int  # among the rows of the call: which column of the logits
+    length: int  # tokens to draft, or levels of a tree; forced ones included
+    forced: tuple[int, ...]
+    tokens: list[int]  # forced ones first
+    q: list[torch.Tensor]  # [V] per drawn token; counts if the row is sampled
+    tree: Proposal | None = None  # what was drafted, if it is a tree
+
+
+class MedusaProposer(Proposer, TreeModel):
+    """Chains, static trees and dynamic trees from the heads' guesses at the next tokens.
+
+    The heads read the target's hidden state of the newest token that the target has read. That is always a row of the
+    step that has just been verified, so nothing is kept from one step to the next, and neither prefix hits nor
+    preemption nor steps without drafting matter. What a head says about its position does not depend on the drafts
+    before it: the children of all nodes of a level are drawn from the same distribution, independently for each node.
+    """
+
+    name: ClassVar[str] = "medusa"
+    observes: ClassVar[bool] = True
+    drafts_trees: ClassVar[bool] = True
+    drafts_dynamic_trees: ClassVar[bool] = True
+
+    def __init__(
+        self, heads: MedusaHeads, *, max_model_len: int, sample_method: DraftSampleMethod = "probabilistic"
+    ) -> None:
+        """``max_model_len``: no draft stands at this position or behind it. ``sample_method``: "probabilistic" draws
+        from the heads' distributions, "greedy" takes their most likely tokens."""
+        self._heads = heads
+        self._max_len = max_model_len
+        self._sample_method = sample_method
+        self._hidden: torch.Tensor | None = None  # [T, H] of the step's target pass
+        self._newest: dict[int, int] = {}  # request -> its newest committed row of that pass
+        self._logits = torch.empty(0)  # [heads, R, Vd] float32, of the rows of the present call
+        self._columns: list[int] = []  # of the trees of the present call: index of each in the rows
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """Load the heads named by ``speculative_config``.
+
+        Raises:
+            ConfigError: K or the tree is deeper than there are heads.
+            ModelLoadError: they cannot be loaded, or are for another target.
+        """
+        from draftwise.models.heads.loading import head_folder, load_medusa, target_link
+
+        config = context.speculative
+        folder = head_folder(config.model, config.revision, config.method)
+        link, ops = target_link(
+            context.target_model, context.max_model_len, context.dtype, context.device, config.quantization
+        )
+        heads = load_medusa(folder, link, ops)
+        tree = config.speculative_token_tree
+        depth = config.num_speculative_tokens if tree is None else max(map(len, tree))
+        if depth > heads.num_heads and config.speculative_dynamic_tree is None:
+            name = "num_speculative_tokens" if tree is None else "speculative_token_tree"
+            raise ConfigError(
+                f"speculative_config.{name}: reaches {depth} tokens ahead, {config.model!r} has {heads.num_heads} "
+                "Medusa heads, one for each"
+            )
+        return cls(
+            heads,
+            max_model_len=min(config.max_model_len or context.max_model_len, context.max_model_len),
+            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
+        )
+
+    # ------------------------------------------------------------------------------ after the target's pass
+
+    def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
+        self._hidden = output.hidden
+        self._newest.clear()
+
+    def committed(self, parts: Sequence[Committed]) -> None:
+        for part in parts:
+            if len(part.rows_np):
+                self._newest[part.rid] = int(part.rows_np[-1])
+
+    def remove(self, rid: int) -> None:
+        self._newest.pop(rid, None)
+
+    # -------------------------------------------------------------------------------------------- propose
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        drafts = [self._start(row) for row in rows]
+        active = [draft for draft in drafts if draft.length > len(draft.forced)]
+        if active:
+            for i, draft in enumerate(active):
+                draft.index = i
+            self._compute(active)
+            chains = [draft for draft in active if not is_tree(draft.row)]
+            trees = [draft for draft in active if is_tree(draft.row)]
+            if chains:
+                self._draw_chains(chains)
+            if trees:
+                for draft, tree in zip(trees, self._draft_trees(trees), strict=True):
+                    draft.tree = tree
+        return [self._chain(draft) if draft.tree is None else draft.tree for draft in drafts]
+
+    def _start(self, row: DraftRow) -> _Draft:
+        # Draft d, from 1, stands at position num_tokens - 1 + d.
+        limit = min(row.max_depth, self._max_len - row.num_tokens, self._heads.num_heads)
+        if row.rid not in self._newest:
+            limit = 0
+        forced = row.forced[: max(min(limit, row.budget), 0)]
+        if not is_tree(row) or len(forced) == row.budget:
+            limit = min(limit, row.budget)
+        return _Draft(row, 0, max(limit, 0), forced, list(forced), [])
+
+    def _compute(self, drafts: Sequence[_Draft]) -> None:
+        """The logits of all heads that are needed, for all rows at once."""
+        start = time.perf_counter()
+        assert self._hidden is not None, "observe comes before propose"
+        rows = torch.tensor([self._newest[draft.row.rid] for draft in drafts], device=self._hidden.device)
+        self._logits = self._heads.logits(self._hidden[rows], max(draft.length for draft in drafts))
+        self.forward_time += time.perf_counter() - start
+
+    def _draw_chains(self, drafts: Sequence[_Draft]) -> None:
+        """Draw all positions at once, unless what is drawn at one depends on those before it."""
+        positions = [(draft, d) for draft in drafts for d in range(len(draft.forced), draft.length)]
+        if not any(d.row.grammar is not None or d.row.sampling.needs_history for d in drafts):
+            self._draw(positions)
+            return
+        for depth in range(max(draft.length for draft in drafts)):
+            level = [(draft, d) for draft, d in positions if d == depth]
+            if level:
+                self._draw(level)
+
+    def _draw(self, positions: Sequence[tuple[_Draft, int]]) -> None:
+        """One token at each of some positions (draft, depth from 0); those of a draft in rising order."""
+        logits = self._logits[[d for _, d in positions], [draft.index for draft, _ in positions]]
+        paths = [tuple(draft.tokens) for draft, _ in positions]
+        cursors = [draft.row.grammar for draft, _ in positions]
+        masks: list[torch.Tensor | None] = [None] * len(positions)
+        if self._heads.target_ids is None:
+            mask_drafts(logits, cursors, paths)
+        else:
+            masks = [
+                None if cursor is None else cursor.mask(path, logits.device)
+                for cursor, path in zip(cursors, paths, strict=True)
+            ]
+        tokens, q = draft_tokens(
+            logits,
+            [
+                LogitsRow(draft.row.sampling, path, draft.row.token_ids_np, mask)
+                for (draft, _), path, mask in zip(positions, paths, masks, strict=True)
+            ],
+            rules=[draft.row.speculation.rule for draft, _ in positions],
+            positions=[draft.row.num_tokens + d for draft, d in positions],
+            nodes=[d for _, d in positions],
+            bases=[draft.row.num_tokens for draft, _ in positions],
+            method=self._sample_method,
+            vocab_map=self._heads.target_ids,
+        )
+        for i, ((draft, _), token) in enumerate(zip(positions, tokens, strict=True)):
+            draft.tokens.append(token)
+            if q is not None:
+                draft.q.append(q[i])
+
+    def _chain(self, draft: _Draft) -> Proposal:
+        """A forced token was drawn from a distribution, too: the one that has nothing else."""
+        tokens = draft.tokens
+        if not tokens:
+            return EMPTY_PROPOSAL
+        rule = draft.row.speculation.rule
+        if not draft.q or not draws_from_q(draft.row.sampling, rule, self._sample_method):
+            return chain(tokens, self.name)
+        forced = len(draft.forced)
+        q = torch.stack([draft.q[0]] * forced + draft.q)
+        if forced:
+            q[:forced] = 0.0
+            q[range(forced), tokens[:forced]] = 1.0
+        return chain(tokens, self.name, q)
+
+    # ---------------------------------------------------------------------------------------------- trees
+
+    def _draft_trees(self, drafts: Sequence[_Draft]) -> list[Proposal]:
+        self._columns = [draft.index for draft in drafts]
+        tasks = [
+            TreeTask(d.row, d.row.budget - len(d.forced), d.length - len(d.forced), d.forced) for d in drafts
+        ]
+        return draft_trees(
+            self,
+            tasks,
+            self._logits[[len(draft.forced) for draft in drafts], self._columns],
+            name=self.name,
+            method=self._sample_method,
+            vocab_map=self._heads.target_ids,
+        )
+
+    def expand(self, levels: Sequence[TreeLevel]) -> torch.Tensor:
+        """What the heads of the nodes' depths say: the same for all nodes of a level."""
+        heads: list[int] = []
+        columns: list[int] = []
+        for level in levels:
+            depth = level.ancestors[0].bit_count()
+            heads += [len(level.task.forced) + depth] * len(level.tokens)
+            columns += [self._columns[level.member]] * len(level.tokens)
+        return self._logits[heads, columns]
