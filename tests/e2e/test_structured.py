@@ -137,6 +137,31 @@ def test_trees_of_drafters_that_know_no_grammar(
         assert ids(with_tree) == ids(llm.generate(PROMPTS, params("none", rule, temperature=1.0, seed=5)))
 
 
+@pytest.mark.parametrize("rule", ["rejection", "coupled", None])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"speculative_token_tree": TREE},
+        {"speculative_dynamic_tree": {"top_k": 3, "depth": 4}, "num_speculative_tokens": 9},
+    ],
+    ids=["static", "dynamic"],
+)
+def test_trees_of_a_draft_model(
+    make_llm: Callable[..., LLM], shape: dict[str, Any], rule: str | None
+) -> None:
+    """Drawn under the masks, behind forced tokens; with the text of plain decoding where that is determined."""
+    spec: dict[str, Any] = {"method": "draft_model", **shape}
+    changes: dict[str, Any] = {"temperature": 1.0, "seed": 5} if rule else {"temperature": 0.0}
+    if rule:
+        spec["rule"] = rule
+    llm = make_llm()
+    outputs = llm.generate(PROMPTS * 2, params(speculation=spec, **changes))
+    check_json(outputs)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in outputs) > 0
+    if rule != "rejection":
+        assert ids(outputs) == ids(llm.generate(PROMPTS * 2, params("none", rule, **changes)))
+
+
 def test_typical_and_synthetic_rules_stay_valid(make_llm: Callable[..., LLM]) -> None:
     """Rules that are not lossless do not leave the grammar either."""
     check_json(make_llm().generate(PROMPTS, params("draft_model", "typical", temperature=1.0)))

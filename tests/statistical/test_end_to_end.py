@@ -67,11 +67,21 @@ def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
     return statistic, df + 10 * (2 * df) ** 0.5
 
 
+TREE = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0]]  # drawn by a model: without replacement from q
+DYNAMIC = {
+    "speculative_dynamic_tree": {"top_k": 3, "depth": 3},
+    "num_speculative_tokens": 8,
+}  # fixed children
+
 CASES = [
     ("draft_model", {"rule": "rejection"}, {}),
     ("draft_model", {"rule": "block"}, {}),
     ("draft_model", {"rule": "coupled"}, {}),
     ("draft_model", {"rule": "rejection"}, {"temperature": 0.6, "top_k": 5}),
+    ("draft_model", {"rule": "rejection", "speculative_token_tree": TREE}, {}),
+    ("draft_model", {"rule": "block", "speculative_token_tree": TREE}, {"temperature": 0.6, "top_k": 5}),
+    ("draft_model", {"rule": "rejection", **DYNAMIC}, {}),
+    ("draft_model", {"rule": "coupled", **DYNAMIC}, {}),
     ("ngram", {"rule": "rejection"}, {}),
     ("synthetic", {"rule": "rejection", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}, {}),
     ("synthetic", {"rule": "coupled", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}, {}),

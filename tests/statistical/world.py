@@ -83,6 +83,8 @@ class Outcome:
 
 Shape = tuple[int, ...]
 DropRule = Callable[[Proposal], Proposal]
+Drafter = Callable[[World, str, Sequence[SamplingState], Sequence[IntArray]], list[Proposal]]
+"""``drafter(world, rule, states, known)``: one proposal per trial; known: its tokens so far, the prompt's first."""
 
 
 def simulate(
@@ -96,11 +98,12 @@ def simulate(
     params: SamplingParams | None = None,
     cut: Callable[[int, int], int] | None = None,
     drop: DropRule | None = None,
+    drafter: Drafter | None = None,
     first_seed: int = 0,
 ) -> Outcome:
     """Generate ``length`` tokens per trial. Step s verifies a tree of shape ``shapes[s % len(shapes)]`` (node
     parents). ``draw``: how siblings are drawn. ``cut(trial, step)``: how many nodes of the proposal are
-    verified. ``drop``: a (biased) filter for negative controls."""
+    verified. ``drop``: a (biased) filter for negative controls. ``drafter``: makes the proposals instead."""
     params = params or SamplingParams()
     states = [new_state(world, params, first_seed + i) for i in range(trials)]
     outputs: list[list[int]] = [[] for _ in range(trials)]
@@ -110,7 +113,11 @@ def simulate(
     while active:
         shape = shapes[step % len(shapes)]
         known = [np.array([0, *outputs[a]], dtype=np.int32) for a in active]
-        proposals = _draft(world, rule, shape, draw, [states[a] for a in active], known)
+        now = [states[a] for a in active]
+        if drafter is None:
+            proposals = _draft(world, rule, shape, draw, now, known)
+        else:
+            proposals = drafter(world, rule, now, known)
         if cut is not None:
             proposals = [p.prefix(cut(a, step)) for a, p in zip(active, proposals, strict=True)]
         if drop is not None:

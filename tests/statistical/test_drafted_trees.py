@@ -1,0 +1,136 @@
+"""Trees as drafters really make them (`draft_trees`): whatever shape they take, the output is the target's.
+
+The negative controls do what looks harmless: sample children as q says, then keep the best by the drafter's
+probabilities (re-ranking what was drawn), or take the fourth child drawn where the shape skips the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tests.fakes.tree_model import ScriptedTreeModel, draft_row
+from world import Drafter, World, assert_caught, assert_same_distribution, simulate
+
+from draftwise.propose import tree_expansion
+from draftwise.propose.tree_expansion import TreeTask, draft_trees
+from draftwise.propose.tree_spec import DynamicTree
+from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.state import SamplingState
+from draftwise.types import IntArray, Proposal
+
+TRIALS = 6_000
+SHAPE = [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 0]]
+DYNAMIC = DynamicTree(top_k=3, depth=3)
+
+
+def drafter(nodes: int = 63, **kind: Any) -> Drafter:
+    """Trees of one kind for all trials, in one call."""
+
+    def make(
+        world: World, rule: str, states: Sequence[SamplingState], known: Sequence[IntArray]
+    ) -> list[Proposal]:
+        tasks = [
+            TreeTask(
+                draft_row(
+                    world.vocab, rid=i, tokens=ids.tolist(), rule=rule, params=s.params, state=s, **kind
+                ),
+                nodes,
+                63,
+            )
+            for i, (s, ids) in enumerate(zip(states, known, strict=True))
+        ]
+        model = ScriptedTreeModel(world.draft)
+        return draft_trees(model, tasks, model.root_logits(tasks), name="test")
+
+    return make
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(
+    "make",
+    [drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=7), drafter(dynamic=DYNAMIC, nodes=1)],
+    ids=["static", "dynamic", "one node"],
+)
+def test_drafted_trees(make: Drafter, rule: str, temperature: float) -> None:
+    world = World.random(5, seed=51)
+    params = SamplingParams(temperature=temperature)
+    out = simulate(world, rule, TRIALS, 3, params=params, drafter=make)
+    assert out.accepted > out.steps / 3
+    assert_same_distribution(out.cells(5), world.exact(params, 3))
+
+
+def test_with_all_parameters() -> None:
+    """Truncation leaves fewer children than the shape wants; penalties depend on each node's path."""
+    world = World.random(5, seed=52, spread=1.0)
+    params = SamplingParams(
+        temperature=0.9, top_k=3, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2
+    )
+    for make in (drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=6)):
+        out = simulate(world, "rejection", TRIALS, 3, params=params, drafter=make)
+        assert_same_distribution(out.cells(5), world.exact(params, 3))
+
+
+def test_trees_cut_without_looking() -> None:
+    """What a controller does: verify the first n nodes."""
+    world = World.random(5, seed=53)
+    for make in (drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=8)):
+        out = simulate(
+            world, "rejection", TRIALS, 3, drafter=make, cut=lambda trial, step: (trial + step) % 8
+        )
+        assert_same_distribution(out.cells(5), world.exact(SamplingParams(), 3))
+
+
+def reranked(make: Drafter, keep: int) -> Drafter:
+    """Keep the ``keep`` drawn nodes that the drafter finds likeliest along their paths."""
+
+    def biased(
+        world: World, rule: str, states: Sequence[SamplingState], known: Sequence[IntArray]
+    ) -> list[Proposal]:
+        return [_best(proposal, keep) for proposal in make(world, rule, states, known)]
+
+    return biased
+
+
+def _best(proposal: Proposal, keep: int) -> Proposal:
+    assert proposal.q is not None
+    scores: list[float] = []
+    for i, parent in enumerate(proposal.parents):
+        own = float(proposal.q[proposal.q_rows[i], proposal.tokens[i]])
+        scores.append(own * (scores[parent] if parent >= 0 else 1.0))
+    kept = sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:keep])
+    index = {-1: -1} | {node: i for i, node in enumerate(kept)}
+    return Proposal(
+        tuple(proposal.tokens[i] for i in kept),
+        tuple(index[proposal.parents[i]] for i in kept),
+        proposal.method,
+        proposal.draw,
+        proposal.q,
+        tuple(proposal.q_rows[i] for i in kept),
+    )
+
+
+def test_reranking_what_was_drawn_is_caught() -> None:
+    world = World.random(4, seed=54)
+    make = drafter(tree=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]])
+    exact = world.exact(SamplingParams(), 3)
+    assert_same_distribution(simulate(world, "rejection", TRIALS, 3, drafter=make).cells(4), exact)
+    assert_caught(simulate(world, "rejection", TRIALS, 3, drafter=reranked(make, 3)).cells(4), exact)
+
+
+def test_skipping_ranks_of_what_was_drawn_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World.random(5, seed=55, noise=2.0)
+    make = drafter(tree=[[0], [2]])
+    exact = world.exact(SamplingParams(), 2)
+    trials = 12_000
+    assert_same_distribution(simulate(world, "rejection", trials, 2, drafter=make).cells(5), exact)
+    real: Callable[..., None] = tree_expansion._StaticTree.__init__
+
+    def by_rank(self: Any, member: int, task: TreeTask, sampled: bool) -> None:
+        real(self, member, task, sampled)
+        self._ranks = list(task.row.speculation.tree_ranks or ())
+
+    monkeypatch.setattr(tree_expansion._StaticTree, "__init__", by_rank)
+    assert_caught(simulate(world, "rejection", trials, 2, drafter=make).cells(5), exact)
