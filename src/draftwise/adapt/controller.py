@@ -1,39 +1,121 @@
-"""Chooses how much to draft, for whom. The contract, and the controller that does as it is told."""
+"""Chooses how much to draft and to verify, for whom. The contract, and the controller that does as it is told."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from draftwise.types import Speculation, StepResult
 
+Tables = Mapping[str, Sequence[tuple[int, int, int]]]
+"""method -> ((from, to, K), ...), batch sizes inclusive: vLLM's ``num_speculative_tokens_per_batch_size``."""
+
+
+@dataclass(slots=True)
+class StepShape:
+    """How much a step computed. The scheduler adds it up while it plans.
+
+    Example: a prompt chunk of 100 tokens, a plain decode and a verification of 4 drafts, the two with 50 and 70
+    tokens in the cache: requests 2, rows 6, prompt_rows 100, context 120.
+    """
+
+    requests: int = 0  # that reached their last known token with one row: they decode
+    rows: int = 0  # of those requests: a root each, and the draft nodes verified
+    prompt_rows: int = 0  # of the others: prompts, and what a preempted request computes again
+    context: int = 0  # tokens in the cache of the requests that decode
+    sampled: bool = False  # some request that decodes draws at a temperature
+
+
+@dataclass(frozen=True, slots=True)
+class GroupControl:
+    """What a controller thinks of the requests that share a method, a rule and a shape of proposals.
+
+    ``cap``: nodes drafted per request that drafts; ``gain``: predicted tokens per second over plain decoding's
+    (None: nothing is known yet); ``accepted``: expected accepted drafts of one proposal of ``cap`` nodes.
+    """
+
+    method: str
+    rule: str
+    num_requests: int
+    num_drafting: int
+    cap: int
+    gain: float | None
+    accepted: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class ControlStats:
+    """``probes``: proposals made to learn whether drafting pays again; ``pauses``: plain steps to learn what they cost;
+    ``suspended_steps``: steps without drafting because speculation had lost time; ``decisions``: times the choice
+    was thought over."""
+
+    mode: str = "static"
+    groups: tuple[GroupControl, ...] = ()
+    decisions: int = 0
+    probes: int = 0
+    pauses: int = 0
+    suspended_steps: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        out: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
+        return {**out, "groups": [group.as_dict() for group in self.groups]}
+
 
 class Controller(ABC):
-    """Asked once per request and step, before the step is planned."""
+    """Asked while a step is planned, told what came of it.
+
+    What it decides may depend on sizes, times and what was accepted before, never on the tokens of a waiting proposal:
+    otherwise a cut would not be lossless. The size of a proposal is told; it may decide only where the proposer says
+    that it follows from committed tokens alone (`Proposer.evident`).
+    """
+
+    def begin(self, batch_size: int) -> None:  # noqa: B027
+        """A step is about to be planned. ``batch_size``: requests that run once everybody who can is admitted."""
 
     @abstractmethod
-    def draft_budget(self, speculation: Speculation, num_running: int) -> int:
+    def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
         """Nodes to propose at the end of the coming step; 0 switches drafting off for it."""
 
-    def observe(self, result: StepResult) -> None:  # noqa: B027
-        """Learn from a finished step."""
+    def nodes_to_verify(self, rid: int, num_proposed: int) -> int:
+        """How many of the nodes that wait, the first ones, the coming step verifies."""
+        return num_proposed
+
+    def observe(self, result: StepResult, shape: StepShape, seconds: float) -> None:  # noqa: B027
+        """Learn from a finished step. ``seconds``: from before it was planned to after it was taken in."""
+
+    def forget(self, rid: int) -> None:  # noqa: B027
+        """The request has ended. A last row of it may still be observed."""
+
+    def stats(self) -> ControlStats:
+        """What is decided now, and how often it was thought over."""
+        return ControlStats()
 
 
 class StaticController(Controller):
     """Drafts what the request asks for, unless a table by batch size says less.
 
-    ``tables``: method -> ((from, to, K), ...), batch sizes inclusive, as vLLM's
-    ``num_speculative_tokens_per_batch_size``. A batch size outside of all ranges keeps the request's own K.
+    A batch size outside of all ranges keeps the request's own K.
     """
 
-    def __init__(self, tables: Mapping[str, Sequence[tuple[int, int, int]]] | None = None) -> None:
+    def __init__(self, tables: Tables | None = None) -> None:
         self._tables = dict(tables or {})
 
-    def draft_budget(self, speculation: Speculation, num_running: int) -> int:
-        if speculation.method == "none":
-            return 0
-        nodes = len(speculation.tree) if speculation.tree is not None else speculation.num_speculative_tokens
-        for low, high, limit in self._tables.get(speculation.method, ()):
-            if low <= num_running <= high:
-                return min(nodes, limit)
-        return nodes
+    def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
+        return most_nodes(speculation, batch_size, self._tables)
+
+
+def most_nodes(speculation: Speculation, batch_size: int, tables: Tables) -> int:
+    """Nodes the request may draft: its K or its tree, less where the method's table says so."""
+    if speculation.method == "none":
+        return 0
+    nodes = len(speculation.tree) if speculation.tree is not None else speculation.num_speculative_tokens
+    for low, high, limit in tables.get(speculation.method, ()):
+        if low <= batch_size <= high:
+            return min(nodes, limit)
+    return nodes

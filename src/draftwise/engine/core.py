@@ -65,7 +65,10 @@ class EngineCore:
         result = self.executor.execute(plan)
         with self.lock:
             updates = self.scheduler.commit(result)
-            self._count(result, updates, self.clock() - start)
+            seconds = self.clock() - start
+            if result.rows:
+                self.scheduler.learn(result, seconds)
+            self._count(result, updates, seconds)
         return updates
 
     def _count(self, result: StepResult, updates: list[RequestUpdate], seconds: float) -> None:

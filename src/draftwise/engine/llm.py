@@ -299,4 +299,5 @@ def engine_stats(engine: Engine) -> EngineStats:
             draft_time=totals.draft_time,
             verify_time=totals.verify_time,
             speculation=speculation_metrics(core.speculation_counts()),
+            control=core.scheduler.control_stats(),
         )

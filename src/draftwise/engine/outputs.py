@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftwise.adapt.controller import ControlStats
 from draftwise.sched.request import StepTrace
 
 
@@ -131,7 +132,7 @@ class RequestOutput:
 class EngineStats:
     """A snapshot of the engine. Blocks: ``num_free_blocks + num_used_blocks == num_blocks`` (cached blocks nobody
     uses count as free). Times are totals over all steps, in seconds; ``host_time`` is what a step took outside of the
-    models' forward passes."""
+    models' forward passes. ``control``: what is drafted now, and what it is expected to gain."""
 
     num_blocks: int
     num_free_blocks: int
@@ -154,6 +155,7 @@ class EngineStats:
     draft_time: float
     verify_time: float
     speculation: SpeculationMetrics
+    control: ControlStats = field(default_factory=ControlStats)
 
     @property
     def host_time(self) -> float:

@@ -68,6 +68,7 @@ class NgramProposer(Proposer):
     """
 
     name: ClassVar[str] = "ngram"
+    evident: ClassVar[bool] = True
 
     def __init__(self, prompt_lookup_max: int = 5, prompt_lookup_min: int = 2) -> None:
         """Raises ValueError unless 1 <= prompt_lookup_min <= prompt_lookup_max."""

@@ -77,6 +77,7 @@ class SuffixProposer(Proposer):
     """
 
     name: ClassVar[str] = "suffix"
+    evident: ClassVar[bool] = True
     drafts_trees: ClassVar[bool] = True
 
     def __init__(

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftwise.adapt.controller import Controller
+from draftwise.adapt.controller import Controller, ControlStats, StepShape
 from draftwise.errors import RequestError
 from draftwise.kv.manager import KVManager
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
@@ -47,6 +47,7 @@ class Scheduler:
         self._planned: dict[int, RowPlan] = {}
         self._trimmed: dict[int, int] = {}
         self._batch_size = 0
+        self._shape = StepShape()
         self._refused = -1  # the waiting request that found no room, and the free blocks it found
         self._refused_free = 0
         self._finished: list[RequestUpdate] = []  # cancelled between steps
@@ -107,6 +108,8 @@ class Scheduler:
         self._trimmed = {}
         # What will run once everybody who can is admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
+        self._shape = StepShape()
+        self._controller.begin(self._batch_size)
         left = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
         for request in list(self._running):
@@ -141,8 +144,10 @@ class Scheduler:
             return 0
         num_draft = budget = 0
         if num_new == missing:
-            num_draft = min(request.num_proposed, left - num_new)
-            budget = self._controller.draft_budget(request.speculation, self._batch_size)
+            if request.num_proposed:
+                num_draft = self._controller.nodes_to_verify(request.rid, request.num_proposed)
+                num_draft = min(num_draft, left - num_new)
+            budget = self._controller.draft_budget(request.rid, request.speculation, self._batch_size)
         while True:
             blocks = self.kv.reserve(request.rid, num_new + num_draft + budget)
             if blocks is not None:
@@ -158,6 +163,14 @@ class Scheduler:
             if victim is request:
                 return 0
         self._planned[request.rid] = RowPlan(request.rid, num_new, num_draft, budget, blocks)
+        shape = self._shape
+        if num_new == missing == 1:
+            shape.requests += 1
+            shape.rows += 1 + num_draft
+            shape.context += request.num_computed
+            shape.sampled = shape.sampled or request.speculation.rule != "greedy"
+        else:
+            shape.prompt_rows += num_new + num_draft
         return num_new + num_draft
 
     def _trim_others(self, request: Request) -> bool:
@@ -206,7 +219,7 @@ class Scheduler:
         completes = num_new == request.num_tokens - cached
         budget = 0
         if completes:
-            budget = self._controller.draft_budget(request.speculation, self._batch_size)
+            budget = self._controller.draft_budget(request.rid, request.speculation, self._batch_size)
         # All known tokens must fit now, even if their computation takes several steps: admitting on the first
         # chunk alone makes requests preempt each other half-way.
         fits = completes or self.config.chunked_prefill
@@ -236,6 +249,7 @@ class Scheduler:
             index -= 1
         self._running.insert(index, request)
         self._planned[request.rid] = RowPlan(request.rid, num_new, 0, budget, fresh)
+        self._shape.prompt_rows += num_new
         return NewRequest(
             rid=request.rid,
             token_ids_np=known.copy(),
@@ -257,7 +271,6 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[RequestUpdate]:
         """Take in a step: commit K/V, append tokens, apply stop conditions. Rows of requests that were
         cancelled meanwhile are ignored."""
-        self._controller.observe(result)
         updates, self._finished = self._finished, []
         now = self._clock()
         for row in result.rows:
@@ -272,6 +285,14 @@ class Scheduler:
                 continue
             updates.append(self._commit_row(request, plan, row, now))
         return updates
+
+    def learn(self, result: StepResult, seconds: float) -> None:
+        """Tell the controller what the committed step took, planning and taking in included."""
+        self._controller.observe(result, self._shape, seconds)
+
+    def control_stats(self) -> ControlStats:
+        """What the controller has decided."""
+        return self._controller.stats()
 
     def _commit_row(self, request: Request, plan: RowPlan, row: RowResult, now: float) -> RequestUpdate:
         if row.prompt_logprobs is not None:
@@ -336,6 +357,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.finished_time = self._clock()
+        self._controller.forget(request.rid)
         del self._requests[request.rid]
 
     def unfinished_counts(self) -> list[SpeculationCounts]:

@@ -16,6 +16,7 @@ class GrammarProposer(Proposer):
     structured outputs where no drafter is loaded."""
 
     name: ClassVar[str] = "grammar"
+    evident: ClassVar[bool] = True
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [chain(row.forced, self.name) if row.forced else EMPTY_PROPOSAL for row in rows]

@@ -1,0 +1,185 @@
+"""How many drafts will be accepted, estimated per request, method and position from what was.
+
+Chains keep the chance that position j is accepted given that j - 1 was, so that the estimate for a position which was
+not drafted lately follows those before it; trees keep the chance of each node in the order of the proposal. Both forget
+by halving their counts when a window is full. A request's estimate starts from its group's (the requests of the same
+method, rule and shape), and the group's from a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+TREE = -1
+"""The size class of proposals that are not chains."""
+ANY = 0
+"""The size class of chains whose size says nothing about how good they are."""
+
+GROUP_WINDOW = 256.0
+REQUEST_WINDOW = 32.0
+_FIRST_GUESS = 0.7
+_GUESS_WEIGHT = 2.0
+"""Trials that the guess for a position counts as; position j's guess is the estimate for position j - 1."""
+_GROUP_WEIGHT = 4.0
+"""Trials that the group's estimate counts as for one of its requests."""
+_NODE_GUESS = 0.3
+
+
+def size_class(n: int) -> int:
+    """Class of an evident proposal (one whose size follows from the strength of the match): 1-2 -> 1, 3-6 -> 2,
+    7-14 -> 3, 15-30 -> 4, 31-62 -> 5."""
+    return (n + 1).bit_length() - 1
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    """Whether node i hangs below node i - 1, for all i."""
+    return tuple(parents) == _CHAINS[len(parents)] if len(parents) < len(_CHAINS) else False
+
+
+_CHAINS = [tuple(range(-1, n - 1)) for n in range(128)]
+
+
+class Counts:
+    """Trials and hits by size class and position, with a window."""
+
+    __slots__ = ("_window", "fresh", "hits", "trials")
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self.trials: dict[int, list[float]] = {}
+        self.hits: dict[int, list[float]] = {}
+        self.fresh: set[int] = set()  # classes with news since `fresh` was cleared
+
+    def _room(self, kind: int, n: int) -> tuple[list[float], list[float]]:
+        trials = self.trials.get(kind)
+        if trials is None:
+            trials, hits = self.trials[kind], self.hits[kind] = [], []
+        else:
+            hits = self.hits[kind]
+        if len(trials) < n:
+            trials.extend([0.0] * (n - len(trials)))
+            hits.extend([0.0] * (n - len(hits)))
+        elif trials[0] >= self._window:
+            trials[:] = [x * 0.5 for x in trials]
+            hits[:] = [x * 0.5 for x in hits]
+        self.fresh.add(kind)
+        return trials, hits
+
+    def add_chain(self, kind: int, verified: int, accepted: int) -> None:
+        """A chain of ``verified`` nodes: positions 0..accepted-1 hit, position ``accepted`` missed if it was there.
+
+        Example: 4 verified, 2 accepted: trials of positions 0, 1, 2; hits of 0 and 1.
+        """
+        trials, hits = self._room(kind, verified)
+        for j in range(accepted):
+            trials[j] += 1.0
+            hits[j] += 1.0
+        if accepted < verified:
+            trials[accepted] += 1.0
+
+    def add_tree(self, verified: int, path: Sequence[int]) -> None:
+        """A tree of ``verified`` nodes of which those on ``path`` were accepted: every node was tried."""
+        trials, hits = self._room(TREE, verified)
+        for j in range(verified):
+            trials[j] += 1.0
+        for j in path:
+            hits[j] += 1.0
+
+    def fade(self, factor: float) -> None:
+        """Let everything count for less."""
+        for kind, trials in self.trials.items():
+            trials[:] = [x * factor for x in trials]
+            hits = self.hits[kind]
+            hits[:] = [x * factor for x in hits]
+            self.fresh.add(kind)
+
+
+def expected(rates: Sequence[float], kind: int) -> list[float]:
+    """Expected accepted drafts if the first 0, 1, ..., n nodes are verified.
+
+    Example: a chain with rates 0.5, 0.5: 0, 0.5, 0.75. A tree with the same: 0, 0.5, 1.0.
+    """
+    out = [0.0]
+    total, reach = 0.0, 1.0
+    if kind == TREE:
+        for rate in rates:
+            total += rate
+            out.append(total)
+        return out
+    for rate in rates:
+        reach *= rate
+        total += reach
+        out.append(total)
+    return out
+
+
+class GroupAcceptance:
+    """The history of all requests with one method, rule and shape."""
+
+    def __init__(self) -> None:
+        self.counts = Counts(GROUP_WINDOW)
+        self._rates: dict[int, list[float]] = {}
+        self._expected: dict[int, list[float]] = {}
+        self.sizes: dict[
+            int, tuple[float, float]
+        ] = {}  # class of a proposal (0: empty) -> how many, nodes in all
+
+    def add_size(self, n: int) -> None:
+        """An evident drafter was asked and proposed ``n`` nodes."""
+        kind = size_class(n) if n else 0
+        many, nodes = self.sizes.get(kind, (0.0, 0.0))
+        if many >= GROUP_WINDOW:
+            self.sizes = {k: (a * 0.5, b * 0.5) for k, (a, b) in self.sizes.items()}
+            many, nodes = self.sizes[kind]
+        self.sizes[kind] = (many + 1.0, nodes + n)
+
+    def rates(self, kind: int, n: int) -> list[float]:
+        """Chance of each of at least n positions."""
+        cached = self._rates.get(kind)
+        if cached is not None and len(cached) >= n and kind not in self.counts.fresh:
+            return cached
+        self.counts.fresh.discard(kind)
+        trials, hits = self.counts.trials.get(kind, []), self.counts.hits.get(kind, [])
+        out: list[float] = []
+        before = _NODE_GUESS if kind == TREE else _FIRST_GUESS
+        for j in range(max(n, len(trials), len(cached or ()))):
+            if j < len(trials):
+                before = (hits[j] + _GUESS_WEIGHT * before) / (trials[j] + _GUESS_WEIGHT)
+            out.append(before)
+        self._rates[kind] = out
+        self._expected[kind] = expected(out, kind)
+        return out
+
+    def expected(self, kind: int, n: int) -> list[float]:
+        """Expected accepted drafts by number of nodes verified, at least up to n."""
+        self.rates(kind, n)
+        return self._expected[kind]
+
+
+class RequestAcceptance:
+    """One request's own history."""
+
+    __slots__ = ("_expected", "counts")
+
+    def __init__(self) -> None:
+        self.counts = Counts(REQUEST_WINDOW)
+        self._expected: dict[int, list[float]] = {}
+
+    def expected(self, group: GroupAcceptance, kind: int, n: int) -> list[float]:
+        """Expected accepted drafts by number of nodes verified, at least up to n. A request without a history of its
+        own is like its group."""
+        trials = self.counts.trials.get(kind)
+        if trials is None:
+            return group.expected(kind, n)
+        cached = self._expected.get(kind)
+        if cached is not None and len(cached) > n and kind not in self.counts.fresh:
+            return cached
+        self.counts.fresh.discard(kind)
+        hits = self.counts.hits[kind]
+        rates = group.rates(kind, n)[: max(n, len(trials))]
+        own = [
+            (hits[j] + _GROUP_WEIGHT * rate) / (trials[j] + _GROUP_WEIGHT) if j < len(trials) else rate
+            for j, rate in enumerate(rates)
+        ]
+        out = self._expected[kind] = expected(own, kind)
+        return out

@@ -1,0 +1,240 @@
+"""The choice itself: which requests draft how many nodes, given what acceptance and times are believed to be.
+
+Maximises expected committed tokens per second of a step, tokens / (target's time + drafters' time) (the goodput of Liu
+et al., 2406.14066), over k = 0..K per group of requests that draft together, and within a group over who takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftwise.adapt.acceptance import ANY, TREE, GroupAcceptance, RequestAcceptance, size_class
+from draftwise.adapt.performance import PerformanceModel
+
+SWITCH = 0.02
+"""A choice is given up for one that promises this much more."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Requests with one method, rule and shape of proposals: they draft in one call and share a history.
+
+    ``evident``: the size of a proposal tells how good it is (`Proposer.evident`). ``cap``: nodes drafted now by those
+    who draft; None before the first choice.
+    """
+
+    method: str
+    rule: str
+    evident: bool
+    acceptance: GroupAcceptance = field(default_factory=GroupAcceptance)
+    cap: int | None = None
+    trees: bool = False  # proposals that were no chains have been seen
+    gain: float | None = None
+    accepted: float | None = None
+    hopeful: bool = True  # at this batch size, drafts that were all accepted would pay
+    last_deep: int = 0  # step of the last look beyond `cap`
+
+    @property
+    def sampled(self) -> bool:
+        return self.rule != "greedy"
+
+    def class_of(self, proposed: int) -> int:
+        """The size class under which a proposal of this size is counted."""
+        if self.trees:
+            return TREE
+        return size_class(proposed) if self.evident else ANY
+
+
+@dataclass(slots=True, eq=False)
+class Drafter:
+    """One request, as far as drafting goes.
+
+    ``asked``: nodes it wants; ``most``: nodes it may draft in a batch of this size. ``budget``: nodes it drafts now.
+    ``cuts``: size class -> nodes of a waiting proposal that are verified; a class that is missing is verified whole.
+    """
+
+    group: Group
+    asked: int
+    most: int
+    budget: int
+    history: RequestAcceptance = field(default_factory=RequestAcceptance)
+    cuts: dict[int, int] = field(default_factory=dict)
+    waiting: int = 0  # nodes of the proposal that waits
+    verified: int = 0  # size of the proposal that this step verifies, before the cut
+    probe: int = 0  # nodes to draft although `budget` says 0
+    streak: int = 0  # proposals of a probe that succeeded: it goes on every step until one fails
+    probing: bool = False  # what waits was drafted as a probe, or to look deeper: verify it whole
+    last_probe: int = -1  # step; -1: never
+    drafted: int = 0  # last step in which it drafted, or the one before its first
+    seen: int = 0  # last step in which it was planned
+
+
+@dataclass(slots=True)
+class Option:
+    """What a group would gain and cost with a given cap: sums over its members, besides their plain step."""
+
+    cap: int
+    tokens: float = 0.0  # accepted drafts
+    rows: float = 0.0
+    draft_time: float = 0.0
+    members: list[tuple[Drafter, bool, dict[int, int]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """The state of a batch: requests, tokens in the cache, and what a plain step takes (seconds)."""
+
+    requests: int
+    context: int
+    sampled: bool
+    plain: float
+
+
+def pays_at_best(group: Group, members: Sequence[Drafter], prices: Prices, model: PerformanceModel) -> bool:
+    """Whether the group's drafting could gain anything in a batch of this size: if every draft were accepted."""
+    count, most = len(members), max(m.most for m in members)
+    for nodes in {1, most}:
+        rows = count * nodes
+        seconds = model.target_time(
+            prices.requests, prices.requests + rows, prices.context, prices.sampled
+        ) + model.draft_time(group.method, count, nodes, sampled=group.sampled)
+        if (prices.requests + rows) * prices.plain > prices.requests * seconds:
+            return True
+    return False
+
+
+def caps(most: int) -> list[int]:
+    """The draft lengths that are looked at: all up to 8, then fewer."""
+    out = [k for k in (*range(1, 9), 10, 12, 16, 24, 32, 48) if k < most]
+    return [*out, most]
+
+
+def make_option(
+    group: Group,
+    members: Sequence[Drafter],
+    cap: int,
+    prices: Prices,
+    rate: float,
+    model: PerformanceModel,
+) -> Option:
+    """The group with ``cap`` nodes per request, without those members who are not worth their rows and drafts at
+    ``rate`` tokens per second.
+
+    Every member is asked whether expected accepted drafts > price of its rows + price of its draft, prices in tokens:
+    what the batch would commit in that time.
+    """
+    count = len(members)
+    full = prices.requests + count * cap
+    more = model.target_time(prices.requests, full, prices.context, prices.sampled) - prices.plain
+    row_price = max(more, 0.0) / (count * cap) * rate
+    whole = model.draft_time(group.method, count, cap, sampled=group.sampled)
+    # Whether one request more drafts costs less than its share: the passes are there anyway.
+    draft_price = 0.0
+    if count > 1:
+        half = model.draft_time(group.method, count // 2, cap, sampled=group.sampled)
+        draft_price = max(whole - half, 0.0) / (count - count // 2) * rate
+    option = Option(cap)
+    drafting = 0
+    for member in members:
+        nodes = min(cap, member.most)
+        tokens, rows, cuts = _member(group, member, nodes, row_price)
+        # Alone, the comparison of options says whether it pays; among others, each has to pay for itself.
+        worth = tokens - row_price * rows - draft_price
+        on = count == 1 or worth > (0.0 if member.budget else SWITCH)
+        option.members.append((member, on, cuts))
+        if on:
+            drafting += 1
+            option.tokens += tokens
+            option.rows += rows
+    if not drafting:
+        return Option(0)
+    option.draft_time = (
+        whole if drafting == count else model.draft_time(group.method, drafting, cap, sampled=group.sampled)
+    )
+    return option
+
+
+def _member(
+    group: Group, member: Drafter, nodes: int, row_price: float
+) -> tuple[float, float, dict[int, int]]:
+    """(expected accepted drafts, expected rows, cuts) of a request that drafts ``nodes`` nodes."""
+    if not group.evident:
+        kind = TREE if group.trees else ANY
+        curve = member.history.expected(group.acceptance, kind, nodes)
+        # What waits when the next choice is made was paid for already: it is verified as far as its rows pay.
+        return curve[nodes], float(nodes), {kind: best_cut(curve, member.most, row_price)}
+    tokens = rows = total = 0.0
+    cuts: dict[int, int] = {}
+    sizes = group.acceptance.sizes or {size_class(nodes): (1.0, float(nodes))}
+    for size, (many, sum_nodes) in sizes.items():
+        total += many
+        if size == 0:
+            continue
+        kind = TREE if group.trees else size
+        mean = min(round(sum_nodes / many), nodes)
+        curve = member.history.expected(group.acceptance, kind, nodes)
+        cut = best_cut(curve, nodes, row_price)
+        cuts[kind] = max(cut, cuts.get(kind, 0))
+        verified = min(cut, mean)
+        tokens += many * curve[verified]
+        rows += many * verified
+    return tokens / total, rows / total, cuts
+
+
+def best_cut(curve: Sequence[float], most: int, row_price: float) -> int:
+    """The number of nodes n that maximises curve[n] - n * row_price, at most ``most``.
+
+    Example: curve 0, 0.8, 1.4, 1.6 with a price of 0.3 per row: 0.5 for one node, 0.8 for two, 0.7 for three: 2.
+    """
+    best, value = 0, 0.0
+    for n in range(1, min(most, len(curve) - 1) + 1):
+        worth = curve[n] - n * row_price
+        if worth > value:
+            best, value = n, worth
+    # Beyond what the curve knows there is nothing to say against more.
+    return most if best == len(curve) - 1 < most else best
+
+
+def choose(
+    groups: Sequence[tuple[Group, Sequence[Drafter]]],
+    prices: Prices,
+    model: PerformanceModel,
+) -> tuple[list[Option], float]:
+    """For each group its best option (cap 0: nobody drafts), one group after the other, the others as they are; and the
+    tokens per second that are promised.
+
+    A group keeps its present cap unless another promises `SWITCH` more, or plain decoding anything more.
+    """
+    plain_rate = prices.requests / prices.plain
+    chosen = [Option(0) for _ in groups]
+    rate = plain_rate
+    for _ in range(2 if len(groups) > 1 else 1):
+        for i, (group, members) in enumerate(groups):
+            others = [option for j, option in enumerate(chosen) if j != i]
+            tokens = prices.requests + sum(o.tokens for o in others)
+            rows = prices.requests + sum(o.rows for o in others)
+            draft = sum(o.draft_time for o in others)
+            most = max(member.most for member in members)
+            best = Option(0)
+            best_rate = tokens / (_target(model, prices, rows) + draft)
+            kept, kept_rate = (best, best_rate) if group.cap == 0 else (None, 0.0)
+            sizes = [most] if group.evident else caps(most)
+            for cap in sizes:
+                option = make_option(group, members, cap, prices, max(rate, best_rate), model)
+                seconds = _target(model, prices, rows + option.rows) + draft + option.draft_time
+                promised = (tokens + option.tokens) / seconds
+                if group.cap == cap:
+                    kept, kept_rate = option, promised
+                if promised > best_rate:
+                    best, best_rate = option, promised
+            # Plain decoding needs no lead: it is what the promise is measured by.
+            if kept is not None and best_rate < kept_rate * (1 + SWITCH if best.cap else 1):
+                best, best_rate = kept, kept_rate
+            chosen[i] = best
+            rate = best_rate
+    return chosen, rate
+
+
+def _target(model: PerformanceModel, prices: Prices, rows: float) -> float:
+    return model.target_time(prices.requests, round(rows), prices.context, prices.sampled)

@@ -1,0 +1,311 @@
+"""How long a step takes, learned while steps run: what the controller decides by, and what a planner or simulator can
+reuse, since it says nothing about acceptance."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from draftwise.adapt.controller import StepShape
+
+_RING = 9
+"""Samples of which a cell is the median: a busy neighbour may spoil four of them."""
+_KNOWN = 3
+"""Samples from which on a cell is believed."""
+_MAX_CELLS = 384
+_PRIOR_WEIGHT = 0.05
+"""Of the fit's prior, against one for a cell: it decides only where the cells say nothing."""
+
+_TARGET_PRIOR = (1.0, 0.005, 0.03, 0.0, 0.0, 0.003, 0.001)
+"""Relative cost of `_target_features` before anything is known: reading the weights, and a thirtieth of it per row."""
+_DRAFT_PRIOR = (0.1, 0.01, 1.0, 0.02, 0.02)
+"""Of `_draft_features`: a pass per drafted node, nearly whatever the number of requests."""
+
+
+def bucket(n: int) -> int:
+    """Sizes that are treated alike: exact up to 16, above by eighths of a power of two.
+
+    Example: 0, 1, ..., 16 are themselves; 17 -> 16, 18 and 19 -> 17, 32 -> 24.
+    """
+    if n <= 8:
+        return n
+    shift = n.bit_length() - 4
+    return 8 * shift + (n >> shift)
+
+
+def _context_bucket(context: int, requests: int) -> int:
+    """Mean context by powers of two from 128 tokens on: under 128 -> 0, under 256 -> 1, ..."""
+    return (context // max(requests, 1) >> 7).bit_length()
+
+
+def _target_features(requests: int, rows: int, context: int) -> tuple[float, ...]:
+    """Constant, requests, rows, rows beyond 8 and beyond 32 (where arithmetic takes over from reading weights), tokens
+    of context read, and read again per row: the last two in thousands."""
+    kilo = context / 1000
+    return (
+        1.0,
+        float(requests),
+        float(rows),
+        float(max(rows - 8, 0)),
+        float(max(rows - 32, 0)),
+        kilo,
+        kilo * rows / max(requests, 1),
+    )
+
+
+def _draft_features(requests: int, nodes: int, catch_up: int) -> tuple[float, ...]:
+    """Constant, requests, nodes per request, nodes in all, tokens caught up on."""
+    return (1.0, float(requests), float(nodes), float(requests * nodes), float(catch_up))
+
+
+class _Speed:
+    """How much slower steps are now than the cells remember: the median of the last ratios. A machine that slows down
+    for everybody thus changes no comparison."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._ratios: deque[float] = deque(maxlen=_RING)
+
+    def observe(self, ratio: float) -> None:
+        self._ratios.append(ratio)
+        if len(self._ratios) == _RING:
+            self.value = sorted(self._ratios)[_RING // 2]
+
+
+class _Cell:
+    """Median of the last samples at one operating point."""
+
+    __slots__ = ("count", "features", "median", "ring")
+
+    def __init__(self, features: tuple[float, ...]) -> None:
+        self.features = features
+        self.ring: list[float] = []
+        self.median = 0.0
+        self.count = 0
+
+    def add(self, seconds: float) -> None:
+        if len(self.ring) < _RING:
+            self.ring.append(seconds)
+        else:
+            self.ring[self.count % _RING] = seconds
+        self.count += 1
+        self.median = sorted(self.ring)[len(self.ring) // 2]
+
+
+Key = tuple[int, int, int]
+
+
+class TimeCurve:
+    """Seconds as a function of sizes: medians where they were measured, a fit (relative least squares, weights >= 0)
+    where not, scaled to agree with the nearest measured point of the same number of requests."""
+
+    def __init__(self, prior: Sequence[float], speed: _Speed) -> None:
+        """``prior``: relative weights of the features before anything is known."""
+        self._prior_np = np.asarray(prior, np.float64)
+        self._weights: tuple[float, ...] | None = None
+        self._speed = speed
+        self._cells: dict[Key, _Cell] = {}
+        self._fit_at = 1  # fit again when there are this many cells
+        self._guesses: dict[Key, float] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._cells)
+
+    def count(self, key: Key) -> int:
+        """Measurements at a point."""
+        cell = self._cells.get(key)
+        return cell.count if cell is not None else 0
+
+    def observe(self, key: Key, features: tuple[float, ...], seconds: float) -> float:
+        """One measurement; answers what such a step takes by now."""
+        cell = self._cells.get(key)
+        if cell is None:
+            if len(self._cells) >= _MAX_CELLS:
+                del self._cells[next(iter(self._cells))]
+            cell = self._cells[key] = _Cell(features)
+        elif cell.count >= _KNOWN and cell.median > 0:
+            self._speed.observe(seconds / cell.median)
+        cell.add(seconds / self._speed.value)
+        if cell.count <= _RING:
+            self._guesses.clear()
+            if cell.count in (1, _KNOWN, _RING) and len(self._cells) >= self._fit_at:
+                self._fit()
+        return cell.median * self._speed.value
+
+    def predict(self, key: Key, features: tuple[float, ...]) -> float:
+        """Seconds at a point; 0 while nothing was measured."""
+        cell = self._cells.get(key)
+        if cell is not None and cell.count >= _KNOWN:
+            return cell.median * self._speed.value
+        guess = self._guesses.get(key)
+        if guess is None:
+            guess = self._guesses[key] = self._guess(key, features)
+        return guess * self._speed.value
+
+    def _guess(self, key: Key, features: tuple[float, ...]) -> float:
+        if self._weights is None:
+            return 0.0
+        value = self._formula(features)
+        nearest, distance = None, 1_000_000
+        for other, cell in self._cells.items():
+            if other[0] != key[0]:
+                continue
+            away = abs(other[1] - key[1]) + 2 * abs(other[2] - key[2])
+            if away < distance:
+                nearest, distance = cell, away
+        if nearest is not None:
+            formula = self._formula(nearest.features)
+            if formula > 0:
+                value *= nearest.median / formula
+        return value
+
+    def _formula(self, features: tuple[float, ...]) -> float:
+        assert self._weights is not None
+        return sum(w * x for w, x in zip(self._weights, features, strict=True))
+
+    def _fit(self) -> None:
+        cells = [cell for cell in self._cells.values() if cell.median > 0]
+        if not cells:
+            return
+        # Often while there are few cells, then ever less: 1, 2, ..., 8, then by an eighth more.
+        self._fit_at = len(self._cells) + len(self._cells) // 8
+        x_np = np.array([cell.features for cell in cells])
+        value_np = np.array([cell.median for cell in cells])
+        typical = float(np.median(value_np / (x_np @ self._prior_np)))
+        prior_np = self._prior_np * typical
+        rows_np = x_np / value_np[:, None]
+        # A weight is free to move by what makes its feature as dear as the whole step.
+        penalty_np = _PRIOR_WEIGHT * np.maximum((rows_np**2).mean(0), 1e-300)
+        used_np = np.ones(len(prior_np), np.bool_)
+        weights_np = prior_np
+        for _ in range(len(prior_np)):
+            a_np = rows_np[:, used_np]
+            gram_np = a_np.T @ a_np + np.diag(penalty_np[used_np])
+            target_np = a_np.sum(0) + penalty_np[used_np] * prior_np[used_np]
+            weights_np = np.zeros(len(prior_np))
+            weights_np[used_np] = np.linalg.solve(gram_np, target_np)
+            negative_np = weights_np < 0
+            if not negative_np.any():
+                break
+            used_np &= ~negative_np
+        self._weights = tuple(np.maximum(weights_np, 0.0).tolist())
+
+    def as_list(self) -> list[list[Any]]:
+        """Every measured point: [key, features, seconds, measurements]. For JSON."""
+        return [[list(k), list(c.features), c.median, c.count] for k, c in self._cells.items() if c.count]
+
+    def load(self, points: Sequence[Sequence[Any]]) -> None:
+        """Take over what `as_list` gave."""
+        for key, features, seconds, count in points:
+            cell = _Cell(tuple(map(float, features)))
+            for _ in range(min(int(count), _RING)):
+                cell.add(float(seconds))
+            a, b, c = key
+            self._cells[int(a), int(b), int(c)] = cell
+        self._guesses.clear()
+        self._fit()
+
+
+class PerformanceModel:
+    """Seconds of a step: of the target's part (everything but drafting: forward, verification, host) as a function of
+    (requests, rows, context), and of each drafter's part as a function of (requests, nodes, tokens to catch up on).
+
+    Greedy and sampled steps are kept apart, since verification costs differ. Every measurement is a time that somebody
+    else read off the engine's clock: the model itself has none.
+    """
+
+    def __init__(self) -> None:
+        self._speed = _Speed()
+        self._targets: dict[bool, TimeCurve] = {}
+        self._drafters: dict[tuple[str, bool], TimeCurve] = {}
+        self._prompt = _Cell((1.0,))
+
+    def _target(self, sampled: bool) -> TimeCurve:
+        curve = self._targets.get(sampled)
+        if curve is None:
+            curve = self._targets[sampled] = TimeCurve(_TARGET_PRIOR, self._speed)
+        return curve
+
+    def _drafter(self, method: str, sampled: bool) -> TimeCurve:
+        curve = self._drafters.get((method, sampled))
+        if curve is None:
+            curve = self._drafters[method, sampled] = TimeCurve(_DRAFT_PRIOR, self._speed)
+        return curve
+
+    # ------------------------------------------------------------------------------------------- prediction
+
+    def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
+        """Seconds of a step over ``rows`` rows of ``requests`` requests that decode, with ``context`` tokens in the
+        cache together; 0 while nothing was measured."""
+        key = (bucket(requests), bucket(rows), _context_bucket(context, requests))
+        return self._target(sampled).predict(key, _target_features(requests, rows, context))
+
+    def draft_time(
+        self, method: str, requests: int, nodes: int, catch_up: int = 0, sampled: bool = False
+    ) -> float:
+        """Seconds to draft ``nodes`` nodes for each of ``requests`` requests; ``catch_up``: committed tokens the
+        drafter has to see first, in all, beyond those of a step before this one. 0 while nothing was measured."""
+        if requests == 0 or nodes == 0:
+            return 0.0
+        key = (bucket(requests), nodes, catch_up.bit_length())
+        return self._drafter(method, sampled).predict(key, _draft_features(requests, nodes, catch_up))
+
+    def prompt_time(self, rows: int) -> float:
+        """Seconds that ``rows`` prompt tokens add to a step; 0 while none was measured."""
+        return self._prompt.median * rows * self._speed.value
+
+    def times_measured(self, requests: int, rows: int, context: int, sampled: bool = False) -> int:
+        """How often the target's part was measured at this point."""
+        key = (bucket(requests), bucket(rows), _context_bucket(context, requests))
+        return self._target(sampled).count(key)
+
+    # ----------------------------------------------------------------------------------------- observation
+
+    def observe_target(self, shape: StepShape, seconds: float) -> float:
+        """A step's part of the target; answers what such a step takes by now (with a prompt in it: ``seconds``)."""
+        requests, rows, context = shape.requests, shape.rows, shape.context
+        if not shape.prompt_rows:
+            key = (bucket(requests), bucket(rows), _context_bucket(context, requests))
+            features = _target_features(requests, rows, context)
+            return self._target(shape.sampled).observe(key, features, seconds)
+        decoding = self.target_time(requests, rows, context, shape.sampled) if requests else 0.0
+        if seconds > decoding:
+            self._prompt.add((seconds - decoding) / shape.prompt_rows / self._speed.value)
+        return seconds
+
+    def observe_draft(
+        self, method: str, requests: int, nodes: int, catch_up: int, sampled: bool, seconds: float
+    ) -> None:
+        """A drafter's part of a step."""
+        key = (bucket(requests), nodes, catch_up.bit_length())
+        self._drafter(method, sampled).observe(key, _draft_features(requests, nodes, catch_up), seconds)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def as_dict(self) -> dict[str, Any]:
+        """All measurements, for JSON; times are in seconds at the speed of the machine when they were taken."""
+        return {
+            "target": {str(sampled): curve.as_list() for sampled, curve in self._targets.items()},
+            "draft": {
+                f"{method}:{sampled}": curve.as_list() for (method, sampled), curve in self._drafters.items()
+            },
+            "prompt_seconds_per_token": self._prompt.median,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> PerformanceModel:
+        """The model whose `as_dict` this is."""
+        model = cls()
+        for sampled, points in saved["target"].items():
+            model._target(sampled == "True").load(points)
+        for name, points in saved["draft"].items():
+            method, _, sampled = name.rpartition(":")
+            model._drafter(method, sampled == "True").load(points)
+        if saved["prompt_seconds_per_token"]:
+            model._prompt.add(float(saved["prompt_seconds_per_token"]))
+        return model
