@@ -91,6 +91,11 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, to.boolean, "share K/V of equal prompt beginnings")
     enable_chunked_prefill: bool = option(True, to.boolean, "compute long prompts in chunks")
     seed: int | None = option(0, to.integer(0, 2**64 - 1), "seed from which requests without one draw theirs")
+    speculation_control: str = option(
+        "static",
+        to.choice("adaptive", "static"),
+        "adaptive: draft only where it pays; static: what each request asks for",
+    )
     enforce_eager: bool = option(False, to.boolean, "do not capture graphs")
     async_scheduling: bool = option(False, to.boolean, "schedule ahead of the device")
     tensor_parallel_size: int = option(1, to.integer(1), "ranks that share the model; 1")

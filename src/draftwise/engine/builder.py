@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from draftwise.adapt.controller import StaticController
+from draftwise.adapt.adaptive import AdaptiveController
+from draftwise.adapt.controller import Controller, StaticController
 from draftwise.config import EngineConfig
 from draftwise.engine.core import EngineCore
 from draftwise.engine.outputs import Guarantees
@@ -28,6 +29,7 @@ from draftwise.propose.registry import ProposerContext, resolve_proposer
 from draftwise.runner.executor import LocalExecutor
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.structured.grammars import Grammars
+from draftwise.structured.proposer import GrammarProposer
 from draftwise.verify.base import SyntheticAcceptance
 
 logger = logging.getLogger("draftwise")
@@ -112,7 +114,7 @@ def build_engine(
             chunked_prefill=config.enable_chunked_prefill,
         ),
         KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
-        StaticController({d.method: d.num_speculative_tokens_per_batch_size or () for d in config.drafters}),
+        _controller(config, proposers),
         clock,
     )
     processor = Processor(
@@ -137,6 +139,18 @@ def build_engine(
         guarantees=_guarantees(model, config),
         kv_cache_bytes=cache_bytes,
     )
+
+
+def _controller(config: EngineConfig, proposers: Mapping[str, Proposer]) -> Controller:
+    tables = {
+        d.method: d.num_speculative_tokens_per_batch_size
+        for d in config.drafters
+        if d.num_speculative_tokens_per_batch_size
+    }
+    if config.speculation_control == "static":
+        return StaticController(tables)
+    evident = {name for name, proposer in proposers.items() if proposer.evident}
+    return AdaptiveController(tables, evident | {GrammarProposer.name})
 
 
 def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | None:

@@ -81,6 +81,10 @@ class Proposer(ABC):
     """Whether `Speculation.tree` is honoured; other proposers are refused a tree by name."""
     drafts_dynamic_trees: ClassVar[bool] = False
     """The same for `Speculation.dynamic`."""
+    evident: ClassVar[bool] = False
+    """Whether the size of a proposal follows from committed tokens alone, and tells how good it is (a longer match).
+    The controller may then decide by it what to verify. False for whoever stops at what was drawn: it would be lossy.
+    """
     observes: ClassVar[bool] = False
     """Whether `observe` is called though no layer is captured."""
     forward_time: float = 0.0
