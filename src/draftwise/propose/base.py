@@ -58,10 +58,11 @@ class Committed:
     """
 
     rid: int
+    token_ids_np: IntArray  # [num_tokens] all known tokens, the new last one included; a view
     first_token: int
     rows_np: IntArray  # [n] rows of the batch given to `observe`, of tokens first_token, first_token + 1, ...
     block_table_np: IntArray  # [blocks] as `DraftRow.block_table_np`
-    filled: int  # as `DraftRow.filled`, before this step
+    filled: int  # as `DraftRow.filled`
 
 
 class Proposer(ABC):
@@ -129,10 +130,10 @@ class Proposer(ABC):
     def trimmed(self, rid: int, num_tokens: int) -> None:  # noqa: B027
         """Storage behind the first ``num_tokens`` tokens of a request went away; for proposers with storage."""
 
-    def settle(self, rid: int, block_table_np: IntArray, num_tokens: int) -> int:
-        """Called before `leaving` if the proposer has storage and the request used its method: the first ``num_tokens``
-        tokens may stay in the prefix cache. Answers how many of them have valid storage, after computing, if it
-        is cheap, what is missing. ``block_table_np`` [blocks] reaches that far."""
+    def settle(self, rid: int, token_ids_np: IntArray, block_table_np: IntArray) -> int:
+        """Called before `leaving` if the proposer has storage and the request used its method: the tokens
+        ``token_ids_np`` [n], which the target has read, may stay in the prefix cache. Answers how many of them have
+        valid storage, after computing what is missing if that is cheap. ``block_table_np`` [blocks] reaches so far."""
         return 0
 
     def leaving(self, rid: int, token_ids_np: IntArray) -> None:  # noqa: B027

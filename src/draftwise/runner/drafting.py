@@ -78,7 +78,7 @@ class Drafting:
             # Its blocks may be found by the next request with this prefix, such as the next turn of a conversation.
             known = min(row.num_computed, len(token_ids_np))
             try:
-                filled = self._proposers[name].settle(row.rid, row.blocks_np, known)
+                filled = self._proposers[name].settle(row.rid, token_ids_np[:known], row.blocks_np)
             except Exception:
                 logger.warning("proposer %r failed to settle request %d", name, row.rid, exc_info=True)
             else:
@@ -106,7 +106,12 @@ class Drafting:
                 continue
             fill = row.fill.get(name)
             part = Committed(
-                row.rid, first_token, rows_np, row.blocks_np, fill.tokens if fill is not None else 0
+                rid=row.rid,
+                token_ids_np=row.tokens_np[: row.num_tokens],
+                first_token=first_token,
+                rows_np=rows_np,
+                block_table_np=row.blocks_np,
+                filled=fill.tokens if fill is not None else 0,
             )
             groups.setdefault(name, []).append((row, part))
         for name, members in groups.items():

@@ -123,14 +123,14 @@ class LocalExecutor(Executor):
         if wanted.requests:
             answers = self._verify(logits, wanted, steps)
         by_step = dict(zip(wanted.owners, answers, strict=True))
+        read: list[tuple[Row, int, IntArray]] = []
         if self._drafting.observes:
-            self._drafting.committed(
-                [
-                    (s.row, s.row.num_computed, _committed_rows(s, by_step.get(i), starts[i]))
-                    for i, s in enumerate(steps)
-                ]
-            )
+            read = [
+                (s.row, s.row.num_computed, _committed_rows(s, by_step.get(i), starts[i]))
+                for i, s in enumerate(steps)
+            ]
         results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
+        self._drafting.committed(read)
         self._drafting.compact()
         verified = time.perf_counter()
 

@@ -110,8 +110,10 @@ class Recording:
         return Symbol(self, _Buffer(self, len(self._row_bytes) - 1, width, dtype))
 
     def _new(self, width: int, dtype: torch.dtype) -> Symbol:
-        size = -(-width * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        free = self._free.setdefault(size, [])
+        # By exact size: results are tensors of their own width, which a wider predecessor in one buffer would overrun.
+        exact = width * dtype.itemsize
+        size = -(-exact // ALIGNMENT) * ALIGNMENT
+        free = self._free.setdefault(exact, [])
         if free:
             number = free.pop()
         else:
@@ -120,9 +122,8 @@ class Recording:
         return Symbol(self, _Buffer(self, number, width, dtype))
 
     def release(self, buffer: _Buffer) -> None:
-        size = self._row_bytes[buffer.number]
-        if size:
-            self._free.setdefault(size, []).append(buffer.number)
+        if self._row_bytes[buffer.number]:
+            self._free.setdefault(buffer.width * buffer.dtype.itemsize, []).append(buffer.number)
 
     def _append(self, kind: int, **fields: object) -> None:
         operation = Operation(kind=kind, dtype=self._code, out_dtype=self._code)

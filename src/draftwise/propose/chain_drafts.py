@@ -1,0 +1,155 @@
+"""What drafters have in common that draw a chain token by token: a draft model and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from draftwise.propose.base import DraftRow
+from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
+from draftwise.sampling.logits import LogitsRow
+from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.structured.cursor import mask_drafts
+from draftwise.types import EMPTY_PROPOSAL, ChainDraws, Proposal, chain
+
+ChainKind = Literal["argmax", "coupled", "sampled"]
+
+
+@dataclass(slots=True)
+class ChainDraft:
+    """One row while it drafts."""
+
+    row: DraftRow
+    length: int  # tokens to draft, forced ones included; not positive: none
+    tokens: list[int]  # forced ones first
+    q: list[torch.Tensor] = field(default_factory=list)  # [V] per drawn token; counts if the row is sampled
+    tree: Proposal | None = None  # what was drafted, if it is a tree
+
+    def proposal(self, name: str, method: DraftSampleMethod) -> Proposal:
+        """What was drafted. A forced token was drawn from a distribution, too: the one that has nothing else."""
+        if self.tree is not None:
+            return self.tree
+        if not self.tokens:
+            return EMPTY_PROPOSAL
+        if not self.q or not draws_from_q(self.row.sampling, self.row.speculation.rule, method):
+            return chain(self.tokens, name)
+        num_forced = len(self.tokens) - len(self.q)
+        q = torch.stack([self.q[0]] * num_forced + self.q)
+        if num_forced:
+            q[:num_forced] = 0.0
+            q[range(num_forced), self.tokens[:num_forced]] = 1.0
+        return chain(self.tokens, name, q)
+
+    def take(self, tokens: Sequence[int], q: torch.Tensor | None) -> None:
+        """Tokens drawn in one go; ``q`` [len(tokens), V] if they were sampled."""
+        self.tokens.extend(tokens)
+        if q is not None:
+            self.q.extend(q)
+
+
+def longest_chain(row: DraftRow, max_len: int, block_size: int) -> int:
+    """Tokens that can be drafted for a row; not positive: none.
+
+    Draft d (1..length) is drawn from the row at position num_tokens - 2 + d, the last that is fed: it must lie below
+    ``max_len`` and in the request's blocks.
+    """
+    n = row.num_tokens
+    slots = len(row.block_table_np) * block_size
+    if n > max_len or n > slots:
+        return 0
+    return min(row.budget, row.max_depth, max_len - n + 1, slots - n + 1)
+
+
+def chain_kind(row: DraftRow, method: DraftSampleMethod) -> ChainKind:
+    """How `draft_tokens` would draw for the row."""
+    rule = row.speculation.rule
+    if draws_from_q(row.sampling, rule, method):
+        return "sampled"
+    noisy = rule == "coupled" and not row.sampling.is_greedy and method == "probabilistic"
+    return "coupled" if noisy else "argmax"
+
+
+def uniform_kind(drafts: Sequence[ChainDraft], method: DraftSampleMethod) -> ChainKind | None:
+    """How all rows draw, if a model can do the whole loop for them: nothing stands between its passes but a draw at a
+    temperature, of the same kind and number for all. None: it cannot."""
+    kind = chain_kind(drafts[0].row, method)
+    steps = drafts[0].length - len(drafts[0].tokens)
+    for draft in drafts:
+        row = draft.row
+        if row.sampling.needs_processing or row.grammar is not None:
+            return None
+        if chain_kind(row, method) != kind or draft.length - len(draft.tokens) != steps:
+            return None
+    return kind
+
+
+def chain_draws(
+    drafts: Sequence[ChainDraft],
+    steps: int,
+    kind: ChainKind,
+    vocab_size: int,
+    vocab_map: torch.Tensor | None = None,
+) -> ChainDraws | None:
+    """The noise of the next ``steps`` draws of each row, by the keys that `draft_tokens` would use; None: they need
+    none. ``vocab_size``: the target's; ``vocab_map``: see `draft_tokens`."""
+    if kind == "argmax":
+        return None
+    scales_np = np.array([1.0 / d.row.sampling.temperature for d in drafts], np.float32)
+    keys = [
+        NoiseKey(
+            d.row.sampling.seed,
+            d.row.sampling.sample_index,
+            SHARED if kind == "coupled" else DRAFT,
+            d.row.num_tokens + node,
+            node,
+            d.row.num_tokens,
+        )
+        for d in drafts
+        for node in range(len(d.tokens), len(d.tokens) + steps)
+    ]
+    if kind == "coupled":
+        return ChainDraws(scales_np, noise=gumbel(keys, vocab_size, token_ids=vocab_map))
+    return ChainDraws(scales_np, uniforms_np=np.array([uniform(*key) for key in keys]))
+
+
+def draw_next(
+    drafts: Sequence[ChainDraft],
+    logits: torch.Tensor,
+    method: DraftSampleMethod,
+    vocab_map: torch.Tensor | None = None,
+) -> None:
+    """Draw one token per row from the drafter's distribution behind its tokens: ``logits`` [R, Vd], raw; consumed."""
+    paths = [tuple(d.tokens) for d in drafts]
+    masks: list[torch.Tensor | None] = [None] * len(drafts)
+    if any(d.row.grammar is not None for d in drafts):
+        cursors = [d.row.grammar for d in drafts]
+        if vocab_map is None:
+            logits = logits.float()
+            mask_drafts(logits, cursors, paths)
+        else:
+            masks = [
+                None if cursor is None else cursor.mask(path, logits.device)
+                for cursor, path in zip(cursors, paths, strict=True)
+            ]
+    rows = [
+        LogitsRow(d.row.sampling, path, d.row.token_ids_np, mask)
+        for d, path, mask in zip(drafts, paths, masks, strict=True)
+    ]
+    tokens, q = draft_tokens(
+        logits,
+        rows,
+        rules=[d.row.speculation.rule for d in drafts],
+        positions=[d.row.num_tokens + len(d.tokens) for d in drafts],
+        nodes=[len(d.tokens) for d in drafts],
+        bases=[d.row.num_tokens for d in drafts],
+        method=method,
+        vocab_map=vocab_map,
+    )
+    for i, (draft, token) in enumerate(zip(drafts, tokens, strict=True)):
+        draft.tokens.append(token)
+        if q is not None:
+            draft.q.append(q[i])

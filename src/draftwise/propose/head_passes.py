@@ -1,0 +1,277 @@
+"""The passes of a draft head over the rows of several requests, and what they leave behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.kv.storage import KVStorage
+from draftwise.models.heads.base import HeadModel, HeadOutput
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.propose.chain_drafts import ChainDraft
+from draftwise.propose.head_state import HeadState
+from draftwise.types import ChainDraws, IntArray, StepInput
+
+_PASS_ROWS = 2048
+"""Rows of one pass that fills in what is missing: a long prompt is filled in pieces, so that activations stay small."""
+
+
+@dataclass(slots=True)
+class HeadDraft(ChainDraft):
+    """One row while it drafts. With n known tokens, row n - 1 gives draft 0, and row n - 1 + i, of draft i - 1, gives
+    draft i."""
+
+    state: HeadState = field(default_factory=HeadState)
+    own: list[Tensor] = field(default_factory=list)
+    """[1, F] each: of rows n, n + 1, ..., what the newest pass at a new depth gave."""
+
+    def tokens_of(self, start: int, stop: int) -> IntArray:
+        """Tokens of rows start..stop-1: known ones, then drafts."""
+        n = self.row.num_tokens
+        known_np = self.row.token_ids_np[start : min(stop, n)]
+        if stop <= n:
+            return known_np
+        return np.concatenate((known_np, np.asarray(self.tokens[max(start - n, 0) : stop - n], np.int32)))
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """What `HeadPasses.fill` computes of a request: rows of ``token_ids_np`` below ``stop``, if features are there."""
+
+    state: HeadState
+    token_ids_np: IntArray
+    block_table_np: IntArray
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of one request in a pass."""
+
+    first: int  # slot of the first one
+    tokens: Sequence[int] | IntArray
+    features: list[Tensor]  # pieces, [rows, F] together; none: they are given for all requests in one
+    first_key: int
+    block_table_np: IntArray
+
+
+class HeadPasses:
+    """A head with its storage. Nothing here draws tokens."""
+
+    def __init__(self, head: HeadModel, block_size: int) -> None:
+        self.head = head
+        self.block_size = block_size
+        self._time = 0.0
+        self._storage: KVStorage | None = None
+        self._block_features: Tensor  # [blocks, depths, F] of each block's last token, as each depth reads it
+
+    def memory_per_block(self) -> int:
+        """Bytes: K/V and features."""
+        head = self.head
+        return self.kv_bytes_per_block() + head.num_depths * head.feature_size * head.dtype.itemsize
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of K/V alone: scratch blocks keep no features."""
+        return KVStorage.bytes_per_block(self.head.kv_layout(), self.block_size, self.head.dtype)
+
+    def allocate(self, num_blocks: int, scratch_blocks: int) -> None:
+        """Make the storage: ``num_blocks`` of the cache, then scratch ones."""
+        head = self.head
+        total = num_blocks + scratch_blocks
+        self._storage = KVStorage(head.kv_layout(), total, self.block_size, head.dtype, head.device)
+        shape = (num_blocks, head.num_depths, head.feature_size)
+        self._block_features = torch.zeros(shape, dtype=head.dtype, device=head.device)
+
+    @property
+    def kv(self) -> KVStorage:
+        assert self._storage is not None, "allocate comes before the first pass"
+        return self._storage
+
+    def take_time(self) -> float:
+        """Seconds spent in passes since the last call."""
+        spent, self._time = self._time, 0.0
+        return spent
+
+    # ------------------------------------------------------------------------------------ blocks' features
+
+    def open(self, computed: int, filled: int, block_table_np: IntArray) -> HeadState:
+        """The state of a request whose first ``computed`` tokens are cached, and ``filled`` of them filled here."""
+        stored = None
+        if computed and filled == computed:
+            stored = self._block_features[int(block_table_np[computed // self.block_size - 1])]
+        return HeadState.opened(self.head.num_depths, computed, filled, stored)
+
+    def keep(self, depth: int, first_token: int, features: Tensor, block_table_np: IntArray) -> None:
+        """Of ``features`` [m, F], of tokens first_token ..., keep those of blocks' last tokens beside their blocks.
+
+        Example: block size 4, tokens 6..12: tokens 7 and 11, of the request's blocks 1 and 2.
+        """
+        size = self.block_size
+        count = features.shape[0]
+        start = -(first_token + 1) % size  # index of the first of them
+        if start >= count:
+            return
+        last_np = np.arange(first_token + start, first_token + count, size)
+        blocks = torch.from_numpy(block_table_np[last_np // size].astype(np.int64)).to(features.device)
+        self._block_features[blocks, depth] = features[start::size]
+
+    # ---------------------------------------------------------------------------------------------- passes
+
+    def missing(self, draft: HeadDraft) -> Rows:
+        """Rows up to the last known token. That one is always fed: its output is needed even if its K/V is there."""
+        track, stop = draft.state.tracks[0], draft.row.num_tokens
+        first = min(track.next, stop - 1)
+        features = track.queue.of(first - 1, stop - 1)
+        return Rows(first, draft.tokens_of(first, stop), features, track.first_key, draft.row.block_table_np)
+
+    def chains(
+        self, drafts: Sequence[HeadDraft], steps: int, draws: ChainDraws | None
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        """`HeadModel.draft_chains` for these requests, if the head can; what is missing is stored on the way."""
+        start = time.perf_counter()
+        batch, features, last = self.batch([self.missing(draft) for draft in drafts])
+        chains = self.head.draft_chains(batch, features, self.kv, last, steps, draws)
+        if chains is None:
+            return None
+        for draft in drafts:
+            draft.state.tracks[0].advance(draft.row.num_tokens)
+        self._time += time.perf_counter() - start
+        return chains
+
+    def catch_up(self, drafts: Sequence[HeadDraft]) -> tuple[Tensor, Tensor]:
+        """Feed all rows that are missing: logits [R, Vd] and features [R, F] of the last one of each request."""
+        jobs = [self.missing(draft) for draft in drafts]
+        output, logits, last = self._forward(jobs, 0)
+        for draft, job, end in zip(drafts, jobs, last, strict=True):
+            self._stored(draft.state, 0, job, output.features[end + 1 - len(job.tokens) : end + 1])
+        features = output.features if len(last) == output.features.shape[0] else output.features[last]
+        return logits, features
+
+    def advance(
+        self, drafts: Sequence[HeadDraft], features: Tensor, step: int, *, deeper: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Feed draft ``step - 1`` of each request, in row num_tokens - 1 + step: logits [R, Vd], features [R, F].
+
+        ``features`` [R, F]: of the row before. With several depths, the first passes go one deeper each.
+        """
+        if deeper and step < self.head.num_depths:
+            return self._deepen(drafts, step)
+        depth = self.head.num_depths - 1 if deeper else 0
+        jobs = [
+            Rows(
+                draft.row.num_tokens - 1 + step,
+                (draft.tokens[step - 1],),
+                [],
+                draft.state.tracks[depth].first_key,
+                draft.row.block_table_np,
+            )
+            for draft in drafts
+        ]
+        output, logits, _ = self._forward(jobs, depth, features)
+        return logits, output.features
+
+    def _deepen(self, drafts: Sequence[HeadDraft], depth: int) -> tuple[Tensor, Tensor]:
+        """The first pass of this call at ``depth``: known tokens that it has not seen, then the drafts so far. Row s
+        reads what the depth before gave for row s - 1.
+
+        Example: n known tokens, depth 2: rows .. n - 1 from features that have been queued, row n from the queued one
+        of row n - 1, row n + 1 from what the pass at depth 1 gave for row n.
+        """
+        jobs = []
+        for draft in drafts:
+            track, n = draft.state.tracks[depth], draft.row.num_tokens
+            stop = n + depth
+            first = min(track.next, stop - 1)
+            pieces = track.queue.of(first - 1, n) if first <= n else []
+            pieces += draft.own[max(first - 1 - n, 0) : depth - 1]
+            jobs.append(
+                Rows(first, draft.tokens_of(first, stop), pieces, track.first_key, draft.row.block_table_np)
+            )
+        output, logits, last = self._forward(jobs, depth)
+        for draft, job, end in zip(drafts, jobs, last, strict=True):
+            given = output.features[end + 1 - len(job.tokens) : end + 1]
+            known = max(draft.row.num_tokens - job.first, 0)
+            self._stored(draft.state, depth, job, given[:known])
+            draft.own = [given[i : i + 1] for i in range(known, given.shape[0])]
+        return logits, output.features[last]
+
+    def fill(self, requests: Sequence[Fill]) -> None:
+        """Compute rows of committed tokens, depth by depth, as far as features are there."""
+        for depth in range(self.head.num_depths):
+            pending = requests
+            while pending:
+                pending = self._fill_some(pending, depth)
+
+    def _fill_some(self, requests: Sequence[Fill], depth: int) -> list[Fill]:
+        """One pass of bounded size; the requests that are not complete after it."""
+        left = _PASS_ROWS
+        jobs: list[Rows] = []
+        states: list[HeadState] = []
+        rest: list[Fill] = []
+        for request in requests:
+            track = request.state.tracks[depth]
+            stop = min(track.queue.end + 1, request.stop)
+            end = min(stop, track.next + left)
+            if end < stop:
+                rest.append(request)
+            if end <= track.next:
+                continue
+            left -= end - track.next
+            features = track.queue.of(track.next - 1, end - 1)
+            tokens = request.token_ids_np[track.next : end]
+            jobs.append(Rows(track.next, tokens, features, track.first_key, request.block_table_np))
+            states.append(request.state)
+        if not jobs:
+            return rest
+        start = time.perf_counter()
+        batch, joined, _ = self.batch(jobs)
+        output = self.head.forward(batch, joined, self.kv, depth)
+        self._time += time.perf_counter() - start
+        first = 0
+        for state, job in zip(states, jobs, strict=True):
+            count = len(job.tokens)
+            self._stored(state, depth, job, output.features[first : first + count])
+            first += count
+        return rest
+
+    def _stored(self, state: HeadState, depth: int, job: Rows, given: Tensor) -> None:
+        """Rows job.first .. of known tokens are stored now; they gave ``given`` [m, F] to the depth below."""
+        stop = job.first + given.shape[0]
+        if depth + 1 < len(state.tracks) and given.shape[0]:
+            self.keep(depth + 1, job.first, given, job.block_table_np)
+            queue = state.tracks[depth + 1].queue
+            if queue.end < stop:
+                queue.append(given[queue.end - stop :])
+        state.tracks[depth].advance(stop)
+
+    def _forward(
+        self, jobs: Sequence[Rows], depth: int, features: Tensor | None = None
+    ) -> tuple[HeadOutput, Tensor, list[int]]:
+        """One pass: output of all rows, logits of the last of each request [R, Vd], and which rows these are."""
+        start = time.perf_counter()
+        batch, joined, last = self.batch(jobs, features)
+        output, logits = self.head.forward_logits(batch, joined, self.kv, last, depth)
+        self._time += time.perf_counter() - start
+        return output, logits, last if last is not None else list(range(len(jobs)))
+
+    def batch(
+        self, jobs: Sequence[Rows], features: Tensor | None = None
+    ) -> tuple[StepInput, Tensor, list[int] | None]:
+        """The rows as a batch, their features [T, F], and each request's last row (None: each has one)."""
+        inputs = [
+            RowInput(job.tokens, job.first, job.block_table_np, first_key=job.first_key) for job in jobs
+        ]
+        batch = build_step_input(inputs, self.block_size, self.head.device, position_offset=-1)
+        if features is None:
+            pieces = [piece for job in jobs for piece in job.features]
+            features = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        last = None
+        if batch.token_ids.shape[0] != len(jobs):
+            last = (batch.attention.query_start_np[1:] - 1).tolist()
+        return batch, features, last

@@ -1,0 +1,121 @@
+"""What a draft head remembers of a request between steps: which rows it has stored, and the features of the next ones.
+
+See `models.heads.base` for what a row and a feature are. With n committed tokens, of which the target has read all but
+the last, the features of tokens 0..n-2 have been seen, and rows 1..n-1 can be computed: row s from token s and the
+feature of token s - 1.
+
+A head with several depths (MTP layers that take turns) has a `Track` for each: depth d + 1 reads what depth d gave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+class FeatureQueue:
+    """Features of consecutive tokens ``first .. end - 1``, in the pieces in which they came."""
+
+    __slots__ = ("_pieces", "end", "first")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.end = first
+        self._pieces: list[Tensor] = []  # each [m, F]
+
+    def append(self, features: Tensor) -> None:
+        """``features`` [m, F] of the next m tokens."""
+        self._pieces.append(features)
+        self.end += features.shape[0]
+
+    def of(self, start: int, stop: int) -> list[Tensor]:
+        """Views that together are the features of tokens start..stop-1."""
+        assert self.first <= start <= stop <= self.end, (self.first, start, stop, self.end)
+        found = []
+        first = self.first
+        for piece in self._pieces:
+            end = first + piece.shape[0]
+            if first < stop and end > start:
+                found.append(piece[max(start - first, 0) : stop - first])
+            first = end
+        return found
+
+    def drop(self, start: int) -> None:
+        """Forget the features of tokens before ``start``. What is left is copied, so that a prompt's are freed."""
+        start = min(start, self.end)
+        if start <= self.first:
+            return
+        rest = self.of(start, self.end)
+        self._pieces = [torch.cat(rest)] if rest else []
+        self.first = start
+
+
+@dataclass(slots=True)
+class Track:
+    """One depth: its rows ``first_key .. next - 1`` are stored; ``queue`` has the features that later rows read."""
+
+    first_key: int
+    next: int
+    queue: FeatureQueue
+
+    @classmethod
+    def at(cls, first_key: int, first_row: int) -> Track:
+        """Nothing to come before ``first_row`` is missing (features from token ``first_row - 1`` on)."""
+        return cls(first_key, first_row, FeatureQueue(first_row - 1))
+
+    def advance(self, row: int) -> None:
+        """Rows before ``row`` are stored now. The last one's feature is kept: its slot may be trimmed away."""
+        self.next = max(self.next, row)
+        self.queue.drop(self.next - 2)
+
+
+@dataclass(slots=True)
+class HeadState:
+    """One request.
+
+    After a prefix-cache hit whose blocks the head has not filled, the features of the hit's tokens are gone. The head
+    then goes on behind the gap: its first row is that of the first token whose predecessor's feature is known, nothing
+    before it is ever looked at, and no block of this request may be reused by others (``gap``: the leading tokens that
+    are there nevertheless).
+    """
+
+    tracks: list[Track] = field(default_factory=list)
+    gap: int | None = None
+
+    @classmethod
+    def opened(cls, depths: int, computed: int, filled: int, stored: Tensor | None) -> HeadState:
+        """A request whose first ``computed`` tokens are cached.
+
+        Args:
+            filled: leading tokens of them that the head has in the same blocks.
+            stored: [depths, F] features of token ``computed - 1``, needed if ``filled == computed > 0``.
+
+        Example: 32 tokens cached, all filled: row 32 is next, from token 32 and the stored feature of token 31. Were
+        only 16 filled, features would be known from token 32 on, and the first row behind the gap would be row 33.
+        """
+        if computed and filled == computed:
+            assert stored is not None
+            tracks = [Track.at(1 + depth, computed) for depth in range(depths)]
+            for depth, track in enumerate(tracks):
+                track.queue.append(stored[depth : depth + 1].clone())
+            return cls(tracks)
+        # depth d + 1 starts one row after depth d, whose first output it reads
+        tracks = [Track.at(computed + 1 + depth, computed + 1 + depth) for depth in range(depths)]
+        return cls(tracks, gap=filled if computed else None)
+
+    @property
+    def filled(self) -> int:
+        """Leading tokens whose blocks others may reuse."""
+        return min(track.next for track in self.tracks) if self.gap is None else self.gap
+
+    @property
+    def pending(self) -> int:
+        """Rows whose features are there."""
+        return max(track.queue.end + 1 - track.next for track in self.tracks)
+
+    def trimmed(self, num_tokens: int) -> None:
+        """What was stored for tokens from ``num_tokens`` on is gone."""
+        for track in self.tracks:
+            track.next = max(min(track.next, num_tokens), track.first_key)

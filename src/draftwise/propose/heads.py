@@ -1,0 +1,287 @@
+"""Drafting with heads on the target's hidden states: EAGLE, EAGLE-3, MTP layers (see `models.heads.base`)."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwise.models.heads.base import HeadModel
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.propose.base import Committed, DraftRow, Proposer
+from draftwise.propose.chain_drafts import chain_draws, draw_next, longest_chain, uniform_kind
+from draftwise.propose.head_passes import Fill, HeadDraft, HeadPasses
+from draftwise.propose.head_state import HeadState
+from draftwise.propose.registry import ProposerContext
+from draftwise.propose.tree_expansion import (
+    ScratchBlocks,
+    TreeLevel,
+    TreeModel,
+    TreeTask,
+    draft_trees,
+    is_tree,
+)
+from draftwise.propose.tree_spec import MAX_FED_NODES
+from draftwise.sampling.draw import DraftSampleMethod
+from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
+
+_PENDING_ROWS = 32
+"""A request with so many rows to come is filled at once: chunks of a prompt, many steps without drafting. It bounds the
+memory of waiting features, and others that share the prefix find its blocks filled."""
+
+
+class HeadProposer(Proposer, TreeModel):
+    """Runs a head autoregressively, all requests of the batch in one pass per position, or per level of a tree.
+
+    What the target computed for tokens that were committed (`committed`) becomes features, which wait until the head
+    drafts, or until there are many. Then the head computes the rows of all committed tokens that it has not seen, and
+    goes on from its own output. K/V of drafts is not kept: it came from the head's own features, and is computed again
+    from the target's once the tokens are accepted.
+
+    The feature of the last token of every full block is kept beside the block, so that a prefix-cache hit whose blocks
+    are filled continues as if it had never left; see `HeadState` for one whose blocks are not.
+    """
+
+    has_storage: ClassVar[bool] = True
+    observes: ClassVar[bool] = True
+    drafts_trees: ClassVar[bool] = True
+    drafts_dynamic_trees: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        head: HeadModel,
+        *,
+        vocab_size: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int = 64,
+        sample_method: DraftSampleMethod = "probabilistic",
+    ) -> None:
+        """``vocab_size``: of the target. ``max_model_len``: no token at this position or later is fed to the head;
+        drafting stops there. ``sample_method``: "probabilistic" draws from the head's distribution, "greedy" takes its
+        most likely token."""
+        self._head = head
+        self._passes = HeadPasses(head, block_size)
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._max_len = min(max_model_len, head.max_model_len)
+        self._max_num_seqs = max_num_seqs
+        self._sample_method = sample_method
+        self.capture_layers = head.feature_layers or ()
+        self._scratch: ScratchBlocks  # see `allocate`
+        self._states: dict[int, HeadState] = {}
+        self._output: TargetOutput | None = None  # of the step's target pass, until `committed`
+        self._expanding: Sequence[HeadDraft] = ()  # whose trees are being drafted
+        self._nodes = torch.empty(0)  # [requests, 1 + fed nodes, F] features of their roots and nodes
+
+    @classmethod
+    @abstractmethod
+    def load(cls, context: ProposerContext) -> HeadModel:
+        """Load the head named by ``speculative_config``; ConfigError or ModelLoadError if it does not fit."""
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        config = context.speculative
+        return cls(
+            cls.load(context),
+            vocab_size=context.vocab_size,
+            block_size=context.block_size,
+            max_model_len=min(config.max_model_len or context.max_model_len, context.max_model_len),
+            max_num_seqs=context.max_num_seqs,
+            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
+        )
+
+    # ------------------------------------------------------------------------------ after the target's pass
+
+    def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
+        self._output = output
+
+    def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
+        output, self._output = self._output, None
+        assert output is not None, "observe comes before committed"
+        rows_np = parts[0].rows_np if len(parts) == 1 else np.concatenate([p.rows_np for p in parts])
+        rows = torch.from_numpy(rows_np.astype(np.int64)).to(self._head.device)
+        features = self._head.combine(output, rows)
+        many: list[Fill] = []
+        first = 0
+        for part in parts:
+            own = features[first : first + len(part.rows_np)]
+            first += len(part.rows_np)
+            state = self._states.get(part.rid)
+            if state is None:
+                state = self._passes.open(part.first_token, part.filled, part.block_table_np)
+                self._states[part.rid] = state
+            state.tracks[0].queue.append(own)
+            self._passes.keep(0, part.first_token, own, part.block_table_np)
+            if state.pending >= _PENDING_ROWS:
+                many.append(Fill(state, part.token_ids_np, part.block_table_np, len(part.token_ids_np)))
+        if not many:
+            return None
+        self._passes.fill(many)
+        self.forward_time += self._passes.take_time()
+        return [self._states[part.rid].filled for part in parts]
+
+    def trimmed(self, rid: int, num_tokens: int) -> None:
+        state = self._states.get(rid)
+        if state is not None:
+            state.trimmed(num_tokens)
+
+    def settle(self, rid: int, token_ids_np: IntArray, block_table_np: IntArray) -> int:
+        state = self._states.get(rid)
+        if state is None:
+            return 0
+        full = len(token_ids_np) - len(token_ids_np) % self._block_size
+        if state.gap is None and state.filled < full:
+            self._passes.fill([Fill(state, token_ids_np, block_table_np, full)])
+            self.forward_time += self._passes.take_time()
+        return min(state.filled, len(token_ids_np))
+
+    def remove(self, rid: int) -> None:
+        self._states.pop(rid, None)
+
+    # -------------------------------------------------------------------------------------------- propose
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        drafts = [self._start(row) for row in rows]
+        active = [d for d in drafts if d is not None and d.length > len(d.tokens)]
+        trees = [d for d in active if is_tree(d.row)]
+        if trees:
+            active = [d for d in active if not is_tree(d.row)]
+            together = self._scratch.num_requests
+            for i in range(0, len(trees), together):
+                self._draft_trees(trees[i : i + together])
+        if active and not self._draft_at_once(active):
+            self._draft_chains(active)
+        self.forward_time += self._passes.take_time()
+        return [
+            EMPTY_PROPOSAL if draft is None else draft.proposal(self.name, self._sample_method)
+            for draft in drafts
+        ]
+
+    def _start(self, row: DraftRow) -> HeadDraft | None:
+        state = self._states.get(row.rid)
+        length = longest_chain(row, self._max_len, self._block_size)
+        if state is None or length <= 0:
+            return None
+        return HeadDraft(row, length, list(row.forced[:length]), state=state)
+
+    def _draft_at_once(self, drafts: Sequence[HeadDraft]) -> bool:
+        """Let the head do the whole loop, if it can."""
+        kind = uniform_kind(drafts, self._sample_method)
+        if kind is None or any(draft.tokens for draft in drafts):
+            return False
+        vocab_map = self._head.target_ids
+        draws = chain_draws(drafts, drafts[0].length, kind, self._vocab_size, vocab_map)
+        chains = self._passes.chains(drafts, drafts[0].length, draws)
+        if chains is None:
+            return False
+        drawn, q = chains
+        if q is not None and vocab_map is not None:
+            full = q.new_zeros((*q.shape[:2], self._vocab_size))
+            full[:, :, vocab_map] = q
+            q = full
+        for i, (draft, tokens) in enumerate(zip(drafts, drawn.tolist(), strict=True)):
+            draft.take(tokens, None if q is None else q[i])
+        return True
+
+    def _draft_chains(self, drafts: Sequence[HeadDraft]) -> None:
+        """Pass by pass. Forced tokens are fed like drafts, for the head goes on from nothing but its own outputs."""
+        active = list(drafts)
+        logits, features = self._passes.catch_up(active)
+        step = 0
+        while True:
+            drawing = [i for i, draft in enumerate(active) if len(draft.tokens) == step]
+            if drawing:
+                part = logits if len(drawing) == len(active) else logits[drawing]
+                draw_next([active[i] for i in drawing], part, self._sample_method, self._head.target_ids)
+            step += 1
+            going = [i for i, draft in enumerate(active) if draft.length > step]
+            if not going:
+                return
+            if len(going) < len(active):
+                active = [active[i] for i in going]
+                features = features[going]
+            logits, features = self._passes.advance(active, features, step)
+
+    # ----------------------------------------------------------------------------------------------- trees
+
+    def _draft_trees(self, drafts: Sequence[HeadDraft]) -> None:
+        """Draft the trees of as many requests as there are scratch blocks for.
+
+        A head with several depths drafts them with the first one alone: a later one would have to read the whole path
+        again at its depth.
+        """
+        logits, features = self._passes.catch_up(drafts)
+        nodes = features.new_empty((len(drafts), 1 + MAX_FED_NODES, features.shape[1]))
+        nodes[:, 0] = features
+        for step in range(1, 1 + max(len(draft.tokens) for draft in drafts)):
+            forced = [i for i, draft in enumerate(drafts) if len(draft.tokens) >= step]
+            members = [drafts[i] for i in forced]
+            logits[forced], nodes[forced, 0] = self._passes.advance(
+                members, nodes[forced, 0], step, deeper=False
+            )
+        self._expanding, self._nodes = drafts, nodes
+        tasks = [
+            TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
+            for d in drafts
+        ]
+        trees = draft_trees(
+            self,
+            tasks,
+            logits,
+            name=self.name,
+            method=self._sample_method,
+            vocab_map=self._head.target_ids,
+        )
+        for draft, tree in zip(drafts, trees, strict=True):
+            draft.tree = tree
+
+    def expand(self, levels: Sequence[TreeLevel]) -> Tensor:
+        start = time.perf_counter()
+        inputs = [
+            RowInput(
+                level.tokens,
+                level.task.context_len,
+                self._scratch.table(level.member, level.task.row.block_table_np),
+                ancestors=level.ancestors,
+                tree_start=level.start,
+                first_key=self._expanding[level.member].state.tracks[0].first_key,
+            )
+            for level in levels
+        ]
+        batch = build_step_input(inputs, self._block_size, self._head.device, position_offset=-1)
+        # Rows of `_nodes` as one matrix. Example: with places for 4 nodes behind each root, node 2 of member 1 is in
+        # row 1 * (1 + 4) + 1 + 2 = 8.
+        width = 1 + MAX_FED_NODES
+        parents = [level.member * width + 1 + parent for level in levels for parent in level.parents]
+        places = [
+            level.member * width + 1 + level.start + i for level in levels for i in range(len(level.tokens))
+        ]
+        nodes = self._nodes.view(-1, self._nodes.shape[-1])
+        features = nodes.index_select(0, torch.tensor(parents, device=nodes.device))
+        output, logits = self._head.forward_logits(batch, features, self._passes.kv)
+        nodes.index_copy_(0, torch.tensor(places, device=nodes.device), output.features)
+        self.forward_time += time.perf_counter() - start
+        return logits
+
+    # ------------------------------------------------------------------------------------------ state kept
+
+    def filled_after(self, row: DraftRow) -> int:
+        state = self._states.get(row.rid)
+        return row.filled if state is None else state.filled
+
+    def memory_per_block(self) -> int:
+        return self._passes.memory_per_block()
+
+    def memory_fixed(self) -> int:
+        scratch = ScratchBlocks(0, self._block_size, self._max_num_seqs)
+        return scratch.count * self._passes.kv_bytes_per_block()
+
+    def allocate(self, num_blocks: int) -> None:
+        self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
+        self._passes.allocate(num_blocks, self._scratch.count)
