@@ -185,6 +185,8 @@ def _load_proposers(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs or 64,
             vocab_size=model.config.vocab_size,
+            target_path=config.model,
+            target_revision=config.revision,
         )
         proposer = resolve_proposer(spec.method)
         if spec.speculative_dynamic_tree is not None and not proposer.drafts_dynamic_trees:

@@ -16,6 +16,7 @@ from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
 from draftwise.models.config import ModelConfig, token_ids
+from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.registry import resolve_model
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
@@ -213,8 +214,10 @@ def _check(
     entries: Mapping[str, TensorEntry],
     plan: WeightPlan,
 ) -> None:
-    """Every declared tensor is there with its shape, and nothing else is: a silent difference is a wrong model."""
-    targets, ignored = plan.targets, plan.ignored
+    """Every declared tensor is there with its shape, and nothing else is: a silent difference is a wrong model. MTP
+    layers may be; method ``mtp`` loads them."""
+    targets = plan.targets
+    ignored = plan.ignored | mtp_tensors(entries.keys())
     missing = sorted(targets.keys() - entries.keys())
     if missing:
         raise ModelLoadError(f"{folder}: tensors are missing: {shorten(missing)}")

@@ -10,6 +10,7 @@ from draftwise.models.config import RawConfig
 
 _MODELS: dict[str, str | type[DecoderModel]] = {
     "LlamaForCausalLM": "draftwise.models.llama:LlamaModel",
+    "MiMoForCausalLM": "draftwise.models.qwen2:Qwen2Model",
     "MistralForCausalLM": "draftwise.models.mistral:MistralModel",
     "Qwen2ForCausalLM": "draftwise.models.qwen2:Qwen2Model",
     "Qwen3ForCausalLM": "draftwise.models.qwen3:Qwen3Model",

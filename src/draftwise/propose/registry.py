@@ -30,6 +30,8 @@ class ProposerContext:
     max_model_len: int  # tokens; no position reaches it
     max_num_seqs: int  # requests in one call of `propose`, at most
     vocab_size: int  # of the target; draft tokens are below it
+    target_path: str | None = None  # where the target was loaded from: folder or hub id
+    target_revision: str | None = None
 
 
 ALIASES: dict[str, str] = {
@@ -51,13 +53,14 @@ ALIASES: dict[str, str] = {
 }
 """Spellings that users bring along, and the names they stand for."""
 
-PLANNED = ("eagle", "eagle3", "mtp", "dflash", "extract_hidden_states")
+PLANNED = ("eagle", "eagle3", "dflash", "extract_hidden_states")
 """Methods that are known but not built; a third party may register one of these names."""
 
 _registered: dict[str, str | type[Proposer]] = {
     "early_exit": "draftwise.propose.early_exit:EarlyExitProposer",
     "draft_model": "draftwise.propose.draft_model:DraftModelProposer",
     "medusa": "draftwise.propose.medusa:MedusaProposer",
+    "mtp": "draftwise.propose.mtp:MtpProposer",
     "ngram": "draftwise.propose.ngram:NgramProposer",
     "suffix": "draftwise.propose.suffix:SuffixProposer",
     "synthetic": "draftwise.propose.synthetic:SyntheticProposer",

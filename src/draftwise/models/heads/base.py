@@ -92,6 +92,11 @@ class HeadModel(ABC):
             depth: which of `num_depths` layers computes; each has K/V of its own.
         """
 
+    def recordable(self, batch: StepInput) -> bool:
+        """Whether `forward` of these rows does the same operations as of any others. A pass that does not is run call
+        by call, and no chain is drafted from it in one call."""
+        return True
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [M, H], rows of `HeadOutput.hidden` -> [M, Vd] float32, over the draft vocabulary."""

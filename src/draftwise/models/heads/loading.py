@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
+from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import read_json
 from draftwise.models.config import RawConfig
-from draftwise.models.heads.base import TargetLink
+from draftwise.models.heads.base import HeadModel, TargetLink
+from draftwise.models.heads.eagle import EagleHead
+from draftwise.models.heads.eagle3 import Eagle3Head
+from draftwise.models.heads.formats import (
+    check_target,
+    draft_ids,
+    eagle3_options,
+    eagle_options,
+    head_settings,
+    layer_config,
+    number_of_layers,
+    rename_eagle,
+)
 from draftwise.models.heads.medusa import MedusaHeads, medusa_shape, rename_medusa
-from draftwise.models.heads.tensors import scan_head
+from draftwise.models.heads.mtp import MtpHead
+from draftwise.models.heads.mtp_names import mtp_form, renamer
+from draftwise.models.heads.tensors import HeadTensors, scan_head
 from draftwise.models.loader import resolve_path
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import parse_scheme
+
+if TYPE_CHECKING:
+    from draftwise.propose.registry import ProposerContext
 
 
 def head_folder(model: str | None, revision: str | None, method: str) -> Path:
@@ -75,6 +96,143 @@ def target_link(
         head=shared.head,
     )
     return link, ops
+
+
+def load_eagle(context: ProposerContext) -> HeadModel:
+    """The EAGLE head that a ``speculative_config`` names.
+
+    Raises:
+        ConfigError: it names none, or the target lends no embedding.
+        ModelLoadError: it cannot be loaded, or is for another target; what is wrong is named.
+    """
+    folder, raw, link, ops = _opened(context)
+    tensors = scan_head(folder).renamed(rename_eagle)
+    with _named(folder):
+        check_target(raw, link)
+        config = layer_config(raw, tensors, number_of_layers(tensors))
+        plan = WeightPlan(ops.dtype, ops.device)
+        head = EagleHead(config, eagle_options(raw, tensors), link, ops, plan)
+    return _filled(head, plan, tensors, ops)
+
+
+def load_eagle3(context: ProposerContext) -> HeadModel:
+    """The EAGLE-3 head that a ``speculative_config`` names. Raises as `load_eagle`."""
+    folder, raw, link, ops = _opened(context)
+    tensors = scan_head(folder).renamed(rename_eagle)
+    with _named(folder):
+        check_target(raw, link)
+        config = layer_config(raw, tensors, number_of_layers(tensors))
+        plan = WeightPlan(ops.dtype, ops.device)
+        options = eagle3_options(raw, tensors, link)
+        head = Eagle3Head(config, options, link, ops, plan, draft_ids(tensors))
+    return _filled(head, plan, tensors, ops)
+
+
+def load_mtp(context: ProposerContext) -> HeadModel:
+    """The MTP layers of a folder of their own, or, where ``speculative_config`` names none, of the target's own
+    checkpoint. Raises as `load_eagle`."""
+    own = context.speculative.model is None
+    folder, raw, link, ops = _opened(context)
+    found = scan_head(folder)
+    form = mtp_form(found.keys(), "speculators_model_type" in raw)
+    if form is None:
+        where = "the target's own checkpoint" if own else str(folder)
+        raise ModelLoadError(
+            f"{where} has no MTP layers (tensors such as model.layers.{link.num_layers}.eh_proj.weight, "
+            "mtp.fc.weight or model.mtp_layers.0.input_proj.weight)"
+        )
+    names = renamer(found.keys(), form)
+    if not own:  # a folder of their own may bring embedding and output layer under their usual names
+        usual = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+        names |= {name: f"0.{part}.weight" for part, name in usual.items() if name in found}
+    tensors = found.renamed(names.get)
+    with _named(folder):
+        check_target(raw, link)
+        config = layer_config(raw, tensors, number_of_layers(tensors))
+        lent = {part for part in ("embed_tokens", "lm_head") if own and _is_copy(found, tensors, part)}
+        plan = WeightPlan(ops.dtype, ops.device)
+        brought = {part for part in ("embed_tokens", "lm_head") if f"0.{part}.weight" in tensors} - lent
+        head = MtpHead(
+            config,
+            form,
+            link,
+            ops,
+            plan,
+            own_embedding="embed_tokens" in brought,
+            own_head="lm_head" in brought,
+        )
+        _check_shared(tensors, config.num_layers)
+    return _filled(head, plan, tensors, ops, {f"0.{part}.weight" for part in lent})
+
+
+def _is_copy(found: HeadTensors, tensors: HeadTensors, part: str) -> bool:
+    """Whether the first layer's embedding or output layer is the target's, stored a second time."""
+    original = "lm_head.weight" if part == "lm_head" else "model.embed_tokens.weight"
+    if part == "lm_head" and original not in found:
+        original = "model.embed_tokens.weight"  # tied
+    name = f"0.{part}.weight"
+    return name in tensors and original in found and torch.equal(tensors.read(name), found.read(original))
+
+
+def _check_shared(tensors: HeadTensors, num_layers: int) -> None:
+    """Layers behind the first use its embedding and output layer: theirs must be the same."""
+    for part in ("embed_tokens", "lm_head"):
+        for i in range(1, num_layers):
+            name = f"{i}.{part}.weight"
+            first = f"0.{part}.weight"
+            if name in tensors and not (
+                first in tensors and torch.equal(tensors.read(first), tensors.read(name))
+            ):
+                raise ModelLoadError(
+                    f"{tensors[name].origin} differs from that of the first MTP layer, which is not supported"
+                )
+
+
+def _opened(context: ProposerContext) -> tuple[Path, RawConfig, TargetLink, Ops]:
+    """Folder and settings of the head that a context asks for, and what the target lends it."""
+    spec = context.speculative
+    model, revision = spec.model, spec.revision
+    if model is None and spec.method == "mtp":
+        model, revision = context.target_path, context.target_revision
+    folder = head_folder(model, revision, spec.method)
+    with _named(folder):
+        raw = head_settings(head_config(folder), spec.method)
+    link, ops = target_link(
+        context.target_model, context.max_model_len, context.dtype, context.device, spec.quantization
+    )
+    return folder, raw, link, ops
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Let errors begin with the folder they are about."""
+    try:
+        yield
+    except ModelLoadError as error:
+        if str(error).startswith(str(folder)):
+            raise
+        raise ModelLoadError(f"{folder}: {error}") from error
+
+
+def _filled(
+    head: HeadModel, plan: WeightPlan, tensors: HeadTensors, ops: Ops, known: set[str] | None = None
+) -> HeadModel:
+    """Fill and pack a head's parameters; say which tensors it has no use for, besides ``known`` ones."""
+    used = set(plan.targets) | plan.ignored | (known or set())
+    with torch.no_grad():
+        tensors.fill(plan)
+        head.finish()
+    tensors.note_unused(used)
+    return recorded(head, ops)
+
+
+def recorded(head: HeadModel, ops: Ops) -> HeadModel:
+    """Replay the passes in one native call where the kernels can."""
+    if isinstance(ops, TorchOps):
+        return head
+    from draftwise.models.heads.recorded import recorded_head
+
+    return recorded_head(head, ops)
 
 
 def load_medusa(folder: Path, link: TargetLink, ops: Ops) -> MedusaHeads:

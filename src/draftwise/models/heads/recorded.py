@@ -70,7 +70,7 @@ class RecordedHead(HeadModel):
         return self.inner.logits(hidden)
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
-        found = self._program(kv, depth)
+        found = self._program(kv, depth) if self.inner.recordable(batch) else None
         if found is None:
             return self.inner.forward(batch, features, kv, depth)
         program, one = found
@@ -85,7 +85,7 @@ class RecordedHead(HeadModel):
         rows: Sequence[int] | None = None,
         depth: int = 0,
     ) -> tuple[HeadOutput, Tensor]:
-        found = self._program(kv, depth)
+        found = self._program(kv, depth) if self.inner.recordable(batch) else None
         if found is None:
             return super().forward_logits(batch, features, kv, rows, depth)
         program, one = found
@@ -107,7 +107,7 @@ class RecordedHead(HeadModel):
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         if self.num_depths > 1 and steps > 1:
             return None  # each pass has another layer
-        found = self._program(kv, 0)
+        found = self._program(kv, 0) if self.inner.recordable(batch) else None
         if found is None:
             return None
         program, one = found

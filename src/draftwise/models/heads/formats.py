@@ -1,0 +1,171 @@
+"""What published heads call their tensors and settings, and what the engine's heads make of them.
+
+=====================  ======================================================================================
+EAGLE                  ``fc.*``, ``layers.0.*``, maybe ``embed_tokens``, maybe all below ``model.``
+EAGLE-3                ``fc``, ``midlayer.*`` or ``layers.0.*``, ``norm``, ``lm_head``, ``d2t``, ``t2d``; the same below
+                       ``model.``; architectures LlamaForCausalLMEagle3, Eagle3LlamaForCausalLM, Eagle3Speculator
+speculators            a config.json whose layer is described in ``transformer_layer_config``; tensors as above
+MTP layers             see `models.heads.mtp_names`
+=====================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from draftwise.errors import ModelLoadError
+from draftwise.models.config import ModelConfig, RawConfig, dense_config
+from draftwise.models.heads.base import TargetLink
+from draftwise.models.heads.eagle import EagleOptions
+from draftwise.models.heads.eagle3 import Eagle3Options, default_feature_layers
+from draftwise.models.heads.tensors import HeadTensors
+from draftwise.models.heads.vocabulary import target_ids_of
+
+_SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",)}
+
+
+def rename_eagle(name: str) -> str | None:
+    """Names of EAGLE's and EAGLE-3's tensors in the engine.
+
+    Examples: model.fc.weight -> fc.weight; midlayer.mlp.up_proj.weight -> layers.0.mlp.up_proj.weight. Rotary tables
+    that old checkpoints carry are dropped.
+    """
+    name = name.removeprefix("model.")
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    if name.startswith("midlayer."):
+        return "layers.0." + name.removeprefix("midlayer.")
+    return name
+
+
+def head_settings(raw: RawConfig, method: str) -> RawConfig:
+    """A config.json with the settings of the head's layer at its top, whichever way it is written.
+
+    Raises:
+        ModelLoadError: a speculators-format folder of another method.
+    """
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return raw
+    if kind not in _SPECULATORS.get(method, ()):
+        raise ModelLoadError(f"config.json: speculators_model_type {kind!r} is no head of method {method!r}")
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        raise ModelLoadError("config.json has no 'transformer_layer_config'")
+    outer = {name: value for name, value in raw.items() if name != "transformer_layer_config"}
+    # vLLM takes this one for granted in folders of this format
+    return {"norm_before_residual": True, **layer, **outer}
+
+
+def layer_config(raw: RawConfig, tensors: HeadTensors, num_layers: int) -> ModelConfig:
+    """The shape of a head's ``layers.{i}.*``: sizes from its settings, biases and per-head norms from its tensors.
+
+    Raises:
+        ModelLoadError: the layers are of a kind that is not supported (experts, latent attention), or a size is
+            missing.
+    """
+    first = "layers.0."
+    odd = [
+        name
+        for name in tensors
+        if ".mlp.experts." in name or "kv_a_proj" in name or ".mlp.gate.weight" in name
+    ]
+    if odd:
+        kind = "latent attention" if "kv_a_proj" in odd[0] else "experts"
+        raise ModelLoadError(f"a draft layer with {kind} ({tensors[odd[0]].origin}) is not supported")
+    config = dense_config(
+        {**raw, "num_hidden_layers": num_layers},
+        architecture="draft head",
+        head_dim=_head_dim(raw, tensors),
+        qkv_bias=first + "self_attn.q_proj.bias" in tensors,
+        o_bias=first + "self_attn.o_proj.bias" in tensors,
+        mlp_bias=first + "mlp.gate_proj.bias" in tensors,
+        qk_norm=first + "self_attn.q_norm.weight" in tensors,
+    )
+    return replace(config, sliding_window=(None,) * num_layers)
+
+
+def _head_dim(raw: RawConfig, tensors: HeadTensors) -> int | None:
+    """When the settings do not give it: families whose default is not hidden_size / num_attention_heads."""
+    heads = raw.get("num_attention_heads")
+    q = tensors.get("layers.0.self_attn.q_proj.weight")
+    if raw.get("head_dim") is not None or q is None or not isinstance(heads, int) or heads < 1:
+        return None
+    return q.shape[0] // heads
+
+
+def check_target(raw: RawConfig, link: TargetLink) -> None:
+    """Raises ModelLoadError if the settings name another target's vocabulary or hidden size."""
+    vocab = raw.get("vocab_size")
+    if isinstance(vocab, int) and vocab not in (link.vocab_size, raw.get("draft_vocab_size")):
+        raise ModelLoadError(
+            f"vocab_size {vocab} is not the target's {link.vocab_size}: the head is for another target"
+        )
+    hidden = raw.get("target_hidden_size")
+    if isinstance(hidden, int) and hidden != link.hidden_size:
+        raise ModelLoadError(
+            f"target_hidden_size {hidden} is not the target's hidden size {link.hidden_size}: the head is for another "
+            "target"
+        )
+
+
+def number_of_layers(tensors: HeadTensors) -> int:
+    """Layers ``layers.{i}.*`` that the tensors name, at least 1."""
+    found = [
+        int(name.split(".")[1])
+        for name in tensors
+        if name.startswith("layers.") and name.split(".")[1].isdigit()
+    ]
+    return 1 + max(found, default=0)
+
+
+def eagle_options(raw: RawConfig, tensors: HeadTensors) -> EagleOptions:
+    """What an EAGLE head's tensors say. The norm before attention is left out unless the settings ask for it."""
+    return EagleOptions(
+        fc_bias="fc.bias" in tensors,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head="lm_head.weight" in tensors,
+        logit_scale=float(raw.get("logit_scale", 1.0)),
+    )
+
+
+def eagle3_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Eagle3Options:
+    """What an EAGLE-3 head's settings and tensors say."""
+    head = tensors.get("lm_head.weight")
+    draft_vocab = raw.get("draft_vocab_size") or (head.shape[0] if head is not None else None)
+    return Eagle3Options(
+        feature_layers=_feature_layers(raw, link),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_before_fc=bool(raw.get("norm_before_fc")) or "input_norm.weight" in tensors,
+        fc_norm=bool(raw.get("fc_norm")) or "fc_norm.0.weight" in tensors,
+        norm_output=bool(raw.get("norm_output", False)),
+        fc_bias="fc.bias" in tensors,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head=head is not None,
+        draft_vocab_size=draft_vocab,
+        logit_scale=float(raw.get("logit_scale", 1.0)),
+    )
+
+
+def _feature_layers(raw: RawConfig, link: TargetLink) -> tuple[int, ...] | None:
+    """Target layers that are read. They are joined in the order in which the target's pass comes by."""
+    nested: Any = raw.get("eagle_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    if not nested.get("use_aux_hidden_state", True):
+        return None
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = raw.get(name) or nested.get(name)
+    if ids is None:
+        return default_feature_layers(link.num_layers)
+    if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
+        raise ModelLoadError(f"config.json: {name} must be a list of layer numbers, not {ids!r}")
+    return tuple(sorted(ids))
+
+
+def draft_ids(tensors: HeadTensors) -> torch.Tensor | None:
+    """int64 [Vd] the target's id of each draft token, from ``d2t``; None: there is no draft vocabulary."""
+    return target_ids_of(tensors.read("d2t")) if "d2t" in tensors else None
