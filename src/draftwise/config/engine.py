@@ -350,6 +350,10 @@ def _build(entry: Any, embedded: bool) -> SpeculativeConfig:
         if method in ("draft_model", *SHIPPED_HEADS):
             part = "draft" if method == "draft_model" else method
             entry = {**entry, "model": str(_embedded(part))}
+        elif method == "hybrid":
+            inner = entry.get("hybrid_drafter") or {"method": "draft_model"}
+            if isinstance(inner, Mapping):
+                entry = {**entry, "hybrid_drafter": _build(inner, embedded)}
     return SpeculativeConfig.from_dict(entry)
 
 

@@ -13,7 +13,7 @@ from draftwise.propose.registry import available_proposers, canonical_name, reso
 MODELLESS_METHODS = ("early_exit", "ngram", "synthetic", "suffix")
 CHAIN_METHODS = ("ngram",)
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
-STATIC_METHODS = ("ngram", "synthetic", "suffix")
+STATIC_METHODS = ("ngram", "synthetic")
 """Methods that refuse a `speculative_dynamic_tree`."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
 from draftwise.config.heads import HEAD_METHODS, head_defaults, sorted_choices
+from draftwise.config.hybrid import check_look_up, check_match_length, drafter_of, inner_drafter
 from draftwise.config.methods import (
     CHAIN_METHODS,
     MODELLESS_METHODS,
@@ -38,12 +39,15 @@ class _Unset(int):
 
 
 _UNSET: int = _Unset(0)
-_DEFAULT_NUM_TOKENS = {"ngram": 5, "suffix": 16, "eagle3": 5, "mtp": 3}
+_DEFAULT_NUM_TOKENS = {"ngram": 5, "suffix": 16, "hybrid": 16, "eagle3": 5, "mtp": 3}
 """Others: 4."""
 _ONLY_FOR = {
     "draft_num_layers": ("early_exit",),
-    "prompt_lookup_max": ("ngram",),
-    "prompt_lookup_min": ("ngram",),
+    "hybrid_drafter": ("hybrid",),
+    "hybrid_lookup": ("hybrid",),
+    "hybrid_min_match": ("hybrid",),
+    "prompt_lookup_max": ("ngram", "hybrid"),
+    "prompt_lookup_min": ("ngram", "hybrid"),
     "quantization": ("draft_model", *HEAD_METHODS),
     "medusa_choices": ("medusa",),
 }
@@ -128,6 +132,15 @@ class SpeculativeConfig:
     draft_num_layers: int | None = option(
         None, to.integer(1), "early_exit: layers of the target that draft (a quarter of them)"
     )
+    hybrid_drafter: SpeculativeConfig | None = option(
+        None, inner_drafter, "hybrid: speculative_config of the model that drafts where nothing matches"
+    )
+    hybrid_lookup: str | None = option(
+        None, to.choice("suffix", "ngram"), "hybrid: what is looked up first, suffix or ngram (suffix)"
+    )
+    hybrid_min_match: int | None = option(
+        None, to.integer(1, 1024), "hybrid: tokens of a match that beats the model (4)"
+    )
     prompt_lookup_max: int | None = option(None, to.integer(1), "ngram: longest suffix looked up (5)")
     prompt_lookup_min: int | None = option(None, to.integer(1), "ngram: shortest suffix looked up (5)")
     parallel_drafting: bool = option(False, to.boolean, "draft all tokens in one pass (PARD)")
@@ -198,6 +211,9 @@ class SpeculativeConfig:
                 self._set(f.name, f.metadata["to"](f"speculative_config.{f.name}", value))
         self._resolve_method()
         self._resolve_head()
+        if self.method == "hybrid":
+            self._set("hybrid_drafter", drafter_of(self))
+            self._set("model", None)
         self._refuse_unsupported()
         self._refuse_contradictions()
         self._resolve_num_tokens()
@@ -310,13 +326,15 @@ class SpeculativeConfig:
 
     def _refuse_contradictions(self) -> None:
         for f in fields(self):
-            methods = ("suffix",) if f.name.startswith("suffix_decoding_") else _ONLY_FOR.get(f.name)
+            methods = ("suffix", "hybrid") if f.name.startswith("suffix_decoding_") else _ONLY_FOR.get(f.name)
             if f.name == "draft_model_config":
                 methods = ("extract_hidden_states",)
             if methods and getattr(self, f.name) is not None and self.method not in methods:
                 raise ConfigError(
                     f"speculative_config.{f.name}: only for method {methods[0]!r}, not for {self.method!r}"
                 )
+        if self.method == "hybrid":
+            check_look_up(self)
         if self.speculative_token_tree is not None and self.method in CHAIN_METHODS:
             raise ConfigError(
                 f"speculative_config.speculative_token_tree: method {self.method!r} drafts chains, "
@@ -359,7 +377,7 @@ class SpeculativeConfig:
             )
 
     def _resolve_lookup(self) -> None:
-        if self.method != "ngram":
+        if self.method != "ngram" and not (self.method == "hybrid" and self.hybrid_lookup == "ngram"):
             return
         if self.prompt_lookup_max is None and self.prompt_lookup_min is None:
             self._set("prompt_lookup_max", 5)
@@ -374,6 +392,7 @@ class SpeculativeConfig:
                 f"speculative_config.prompt_lookup_min: {self.prompt_lookup_min} is over "
                 f"prompt_lookup_max = {self.prompt_lookup_max}"
             )
+        check_match_length(self)
 
     def _check_synthetic(self) -> None:
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length

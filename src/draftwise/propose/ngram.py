@@ -41,14 +41,14 @@ class _Index:
                 last[data[start : start + stop]] = position
         self.done = end
 
-    def find(self, token_ids_np: IntArray) -> int | None:
-        """Where the longest indexed suffix of the tokens ended last, or None."""
+    def find(self, token_ids_np: IntArray) -> tuple[int, int] | None:
+        """Where the longest indexed suffix of the tokens ended last, and its length; or None."""
         tail = _bytes(token_ids_np[-self.sizes[0] :])
         for n, last in zip(self.sizes, self.last, strict=True):
             # Shorter than n tokens: the slice is all of them, a key no n-gram has.
             end = last.get(tail[-n * _ITEM :])
             if end is not None:
-                return end
+                return end, n
         return None
 
 
@@ -92,9 +92,10 @@ class NgramProposer(Proposer):
         return cls(longest, shortest)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row) for row in rows]
+        return [self.look_up(row)[0] for row in rows]
 
-    def _propose(self, row: DraftRow) -> Proposal:
+    def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
+        """The draft of one row, and the length of the match it follows (0: none)."""
         tokens = row.token_ids_np
         index = self._indexes.get(row.rid)
         if index is None or index.done >= len(tokens):
@@ -104,12 +105,13 @@ class NgramProposer(Proposer):
         length = min(row.budget, row.max_depth) - len(row.forced)
         if row.forced:  # look for what followed them
             if length < 1:
-                return EMPTY_PROPOSAL
+                return EMPTY_PROPOSAL, 0
             tokens = np.concatenate([tokens, np.asarray(row.forced, np.int32)])
-        end = index.find(tokens)
-        if end is None:
-            return EMPTY_PROPOSAL
-        return chain([*row.forced, *_continuation(tokens, end + 1, length)], self.name)
+        found = index.find(tokens)
+        if found is None:
+            return EMPTY_PROPOSAL, 0
+        end, match_len = found
+        return chain([*row.forced, *_continuation(tokens, end + 1, length)], self.name), match_len
 
     def remove(self, rid: int) -> None:
         self._indexes.pop(rid, None)

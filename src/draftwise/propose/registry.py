@@ -57,6 +57,7 @@ PLANNED = ("eagle", "eagle3", "dflash", "extract_hidden_states")
 """Methods that are known but not built; a third party may register one of these names."""
 
 _registered: dict[str, str | type[Proposer]] = {
+    "hybrid": "draftwise.propose.hybrid:HybridProposer",
     "early_exit": "draftwise.propose.early_exit:EarlyExitProposer",
     "draft_model": "draftwise.propose.draft_model:DraftModelProposer",
     "medusa": "draftwise.propose.medusa:MedusaProposer",

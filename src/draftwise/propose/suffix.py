@@ -72,13 +72,15 @@ class SuffixProposer(Proposer):
     ``max_cached_requests`` (0: no cache) or `MAX_CACHED_TOKENS` tokens. A request that was preempted goes on
     with the output it has there.
 
-    ``tree``: propose the likeliest nodes as a tree instead of a chain. A request's own ``speculative_token_tree`` is
-    filled rank by rank in any case, as far as continuations are known.
+    ``tree``: propose the likeliest nodes as a tree instead of a chain, as a request's ``speculative_dynamic_tree`` does
+    (whose limits are those of a model's passes: a look-up makes none, and goes by counts alone). A request's own
+    ``speculative_token_tree`` is filled rank by rank in any case, as far as continuations are known.
     """
 
     name: ClassVar[str] = "suffix"
     evident: ClassVar[bool] = True
     drafts_trees: ClassVar[bool] = True
+    drafts_dynamic_trees: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -138,23 +140,26 @@ class SuffixProposer(Proposer):
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row) for row in rows]
+        return [self.look_up(row)[0] for row in rows]
 
-    def _propose(self, row: DraftRow) -> Proposal:
+    def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
+        """The draft of one row, and the length of the match it follows (0: none)."""
         tokens = row.token_ids_np
         if tokens.dtype != np.int32:
             tokens = tokens.astype(np.int32)
         request = self._requests.get(row.rid)
         if request is None:
             request = self._enter(row.rid, tokens, row.num_prompt)
-        found, parents = self._engine.step(request.local, self._global, request.output, tokens, row)
+        found, parents, match_len = self._engine.step(
+            request.local, self._global, request.output, tokens, row
+        )
         if self._global is not None and self._global.num_tokens > self.max_cached_tokens:
             self._make_room(self._global)
         if not found:
-            return EMPTY_PROPOSAL
+            return EMPTY_PROPOSAL, 0
         if parents is None:
-            return chain(found, self.name)
-        return Proposal(tuple(found), tuple(parents), self.name)
+            return chain(found, self.name), match_len
+        return Proposal(tuple(found), tuple(parents), self.name), match_len
 
     def leaving(self, rid: int, token_ids_np: IntArray) -> None:
         request = self._requests.get(rid)
@@ -250,13 +255,15 @@ class _NativeEngine:
 
     def step(
         self, local: Tree, global_: Tree | None, output: int, token_ids_np: IntArray, row: DraftRow
-    ) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Tokens and parents of the draft; None: a chain."""
+    ) -> tuple[Sequence[int], Sequence[int] | None, int]:
+        """Tokens and parents (None: a chain) of the draft, and the length of the match behind it."""
         assert isinstance(local, NativeSuffixTree) and not isinstance(global_, PythonSuffixTree)
         limits, found = self._limits, self._found
         limits.budget, limits.max_depth = row.budget, row.max_depth
-        tree = row.speculation.tree
-        if tree is None:
+        tree, dynamic = row.speculation.tree, row.speculation.dynamic
+        if dynamic is not None:
+            limits.shape = BEST_FIRST
+        elif tree is None:
             limits.shape = self._shape
         else:
             limits.shape, limits.tree_size = SHAPED, len(tree)
@@ -272,8 +279,9 @@ class _NativeEngine:
             found,
         )
         if not size:
-            return (), None
-        return found.tokens[:size], None if limits.shape == CHAIN else found.parents[:size]
+            return (), None, 0
+        parents = None if limits.shape == CHAIN else found.parents[:size]
+        return found.tokens[:size], parents, found.match_len
 
 
 class _PythonEngine:
@@ -284,7 +292,7 @@ class _PythonEngine:
 
     def step(
         self, local: Tree, global_: Tree | None, output: int, token_ids_np: IntArray, row: DraftRow
-    ) -> tuple[Sequence[int], Sequence[int] | None]:
+    ) -> tuple[Sequence[int], Sequence[int] | None, int]:
         assert isinstance(local, PythonSuffixTree) and not isinstance(global_, NativeSuffixTree)
         new = len(token_ids_np) - local.length(0)
         local.append(0, token_ids_np[local.length(0) :])
@@ -292,18 +300,19 @@ class _PythonEngine:
             if output >= 0:
                 global_.append(output, token_ids_np[row.num_prompt + global_.length(output) :])
             global_.settle(16 + 4 * max(new, 0))
-        tree = row.speculation.tree
+        tree, dynamic = row.speculation.tree, row.speculation.dynamic
         limits = replace(
             self._limits,
             budget=row.budget,
             max_depth=row.max_depth,
+            best_first=self._limits.best_first or dynamic is not None,
             parents=tree,
             ranks=_ranks(tree, row.speculation.tree_ranks) if tree is not None else (),
         )
         context = token_ids_np[-local.depth :].tolist()
         found = suffix_python.draft(local, global_, context, limits)
         plain = tree is None and not limits.best_first
-        return found.tokens, None if plain else found.parents
+        return found.tokens, None if plain else found.parents, found.match_len
 
 
 def _library(native: bool | None) -> NativeLibrary | None:

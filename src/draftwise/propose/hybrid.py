@@ -1,0 +1,193 @@
+"""A long match beats the model, else the model drafts; a dynamic tree has both (docs/algorithms/hybrid.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol, Self
+
+from draftwise.propose.base import DraftRow, Proposer
+from draftwise.propose.registry import ProposerContext, resolve_proposer
+from draftwise.structured.cursor import is_point_mass
+from draftwise.types import IntArray, Proposal
+
+DEFAULT_MIN_MATCH = 4
+"""Tokens of a match from which on the text's own continuation is trusted more than a model."""
+
+_OF_THE_MODEL = (
+    "allocate",
+    "committed",
+    "memory_fixed",
+    "memory_per_block",
+    "move_slots",
+    "observe",
+    "settle",
+    "target_scratch_blocks",
+    "trimmed",
+    "use_target_storage",
+)
+"""Methods about storage and features: the look-up has neither."""
+
+
+class LookUp(Protocol):
+    """What a proposer must be to be looked up first: `NgramProposer` and `SuffixProposer` are."""
+
+    def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
+        """The draft of one row (of point masses), and the length of the match it follows (0: none)."""
+
+    def leaving(self, rid: int, token_ids_np: IntArray) -> None: ...
+
+    def remove(self, rid: int) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class HybridProposer(Proposer):
+    """Looks the end of the text up first. What follows a match of ``min_match`` tokens or more is the proposal; all
+    other requests are drafted by ``model``, together.
+
+    The choice depends on committed tokens alone, so it is lossless whatever the model draws. A request that was
+    looked up for some steps is caught up by the model as after steps without drafting. A request with a dynamic
+    tree gets both in one proposal, whatever the length of the match, if its nodes are point masses.
+    """
+
+    name: ClassVar[str] = "hybrid"
+
+    def __init__(
+        self,
+        look_up: LookUp,
+        model: Proposer,
+        *,
+        min_match: int = DEFAULT_MIN_MATCH,
+        model_tokens: int = 63,
+    ) -> None:
+        """``model_tokens``: most tokens of a chain that ``model`` drafts."""
+        self._look_up = look_up
+        self._model = model
+        self._min_match = min_match
+        self._model_tokens = model_tokens
+        self._asked: dict[int, tuple[DraftRow, bool]] = {}  # rid -> what the model was given, used as it is
+        self.capture_layers = model.capture_layers
+        # What an instance answers is the model's answer. (The contract has class variables: mostly it is known early.)
+        for attribute in ("has_storage", "observes", "drafts_trees"):
+            setattr(self, attribute, getattr(model, attribute))
+        for method in _OF_THE_MODEL:
+            setattr(self, method, getattr(model, method))
+
+    drafts_dynamic_trees: ClassVar[bool] = True
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """Build both drafters from ``speculative_config``: see ``hybrid_drafter``."""
+        config = context.speculative
+        inner = config.hybrid_drafter
+        assert inner is not None, "resolved by the configuration"
+        look_up = resolve_proposer(config.hybrid_lookup or "suffix").create(context)
+        model = resolve_proposer(inner.method).create(replace(context, speculative=inner))
+        return cls(
+            look_up,  # type: ignore[arg-type]  # the configuration allows only those that can be looked up
+            model,
+            min_match=config.hybrid_min_match or DEFAULT_MIN_MATCH,
+            model_tokens=inner.num_speculative_tokens,
+        )
+
+    @property
+    def forward_time(self) -> float:
+        return self._model.forward_time
+
+    @forward_time.setter
+    def forward_time(self, value: float) -> None:
+        self._model.forward_time = value
+
+    # -------------------------------------------------------------------------------------------- propose
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self._asked = {}
+        proposals: list[Proposal] = []
+        asked: list[int] = []
+        inner: list[DraftRow] = []
+        for i, row in enumerate(rows):
+            found, match_len = self._look_up.look_up(row)
+            proposals.append(found)
+            if row.speculation.dynamic is not None:
+                inner.append(self._tree_row(row, found))
+            elif match_len >= self._min_match and len(found) > len(row.forced):
+                continue
+            else:
+                inner.append(self._model_row(row))
+            asked.append(i)
+        drafted = self._model.propose(inner) if inner else ()
+        for i, given, proposal in zip(asked, inner, drafted, strict=True):
+            joined = proposal
+            if rows[i].speculation.dynamic is not None:
+                joined = join(proposal, proposals[i], rows[i].budget)
+            self._asked[rows[i].rid] = (given, joined is proposal)
+            proposals[i] = joined
+        return proposals
+
+    def _model_row(self, row: DraftRow) -> DraftRow:
+        if row.speculation.tree is not None or row.budget <= self._model_tokens:
+            return row
+        return replace(row, budget=max(self._model_tokens, len(row.forced)))
+
+    def _tree_row(self, row: DraftRow, found: Proposal) -> DraftRow:
+        """The model's part of a tree: at least half of the nodes, and those which the look-up has no use for."""
+        budget = max(row.budget - min(len(found), row.budget // 2), len(row.forced), 1)
+        if self._model.drafts_dynamic_trees:
+            return replace(row, budget=budget)
+        budget = min(budget, self._model_tokens)
+        return replace(row, budget=budget, speculation=replace(row.speculation, dynamic=None))
+
+    # ------------------------------------------------------------------------------------------ state kept
+
+    def filled_after(self, row: DraftRow) -> int:
+        asked = self._asked.get(row.rid)
+        return row.filled if asked is None else self._model.filled_after(asked[0])
+
+    def drafts_stored(self, row: DraftRow) -> int:
+        asked = self._asked.get(row.rid)
+        return self._model.drafts_stored(asked[0]) if asked is not None and asked[1] else 0
+
+    def leaving(self, rid: int, token_ids_np: IntArray) -> None:
+        self._look_up.leaving(rid, token_ids_np)
+        self._model.leaving(rid, token_ids_np)
+
+    def remove(self, rid: int) -> None:
+        self._asked.pop(rid, None)
+        self._look_up.remove(rid)
+        self._model.remove(rid)
+
+    def forget(self) -> None:
+        self._look_up.forget()
+        self._model.forget()
+
+
+def join(model: Proposal, found: Proposal, budget: int) -> Proposal:
+    """Both proposals as branches of one tree, equal beginnings shared, at most ``budget`` nodes: all of the model's,
+    then as much of the other as there is room for. Nodes that were drawn from a distribution stand alone: point masses
+    cannot be their siblings.
+
+    Example: model 5 -> 7 (and 5 -> 9), found 5 -> 9 -> 2: tokens (5, 7, 9, 2), parents (-1, 0, 0, 2).
+    """
+    if not model.tokens:
+        return found.prefix(budget)
+    if not found.tokens or not is_point_mass(model):
+        return model
+    tokens, parents = list(model.tokens), list(model.parents)
+    index = {(parent, token): i for i, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
+    place: dict[int, int] = {-1: -1}  # node of `found` -> node of the tree
+    for i, (token, parent) in enumerate(zip(found.tokens, found.parents, strict=True)):
+        above = place.get(parent)
+        if above is None:
+            continue
+        node = index.get((above, token))
+        if node is None:
+            if len(tokens) >= budget:
+                continue
+            node = index[above, token] = len(tokens)
+            tokens.append(token)
+            parents.append(above)
+        place[i] = node
+    if len(tokens) == len(model.tokens):
+        return model
+    return Proposal(tuple(tokens), tuple(parents), HybridProposer.name)
