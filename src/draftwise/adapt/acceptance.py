@@ -33,65 +33,86 @@ def size_class(n: int) -> int:
 
 def is_chain(parents: Sequence[int]) -> bool:
     """Whether node i hangs below node i - 1, for all i."""
-    return tuple(parents) == _CHAINS[len(parents)] if len(parents) < len(_CHAINS) else False
+    return len(parents) < len(_CHAINS) and tuple(parents) == _CHAINS[len(parents)]
 
 
 _CHAINS = [tuple(range(-1, n - 1)) for n in range(128)]
 
 
 class Counts:
-    """Trials and hits by size class and position, with a window."""
+    """Trials and hits by size class and position, with a window. Taking one in costs next to nothing; it is added up
+    when somebody asks."""
 
-    __slots__ = ("_window", "fresh", "hits", "trials")
+    __slots__ = ("_chains", "_fresh", "_hits", "_paths", "_trials", "_window")
 
     def __init__(self, window: float) -> None:
         self._window = window
-        self.trials: dict[int, list[float]] = {}
-        self.hits: dict[int, list[float]] = {}
-        self.fresh: set[int] = set()  # classes with news since `fresh` was cleared
-
-    def _room(self, kind: int, n: int) -> tuple[list[float], list[float]]:
-        trials = self.trials.get(kind)
-        if trials is None:
-            trials, hits = self.trials[kind], self.hits[kind] = [], []
-        else:
-            hits = self.hits[kind]
-        if len(trials) < n:
-            trials.extend([0.0] * (n - len(trials)))
-            hits.extend([0.0] * (n - len(hits)))
-        elif trials[0] >= self._window:
-            trials[:] = [x * 0.5 for x in trials]
-            hits[:] = [x * 0.5 for x in hits]
-        self.fresh.add(kind)
-        return trials, hits
+        self._trials: dict[int, list[float]] = {}
+        self._hits: dict[int, list[float]] = {}
+        self._fresh: set[int] = set()  # classes with news since they were asked for
+        self._chains: dict[tuple[int, int, int], int] = {}  # (class, verified, accepted) -> not added up yet
+        self._paths: list[tuple[int, Sequence[int]]] = []  # trees: (verified, path)
 
     def add_chain(self, kind: int, verified: int, accepted: int) -> None:
         """A chain of ``verified`` nodes: positions 0..accepted-1 hit, position ``accepted`` missed if it was there.
 
         Example: 4 verified, 2 accepted: trials of positions 0, 1, 2; hits of 0 and 1.
         """
-        trials, hits = self._room(kind, verified)
-        for j in range(accepted):
-            trials[j] += 1.0
-            hits[j] += 1.0
-        if accepted < verified:
-            trials[accepted] += 1.0
+        key = (kind, verified, accepted)
+        self._chains[key] = self._chains.get(key, 0) + 1
 
     def add_tree(self, verified: int, path: Sequence[int]) -> None:
         """A tree of ``verified`` nodes of which those on ``path`` were accepted: every node was tried."""
-        trials, hits = self._room(TREE, verified)
-        for j in range(verified):
-            trials[j] += 1.0
-        for j in path:
-            hits[j] += 1.0
+        self._paths.append((verified, path))
+
+    def get(self, kind: int) -> tuple[Sequence[float], Sequence[float], bool]:
+        """(trials, hits, whether they changed since the last call) of a class by position."""
+        if self._chains or self._paths:
+            self._add_up()
+        fresh = kind in self._fresh
+        self._fresh.discard(kind)
+        return self._trials.get(kind, ()), self._hits.get(kind, ()), fresh
+
+    def _add_up(self) -> None:
+        for (kind, verified, accepted), many in self._chains.items():
+            trials, hits = self._room(kind, verified)
+            for j in range(accepted):
+                trials[j] += many
+                hits[j] += many
+            if accepted < verified:
+                trials[accepted] += many
+        self._chains.clear()
+        for verified, path in self._paths:
+            trials, hits = self._room(TREE, verified)
+            for j in range(verified):
+                trials[j] += 1.0
+            for j in path:
+                hits[j] += 1.0
+        self._paths.clear()
+
+    def _room(self, kind: int, n: int) -> tuple[list[float], list[float]]:
+        trials = self._trials.get(kind)
+        if trials is None:
+            trials, hits = self._trials[kind], self._hits[kind] = [], []
+        else:
+            hits = self._hits[kind]
+        if len(trials) < n:
+            trials.extend([0.0] * (n - len(trials)))
+            hits.extend([0.0] * (n - len(hits)))
+        if trials[0] >= self._window:
+            trials[:] = [x * 0.5 for x in trials]
+            hits[:] = [x * 0.5 for x in hits]
+        self._fresh.add(kind)
+        return trials, hits
 
     def fade(self, factor: float) -> None:
         """Let everything count for less."""
-        for kind, trials in self.trials.items():
+        self._add_up()
+        for kind, trials in self._trials.items():
             trials[:] = [x * factor for x in trials]
-            hits = self.hits[kind]
+            hits = self._hits[kind]
             hits[:] = [x * factor for x in hits]
-            self.fresh.add(kind)
+            self._fresh.add(kind)
 
 
 def expected(rates: Sequence[float], kind: int) -> list[float]:
@@ -136,10 +157,9 @@ class GroupAcceptance:
     def rates(self, kind: int, n: int) -> list[float]:
         """Chance of each of at least n positions."""
         cached = self._rates.get(kind)
-        if cached is not None and len(cached) >= n and kind not in self.counts.fresh:
+        trials, hits, fresh = self.counts.get(kind)
+        if cached is not None and len(cached) >= n and not fresh:
             return cached
-        self.counts.fresh.discard(kind)
-        trials, hits = self.counts.trials.get(kind, []), self.counts.hits.get(kind, [])
         out: list[float] = []
         before = _NODE_GUESS if kind == TREE else _FIRST_GUESS
         for j in range(max(n, len(trials), len(cached or ()))):
@@ -168,14 +188,12 @@ class RequestAcceptance:
     def expected(self, group: GroupAcceptance, kind: int, n: int) -> list[float]:
         """Expected accepted drafts by number of nodes verified, at least up to n. A request without a history of its
         own is like its group."""
-        trials = self.counts.trials.get(kind)
-        if trials is None:
+        trials, hits, fresh = self.counts.get(kind)
+        if not trials:
             return group.expected(kind, n)
         cached = self._expected.get(kind)
-        if cached is not None and len(cached) > n and kind not in self.counts.fresh:
+        if cached is not None and len(cached) > n and not fresh:
             return cached
-        self.counts.fresh.discard(kind)
-        hits = self.counts.hits[kind]
         rates = group.rates(kind, n)[: max(n, len(trials))]
         own = [
             (hits[j] + _GROUP_WEIGHT * rate) / (trials[j] + _GROUP_WEIGHT) if j < len(trials) else rate

@@ -1,0 +1,122 @@
+"""Times of steps are learned from steps: robustly, and for sizes that were never seen."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from draftwise.adapt.controller import StepShape
+from draftwise.adapt.performance import PerformanceModel, bucket
+
+
+def target(requests: int, rows: int, context: int = 0) -> float:
+    """Seconds: weights are read once, then arithmetic takes over."""
+    return 1e-3 * (1 + 0.01 * requests + 0.02 * rows + 0.05 * max(rows - 8, 0) + context / 50_000)
+
+
+def learn(model: PerformanceModel, requests: int, rows: int, times: int = 5, factor: float = 1.0) -> None:
+    shape = StepShape(requests=requests, rows=rows, context=100 * requests)
+    for _ in range(times):
+        model.observe_target(shape, target(requests, rows, 100 * requests) * factor)
+
+
+def test_sizes_that_are_treated_alike() -> None:
+    assert [bucket(n) for n in (0, 1, 8, 15, 16, 17, 18, 32, 64)] == [0, 1, 8, 15, 16, 16, 17, 24, 32]
+    assert all(bucket(n) <= bucket(n + 1) <= bucket(n) + 1 for n in range(5000))
+
+
+def test_nothing_is_known_at_first() -> None:
+    model = PerformanceModel()
+    assert model.target_time(1, 1, 0) == 0
+    assert model.draft_time("model", 1, 4) == 0
+    assert model.prompt_time(100) == 0
+
+
+def test_a_measured_size_is_a_median() -> None:
+    model = PerformanceModel()
+    learn(model, 4, 4)
+    shape = StepShape(requests=4, rows=4, context=400)
+    for slow in (10, 50, 100):  # a neighbour took the core
+        model.observe_target(shape, slow)
+    assert model.target_time(4, 4, 400) == pytest.approx(target(4, 4, 400))
+
+
+def test_sizes_in_between_are_interpolated() -> None:
+    model = PerformanceModel()
+    for requests in (1, 2, 4, 8, 16, 64):
+        for per in (1, 3, 5):
+            learn(model, requests, requests * per)
+    for requests, rows in ((1, 2), (4, 8), (8, 16), (16, 32), (64, 128)):
+        guess = model.target_time(requests, rows, 100 * requests)
+        assert guess == pytest.approx(target(requests, rows, 100 * requests), rel=0.15)
+    # A batch size that never ran, between two that did.
+    assert model.target_time(32, 32, 3200) == pytest.approx(target(32, 32, 3200), rel=0.25)
+
+
+def test_more_rows_never_cost_less() -> None:
+    rng = random.Random(1)
+    model = PerformanceModel()
+    for rows in (1, 2, 5):
+        for _ in range(9):
+            learn(model, 1, rows, 1, rng.uniform(0.9, 1.1))
+    times = [model.target_time(1, rows, 100) for rows in range(9, 64)]
+    assert all(a <= b * 1.0001 for a, b in zip(times, times[1:], strict=False))
+
+
+def test_a_machine_that_slows_down_changes_no_comparison() -> None:
+    model = PerformanceModel()
+    learn(model, 1, 1, 9)
+    learn(model, 1, 5, 9)
+    before = model.target_time(1, 5, 100) / model.target_time(1, 1, 100)
+    learn(model, 1, 5, 60, factor=2.0)  # only this size runs while the machine is slow
+    assert model.target_time(1, 5, 100) == pytest.approx(2 * target(1, 5, 100), rel=0.01)
+    after = model.target_time(1, 5, 100) / model.target_time(1, 1, 100)
+    assert after == pytest.approx(before, rel=0.01)
+
+
+def test_drafting_and_catching_up() -> None:
+    model = PerformanceModel()
+    for nodes in (2, 4):
+        for _ in range(5):
+            model.observe_draft("model", 1, nodes, 0, False, 1e-4 * nodes)
+    assert model.draft_time("model", 1, 3) == pytest.approx(3e-4, rel=0.1)
+    assert model.draft_time("model", 1, 0) == model.draft_time("model", 0, 4) == 0
+    assert model.draft_time("other", 1, 4) == 0
+    for _ in range(5):
+        model.observe_draft("model", 1, 4, 500, False, 9e-4)
+    assert model.draft_time("model", 1, 4, 500) == pytest.approx(9e-4)
+    assert model.draft_time("model", 1, 4, 0) == pytest.approx(4e-4)
+
+
+def test_prompts_are_told_apart() -> None:
+    model = PerformanceModel()
+    learn(model, 2, 2)
+    alone = target(2, 2, 200)
+    for _ in range(5):
+        model.observe_target(StepShape(requests=2, rows=2, prompt_rows=100, context=200), alone + 0.002)
+    assert model.prompt_time(50) == pytest.approx(0.001)
+    assert model.target_time(2, 2, 200) == pytest.approx(alone)
+
+
+def test_greedy_and_sampled_steps_are_kept_apart() -> None:
+    model = PerformanceModel()
+    learn(model, 1, 1)
+    for _ in range(5):
+        model.observe_target(StepShape(requests=1, rows=1, context=100, sampled=True), 0.005)
+    assert model.target_time(1, 1, 100) == pytest.approx(target(1, 1, 100))
+    assert model.target_time(1, 1, 100, sampled=True) == pytest.approx(0.005)
+
+
+def test_what_was_learned_can_be_kept() -> None:
+    model = PerformanceModel()
+    for rows in (1, 3, 5):
+        learn(model, 1, rows)
+        model.observe_draft("a:b", 1, rows, 0, True, 1e-3 * rows)
+    again = PerformanceModel.from_dict(json.loads(json.dumps(model.as_dict())))
+    for rows in (1, 2, 3, 4, 5):
+        assert again.target_time(1, rows, 100) == pytest.approx(model.target_time(1, rows, 100), rel=0.02)
+        assert again.draft_time("a:b", 1, rows, sampled=True) == pytest.approx(
+            model.draft_time("a:b", 1, rows, sampled=True), rel=0.1
+        )
