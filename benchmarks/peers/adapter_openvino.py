@@ -121,7 +121,11 @@ class OpenVINO(Engine):
         out: list[list[int]] = []
         start = time.perf_counter()
         for prompt in prompts:
-            made = pipeline.generate(ov.Tensor(np.array([prompt], np.int64)), config)
+            try:
+                made = pipeline.generate(ov.Tensor(np.array([prompt], np.int64)), config)
+            except RuntimeError:
+                del self.pipelines[method]  # it keeps the request that failed, and fails from then on
+                raise
             out.append([int(token) for token in made.tokens[0]])
         return Generated(time.perf_counter() - start, out)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from channel import Unsupported
 from jobs import OURS, PEERS, Cell, Peer, family, generate_cell, model_path, step_cells
-from processes import PeerError, Unavailable, Worker, check_imports, interpreter
+from processes import AnswerError, PeerError, Unavailable, Worker, check_imports, interpreter
 from report import Samples, common_prefix, compare, idle_shares, table
 
 HERE = Path(__file__).parent
@@ -111,7 +111,7 @@ def ask(run: Run, runner: Runner, cell: Cell, *, keep: bool, prompt: int = 0) ->
         run.samples.note(_row(runner, cell), _column(cell), str(reason))
         return
     except PeerError as reason:
-        runner.alive = False
+        runner.alive = isinstance(reason, AnswerError)
         run.samples.note(_row(runner, cell), _column(cell), str(reason).partition("\n")[0])
         say(str(reason))
         return
@@ -149,12 +149,12 @@ def _column(cell: Cell) -> str:
 
 def rounds(run: Run, given: argparse.Namespace, cells_of_round: Sequence[list[Cell]]) -> None:
     """All rounds; the first one warms up and does not count."""
+    if given.wait:
+        say("ready: waiting for a line on standard input")
+        sys.stdin.readline()
     for turn in range(given.rounds + 1):
         number = max(0, turn - 1)
         cells = cells_of_round[number % len(cells_of_round)]
-        if turn == 1 and given.wait:
-            say("ready: waiting for a line on standard input")
-            sys.stdin.readline()
         living = [runner for runner in run.runners if runner.alive]
         if not living:
             return
@@ -285,7 +285,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--threads", type=int, default=os.cpu_count())
         command.add_argument("--json", type=Path, help="where to write everything that was measured")
         command.add_argument(
-            "--wait", action="store_true", help="load, warm up, then wait for a line on stdin"
+            "--wait", action="store_true", help="load, then wait for a line on standard input"
         )
         command.add_argument("--no-pause", action="store_true", help="let idle engines run")
         if name == "passes":

@@ -23,7 +23,11 @@ class Unavailable(Exception):
 
 
 class PeerError(Exception):
-    """A worker died, hung, or answered nonsense."""
+    """A worker died, hung, or answered nonsense. It may not be asked again, unless it is an `AnswerError`."""
+
+
+class AnswerError(PeerError):
+    """A worker said that it failed at one question; it lives on."""
 
 
 def interpreter(name: str, given: Mapping[str, str], folder: str | None, default: str | None = None) -> str:
@@ -101,7 +105,8 @@ class Worker:
 
         Raises:
             Unsupported: The engine cannot do that.
-            PeerError: It failed, died, hung, or answered what is no answer.
+            AnswerError: It failed at this one.
+            PeerError: It died, hung, or answered what is no answer.
         """
         self._signal(signal.SIGCONT)
         try:
@@ -165,7 +170,7 @@ class Worker:
             if "unsupported" in reply:
                 raise Unsupported(reply["unsupported"])
             if "error" in reply:
-                raise self._failed(f"failed: {reply['error']}")
+                raise AnswerError(str(self._failed(f"failed: {reply['error']}")))
         raise self._failed(f"answered what is no answer: {line[:200]!r}")
 
     def _failed(self, what: str) -> PeerError:

@@ -166,14 +166,15 @@ def test_a_worker_answers_fails_and_dies(peers: Any, tmp_path: Path) -> None:
         assert fake.ask({"do": "step", "context": 64, "rows": 8, "repeat": 2}) == [0.008, 0.008]
         with pytest.raises(peers.channel.Unsupported, match="prefill"):
             fake.ask({"do": "prefill", "tokens": 512})
-        with pytest.raises(peers.processes.PeerError, match="RuntimeError: thirteen"):
+        with pytest.raises(peers.processes.AnswerError, match="RuntimeError: thirteen"):
             fake.ask({"do": "step", "context": 64, "rows": 13, "repeat": 2})
         with pytest.raises(peers.processes.PeerError, match="unknown question"):
             fake.ask({"do": "dance"})
         assert fake.ask({"do": "step", "context": 64, "rows": 1, "repeat": 1}) == [0.001]
         assert fake.cpu_seconds() > 0
-        with pytest.raises(peers.processes.PeerError, match="has died"):
+        with pytest.raises(peers.processes.PeerError, match="has died") as death:
             fake.ask({"do": "step", "context": 64, "rows": 14, "repeat": 2})
+        assert not isinstance(death.value, peers.processes.AnswerError)
         with pytest.raises(peers.processes.PeerError, match="has died"):
             fake.ask({"do": "step", "context": 64, "rows": 1, "repeat": 2})
     finally:
