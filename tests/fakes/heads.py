@@ -306,7 +306,8 @@ def memorise(
             for u in range(unrolls):
                 positions = torch.arange(rows).repeat(u + 1)
                 logits, given = head.rows(known.repeat(u + 1), torch.cat(features), positions, own_masks[u])
-                F.cross_entropy(logits[u * rows + u :], wanted[u:]).backward(retain_graph=u + 1 < unrolls)
+                loss = F.cross_entropy(logits[u * rows + u :], wanted[u:])
+                torch.autograd.backward(loss, retain_graph=u + 1 < unrolls)
                 last = given[u * rows :]
                 features.append(torch.cat((features[0][:1], last[:-1])))
         optimiser.step()

@@ -119,7 +119,9 @@ class HeadProposer(Proposer, TreeModel):
             state.tracks[0].queue.append(own)
             self._passes.keep(0, part.first_token, own, part.block_table_np)
             if state.pending >= _PENDING_ROWS:
-                many.append(Fill(state, part.token_ids_np, part.block_table_np, len(part.token_ids_np)))
+                # not the row of the first token that was not read: its slot need not be the request's yet
+                read = part.first_token + len(part.rows_np)
+                many.append(Fill(state, part.token_ids_np, part.block_table_np, read))
         if not many:
             return None
         self._passes.fill(many)

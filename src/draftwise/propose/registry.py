@@ -53,13 +53,15 @@ ALIASES: dict[str, str] = {
 }
 """Spellings that users bring along, and the names they stand for."""
 
-PLANNED = ("eagle", "eagle3", "dflash", "extract_hidden_states")
+PLANNED = ("dflash", "extract_hidden_states")
 """Methods that are known but not built; a third party may register one of these names."""
 
 _registered: dict[str, str | type[Proposer]] = {
     "hybrid": "draftwise.propose.hybrid:HybridProposer",
     "early_exit": "draftwise.propose.early_exit:EarlyExitProposer",
     "draft_model": "draftwise.propose.draft_model:DraftModelProposer",
+    "eagle": "draftwise.propose.eagle:EagleProposer",
+    "eagle3": "draftwise.propose.eagle:Eagle3Proposer",
     "medusa": "draftwise.propose.medusa:MedusaProposer",
     "mtp": "draftwise.propose.mtp:MtpProposer",
     "ngram": "draftwise.propose.ngram:NgramProposer",

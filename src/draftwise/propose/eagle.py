@@ -1,0 +1,33 @@
+"""The methods ``eagle`` and ``eagle3``: see docs/algorithms/eagle.md."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from draftwise.models.heads.base import HeadModel
+from draftwise.propose.heads import HeadProposer
+from draftwise.propose.registry import ProposerContext
+
+
+class EagleProposer(HeadProposer):
+    """EAGLE heads (Li et al., arXiv:2401.15077), chains and, as EAGLE-2 (arXiv:2406.16858), trees."""
+
+    name: ClassVar[str] = "eagle"
+
+    @classmethod
+    def load(cls, context: ProposerContext) -> HeadModel:
+        from draftwise.models.heads.loading import load_eagle
+
+        return load_eagle(context)
+
+
+class Eagle3Proposer(HeadProposer):
+    """EAGLE-3 heads (Li et al., arXiv:2503.01840), chains and trees."""
+
+    name: ClassVar[str] = "eagle3"
+
+    @classmethod
+    def load(cls, context: ProposerContext) -> HeadModel:
+        from draftwise.models.heads.loading import load_eagle3
+
+        return load_eagle3(context)
