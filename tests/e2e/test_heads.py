@@ -3,9 +3,7 @@ over the whole text at once. A lost or stale feature or K/V row would show as an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +13,13 @@ from torch import Tensor
 
 from draftwise import LLM, SamplingParams
 from tests.e2e.conftest import random_prompts, token_ids
-from tests.fakes.heads import HeadShape, ReferenceHead, memorise, random_weights, save_head
-from tests.fakes.tiny import VOCAB, TinyModels, save_llama
+from tests.fakes.heads import HeadShape, ReferenceHead, random_weights, save_head
+from tests.fakes.tiny import VOCAB, TinyModels
 
 K = 4
 EAGLE = HeadShape("eagle", 32, 32, VOCAB)
 EAGLE3 = HeadShape("eagle3", 32, 32, VOCAB, feature_layers=(0, 1, 2), draft_vocab=47, own_embedding=True)
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
 SHAPES = {"eagle": EAGLE, "eagle3": EAGLE3}
 
 
@@ -117,3 +116,169 @@ def test_drafts_are_those_over_the_whole_text(
             check_drafts(target, reference, prompt["prompt_token_ids"], output.outputs[0])
     if options.get("num_kv_blocks") == 44:
         assert llm.stats().num_preemptions > 0
+
+
+def test_the_next_turn_goes_on_where_the_last_one_ended(
+    make_llm: Callable[..., LLM], target: Target, heads: dict[str, tuple[str, ReferenceHead]]
+) -> None:
+    """The blocks of a finished request are filled up to its last token, which no draft followed."""
+    folder, reference = heads["eagle3"]
+    llm = engine(make_llm, folder, "eagle3")
+    prompt = random_prompts(1, seed=52, low=20)[0]["prompt_token_ids"]
+    for turn in range(3):
+        output = llm.generate([{"prompt_token_ids": prompt}], greedy(9 + turn))[0]
+        if turn:
+            assert output.num_cached_tokens >= len(prompt) - 4 - 3, "a hit over the last answer, too"
+        check_drafts(target, reference, prompt, output.outputs[0], least=1)
+        prompt = [*prompt, *output.outputs[0].token_ids, 7, 8]
+
+
+def test_a_prefix_of_another_method_leaves_a_gap(
+    make_llm: Callable[..., LLM], target: Target, heads: dict[str, tuple[str, ReferenceHead]]
+) -> None:
+    """Hidden states of the hit are gone: the head begins behind it, and others do not take its blocks for filled."""
+    folder, reference = heads["eagle3"]
+    llm = engine(make_llm, folder, "eagle3")
+    prompt = random_prompts(1, seed=53, low=30)[0]["prompt_token_ids"]
+    llm.generate([{"prompt_token_ids": prompt}], greedy(1, speculation={"method": "none"}))[0]
+    for more in ([3, 4, 5], [6, 7, 8]):
+        longer = [*prompt, *more]
+        output = llm.generate([{"prompt_token_ids": longer}], greedy(14))[0]
+        cached = output.num_cached_tokens
+        assert cached >= len(prompt) - 3
+        check_drafts(target, reference, longer, output.outputs[0], first=cached + 1)
+    # part of the prefix filled, part not: only a hit that is filled to its end can be continued
+    half = prompt[: len(prompt) // 2]
+    llm.reset_prefix_cache()
+    llm.generate([{"prompt_token_ids": half}], greedy(1))[0]
+    llm.generate([{"prompt_token_ids": prompt}], greedy(1, speculation={"method": "none"}))[0]
+    output = llm.generate([{"prompt_token_ids": prompt}], greedy(14))[0]
+    check_drafts(target, reference, prompt, output.outputs[0], first=output.num_cached_tokens + 1)
+
+
+@pytest.mark.parametrize("method", SHAPES)
+def test_steps_without_drafting(
+    make_llm: Callable[..., LLM],
+    target: Target,
+    heads: dict[str, tuple[str, ReferenceHead]],
+    method: str,
+) -> None:
+    """Features of undrafted steps wait: with more than two requests there is no drafting, later there is again."""
+    folder, reference = heads[method]
+    spec = {
+        "method": method,
+        "model": folder,
+        "num_speculative_tokens": K,
+        "num_speculative_tokens_per_batch_size": [[1, 1, K], [2, 2, 2], [3, 64, 0]],
+    }
+    llm = engine(make_llm, folder, method, speculative_config=spec)
+    prompts = random_prompts(4, seed=54, high=30)
+    lengths = [70, 60, 12, 50]
+    plain = token_ids(make_llm().generate(prompts, [greedy(n) for n in lengths]))
+    outputs = llm.generate(prompts, [greedy(n) for n in lengths])
+    assert token_ids(outputs) == plain
+    for prompt, output in zip(prompts[:2], outputs, strict=False):
+        trace = output.outputs[0].trace
+        undrafted = [not step.draft_tokens for step in trace]
+        assert sum(undrafted[:40]) > 32, "more than may wait"
+        check_drafts(target, reference, prompt["prompt_token_ids"], output.outputs[0], least=2)
+
+
+@pytest.mark.parametrize("method", SHAPES)
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_seeded_text_equals_plain_decoding(
+    make_llm: Callable[..., LLM],
+    heads: dict[str, tuple[str, ReferenceHead]],
+    method: str,
+    shape: str,
+    sequences: int,
+) -> None:
+    folder, _ = heads[method]
+    prompts = random_prompts(6, seed=55)
+    params = [
+        SamplingParams(temperature=0.8 * (i % 3 > 0), top_p=0.9, max_tokens=20, ignore_eos=True, seed=i)
+        for i in range(6)
+    ]
+    plain = token_ids(make_llm().generate(prompts, params))
+    llm = engine(make_llm, folder, method, max_num_seqs=sequences, num_kv_blocks=60)
+    more: dict[str, dict[str, Any]] = {
+        "chain": {},
+        "static": {"speculative_token_tree": TREE},
+        "dynamic": {"speculative_dynamic_tree": {"top_k": 3, "depth": 4}, "num_speculative_tokens": 9},
+    }
+    wanted = [p.replace(speculation={"method": method, **more[shape]}) for p in params]
+    for _ in range(2):
+        assert token_ids(llm.generate(prompts, wanted)) == plain
+    llm.check_integrity()
+
+
+@pytest.mark.parametrize("method", SHAPES)
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_sampled_drafts_come_from_the_heads_distribution(
+    make_llm: Callable[..., LLM],
+    heads: dict[str, tuple[str, ReferenceHead]],
+    method: str,
+    rule: str,
+) -> None:
+    """Runs to the end under rules that look at q; drafts are tokens that the head can say."""
+    folder, reference = heads[method]
+    spec = {
+        "method": method,
+        "model": folder,
+        "num_speculative_tokens": K,
+        "rejection_sample_method": rule,
+    }
+    llm = engine(make_llm, folder, method, speculative_config=spec)
+    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=3)
+    outputs = llm.generate(random_prompts(6, seed=56), params)
+    drafted = {t for o in outputs for step in o.outputs[0].trace for t in step.draft_tokens}
+    assert len(drafted) > 20 and drafted <= set(reference.target_ids.tolist())
+
+
+@pytest.mark.parametrize("method", SHAPES)
+def test_nodes_of_a_tree_are_the_heads_best(
+    make_llm: Callable[..., LLM],
+    target: Target,
+    heads: dict[str, tuple[str, ReferenceHead]],
+    method: str,
+) -> None:
+    folder, reference = heads[method]
+    llm = engine(make_llm, folder, method)
+    prompt = random_prompts(1, seed=57, low=10)[0]["prompt_token_ids"]
+    params = greedy(10, speculation={"method": method, "speculative_token_tree": TREE})
+    output = llm.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0]
+    tokens = [*prompt, *output.token_ids]
+    features = reference.combine(target.states(tokens))
+    end = len(prompt)
+    for step in output.trace:
+        paths: dict[tuple[int, ...], list[int]] = {}
+        node_paths: list[tuple[int, ...]] = []
+        for token, parent in zip(step.draft_tokens, step.draft_parents, strict=True):
+            path = () if parent < 0 else node_paths[parent]
+            paths.setdefault(path, []).append(token)
+            node_paths.append((*path, token))
+        for path, children in paths.items():
+            logits = reference.next_logits(tokens[:end], features[: end - 1], list(path))
+            best = logits.topk(len(children)).indices
+            assert reference.target_ids[best].tolist() == children, (end, path)
+        end += len(step.token_ids)
+
+
+def test_methods_side_by_side(
+    make_llm: Callable[..., LLM], target: Target, heads: dict[str, tuple[str, ReferenceHead]]
+) -> None:
+    specs = [
+        {"method": name, "model": folder, "num_speculative_tokens": K} for name, (folder, _) in heads.items()
+    ]
+    llm = make_llm(
+        speculative_config=[*specs, {"method": "ngram", "num_speculative_tokens": 3}], keep_trace=True
+    )
+    prompts = random_prompts(8, seed=58, low=10)
+    methods = ["eagle", "eagle3", "ngram", "none"] * 2
+    plain = token_ids(make_llm().generate(prompts, greedy(16)))
+    outputs = llm.generate(prompts, [greedy(16, speculation={"method": m}) for m in methods])
+    assert token_ids(outputs) == plain
+    for prompt, output, method in zip(prompts, outputs, methods, strict=True):
+        if method in heads:
+            check_drafts(target, heads[method][1], prompt["prompt_token_ids"], output.outputs[0])
