@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import draftwise.attention.torch_grouped as torch_grouped
+import draftwise.attention.torch_plan as torch_plan
 from draftwise.attention.base import (
     AttentionBackend,
     first_key,
@@ -22,6 +23,7 @@ from draftwise.attention.base import (
 )
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_grouped import TorchGroupedAttention
+from draftwise.kv.storage import quantized
 from draftwise.types import AttentionBatch
 
 CPU = torch.device("cpu")
@@ -99,6 +101,8 @@ def run_both(
     kv_heads: int,
     window: int | None,
     dtype: torch.dtype = torch.float32,
+    cache: torch.dtype | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(grouped, reference), over a cache in which every slot that no request owns is NaN."""
     rows = int(batch.query_start_np[-1])
@@ -110,13 +114,22 @@ def run_both(
         kv[own] = torch.randn((len(own), 2 * kv_heads, dim), generator=generator).to(dtype)
     # queries as a strided view, as the packed q/k/v buffer gives them
     q = torch.randn((rows, heads + 2 * kv_heads, dim), generator=generator).to(dtype)[:, :heads]
-    options = {"num_kv_heads": kv_heads, "scale": dim**-0.5, "window": window}
+    entries: tuple[torch.Tensor, ...] = (kv if cache is None else kv.to(cache),)
+    if cache is torch.int8:
+        entries = quantized(kv)
+    backend = TorchGroupedAttention()
+
+    def run(which: AttentionBackend, out: torch.Tensor | None = None) -> torch.Tensor:
+        return which.run(
+            q, entries, batch, num_kv_heads=kv_heads, scale=dim**-0.5, window=window, softcap=softcap, out=out
+        )
+
     with torch.inference_mode():
-        expected = ReferenceAttention().run(q, (kv,), batch, **options)
-        actual = TorchGroupedAttention().run(q, (kv,), batch, **options)
+        expected = run(ReferenceAttention())
+        actual = run(backend)
         buffer = torch.full_like(actual, 7.0)
-        assert TorchGroupedAttention().run(q, (kv,), batch, **options, out=buffer) is buffer
-        again = TorchGroupedAttention().run(q, (kv,), batch, **options)  # from the prepared tasks
+        assert run(backend, buffer) is buffer
+        again = run(backend)  # from the prepared tasks
     torch.testing.assert_close(buffer, actual, rtol=0, atol=0)
     torch.testing.assert_close(again, actual, rtol=0, atol=0)
     assert actual.shape == (rows, heads * dim)
@@ -163,14 +176,14 @@ def test_long_chunks_are_cut_into_pieces(
     context: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With tiny limits, so that pieces and masks that are not kept occur; same numbers."""
-    monkeypatch.setattr(torch_grouped, "_PIECE_ELEMENTS", 3000)
-    monkeypatch.setattr(torch_grouped, "_KEPT_ELEMENTS", 5000)
+    monkeypatch.setattr(torch_plan, "_PIECE_ELEMENTS", 3000)
+    monkeypatch.setattr(torch_plan, "_KEPT_ELEMENTS", 5000)
     rng = np.random.default_rng(1)
     batch, slots = make_batch(rng, [(context, 130, False), (5, 1, False), (3, 4, True)])
     actual, expected = run_both(rng, batch, slots, 4, 2, window)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     tasks = batch.cache["torch_grouped"][(window, torch.float32)]  # type: ignore[index]
-    pieces = [task for task in tasks if isinstance(task, torch_grouped._Single) and task.r == 0]
+    pieces = [task for task in tasks if isinstance(task, torch_plan.Single) and task.r == 0]
     assert len(pieces) > 2
     assert any(piece.needs_mask and piece.mask is None for piece in pieces)
 
@@ -182,7 +195,7 @@ def test_very_different_lengths_are_not_padded_together() -> None:
     actual, expected = run_both(rng, batch, slots, 4, 2, None)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     tasks = batch.cache["torch_grouped"][(None, torch.float32)]  # type: ignore[index]
-    sizes = sorted(task.num_requests for task in tasks if isinstance(task, torch_grouped._Group))
+    sizes = sorted(task.num_requests for task in tasks if isinstance(task, torch_plan.Group))
     assert sizes == [2, 3]  # 2000 and 1500; 3, 9 and 30; 400 goes alone
 
 
@@ -213,6 +226,38 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     actual, expected = run_both(rng, batch, slots, 4, 2, None, dtype)
     assert actual.dtype is dtype
     torch.testing.assert_close(actual.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("in_a_row", [False, True])
+def test_caches_of_other_types_and_soft_caps(
+    cache: torch.dtype, softcap: float | None, in_a_row: bool
+) -> None:
+    rng = np.random.default_rng(8)
+    requests = [(9, 1, False), (40, 5, True), (0, 70, False), (0, 1, False), (33, 1, False), (20, 3, False)]
+    for some in (requests, [(30, 1, False)], [(0, 9, False)], [(8, 1, False), (9, 1, False)]):
+        batch, slots = make_batch(rng, some, in_a_row=in_a_row)
+        actual, expected = run_both(rng, batch, slots, 4, 2, None, cache=cache, softcap=softcap)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_soft_cap_by_hand() -> None:
+    """Keys 3 and 0, query 1, cap 2: scores 2 tanh(1.5) and 0."""
+    batch = AttentionBatch(
+        query_start_np=np.array([0, 1], np.int32),
+        context_len_np=np.array([1], np.int32),
+        is_tree_np=np.array([False]),
+        block_tables_np=np.array([[0]], np.int32),
+        ancestors_np=None,
+        block_size=4,
+    )
+    kv = torch.zeros(4, 2, 1)
+    kv[:2, :, 0] = torch.tensor([[3.0, 5.0], [0.0, -1.0]])
+    share = 1 / (1 + np.exp(-2 * np.tanh(1.5)))
+    for backend in (ReferenceAttention(), TorchGroupedAttention()):
+        out = backend.run(torch.ones(1, 1, 1), (kv,), batch, num_kv_heads=1, scale=1.0, softcap=2.0)
+        assert float(out) == pytest.approx(5 * share - (1 - share), abs=1e-5)
 
 
 def test_mask_rules_by_hand() -> None:

@@ -16,6 +16,7 @@ from draftwise.attention.reference import ReferenceAttention
 from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kv.storage import quantized
 from draftwise.models.inputs import tree_layout
 from draftwise.types import AttentionBatch
 
@@ -133,6 +134,70 @@ def test_context_lengths(context: int) -> None:
     got = native().run(q, (kv,), batch, num_kv_heads=2, scale=0.125)
     want = ReferenceAttention().run(q, (kv,), batch, num_kv_heads=2, scale=0.125)
     assert float((got - want).norm() / want.norm()) < 1e-5
+
+
+KINDS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.bfloat16, torch.int8),
+]
+"""Rows, cache."""
+
+
+def cast(kv: Tensor, cache: torch.dtype) -> tuple[Tensor, ...]:
+    return quantized(kv) if cache is torch.int8 else (kv.to(cache),)
+
+
+@pytest.mark.parametrize(("dtype", "cache"), KINDS, ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (6, 2, 12), (4, 4, 80)], ids=str)
+def test_caches_of_other_types(
+    shape: tuple[int, int, int], softcap: float | None, dtype: torch.dtype, cache: torch.dtype
+) -> None:
+    heads, kv_heads, dim = shape
+    batch, slots = make_batch(MIXED)
+    rows = int(batch.query_start_np[-1])
+    q = random(rows, heads, dim, dtype=dtype)
+    kv = cast(random(slots, 2 * kv_heads, dim, seed=1), cache)
+    got = native().run(q, kv, batch, num_kv_heads=kv_heads, scale=0.3, softcap=softcap)
+    want = ReferenceAttention().run(q.float(), kv, batch, num_kv_heads=kv_heads, scale=0.3, softcap=softcap)
+    assert got.dtype is dtype
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-6)
+    else:
+        torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", [torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_same_bits_over_caches_of_other_types(dtype: torch.dtype, cache: torch.dtype) -> None:
+    """One by one, in chunks beside another request, and as nodes of a tree stored in two passes."""
+    length, heads, kv_heads, dim = 300, 4, 2, 64
+    q = random(length, heads, dim, dtype=dtype)
+    entries = random(length, 2 * kv_heads, dim, seed=1)
+
+    def run(parts: Sequence[Part], threads: int = 2) -> Tensor:
+        batch, slots = make_batch(parts, seed=len(parts))
+        kv = torch.zeros(slots, 2 * kv_heads, dim)
+        for r, part in enumerate(parts):
+            keys = part.context + part.start + part.rows
+            kv[slots_of(batch, r, keys)] = entries[:keys]
+        at = [p.context + p.start for p in parts]
+        rows = torch.cat([q[a : a + p.rows] for a, p in zip(at, parts, strict=True)])
+        return native(threads).run(rows, cast(kv, cache), batch, num_kv_heads=kv_heads, scale=0.3)
+
+    whole = run([Part(0, length)])
+    for rows in (1, 3, 8):
+        for start in (0, 100, 254, length - rows):
+            part = run([Part(start, rows), Part(7, 2)], threads=3)[:rows]
+            assert torch.equal(part, whole[start : start + rows]), (rows, start)
+    line = tuple(range(-1, 11))
+    for start in (0, 5):
+        part = run([Part(250, 13 - start, line, start=start)])
+        assert torch.equal(part, whole[250 + start : 263]), start
 
 
 def test_soft_cap() -> None:

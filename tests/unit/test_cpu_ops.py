@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from tests.native import forced_isa, native_or_skip
@@ -14,6 +15,8 @@ from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kv.storage import KVLayerSpec, KVStorage, dequantized
+from draftwise.types import AttentionBatch
 
 CPU = torch.device("cpu")
 WIDTHS = [1, 7, 16, 48, 256, 1030]
@@ -138,6 +141,68 @@ def test_qkv_rope_write(ops: NativeOps, dtype: torch.dtype, dim: int, norms: boo
         )
         assert torch.equal(mine[0], q[r])
         assert torch.equal(single[slots[r]], entries[slots[r]])
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("dim", [12, 64])
+def test_entries_are_rounded_to_the_caches_type(
+    ops: NativeOps, dtype: torch.dtype, cache: torch.dtype, dim: int
+) -> None:
+    """With rotations by nothing, keys and values are what was given: subnormal, huge and zero rows included."""
+    heads, rows = HeadShape(3, 2, dim), 40
+    qkv = random(rows, 7 * dim, dtype=dtype) * torch.logspace(-9, 6, rows)[:, None].to(dtype)
+    qkv[5] = 0.0
+    slots = torch.randperm(90, generator=torch.Generator().manual_seed(3))[:rows]
+    storage = KVStorage((KVLayerSpec.dense(2, dim),), 90, 1, cache, CPU)
+    other = KVStorage((KVLayerSpec.dense(2, dim),), 90, 1, cache, CPU)
+    plain = TorchOps(dtype, CPU)
+    for which, kv in ((ops, storage.layer(0)), (plain, other.layer(0))):
+        table = which.pack_rope(torch.zeros(dim // 2), 1.0, 2)
+        rotations = which.rope_rows(table, torch.zeros(rows, dtype=torch.int64))
+        which.qkv_rope_write(qkv.clone(), heads, rotations, kv, slots)
+    for got, want in zip(storage.layer(0), other.layer(0), strict=True):
+        if got.dtype is torch.int8:  # at a tie a factor that differs in the last bit decides otherwise
+            assert int((got.int() - want.int()).abs().max()) <= 1
+            assert float((got != want).float().mean()) < 1e-3
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    if cache is torch.float16:
+        entries = dequantized(storage.layer(0), torch.float32)[slots]
+        given = qkv[:, 3 * dim :].float().view(rows, 4, dim).clamp(-65504, 65504)
+        torch.testing.assert_close(entries, given, rtol=2**-11, atol=2**-25)
+    rotation = ops.rope_rows(ops.pack_rope(torch.zeros(dim // 2), 1.0, 2), torch.zeros(1, dtype=torch.int64))
+    for r in (0, 5, rows - 1):  # a row alone
+        single = KVStorage((KVLayerSpec.dense(2, dim),), 90, 1, cache, CPU)
+        ops.qkv_rope_write(qkv[r : r + 1].clone(), heads, rotation, single.layer(0), slots[r : r + 1])
+        for mine, all_rows in zip(single.layer(0), storage.layer(0), strict=True):
+            assert torch.equal(mine[slots[r]], all_rows[slots[r]])
+
+
+def test_every_float16_is_read_and_written_exactly(ops: NativeOps, dtype: torch.dtype) -> None:
+    """All finite ones through a cache: stored as they are, and read back as attention's only value."""
+    if dtype is torch.bfloat16:
+        pytest.skip("bfloat16 rows do not hold every float16")
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    halves = halves[halves.isfinite()]
+    halves = halves[: len(halves) // 64 * 64].view(-1, 1, 64)  # values of one head
+    rows = len(halves)
+    qkv = torch.cat((torch.zeros(rows, 2, 64), halves.float()), 1).view(rows, 192)
+    storage = KVStorage((KVLayerSpec.dense(1, 64),), rows, 1, torch.float16, CPU)
+    heads, slots = HeadShape(1, 1, 64), torch.arange(rows)
+    rotations = ops.rope_rows(ops.pack_rope(torch.zeros(32), 1.0, 2), torch.zeros(rows, dtype=torch.int64))
+    q = ops.qkv_rope_write(qkv, heads, rotations, storage.layer(0), slots)
+    stored = storage.layer(0)[0][:, 1:].contiguous()
+    assert torch.equal(stored.view(torch.int16), halves.contiguous().view(torch.int16))
+    batch = AttentionBatch(
+        query_start_np=np.arange(rows + 1, dtype=np.int32),
+        context_len_np=np.zeros(rows, np.int32),
+        is_tree_np=np.zeros(rows, np.bool_),
+        block_tables_np=np.arange(rows, dtype=np.int32)[:, None],
+        ancestors_np=None,
+        block_size=1,
+    )
+    out = ops.attention(q, storage.layer(0), batch, heads, 1.0)
+    assert torch.equal(out, halves.float().view(rows, 64))
 
 
 def test_linear_and_logits(ops: NativeOps, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.kv.storage import KVLayerSpec, KVStorage, dequantized, narrowed, quantized
 
 CPU = torch.device("cpu")
 LATENT = KVLayerSpec((("latent", (5,)), ("rope_key", (2,))))
@@ -73,3 +73,37 @@ def test_bytes_per_block_is_what_is_allocated() -> None:
         per_block = KVStorage.bytes_per_block(layout, 16, dtype)
         assert per_block == (32 + 7 + 7) * 16 * dtype.itemsize
         assert KVStorage(layout, 5, 16, dtype, CPU).nbytes == 5 * per_block
+
+
+def test_int8_entries_have_a_scale_per_token_and_head() -> None:
+    """Each number is off by half a step of its own token and head at most; zeros stay zeros."""
+    values = torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(1))
+    values *= torch.logspace(-6, 6, 7)[:, None, None]
+    values[3, 1] = 0.0
+    codes, scales = quantized(values)
+    assert codes.dtype is torch.int8 and codes.shape == (7, 4, 16)
+    assert scales.dtype is torch.float32 and scales.shape == (7, 4)
+    assert int(codes.abs().amax()) == 127 and not codes[3, 1].any() and scales[3, 1] == 0.0
+    back = dequantized((codes, scales), torch.float32)
+    assert bool(((back - values).abs() <= scales[..., None] * 0.5001).all())
+    for i in range(7):  # a token's codes depend on nothing else
+        assert torch.equal(quantized(values[i : i + 1])[0][0], codes[i])
+
+
+def test_an_int8_storage_keeps_scales_beside_its_codes() -> None:
+    dense = KVLayerSpec.dense(2, 8)
+    storage = KVStorage((dense, dense), 3, 4, torch.int8, CPU)
+    codes, scales = storage.layer(1)
+    assert codes.shape == (12, 4, 8) and codes.dtype is torch.int8
+    assert scales.shape == (12, 4) and scales.dtype is torch.float32
+    assert storage.nbytes == 3 * KVStorage.bytes_per_block((dense, dense), 4, torch.int8)
+    assert KVStorage.bytes_per_block((dense,), 4, torch.int8) == 4 * (4 * 8 + 4 * 4)
+    codes[5], scales[5] = 3, 0.5
+    storage.move(torch.tensor([5]), torch.tensor([7]))
+    assert bool((codes[7] == 3).all()) and bool((scales[7] == 0.5).all()), "a moved token keeps its scale"
+
+
+def test_float16_entries_do_not_overflow() -> None:
+    big = torch.tensor([1e6, -1e6, 65504.0, 1.0])
+    assert narrowed(big, torch.float16).tolist() == [65504.0, -65504.0, 65504.0, 1.0]
+    assert narrowed(big.bfloat16(), torch.float16).isfinite().all(), "bfloat16 has no 65504"

@@ -47,6 +47,7 @@ class AttentionBackend(ABC):
         num_kv_heads: int,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attend with every row of a pass.
@@ -54,11 +55,13 @@ class AttentionBackend(ABC):
         Args:
             q: [T, Hq, D], rotated queries; rows may be strided, the last dimension is dense. Query head h reads
                 key/value head ``h // (Hq // Hkv)``.
-            kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`: ``(kv [slots, 2 * Hkv, D],)``.
+            kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`: ``(kv [slots, 2 * Hkv, D],)``, of any float
+                dtype, or int8 codes of that shape and their scales [slots, 2 * Hkv] float32.
             batch: whose rows and keys these are. What depends only on it is prepared once per pass and kept in
                 ``batch.cache``, under keys of the backend's own.
             scale: factor on the scores, usually ``D ** -0.5``.
             window: sliding window in positions; None: full attention.
+            softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None: they stay.
             out: [T, Hq * D] buffer for the result, of q's dtype.
 
         Returns:

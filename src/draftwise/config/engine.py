@@ -87,6 +87,11 @@ class EngineConfig:
     block_size: int = option(16, to.integer(1, 1024), "tokens per block of the K/V cache")
     num_kv_blocks: int | None = option(None, to.integer(1), "blocks of the K/V cache")
     kv_cache_memory: int | None = option(None, to.size(), "bytes of the K/V cache, for example 2GiB")
+    kv_cache_dtype: str = option(
+        "auto",
+        to.choice("auto", "float32", "bfloat16", "float16", "int8", aliases=_DTYPE_ALIASES),
+        "the K/V cache in float32, bfloat16, float16 or int8 (auto: as the model computes)",
+    )
     gpu_memory_utilization: float = option(0.9, to.number(0, 1, open_low=True), "share of GPU memory to use")
     enable_prefix_caching: bool = option(True, to.boolean, "share K/V of equal prompt beginnings")
     enable_chunked_prefill: bool = option(True, to.boolean, "compute long prompts in chunks")

@@ -91,7 +91,8 @@ def build_engine(
         else:
             max_model_len = capacity
     scratch = max((p.target_scratch_blocks() for p in proposers.values()), default=0)
-    storage = KVStorage(model.kv_layout(), num_blocks + scratch, config.block_size, model.dtype, device)
+    cache_dtype = _cache_dtype(config, model)
+    storage = KVStorage(model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device)
     for proposer in proposers.values():
         proposer.allocate(num_blocks)
         proposer.use_target_storage(storage)
@@ -197,6 +198,14 @@ def _load_proposers(
     return proposers
 
 
+def _cache_dtype(config: EngineConfig, model: DecoderModel) -> torch.dtype:
+    """Of the target's K/V cache; those of drafters, which are small, stay as their models compute."""
+    if config.kv_cache_dtype == "auto":
+        return model.dtype
+    dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
+    return dtype
+
+
 def _num_blocks(
     config: EngineConfig,
     model: DecoderModel,
@@ -206,7 +215,7 @@ def _num_blocks(
 ) -> tuple[int, int]:
     """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
     ConfigError if none fits."""
-    block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, model.dtype)
+    block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, _cache_dtype(config, model))
     block_bytes += sum(p.memory_per_block() for p in proposers)
     fixed = sum(p.memory_fixed() for p in proposers)
     if config.num_kv_blocks is not None:

@@ -161,7 +161,8 @@ class Ops(ABC):
         Args:
             qkv: [T, (Hq + 2 * Hkv) * D]; used as scratch.
             rope_rows: [T, 2, ...] from `rope_rows`.
-            kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`, ``(kv [slots, 2 * Hkv, D],)``.
+            kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`, ``(kv [slots, 2 * Hkv, D],)``, or, of an
+                int8 cache, codes of that shape and scales [slots, 2 * Hkv] float32. What is written is rounded to it.
             slots: [T] int64, where each row's K/V goes; distinct.
             q_norm, k_norm: over D, before the rotation.
 
@@ -178,9 +179,10 @@ class Ops(ABC):
         heads: HeadShape,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks as in `attention.base`."""
+        """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window and soft cap as in `attention.base`."""
 
     # --------------------------------------------------------------------------------------------- logits
 

@@ -16,6 +16,7 @@ from draftwise.attention.base import AttentionBackend
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.kernels import onednn
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kv.storage import narrowed, quantized
 from draftwise.types import AttentionBatch
 
 _TIED_PACKED = 1 << 22  # elements up to which a tied output layer is packed beside the embedding table
@@ -158,7 +159,6 @@ class TorchOps(Ops):
         k_norm: Norm | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        (entries,) = kv
         num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
         packed = qkv.view(-1, num_q + 2 * num_kv, dim)
         if q_norm is not None:
@@ -171,7 +171,12 @@ class TorchOps(Ops):
         swapped = rotated.roll(dim // 2, -1)
         rotated.mul_(rope_rows.narrow(1, 0, 1)).addcmul_(swapped, rope_rows.narrow(1, 1, 1))
         # k and v lie side by side in the packed row as they do in the cache: one copy writes both
-        entries.index_copy_(0, slots, packed.narrow(1, num_q, 2 * num_kv))
+        entries = packed.narrow(1, num_q, 2 * num_kv)
+        if len(kv) == 2:
+            for part, values in zip(kv, quantized(entries), strict=True):
+                part.index_copy_(0, slots, values)
+        else:
+            kv[0].index_copy_(0, slots, narrowed(entries, kv[0].dtype))
         queries = packed.narrow(1, 0, num_q)
         return queries if out is None else out.copy_(queries)
 
@@ -183,10 +188,12 @@ class TorchOps(Ops):
         heads: HeadShape,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        kv_heads = heads.num_kv_heads
         return self._attention.run(
-            q, kv, batch, num_kv_heads=heads.num_kv_heads, scale=scale, window=window, out=out
+            q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
         )
 
     def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:

@@ -31,8 +31,37 @@ class KVLayerSpec:
         return sum(prod(shape) for _, shape in self.tensors)
 
 
+def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Round float entries [n, ..., D] to int8: codes [n, ..., D], scales [n, ...] float32, one per token and head.
+
+    A scale is the largest magnitude / 127 of its own D numbers, so that a token's codes depend on nothing else.
+    """
+    wide = values.float()
+    top = wide.abs().amax(-1)
+    inverse = torch.where(top > 0, 127.0 / top, 0.0)
+    return (wide * inverse.unsqueeze(-1)).round().to(torch.int8), top / 127.0
+
+
+def dequantized(taken: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Entries [n, ...] as numbers of ``dtype``: of ``(entries,)``, or of ``(codes, scales)`` of an int8 storage."""
+    if len(taken) == 1:
+        return taken[0].to(dtype)
+    codes, scales = taken
+    return (codes * scales.unsqueeze(-1)).to(dtype)  # float32 by promotion
+
+
+def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to a cache's float dtype; numbers beyond float16's largest become that, not infinity."""
+    if dtype is torch.float16 and values.dtype is not torch.float16:
+        values = values.float().clamp(-65504.0, 65504.0)
+    return values.to(dtype)
+
+
 class KVStorage:
     """The K/V tensors of one model. Contents start as zeros, so that an unwritten slot is finite.
+
+    ``dtype`` need not be the model's. int8: each tensor of an entry, [slots, ..., D], holds codes, and is followed by
+    their scales, [slots, ...] float32 (see `quantized`).
 
     Consecutive layers of equal layout share one allocation [layers, slots, ...]: `move` then costs two operations
     for all of them, whatever their number.
@@ -60,16 +89,19 @@ class KVStorage:
             end = start + 1
             while end < len(self.layout) and self.layout[end] == self.layout[start]:
                 end += 1
-            pools = [
-                torch.zeros((end - start, slots, *shape), dtype=dtype, device=device)
-                for _, shape in self.layout[start].tensors
-            ]
+            pools = []
+            for _, shape in self.layout[start].tensors:
+                pools.append(torch.zeros((end - start, slots, *shape), dtype=dtype, device=device))
+                if dtype is torch.int8:
+                    scales = (end - start, slots, *shape[:-1])
+                    pools.append(torch.zeros(scales, dtype=torch.float32, device=device))
             self._pools += pools
             self._layers += [tuple(pool[i] for pool in pools) for i in range(end - start)]
             start = end
 
     def layer(self, i: int) -> tuple[Tensor, ...]:
-        """The tensors of layer i in the order of its `KVLayerSpec`, each [num_blocks * block_size, ...]."""
+        """The tensors of layer i in the order of its `KVLayerSpec`, each [num_blocks * block_size, ...], with scales
+        behind each if the dtype is int8."""
         return self._layers[i]
 
     def move(self, src: Tensor, dst: Tensor) -> None:
@@ -94,4 +126,8 @@ class KVStorage:
     @staticmethod
     def bytes_per_block(layout: Sequence[KVLayerSpec], block_size: int, dtype: torch.dtype) -> int:
         """Bytes that one block of tokens takes in all layers."""
-        return sum(spec.elements_per_token for spec in layout) * block_size * dtype.itemsize
+        size = sum(spec.elements_per_token for spec in layout) * dtype.itemsize
+        if dtype is torch.int8:
+            scales = sum(prod(shape[:-1]) for spec in layout for _, shape in spec.tensors)
+            size += scales * torch.float32.itemsize
+        return size * block_size

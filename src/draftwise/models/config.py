@@ -37,6 +37,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # per-head RMSNorm on queries and keys before the rotation
+    attn_softcap: float | None = None  # attention scores become cap * tanh(score / cap)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None  # of the checkpoint, as its config says
@@ -88,6 +89,8 @@ def dense_config(
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelLoadError(f"activation {activation!r} is not supported (only silu)")
+    if raw.get("final_logit_softcapping") is not None:
+        raise ModelLoadError("final_logit_softcapping (a soft cap on the logits) is not supported")
     positions = require_int(raw, "max_position_embeddings", 2048)
     rope, length = parse_rope(raw, dim, positions, max_model_len)
     vocab_size = require_int(raw, "vocab_size")
@@ -110,6 +113,7 @@ def dense_config(
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        attn_softcap=_softcap(raw),
         eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), "bos_token_id")), None),
         dtype=dtype if isinstance(dtype, str) else None,
@@ -147,6 +151,17 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
         raise ModelLoadError(f"{name!r} must be a token id or a list of token ids, not {value!r}")
     return tuple(values)
+
+
+def _softcap(raw: RawConfig) -> float | None:
+    value = raw.get("attn_logit_softcapping")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ModelLoadError(
+            f"config.json: 'attn_logit_softcapping' must be a positive number, not {value!r}"
+        )
+    return float(value)
 
 
 def _norm_eps(raw: RawConfig) -> float:

@@ -143,6 +143,7 @@ class LayerPass:
     rope: Tensor  # rotations of the rows
     slots: Tensor  # [T] int64
     attention: AttentionBatch
+    softcap: float | None = None  # of attention scores
 
     def run(self, layer: DenseLayer, entries: tuple[Tensor, ...], hidden: Tensor, residual: Tensor) -> Tensor:
         """Attention and MLP of one layer.
@@ -158,7 +159,9 @@ class LayerPass:
         ops = self.ops
         qkv = ops.linear(hidden, layer.qkv)
         q = ops.qkv_rope_write(qkv, self.heads, self.rope, entries, self.slots, layer.q_norm, layer.k_norm)
-        attended = ops.attention(q, entries, self.attention, self.heads, self.scale, layer.window)
+        attended = ops.attention(
+            q, entries, self.attention, self.heads, self.scale, layer.window, self.softcap
+        )
         hidden = ops.add_rms_norm(ops.linear(attended, layer.o), residual, layer.post_norm)
         return ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
 
@@ -224,7 +227,8 @@ class DenseDecoder(DecoderModel):
         ops = self._ops
         captured: dict[int, Tensor] = {}
         rope = ops.rope_rows(self._rope, batch.positions)
-        layers = LayerPass(ops, self._heads, self._scale, rope, batch.slots, batch.attention)
+        softcap = self.config.attn_softcap
+        layers = LayerPass(ops, self._heads, self._scale, rope, batch.slots, batch.attention, softcap)
         residual = ops.embedding(batch.token_ids, self._embedding)
         if 0 in capture:
             captured[0] = ops.copy(residual)

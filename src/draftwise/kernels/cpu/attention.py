@@ -25,6 +25,9 @@ _PTR, _INT, _I32, _I64, _F32 = (
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """What rows may be made of; the values of ``dw::DType`` in ``csrc/linear.h``."""
 
+KV_DTYPES = {**DTYPES, torch.float16: 2, torch.int8: 3}
+"""What the K/V cache may be made of."""
+
 
 class BatchView(ctypes.Structure):
     """``dw::BatchView`` of ``csrc/attention.h``."""
@@ -49,12 +52,14 @@ class AttentionCall(ctypes.Structure):
     _fields_ = (
         ("q", _PTR),
         ("kv", _PTR),
+        ("kv_scales", _PTR),
         ("out", _PTR),
         ("ldq", _I64),
         ("num_heads", _I32),
         ("num_kv_heads", _I32),
         ("head_dim", _I32),
         ("window", _I32),
+        ("kv_dtype", _I32),
         ("scale", _F32),
         ("softcap", _F32),
     )
@@ -64,6 +69,14 @@ def address(array: np.ndarray[Any, Any]) -> int:
     """Of the first element; several times faster than ``array.ctypes.data``."""
     pointer: int = array.__array_interface__["data"][0]
     return pointer
+
+
+def kv_parts(kv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """A layer's entries, and their scales if they are codes."""
+    entries, scales = kv if len(kv) == 2 else (kv[0], None)
+    assert (entries.dtype is torch.int8) == (scales is not None)
+    assert scales is None or (scales.dtype is torch.float32 and scales.is_contiguous())
+    return entries, scales
 
 
 def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
@@ -92,7 +105,10 @@ def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
 
 
 class NativeAttention(AttentionBackend):
-    """float32 and bfloat16; the same bits for a row in any batch, chunk, tree and number of threads."""
+    """float32 and bfloat16 rows over a cache of any type.
+
+    The same bits for a row in any batch, chunk and tree, and for any number of threads.
+    """
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
@@ -112,10 +128,9 @@ class NativeAttention(AttentionBackend):
         softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As `AttentionBackend.run`; ``softcap``: scores become ``cap * tanh(score / cap)``."""
-        (entries,) = kv
+        entries, scales = kv_parts(kv)
         rows, heads, dim = q.shape
-        assert q.dtype in DTYPES and entries.dtype is q.dtype and entries.is_contiguous()
+        assert q.dtype in DTYPES and entries.is_contiguous()
         assert rows == 0 or (q.stride(2) == 1 and (heads == 1 or q.stride(1) == dim))
         assert heads % num_kv_heads == 0
         if out is None:
@@ -126,12 +141,14 @@ class NativeAttention(AttentionBackend):
         call = AttentionCall(
             q.data_ptr(),
             entries.data_ptr(),
+            None if scales is None else scales.data_ptr(),
             out.data_ptr(),
             q.stride(0),
             heads,
             num_kv_heads,
             dim,
             window or 0,
+            KV_DTYPES[entries.dtype],
             scale,
             softcap or 0.0,
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
-from draftwise.kernels.cpu.attention import DTYPES, NativeAttention
+from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, kv_parts
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -50,6 +50,7 @@ class RopeCall(ctypes.Structure):
         ("rotation", _PTR),
         ("slots", _PTR),
         ("kv", _PTR),
+        ("kv_scales", _PTR),
         ("q_norm", _PTR),
         ("k_norm", _PTR),
         ("eps", _F32),
@@ -57,6 +58,7 @@ class RopeCall(ctypes.Structure):
         ("num_heads", _INT),
         ("num_kv_heads", _INT),
         ("head_dim", _INT),
+        ("kv_dtype", _INT),
     )
 
 
@@ -232,15 +234,15 @@ class NativeOps(Ops):
         k_norm: Norm | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        (entries,) = kv
+        entries, scales = kv_parts(kv)
         q_weight, q_eps = _norm_parts(q_norm)
         k_weight, k_eps = _norm_parts(k_norm)
         eps = q_eps if q_norm is not None else k_eps
         assert q_norm is None or k_norm is None or q_eps == k_eps, "one epsilon for both norms"
         if isinstance(qkv, Symbol):
-            return qkv.program.qkv_rope_write(qkv, heads, rope_rows, entries, slots, q_weight, k_weight, eps)
+            return qkv.program.qkv_rope_write(qkv, heads, rope_rows, kv, slots, q_weight, k_weight, eps)
         num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        assert qkv.dtype is entries.dtype is self._dtype and qkv.is_contiguous() and entries.is_contiguous()
+        assert qkv.dtype is self._dtype and qkv.is_contiguous() and entries.is_contiguous()
         assert dim % 2 == 0 and dim <= 1024
         slots = slots.contiguous()
         call = RopeCall(
@@ -248,6 +250,7 @@ class NativeOps(Ops):
             rope_rows.data_ptr(),
             slots.data_ptr(),
             entries.data_ptr(),
+            None if scales is None else scales.data_ptr(),
             None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
             eps,
@@ -255,6 +258,7 @@ class NativeOps(Ops):
             num_q,
             num_kv,
             dim,
+            KV_DTYPES[entries.dtype],
         )
         self._rope_write(self.pool.pointer, self._code, call)
         queries = qkv.view(-1, num_q + 2 * num_kv, dim).narrow(1, 0, num_q)
@@ -268,12 +272,14 @@ class NativeOps(Ops):
         heads: HeadShape,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         if isinstance(q, Symbol):
-            return q.program.attention(q, kv[0], heads, scale, window)
+            return q.program.attention(q, kv, heads, scale, window, softcap)
+        kv_heads = heads.num_kv_heads
         return self._attention.run(
-            q, kv, batch, num_kv_heads=heads.num_kv_heads, scale=scale, window=window, out=out
+            q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
         )
 
     # --------------------------------------------------------------------------------------------- logits

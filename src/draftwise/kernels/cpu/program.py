@@ -39,13 +39,15 @@ class Operation(ctypes.Structure):
         ("head_dim", _I32),
         ("window", _I32),
         ("scale", _F32),
+        ("softcap", _F32),
         ("eps", _F32),
-        ("reserved", _I32),
+        ("kv_dtype", _I32),
         ("width", _I64),
         ("out_width", _I64),
         ("weight", _PTR),
         ("weight2", _PTR),
         ("kv", _PTR),
+        ("kv_scales", _PTR),
     )
 
 

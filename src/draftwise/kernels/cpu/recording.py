@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
-from draftwise.kernels.cpu.attention import DTYPES
+from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, kv_parts
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import Epilogue, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -288,7 +288,7 @@ class Recording:
         qkv: object,
         heads: HeadShape,
         rotation: object,
-        entries: Tensor,
+        kv: tuple[Tensor, ...],
         slots: object,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
@@ -298,6 +298,7 @@ class Recording:
         if slots is not self.slots:
             raise RecordingError("rows are written to the slots of the batch and to no others")
         packed = _buffer_of(qkv)
+        entries, scales = kv_parts(kv)
         assert packed.width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         self._append(
             _ROPE_WRITE,
@@ -310,13 +311,22 @@ class Recording:
             weight=self._pointer(q_norm),
             weight2=self._pointer(k_norm),
             kv=self._pointer(entries),
+            kv_scales=self._pointer(scales),
+            kv_dtype=KV_DTYPES[entries.dtype],
         )
         return _tensor(Symbol(self, packed))
 
     def attention(
-        self, q: object, entries: Tensor, heads: HeadShape, scale: float, window: int | None
+        self,
+        q: object,
+        kv: tuple[Tensor, ...],
+        heads: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         packed = _buffer_of(q)
+        entries, scales = kv_parts(kv)
         out = self._new(heads.num_heads * heads.head_dim, self._dtype)
         self._append(
             _ATTENTION,
@@ -327,8 +337,11 @@ class Recording:
             head_dim=heads.head_dim,
             window=window or 0,
             scale=scale,
+            softcap=softcap or 0.0,
             width=packed.width,
             kv=self._pointer(entries),
+            kv_scales=self._pointer(scales),
+            kv_dtype=KV_DTYPES[entries.dtype],
         )
         return _tensor(out)
 

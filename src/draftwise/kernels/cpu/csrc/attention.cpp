@@ -9,16 +9,16 @@ constexpr int TILE_VECTORS = 16;       // query vectors (rows x heads of a group
 constexpr int64_t SERIAL = 1 << 16;    // products of a pass below which one thread does it alone
 constexpr int64_t MAX_PARTIALS = 1 << 22;  // floats
 
-const AttentionKernels& kernels(DType dtype) {
+const AttentionKernels& kernels(DType dtype, int kv_dtype) {
   int i = dtype == BF16 ? 1 : 0;
   switch (isa_current()) {
 #if DW_HAVE_AVX512
-    case ISA_AVX512: return attention_kernels_avx512[i];
+    case ISA_AVX512: return attention_kernels_avx512[i][kv_dtype];
 #endif
 #if DW_HAVE_AVX2
-    case ISA_AVX2: return attention_kernels_avx2[i];
+    case ISA_AVX2: return attention_kernels_avx2[i][kv_dtype];
 #endif
-    default: return attention_kernels_portable[i];
+    default: return attention_kernels_portable[i][kv_dtype];
   }
 }
 
@@ -102,7 +102,7 @@ AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchV
   int group = call->num_heads / call->num_kv_heads;
   int tile_rows = TILE_VECTORS / group;
   if (tile_rows < 1) tile_rows = 1;
-  AttentionRun run{call, batch, &kernels(dtype), nullptr, tile_rows, 1, 0, nullptr, {0, 0}, false};
+  AttentionRun run{call, batch, &kernels(dtype, call->kv_dtype), nullptr, tile_rows, 1, 0, nullptr, {0, 0}, false};
 
   static thread_local Buffer tile_buffer, partial_buffer;
   int64_t num_tiles = 0, work = 0;

@@ -42,11 +42,13 @@ struct BatchView {
 
 struct AttentionCall {
   const void* q;  // [rows, Hq, D], row stride ldq elements
-  const void* kv;  // [slots, 2 Hkv, D]
+  const void* kv;  // [slots, 2 Hkv, D] of kv_dtype
+  const float* kv_scales;  // [slots, 2 Hkv] of an I8 cache: an entry is code * scale
   void* out;      // [rows, Hq * D]
   int64_t ldq;
   int32_t num_heads, num_kv_heads, head_dim;
   int32_t window;  // positions; 0: full attention
+  int32_t kv_dtype;
   float scale;
   float softcap;  // scores become cap * tanh(score / cap); 0: none
 };
@@ -73,12 +75,15 @@ struct AttentionKernels {
   void (*merge)(const AttentionItem*);  // partials of partitions [begin, end) -> out
 };
 
-extern const AttentionKernels attention_kernels_portable[2];  // float32, bfloat16
+constexpr int KV_DTYPES = 4;  // every DType
+
+// By the dtype of rows (float32, bfloat16), then by that of the cache.
+extern const AttentionKernels attention_kernels_portable[2][KV_DTYPES];
 #if DW_HAVE_AVX2
-extern const AttentionKernels attention_kernels_avx2[2];
+extern const AttentionKernels attention_kernels_avx2[2][KV_DTYPES];
 #endif
 #if DW_HAVE_AVX512
-extern const AttentionKernels attention_kernels_avx512[2];
+extern const AttentionKernels attention_kernels_avx512[2][KV_DTYPES];
 #endif
 
 int64_t attention_scratch_floats(const AttentionCall*, int tile_rows);

@@ -10,9 +10,23 @@ namespace {
 constexpr float MINUS_INF = -__builtin_inff();
 constexpr int GROUP = 4 * LANES;  // keys transposed at a time
 
+template <class A, class B>
+struct Same {
+  static constexpr bool value = false;
+};
+template <class A>
+struct Same<A, A> {
+  static constexpr bool value = true;
+};
+// bfloat16 rows over a bfloat16 cache: vectors hold pairs of dimensions, and there may be an instruction for them.
+template <class T, class S>
+constexpr bool BOTH_BF16 = Same<T, bf16>::value && Same<S, bf16>::value;
+template <class S>
+constexpr bool SCALED = Same<S, int8_t>::value;
+
 // Where everything of one item lies in its scratch. m counts the tile's query vectors: m = row * group + head of the
-// group. Sizes must agree with attention_scratch_floats.
-template <class T>
+// group. Sizes must agree with attention_scratch_floats. T: rows, S: cache.
+template <class T, class S>
 struct Work {
   const AttentionItem& item;
   const AttentionCall& call;
@@ -24,9 +38,11 @@ struct Work {
   int own_keys;            // keys behind the committed ones
   int first_key;           // nobody sees a key before it
   bool tree;
-  const T* keys;     // of this head, slot 0
-  const T* values;
-  int64_t stride;    // elements from slot to slot
+  const S* keys;     // of this head, slot 0
+  const S* values;
+  const float *key_scales, *value_scales;  // of this head, slot 0; of an int8 cache
+  int64_t stride;        // elements from slot to slot
+  int64_t scale_stride;  // scales from slot to slot
   float *q, *kt, *scores, *own, *acc, *out, *top, *sum;
   int32_t* slots;      // [PARTITION] of committed (and causal own) keys of the partition at hand
   int32_t* own_slots;  // [MAX_TREE_ROWS]
@@ -43,8 +59,11 @@ struct Work {
     first_key = batch.first_key != nullptr ? batch.first_key[r] : 0;
     tree = batch.is_tree[r] != 0;
     stride = (int64_t)2 * call.num_kv_heads * dim;
-    keys = (const T*)call.kv + (int64_t)it.head * dim;
+    keys = (const S*)call.kv + (int64_t)it.head * dim;
     values = keys + (int64_t)call.num_kv_heads * dim;
+    scale_stride = (int64_t)2 * call.num_kv_heads;
+    key_scales = SCALED<S> ? call.kv_scales + it.head : nullptr;
+    value_scales = SCALED<S> ? key_scales + call.num_kv_heads : nullptr;
     float* at = it.scratch;
     auto take = [&](int64_t n) {
       float* p = at;
@@ -89,7 +108,7 @@ struct Work {
 
 // A score is one chain of products over the head's dimensions: fused float32 products, or, where there is an
 // instruction for it, pairs of bfloat16 products. `steps` vectors of a tile hold one dimension (or pair) of 16 keys each.
-template <class T>
+template <bool P>
 struct Dot {
   static int steps(int dim) { return dim; }
   static DW_INLINE vf add(vf sum, float x, vf keys) { return fma(splat(x), keys, sum); }
@@ -97,19 +116,22 @@ struct Dot {
 
 #if defined(__AVX512BF16__)
 template <>
-struct Dot<bf16> {
+struct Dot<true> {
   static int steps(int dim) { return (dim + 1) / 2; }
   static DW_INLINE vf add(vf sum, float x, vf keys) {
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(x), (__m512bh)keys);
   }
 };
-constexpr bool PAIRS = true;
+template <class T, class S>
+constexpr bool PAIRS = BOTH_BF16<T, S>;
 #else
+template <class T, class S>
 constexpr bool PAIRS = false;
 #endif
 
 // Columns of up to 16 keys: kt[step][lane] of key lane. A lane without a key repeats the last one.
-DW_INLINE void pack_tile(const float* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
+template <bool P, class S>
+DW_INLINE void pack_tile(const S* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
   for (int d = 0; d < dim; d += LANES) {
     int n = dim - d < LANES ? dim - d : LANES;
     vf rows[LANES];
@@ -119,6 +141,7 @@ DW_INLINE void pack_tile(const float* keys, int64_t stride, const int32_t* slots
   }
 }
 
+template <bool P>
 DW_INLINE void pack_tile(const bf16* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
   for (int d = 0; d < dim; d += 2 * LANES) {
     int n = dim - d < 2 * LANES ? dim - d : 2 * LANES;
@@ -135,7 +158,7 @@ DW_INLINE void pack_tile(const bf16* keys, int64_t stride, const int32_t* slots,
     }
     transpose(rows);
     for (int i = 0; i < (n + 1) / 2; i++) {
-      if (PAIRS) {
+      if (P) {
         store(kt + (d / 2 + i) * LANES, rows[i]);
       } else {
         store(kt + (d + 2 * i) * LANES, even((vu)rows[i]));
@@ -146,18 +169,18 @@ DW_INLINE void pack_tile(const bf16* keys, int64_t stride, const int32_t* slots,
 }
 
 // A query as `Dot` wants it: one float, or one pair of bfloat16, per step.
-DW_INLINE void pack_query(const float* q, int dim, float* out) { memcpy(out, q, sizeof(float) * (size_t)dim); }
-DW_INLINE void pack_query(const bf16* q, int dim, float* out) {
-  if (PAIRS) {
+template <bool P, class T>
+DW_INLINE void pack_query(const T* q, int dim, float* out) {
+  if (P) {
     out[(dim - 1) / 2] = 0.0f;
-    memcpy(out, q, sizeof(bf16) * (size_t)dim);
+    memcpy(out, q, sizeof(T) * (size_t)dim);
   } else {
     for (int d = 0; d < dim; d += LANES) store(out + d, load_n(q + d, dim - d < LANES ? dim - d : LANES));
   }
 }
 
 // scores[r][16 t + lane]: R queries with the keys of N tiles.
-template <class T, int R, int N>
+template <bool P, int R, int N>
 DW_INLINE void score_block(const float* q, int q_stride, const float* kt, int kt_stride, int steps, float* scores,
                            int score_stride) {
   vf sums[R][N];
@@ -167,22 +190,22 @@ DW_INLINE void score_block(const float* q, int q_stride, const float* kt, int kt
     vf k[N];
     for (int t = 0; t < N; t++) k[t] = load(kt + t * kt_stride + d * LANES);
     for (int r = 0; r < R; r++)
-      for (int t = 0; t < N; t++) sums[r][t] = Dot<T>::add(sums[r][t], q[r * q_stride + d], k[t]);
+      for (int t = 0; t < N; t++) sums[r][t] = Dot<P>::add(sums[r][t], q[r * q_stride + d], k[t]);
   }
   for (int r = 0; r < R; r++)
     for (int t = 0; t < N; t++) store(scores + r * score_stride + t * LANES, sums[r][t]);
 }
 
-template <class T, int N>
+template <bool P, int N>
 void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_stride, int steps, float* scores,
                 int score_stride) {
   int m = 0;
   for (; m + 4 <= M; m += 4)
-    score_block<T, 4, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
+    score_block<P, 4, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
   for (; m + 2 <= M; m += 2)
-    score_block<T, 2, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
+    score_block<P, 2, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
   for (; m < M; m++)
-    score_block<T, 1, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
+    score_block<P, 1, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
 }
 
 DW_INLINE void prefetch_rows(const void* base, int64_t stride, const int32_t* slots, int count, int bytes) {
@@ -191,9 +214,10 @@ DW_INLINE void prefetch_rows(const void* base, int64_t stride, const int32_t* sl
 }
 
 // Scores of all query vectors with `count` keys, to scores[m][0 .. count rounded up to 16).
-template <class T>
-void score_keys(Work<T>& w, const int32_t* slots, int count, float* scores, int score_stride) {
-  const int kt_stride = w.padded * LANES, steps = Dot<T>::steps(w.dim);
+template <class T, class S>
+void score_keys(Work<T, S>& w, const int32_t* slots, int count, float* scores, int score_stride) {
+  constexpr bool P = PAIRS<T, S>;
+  const int kt_stride = w.padded * LANES, steps = Dot<P>::steps(w.dim);
   for (int start = 0; start < count; start += GROUP) {
     int n = count - start < GROUP ? count - start : GROUP;
     int tiles = (n + LANES - 1) / LANES;
@@ -201,19 +225,33 @@ void score_keys(Work<T>& w, const int32_t* slots, int count, float* scores, int 
       int left = n - t * LANES;
       // Slots lie too far apart for the processor to guess: keys of the next but one tile, and the values of this one,
       // which are read next.
-      const int at = start + t * LANES, ahead = at + 2 * LANES, bytes = w.dim * (int)sizeof(T);
-      const int64_t row_bytes = w.stride * (int64_t)sizeof(T);
+      const int at = start + t * LANES, ahead = at + 2 * LANES, bytes = w.dim * (int)sizeof(S);
+      const int64_t row_bytes = w.stride * (int64_t)sizeof(S);
       if (ahead < count)
         prefetch_rows(w.keys, row_bytes, slots + ahead, count - ahead < LANES ? count - ahead : LANES, bytes);
       prefetch_rows(w.values, row_bytes, slots + at, left < LANES ? left : LANES, bytes);
-      pack_tile(w.keys, w.stride, slots + start + t * LANES, left < LANES ? left : LANES, w.dim, w.kt + t * kt_stride);
+      pack_tile<P>(w.keys, w.stride, slots + at, left < LANES ? left : LANES, w.dim, w.kt + t * kt_stride);
     }
     float* to = scores + start;
     switch (tiles) {
-      case 4: score_rows<T, 4>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
-      case 3: score_rows<T, 3>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
-      case 2: score_rows<T, 2>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
-      default: score_rows<T, 1>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride);
+      case 4: score_rows<P, 4>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      case 3: score_rows<P, 3>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      case 2: score_rows<P, 2>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      default: score_rows<P, 1>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride);
+    }
+    if (SCALED<S>) {
+      for (int t = 0; t < tiles; t++) {
+        float key_scales[LANES];
+        for (int i = 0; i < LANES; i++) {
+          int at = start + t * LANES + i;
+          key_scales[i] = w.key_scales[slots[at < count ? at : count - 1] * w.scale_stride];
+        }
+        vf factor = load(key_scales);
+        for (int m = 0; m < w.M; m++) {
+          float* tile = to + m * score_stride + t * LANES;
+          store(tile, load(tile) * factor);
+        }
+      }
     }
   }
 }
@@ -243,71 +281,76 @@ DW_INLINE void soften(float* scores, int lo, int hi, float scale, float softcap,
   *sum = sum_lanes(total);
 }
 
-// The values of one key, as vectors: four of 16 dimensions, or n <= 16 dimensions in one. Of bfloat16, four vectors
-// hold the even and the odd ones of two times 32 dimensions: `store_values` puts them back in order.
-template <int N>
-DW_INLINE void load_values(const float* value, int n, vf* v) {
+// The values of one key, as vectors: four of 16 dimensions, or n <= 16 dimensions in one. With `Mixed` (bfloat16 to
+// bfloat16), four vectors hold the even and the odd ones of two times 32 dimensions: `store_values` puts them back in order.
+template <bool Mixed, int N, class S>
+DW_INLINE void load_values(const S* value, int n, vf* v) {
   if (N == 1) {
     v[0] = load_n(value, n);
     return;
   }
   for (int c = 0; c < N; c++) v[c] = load(value + c * LANES);
 }
-template <int N>
+template <bool Mixed, int N>
 DW_INLINE void load_values(const bf16* value, int n, vf* v) {
   if (N == 1) {
     v[0] = load_n(value, n);
     return;
   }
   for (int c = 0; c + 1 < N; c += 2) {
-    vu pairs = load_pairs(value + c * LANES);
-    v[c] = even(pairs);
-    v[c + 1] = odd(pairs);
+    if (Mixed) {
+      vu pairs = load_pairs(value + c * LANES);
+      v[c] = even(pairs);
+      v[c + 1] = odd(pairs);
+    } else {
+      v[c] = load(value + c * LANES);
+      v[c + 1] = load(value + (c + 1) * LANES);
+    }
   }
 }
-DW_INLINE void store_values(float* out, vf a, vf b) {
-  store(out, a);
-  store(out + LANES, b);
-}
-DW_INLINE void store_values(bf16* out, vf a, vf b) {
-  vu pairs = __builtin_convertvector(to_bf16(a), vu) | __builtin_convertvector(to_bf16(b), vu) << 16;
-  memcpy(out, &pairs, sizeof pairs);
+template <bool Mixed, class T>
+DW_INLINE void store_values(T* out, vf a, vf b) {
+  if (Mixed) {
+    vu pairs = __builtin_convertvector(to_bf16(a), vu) | __builtin_convertvector(to_bf16(b), vu) << 16;
+    memcpy(out, &pairs, sizeof pairs);
+  } else {
+    store(out, a);
+    store(out + LANES, b);
+  }
 }
 
 // acc[r][d ..] += sum over keys j in [lo, hi) of p[r][j] * value[slots[j]][d ..], one chain in order of j.
-template <class T, int R, int N>
-DW_INLINE void add_values(const float* p, const T* values, int64_t stride, const int32_t* slots, int lo, int hi, int d,
-                          int n, float* acc, int acc_stride) {
+template <class T, class S, int R, int N>
+DW_INLINE void add_values(const Work<T, S>& w, const float* p, const int32_t* slots, int lo, int hi, int d, int n,
+                          float* acc) {
   vf sums[R][N];
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < N; c++) sums[r][c] = load(acc + r * acc_stride + d + c * LANES);
+    for (int c = 0; c < N; c++) sums[r][c] = load(acc + r * w.padded + d + c * LANES);
   for (int j = lo; j < hi; j++) {
-    const T* value = values + slots[j] * stride + d;
     vf v[N];
-    load_values<N>(value, n, v);
+    load_values<BOTH_BF16<T, S>, N>(w.values + slots[j] * w.stride + d, n, v);
+    const float scale = SCALED<S> ? w.value_scales[slots[j] * w.scale_stride] : 1.0f;
     for (int r = 0; r < R; r++) {
-      vf weight = splat(p[r * PARTITION + j]);
+      float share = p[r * PARTITION + j];
+      vf weight = splat(SCALED<S> ? share * scale : share);
       for (int c = 0; c < N; c++) sums[r][c] = fma(weight, v[c], sums[r][c]);
     }
   }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < N; c++) store(acc + r * acc_stride + d + c * LANES, sums[r][c]);
+    for (int c = 0; c < N; c++) store(acc + r * w.padded + d + c * LANES, sums[r][c]);
 }
 
-template <class T, int R>
-void add_values_rows(const float* p, const T* values, int64_t stride, const int32_t* slots, int lo, int hi, int dim,
-                     float* acc, int acc_stride) {
+template <class T, class S, int R>
+void add_values_rows(const Work<T, S>& w, const float* p, const int32_t* slots, int lo, int hi, float* acc) {
   if (lo >= hi) return;
   int d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES)
-    add_values<T, R, 4>(p, values, stride, slots, lo, hi, d, LANES, acc, acc_stride);
-  for (; d < dim; d += LANES)
-    add_values<T, R, 1>(p, values, stride, slots, lo, hi, d, dim - d, acc, acc_stride);
+  for (; d + 4 * LANES <= w.dim; d += 4 * LANES) add_values<T, S, R, 4>(w, p, slots, lo, hi, d, LANES, acc);
+  for (; d < w.dim; d += LANES) add_values<T, S, R, 1>(w, p, slots, lo, hi, d, w.dim - d, acc);
 }
 
 // R query vectors over their keys [lo[r], hi[r]) of the partition; those below `plain` are common to all.
-template <class T, int R>
-DW_INLINE void weigh_rows(Work<T>& w, int m, const int* lo, const int* hi, int plain, const int32_t (*own)[MAX_TREE_ROWS],
+template <class T, class S, int R>
+DW_INLINE void weigh_rows(Work<T, S>& w, int m, const int* lo, const int* hi, int plain, const int32_t (*own)[MAX_TREE_ROWS],
                           int own_base) {
   float* acc = w.acc + m * w.padded;
   const float* p = w.scores + m * PARTITION;
@@ -320,17 +363,17 @@ DW_INLINE void weigh_rows(Work<T>& w, int m, const int* lo, const int* hi, int p
   if (from > plain) from = plain;  // a window may begin among a tree's own rows
   if (to < from) to = from;
   auto alone = [&](int r, int a, int b) {
-    add_values_rows<T, 1>(p + r * PARTITION, w.values, w.stride, w.slots, a, b, w.dim, acc + r * w.padded, w.padded);
+    add_values_rows<T, S, 1>(w, p + r * PARTITION, w.slots, a, b, acc + r * w.padded);
   };
   for (int r = 0; r < R; r++) alone(r, lo[r], hi[r] < from ? hi[r] : from);
-  add_values_rows<T, R>(p, w.values, w.stride, w.slots, from, to, w.dim, acc, w.padded);
+  add_values_rows<T, S, R>(w, p, w.slots, from, to, acc);
   for (int r = 0; r < R; r++) {
     alone(r, lo[r] > to ? lo[r] : to, hi[r] < plain ? hi[r] : plain);
     int a = lo[r] > plain ? lo[r] : plain;
     if (a < hi[r]) {
       // key j of the partition is entry j - own_base of the row's own path
-      add_values_rows<T, 1>(p + r * PARTITION + own_base, w.values, w.stride, own[(m + r) / w.group], a - own_base,
-                            hi[r] - own_base, w.dim, acc + r * w.padded, w.padded);
+      add_values_rows<T, S, 1>(w, p + r * PARTITION + own_base, own[(m + r) / w.group], a - own_base, hi[r] - own_base,
+                               acc + r * w.padded);
     }
   }
 }
@@ -347,8 +390,8 @@ DW_INLINE void merge_state(float* top, float* sum, float* out, float next_top, f
   for (int d = 0; d < padded; d += LANES) store(out + d, fma(load(out + d), splat(a), load(next + d) * b));
 }
 
-template <class T>
-DW_INLINE void start_state(Work<T>& w) {
+template <class T, class S>
+DW_INLINE void start_state(Work<T, S>& w) {
   for (int m = 0; m < w.M; m++) {
     w.top[m] = MINUS_INF;
     w.sum[m] = 0.0f;
@@ -356,8 +399,8 @@ DW_INLINE void start_state(Work<T>& w) {
   }
 }
 
-template <class T>
-DW_INLINE void write_out(Work<T>& w) {
+template <class T, class S>
+DW_INLINE void write_out(Work<T, S>& w) {
   for (int m = 0; m < w.M; m++) {
     int row = w.first_row + w.item.tile.first + m / w.group, head = w.item.head * w.group + m % w.group;
     T* to = (T*)w.call.out + ((int64_t)row * w.call.num_heads + head) * w.dim;
@@ -365,15 +408,15 @@ DW_INLINE void write_out(Work<T>& w) {
     int d = 0;
     for (; d + 4 * LANES <= w.dim; d += 4 * LANES)
       for (int c = 0; c < 4 * LANES; c += 2 * LANES)
-        store_values(to + d + c, load(from + d + c) / w.sum[m], load(from + d + c + LANES) / w.sum[m]);
+        store_values<BOTH_BF16<T, S>>(to + d + c, load(from + d + c) / w.sum[m], load(from + d + c + LANES) / w.sum[m]);
     for (; d < w.dim; d += LANES)
       store_n(to + d, load(from + d) / w.sum[m], w.dim - d < LANES ? w.dim - d : LANES);
   }
 }
 
-template <class T>
+template <class T, class S>
 void run_item(const AttentionItem* item) {
-  Work<T> w(*item);
+  Work<T, S> w(*item);
   const int count = item->tile.count;
   int32_t own[MAX_TREE_ROWS][MAX_TREE_ROWS];  // slots of each tree row's own path
   int32_t path[MAX_TREE_ROWS][MAX_TREE_ROWS];  // and which rows of the tree they are
@@ -385,7 +428,7 @@ void run_item(const AttentionItem* item) {
   for (int i = 0; i < count; i++) {
     const T* row = (const T*)w.call.q + (int64_t)(w.first_row + item->tile.first + i) * w.call.ldq +
                    (int64_t)item->head * w.group * w.dim;
-    for (int g = 0; g < w.group; g++) pack_query(row + g * w.dim, w.dim, w.q + (i * w.group + g) * w.padded);
+    for (int g = 0; g < w.group; g++) pack_query<PAIRS<T, S>>(row + g * w.dim, w.dim, w.q + (i * w.group + g) * w.padded);
   }
   if (w.tree) {
     w.find_slots(w.context, w.own_keys, w.own_slots);
@@ -434,15 +477,15 @@ void run_item(const AttentionItem* item) {
       if (filled < 4 && m + 1 < w.M) continue;
       int first = m + 1 - filled;
       if (filled == 4) {
-        weigh_rows<T, 4>(w, first, lo, hi, plain, own, own_base);
+        weigh_rows<T, S, 4>(w, first, lo, hi, plain, own, own_base);
       } else {
         int done = 0;
         if (filled >= 2) {
-          weigh_rows<T, 2>(w, first, lo, hi, plain, own, own_base);
+          weigh_rows<T, S, 2>(w, first, lo, hi, plain, own, own_base);
           done = 2;
         }
         for (; done < filled; done++)
-          weigh_rows<T, 1>(w, first + done, lo + done, hi + done, plain, own, own_base);
+          weigh_rows<T, S, 1>(w, first + done, lo + done, hi + done, plain, own, own_base);
       }
       for (int k = 0; k < filled; k++) {
         int mm = first + k;
@@ -462,9 +505,9 @@ void run_item(const AttentionItem* item) {
   if (item->partials == nullptr) write_out(w);
 }
 
-template <class T>
+template <class T, class S>
 void merge_item(const AttentionItem* item) {
-  Work<T> w(*item);
+  Work<T, S> w(*item);
   start_state(w);
   for (int part = 0; part < item->end - item->begin; part++) {
     for (int m = 0; m < w.M; m++) {
@@ -478,9 +521,11 @@ void merge_item(const AttentionItem* item) {
 
 }  // namespace
 
-extern const AttentionKernels DW_TABLE[2] = {
-    {run_item<float>, merge_item<float>},
-    {run_item<bf16>, merge_item<bf16>},
+#define DW_ENTRY(T, S) {run_item<T, S>, merge_item<T, S>}
+extern const AttentionKernels DW_TABLE[2][KV_DTYPES] = {
+    {DW_ENTRY(float, float), DW_ENTRY(float, bf16), DW_ENTRY(float, f16), DW_ENTRY(float, int8_t)},
+    {DW_ENTRY(bf16, float), DW_ENTRY(bf16, bf16), DW_ENTRY(bf16, f16), DW_ENTRY(bf16, int8_t)},
 };
+#undef DW_ENTRY
 
 }  // namespace dw

@@ -90,7 +90,7 @@ void silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t r
 void rope_write(Pool* pool, DType dtype, const RopeCall* call) {
   int64_t width = (int64_t)(call->num_heads + 2 * call->num_kv_heads) * call->head_dim;
   over_rows(pool, call->rows, width,
-            [&](int64_t begin, int64_t end) { kernels(dtype).rope_write(call, begin, end); });
+            [&](int64_t begin, int64_t end) { kernels(dtype).rope_write[call->kv_dtype](call, begin, end); });
 }
 
 void gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes) {

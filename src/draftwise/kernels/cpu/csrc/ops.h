@@ -15,12 +15,14 @@ struct RopeCall {
   void* qkv;             // [rows, (Hq + 2 Hkv) D], q is rotated in place
   const float* rotation;  // [rows, 2, D / 2]: cosines, sines
   const int64_t* slots;  // [rows]
-  void* kv;              // [slots, 2 Hkv, D]
+  void* kv;              // [slots, 2 Hkv, D] of kv_dtype
+  float* kv_scales;      // [slots, 2 Hkv] of an I8 cache: one per token and head, the largest number / 127
   const float* q_norm;   // [D] or null
   const float* k_norm;   // [D] or null
   float eps;
   int64_t rows;
   int num_heads, num_kv_heads, head_dim;
+  int kv_dtype;
 };
 
 // Kernels of one instruction set, on rows [begin, end).
@@ -30,7 +32,7 @@ struct RowKernels {
                        int64_t begin, int64_t end);
   void (*add)(const void* x, void* residual, int64_t width, int64_t begin, int64_t end);
   void (*silu_mul)(const void* gate_up, void* out, int64_t width, int64_t begin, int64_t end);
-  void (*rope_write)(const RopeCall*, int64_t begin, int64_t end);
+  void (*rope_write[4])(const RopeCall*, int64_t begin, int64_t end);  // by the dtype of the cache
   void (*softmax)(const float* x, float scale, float* out, int64_t width);
 };
 

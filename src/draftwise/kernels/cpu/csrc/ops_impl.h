@@ -122,36 +122,67 @@ DW_INLINE void rotate(const T* in, const float* rotation, T* out, int64_t half) 
   }
 }
 
+// One head's keys or values into the cache: as they are, rounded to another type, or as int8 with a scale.
+template <class T, class S>
+DW_INLINE void write_entry(const T* x, S* entry, float*, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += LANES) {
+    int n = (int)(dim - i < LANES ? dim - i : LANES);
+    store_n(entry + i, load_n(x + i, n), n);
+  }
+}
 template <class T>
+DW_INLINE void write_entry(const T* x, int8_t* entry, float* scale, int64_t dim) {
+  vf high = {};
+  for (int64_t i = 0; i < dim; i += LANES) {
+    vf v = load_n(x + i, (int)(dim - i < LANES ? dim - i : LANES));
+    high = max(high, max(v, -v));
+  }
+  const float top = max_lanes(high), inverse = top > 0.0f ? 127.0f / top : 0.0f;
+  *scale = top / 127.0f;
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  for (int64_t i = 0; i < dim; i += LANES) {
+    int n = (int)(dim - i < LANES ? dim - i : LANES);
+    vf v = load_n(x + i, n) * inverse + magic;
+    vb codes = __builtin_convertvector((vi)v - 0x4b400000, vb);
+    memcpy(entry + i, &codes, (size_t)n);
+  }
+}
+
+template <class T, class S>
 void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
   const int64_t dim = call->head_dim, heads = call->num_heads, kv_heads = call->num_kv_heads;
   const int64_t width = (heads + 2 * kv_heads) * dim;
-  T normed[MAX_HEAD_DIM];
+  T normed[MAX_HEAD_DIM], key[MAX_HEAD_DIM];
   for (int64_t r = begin; r < end; r++) {
     T* row = (T*)call->qkv + r * width;
     const float* rotation = call->rotation + r * dim;
-    T* entry = (T*)call->kv + call->slots[r] * 2 * kv_heads * dim;
+    S* entry = (S*)call->kv + call->slots[r] * 2 * kv_heads * dim;
+    float* scales = call->kv_scales == nullptr ? nullptr : call->kv_scales + call->slots[r] * 2 * kv_heads;
     for (int64_t h = 0; h < heads + kv_heads; h++) {
       T* from = row + h * dim;
-      T* to = h < heads ? from : entry + (h - heads) * dim;
+      T* to = h < heads ? from : key;
       const float* weight = h < heads ? call->q_norm : call->k_norm;
       if (weight != nullptr) {
         scale_by(from, weight, inverse_rms(from, dim, call->eps), normed, dim);
         from = normed;
       }
       rotate(from, rotation, to, dim / 2);
+      if (h >= heads) write_entry(key, entry + (h - heads) * dim, scales + (h - heads), dim);
     }
-    memcpy(entry + kv_heads * dim, row + (heads + kv_heads) * dim, sizeof(T) * (size_t)(kv_heads * dim));
+    for (int64_t h = kv_heads; h < 2 * kv_heads; h++)
+      write_entry(row + (heads + h) * dim, entry + h * dim, scales + h, dim);
   }
 }
 
 }  // namespace
 
+#define DW_ROPES(T) {rope_write_rows<T, float>, rope_write_rows<T, bf16>, rope_write_rows<T, f16>, rope_write_rows<T, int8_t>}
 extern const RowKernels DW_TABLE[2] = {
-    {rms_norm_rows<float>, add_rms_norm_rows<float>, add_only_rows<float>, silu_mul_rows<float>, rope_write_rows<float>,
+    {rms_norm_rows<float>, add_rms_norm_rows<float>, add_only_rows<float>, silu_mul_rows<float>, DW_ROPES(float),
      softmax_row},
-    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, add_only_rows<bf16>, silu_mul_rows<bf16>, rope_write_rows<bf16>,
+    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, add_only_rows<bf16>, silu_mul_rows<bf16>, DW_ROPES(bf16),
      softmax_row},
 };
+#undef DW_ROPES
 
 }  // namespace dw

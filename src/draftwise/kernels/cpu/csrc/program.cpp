@@ -22,6 +22,11 @@ void* address(const Program& program, const PassInput& pass, int32_t buffer) {
   return pass.arena + program.offsets[(size_t)(buffer - program.num_externals)] * pass.capacity;
 }
 
+AttentionCall attention_call(const Program& program, const ProgramOp& op, const PassInput& pass) {
+  return AttentionCall{address(program, pass, op.x), op.kv, op.kv_scales, address(program, pass, op.out), op.width,
+                       op.num_heads, op.num_kv_heads, op.head_dim, op.window, op.kv_dtype, op.scale, op.softcap};
+}
+
 constexpr int64_t SMALL_BYTES = 4 << 20;  // of weights
 constexpr int64_t TEAM_ROWS = 16;
 constexpr int64_t TEAM_ATTENTION = 1 << 14;  // products that are worth a second thread in a team
@@ -36,8 +41,7 @@ bool share_op(Team* team, const Program& program, const ProgramOp& op, const Pas
     return true;
   }
   if (op.kind != OP_ATTENTION) return false;
-  AttentionCall call{address(program, pass, op.x), op.kv, address(program, pass, op.out), op.width, op.num_heads,
-                     op.num_kv_heads, op.head_dim, op.window, op.scale, 0.0f};
+  AttentionCall call = attention_call(program, op, pass);
   AttentionRun run = attention_plan((DType)op.dtype, &call, &pass.batch, threads, TEAM_ATTENTION);
   struct Phase {
     const AttentionRun* run;
@@ -85,14 +89,13 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
       break;
     }
     case OP_ROPE_WRITE: {
-      RopeCall call{at(op.x), (const float*)at(op.y), slots, op.kv, (const float*)op.weight, (const float*)op.weight2,
-                    op.eps, rows, op.num_heads, op.num_kv_heads, op.head_dim};
+      RopeCall call{at(op.x), (const float*)at(op.y), slots, op.kv, op.kv_scales, (const float*)op.weight,
+                    (const float*)op.weight2, op.eps, rows, op.num_heads, op.num_kv_heads, op.head_dim, op.kv_dtype};
       rope_write(pool, dtype, &call);
       break;
     }
     case OP_ATTENTION: {
-      AttentionCall call{at(op.x), op.kv, at(op.out), op.width, op.num_heads, op.num_kv_heads, op.head_dim, op.window,
-                         op.scale, 0.0f};
+      AttentionCall call = attention_call(program, op, pass);
       attention(pool, dtype, &call, &pass.batch);
       break;
     }

@@ -34,13 +34,14 @@ struct ProgramOp {
   int32_t epilogue;
   int32_t x, y, out;  // buffers
   int32_t num_heads, num_kv_heads, head_dim, window;
-  float scale;  // of attention
+  float scale, softcap;  // of attention
   float eps;
-  int32_t reserved;
+  int32_t kv_dtype;
   int64_t width, out_width;
   const void* weight;   // dw::Linear*, table or norm
   const void* weight2;  // OP_ROPE_WRITE: norms of q (weight) and k
   void* kv;
+  float* kv_scales;  // of an int8 cache
 };
 
 // What differs from pass to pass. Mirrored by program.py.

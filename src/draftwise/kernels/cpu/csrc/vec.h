@@ -32,7 +32,12 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 
+typedef int8_t vb __attribute__((vector_size(16)));
+
 struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
   uint16_t bits;
 };
 
@@ -99,6 +104,35 @@ DW_INLINE vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
+DW_INLINE vf load(const f16* p) {
+  vh h;
+  memcpy(&h, p, sizeof h);
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  union {
+    __m256 half[2];
+    vf whole;
+  } v;
+  __m128i part[2];
+  memcpy(part, &h, sizeof h);
+  v.half[0] = _mm256_cvtph_ps(part[0]);
+  v.half[1] = _mm256_cvtph_ps(part[1]);
+  return v.whole;
+#else
+  vu bits = __builtin_convertvector(h, vu);
+  // The exponent is 112 too small: a product puts that right, subnormal numbers included.
+  vf number = (vf)((bits & 0x7fffu) << 13) * 0x1p112f;
+  vu special = (vu)((bits & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // infinity, NaN
+  return (vf)((vu)number | special | (bits & 0x8000u) << 16);
+#endif
+}
+DW_INLINE vf load(const int8_t* p) {
+  vb b;
+  memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+}
+
 // The first n lanes; the others are zero.
 template <class T>
 DW_INLINE vf load_n(const T* p, int n) {
@@ -130,6 +164,31 @@ DW_INLINE vf odd(vu pairs) { return (vf)(pairs & 0xffff0000u); }
 DW_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 DW_INLINE void store(bf16* p, vf v) {
   vh h = to_bf16(v);
+  memcpy(p, &h, sizeof h);
+}
+
+// Nearest, ties to even; what is beyond the largest number becomes that.
+DW_INLINE void store(f16* p, vf v) {
+  vf top = splat(65504.0f);
+  v = v > top ? top : v;
+  v = v < -top ? -top : v;
+#if defined(__AVX512F__)
+  __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  union {
+    vf whole;
+    __m256 half[2];
+  } parts{v};
+  __m128i h[2] = {_mm256_cvtps_ph(parts.half[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                  _mm256_cvtps_ph(parts.half[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+#else
+  vu bits = (vu)v, size = bits & 0x7fffffffu;
+  vu normal = ((size + 0xfffu + ((size >> 13) & 1u)) >> 13) - (112u << 10);
+  vu small = (vu)((vf)size + 0.5f) - 0x3f000000u;  // 0.5 has the steps of subnormal numbers
+  vu chosen = size < 0x38800000u ? small : normal;
+  chosen = size > 0x7f800000u ? vu{} + 0x7e00u : chosen;
+  vh h = __builtin_convertvector(chosen | (bits >> 16 & 0x8000u), vh);
+#endif
   memcpy(p, &h, sizeof h);
 }
 
