@@ -220,6 +220,8 @@ class AdaptiveController(Controller):
                 group.acceptance.counts.add_chain(kind, drafted, row.num_accepted)
                 drafter.history.counts.add_chain(kind, drafted, row.num_accepted)
             if drafter.probe:
+                if self._prices is not None:  # what it brought in pays for the next
+                    self._explore += row.num_accepted * self._prices.plain / self._prices.requests
                 if group.hopeful and 2 * row.num_accepted > drafted and drafter.streak < _LONGEST_STREAK:
                     drafter.streak += 1
                     drafter.probe = min(2 * drafted, drafter.most)
