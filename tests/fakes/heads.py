@@ -303,13 +303,14 @@ def memorise(
         for (tokens, states), rows, own_masks in zip(texts, rows_of, masks, strict=True):
             features = [head.combine([state[:rows] for state in states])]
             known, wanted = tokens[1:-1], inverse[tokens[2:]]
+            loss = torch.zeros(())
             for u in range(unrolls):
                 positions = torch.arange(rows).repeat(u + 1)
                 logits, given = head.rows(known.repeat(u + 1), torch.cat(features), positions, own_masks[u])
-                loss = F.cross_entropy(logits[u * rows + u :], wanted[u:])
-                torch.autograd.backward(loss, retain_graph=u + 1 < unrolls)
+                loss = loss + F.cross_entropy(logits[u * rows + u :], wanted[u:])
                 last = given[u * rows :]
                 features.append(torch.cat((features[0][:1], last[:-1])))
+            torch.autograd.backward(loss)
         optimiser.step()
     return {name: weight.detach() for name, weight in head.w.items()}
 
