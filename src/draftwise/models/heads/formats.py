@@ -57,8 +57,8 @@ def head_settings(raw: RawConfig, method: str) -> RawConfig:
     if not isinstance(layer, Mapping):
         raise ModelLoadError("config.json has no 'transformer_layer_config'")
     outer = {name: value for name, value in raw.items() if name != "transformer_layer_config"}
-    # vLLM takes this one for granted in folders of this format
-    return {"norm_before_residual": True, **layer, **outer}
+    # what vLLM takes for granted in folders of this format
+    return {"norm_before_residual": kind == "eagle3", **layer, **outer}
 
 
 def layer_config(raw: RawConfig, tensors: HeadTensors, num_layers: int) -> ModelConfig:
@@ -135,13 +135,14 @@ def eagle_options(raw: RawConfig, tensors: HeadTensors) -> EagleOptions:
 
 def eagle3_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Eagle3Options:
     """What an EAGLE-3 head's settings and tensors say."""
+    nested = _eagle_config(raw)
     head = tensors.get("lm_head.weight")
     draft_vocab = raw.get("draft_vocab_size") or (head.shape[0] if head is not None else None)
     return Eagle3Options(
         feature_layers=_feature_layers(raw, link),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_before_fc=bool(raw.get("norm_before_fc")) or "input_norm.weight" in tensors,
-        fc_norm=bool(raw.get("fc_norm")) or "fc_norm.0.weight" in tensors,
+        norm_before_fc=bool(nested.get("norm_before_fc", raw.get("norm_before_fc", False))),
+        fc_norm=bool(raw.get("fc_norm", False)),
         norm_output=bool(raw.get("norm_output", False)),
         fc_bias="fc.bias" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
@@ -153,8 +154,7 @@ def eagle3_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Ea
 
 def _feature_layers(raw: RawConfig, link: TargetLink) -> tuple[int, ...] | None:
     """Target layers that are read. They are joined in the order in which the target's pass comes by."""
-    nested: Any = raw.get("eagle_config")
-    nested = nested if isinstance(nested, Mapping) else {}
+    nested = _eagle_config(raw)
     if not nested.get("use_aux_hidden_state", True):
         return None
     name = "eagle_aux_hidden_state_layer_ids"
@@ -164,6 +164,11 @@ def _feature_layers(raw: RawConfig, link: TargetLink) -> tuple[int, ...] | None:
     if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
         raise ModelLoadError(f"config.json: {name} must be a list of layer numbers, not {ids!r}")
     return tuple(sorted(ids))
+
+
+def _eagle_config(raw: RawConfig) -> Mapping[str, Any]:
+    nested = raw.get("eagle_config")
+    return nested if isinstance(nested, Mapping) else {}
 
 
 def draft_ids(tensors: HeadTensors) -> torch.Tensor | None:
