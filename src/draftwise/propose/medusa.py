@@ -142,18 +142,23 @@ class MedusaProposer(Proposer, TreeModel):
 
     def _draw_chains(self, drafts: Sequence[_Draft]) -> None:
         """Draw all positions at once, unless what is drawn at one depends on those before it."""
-        positions = [(draft, d) for draft in drafts for d in range(len(draft.forced), draft.length)]
-        if not any(d.row.grammar is not None or d.row.sampling.needs_history for d in drafts):
-            self._draw(positions)
-            return
-        for depth in range(max(draft.length for draft in drafts)):
-            level = [(draft, d) for draft, d in positions if d == depth]
-            if level:
-                self._draw(level)
+        deepest = max(draft.length for draft in drafts)
+        levels = [
+            [(draft, d) for draft in drafts if len(draft.forced) <= d < draft.length] for d in range(deepest)
+        ]
+        if any(d.row.grammar is not None or d.row.sampling.needs_history for d in drafts):
+            for level in levels:
+                if level:
+                    self._draw(level)
+        else:
+            self._draw([position for level in levels for position in level])
 
     def _draw(self, positions: Sequence[tuple[_Draft, int]]) -> None:
-        """One token at each of some positions (draft, depth from 0); those of a draft in rising order."""
-        logits = self._logits[[d for _, d in positions], [draft.index for draft, _ in positions]]
+        """One token at each of some positions (draft, depth from 0), depth by depth."""
+        if len(positions) == self._logits.shape[0] * self._logits.shape[1]:
+            logits = self._logits.flatten(0, 1)  # every row of every head, in this order
+        else:
+            logits = self._logits[[d for _, d in positions], [draft.index for draft, _ in positions]]
         paths = [tuple(draft.tokens) for draft, _ in positions]
         cursors = [draft.row.grammar for draft, _ in positions]
         masks: list[torch.Tensor | None] = [None] * len(positions)

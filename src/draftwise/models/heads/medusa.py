@@ -186,11 +186,13 @@ class MedusaHeads:
         for i in range(count if layers else 0):
             for weight in self._residuals[i * layers : (i + 1) * layers]:
                 states[i] += torch.nn.functional.silu(self._ops.linear(states[i], weight))
+        out = torch.empty((count, rows, self.draft_vocab_size), dtype=torch.float32, device=hidden.device)
         if len(self._heads) == 1:  # one output layer for all: one product
-            flat = self._ops.logits(states.view(count * rows, self._hidden), self._heads[0])
-            out = flat.view(count, rows, -1)
+            flat = states.view(count * rows, self._hidden)
+            self._ops.logits(flat, self._heads[0], out=out.view(count * rows, -1))
         else:
-            out = torch.stack([self._ops.logits(states[i], self._heads[i]) for i in range(count)])
+            for i in range(count):
+                self._ops.logits(states[i], self._heads[i], out=out[i])
         return out if self._scale == 1.0 else out * self._scale
 
     def weight_bytes(self) -> int:

@@ -1,0 +1,125 @@
+"""What a head's config.json settles, and what a folder named as the model to serve turns into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftwise.config import SpeculativeConfig, resolve_engine_config
+from draftwise.errors import ConfigError, ModelLoadError
+
+
+def folder(path: Path, **config: Any) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def speculator(path: Path, kind: str, verifier: str | None, tokens: int = 6) -> str:
+    settings: dict[str, Any] = {
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}]
+    }
+    if verifier is not None:
+        settings["verifier"] = {"name_or_path": verifier}
+    return folder(path, speculators_model_type=kind, speculators_config=settings, transformer_layer_config={})
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "expected"),
+    [
+        ("eagle", {}, 4),
+        ("eagle3", {}, 5),
+        ("mtp", {}, 3),
+        ("medusa", {}, 4),
+        ("medusa", {"medusa_num_heads": 2}, 2),
+        ("medusa", {"model_type": "medusa", "num_heads": 3}, 3),
+        ("eagle3", {"num_lookahead_tokens": 7}, 7),
+        ("eagle3", {"num_lookahead_tokens": "many"}, 5),
+        ("medusa", {"medusa_num_heads": 200}, 63),
+    ],
+)
+def test_number_of_drafts(tmp_path: Path, method: str, config: dict[str, Any], expected: int) -> None:
+    path = folder(tmp_path, **config)
+    assert SpeculativeConfig(method=method, model=path).num_speculative_tokens == expected
+    assert SpeculativeConfig(method=method, model=path, num_speculative_tokens=2).num_speculative_tokens == 2
+
+
+def test_number_of_drafts_of_a_speculator(tmp_path: Path) -> None:
+    spec = SpeculativeConfig(model=speculator(tmp_path, "eagle3", "T"))
+    assert (spec.method, spec.num_speculative_tokens) == ("eagle3", 6)
+
+
+def test_choices_of_a_medusa_head(tmp_path: Path) -> None:
+    path = folder(tmp_path, medusa_num_heads=3, medusa_choices=[[0], [0, 0], [1], [0, 1], [0, 0, 0]])
+    spec = SpeculativeConfig(model=path)
+    assert spec.speculative_token_tree == ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+    assert spec.num_speculative_tokens == 5 and spec.medusa_choices is None
+    # whoever says something else has it
+    assert SpeculativeConfig(model=path, num_speculative_tokens=2).speculative_token_tree is None
+    dynamic = SpeculativeConfig(model=path, speculative_dynamic_tree=True)
+    assert dynamic.speculative_token_tree is None
+    own = SpeculativeConfig(model=path, medusa_choices="[[1], [0]]")  # type: ignore[arg-type]
+    assert own.speculative_token_tree == ((0,), (1,))
+
+
+@pytest.mark.parametrize("choices", [[], "x", [[]], [[0], ["a"]], [[0], [0]], [[0, 0]], [[0], [-1]], [0]])
+def test_choices_that_are_none(tmp_path: Path, choices: Any) -> None:
+    path = folder(tmp_path, medusa_num_heads=3)
+    with pytest.raises(ConfigError, match="medusa_choices"):
+        SpeculativeConfig(model=path, medusa_choices=choices)
+    with pytest.raises(ConfigError, match="medusa_choices"):
+        SpeculativeConfig(model=folder(tmp_path, medusa_num_heads=3, medusa_choices=choices))
+
+
+def test_a_head_needs_a_model() -> None:
+    for method in ("eagle", "eagle3", "medusa"):
+        with pytest.raises(ConfigError, match=f"'{method}' needs a model"):
+            SpeculativeConfig(method=method)
+    assert SpeculativeConfig(method="mtp").model is None
+    assert SpeculativeConfig(method="deepseek_mtp").method == "mtp"
+
+
+def test_the_embedded_target_has_heads_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="'eagle' needs a model"):
+        resolve_engine_config(speculative_config={"method": "eagle"})
+    for method in ("eagle3", "medusa", "mtp"):
+        try:
+            (spec,) = resolve_engine_config(speculative_config={"method": method}).speculative
+        except ModelLoadError as error:  # an installation without them
+            assert f"embedded {method} model is not in this installation" in str(error)
+        else:
+            assert spec.model is not None and Path(spec.model).name == method
+
+
+def test_a_speculator_as_the_model(tmp_path: Path) -> None:
+    path = speculator(tmp_path / "head", "eagle3", "org/target")
+    config = resolve_engine_config(model=path, device="cpu")
+    (spec,) = config.speculative
+    assert config.model == "org/target"
+    assert (spec.method, spec.model, spec.num_speculative_tokens) == ("eagle3", path, 6)
+    own = resolve_engine_config(model=path, speculative_config={"method": "suffix"}, device="cpu")
+    assert own.model == "org/target" and own.default_method == "suffix"
+    plain = resolve_engine_config(model=path, speculative_config={"method": "none"}, device="cpu")
+    assert plain.model == "org/target" and plain.speculative == ()
+    two = resolve_engine_config(model=path, num_speculative_tokens=2, device="cpu")
+    assert two.speculative[0].num_speculative_tokens == 2
+
+
+def test_a_verifier_beside_the_speculator(tmp_path: Path) -> None:
+    target = folder(tmp_path / "target", architectures=["LlamaForCausalLM"])
+    path = speculator(tmp_path / "head", "eagle3", "../target")
+    config = resolve_engine_config(model=path, device="cpu")
+    assert config.model is not None and Path(config.model).resolve() == Path(target).resolve()
+
+
+def test_a_speculator_without_a_verifier(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no verifier"):
+        resolve_engine_config(model=speculator(tmp_path, "eagle3", None), device="cpu")
+
+
+def test_a_kind_of_speculator_that_is_not_built(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'dflash' is not supported yet"):
+        resolve_engine_config(model=speculator(tmp_path, "dflash", "T"), device="cpu")
