@@ -24,14 +24,25 @@ def orthogonalize(stack: Tensor, steps: int = 5) -> Tensor:
 
 
 class MuonAdam:
-    """Muon on the layers' matrices (batched by shape), Adam on everything else. Plain state, easily saved."""
+    """Muon on the layers' matrices (batched by shape), Adam on everything else. Plain state, easily saved.
 
-    def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float, decay: float = 0.0) -> None:
+    Args:
+        adam: matrices whose name contains one of these go to Adam too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        muon_lr: float,
+        adam_lr: float,
+        decay: float = 0.0,
+        adam: tuple[str, ...] = ("embed",),
+    ) -> None:
         self.muon_lr, self.adam_lr, self.decay = muon_lr, adam_lr, decay
         self._rest: list[nn.Parameter] = []
         self._groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and "embed" not in name:
+            if parameter.ndim == 2 and not any(part in name for part in adam):
                 self._groups.setdefault(tuple(parameter.shape), []).append(parameter)
             else:
                 self._rest.append(parameter)

@@ -1,0 +1,66 @@
+"""What a training step is made of, and how a head's rows relate to tokens and hidden states.
+
+Row r of a head takes (token r+1, hidden r) and predicts token r+2; it rotates by position r. In unroll i the
+row has advanced by i tokens: it takes (token r+1+i, its own output of unroll i-1), rotates by position r+i, and is
+held against the target's distribution after token r+1+i. Worked example, tokens a b c d e at positions 0..4::
+
+    unroll 0:  row 0 = (b, hidden of a) -> predicts c     row 1 = (c, hidden of b) -> predicts d
+    unroll 1:  row 0 = (c, own output)  -> predicts d     row 1 = (d, own output)  -> predicts e
+
+In unroll i, row r sees the keys of unroll 0 up to row r, and of the unrolls 1..i those of its own row only: exactly
+what drafting sees, where keys of committed tokens come from the target's hidden states and keys of drafts from the
+head's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBatch:
+    """Tokens with what the target computed from them."""
+
+    ids: Tensor  # [B, S] int64
+    positions: Tensor  # [S] int64
+    mask: Tensor  # [S, S] float32: 0 where row sees column, else -inf
+    segments: Tensor  # [B, S] int64: the document of a token; -1: padding
+    counted: Tensor  # [B, S] bool: what is predicted after this token counts
+    hidden: Tensor  # [B, S, H] after the target's final norm
+    features: Tensor  # [B, S, F] captured layers side by side; F = 0 where no head eats them
+    probs: Tensor  # [B, S, V] the target's distribution after each token
+
+
+def causal_mask(tokens: int) -> Tensor:
+    """Return the mask of one document: float32 [tokens, tokens]."""
+    return torch.full((tokens, tokens), float("-inf")).triu(1)
+
+
+def block_mask(tokens: int, parts: int) -> Tensor:
+    """Return the mask of `parts` documents of equal length in a row: float32 [tokens, tokens]."""
+    blocks = torch.block_diag(*[torch.ones(tokens // parts, tokens // parts)] * parts)
+    return torch.where(blocks.bool(), causal_mask(tokens), float("-inf"))
+
+
+def row_weights(batch: HeadBatch, rows: Tensor, step: int) -> Tensor:
+    """Return 1 where the prediction of unroll `step` counts, else 0: float32 [B, M] for row numbers `rows` [M].
+
+    The row's hidden state and the token it predicts must be of one document. The last token that is predicted may
+    be past the end of the window: the target's distribution is known there, the token is not needed.
+    """
+    first, last = batch.segments[:, rows], batch.segments[:, rows + 1 + step]
+    whole = (first == last) & (first >= 0) & batch.counted[:, rows + 1 + step]
+    return whole.float()
+
+
+def chosen_rows(tokens: int, unrolls: int, stride: int, offset: int) -> Tensor:
+    """Return the rows that are trained in a window of `tokens`: every `stride`-th one, int64 [M].
+
+    M does not depend on the offset (in 0..stride-1), so that compiled code sees one shape. Neighbouring rows
+    teach much the same; the tokens between them still give keys and values.
+    """
+    count = (tokens - unrolls) // stride
+    return torch.arange(count) * stride + offset

@@ -1,0 +1,197 @@
+"""Writes trained heads as folders in the published formats, ready to serve.
+
+=======  ==========================================================================================
+eagle3   fc, midlayer.*, norm, lm_head, d2t (offsets), t2d (mask); embedding shared with the target
+eagle    fc, layers.0.* without input_layernorm; embedding and output layer shared with the target
+mtp      model.layers.{number of target layers}.* as DeepSeek-V3 names them; the rest shared
+medusa   {head}.{layer}.linear.weight|bias, {head}.{layers}.weight
+=======  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .layers import HeadShape
+from .medusa import MedusaHeads
+from .sequential import Eagle3Head, EagleHead, MtpHead, SequentialHead
+from .student import DraftStudent
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+
+
+def export_head(
+    head: nn.Module,
+    folder: Path,
+    target_config: Mapping[str, Any],
+    *,
+    feature_layers: tuple[int, ...] = (),
+    provenance: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write ``config.json``, ``model.safetensors`` and, if given, ``provenance.json``.
+
+    Args:
+        head: one of the classes of `sequential` and `medusa`.
+        folder: created if need be; files of these names are replaced, each whole or not at all.
+        target_config: the target's config.json.
+        feature_layers: what an EAGLE-3 head was trained on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, config = _tensors(head, target_config), _config(head, target_config, feature_layers, dtype)
+    weights = {
+        name: tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in tensors.items()
+    }
+    _save(weights, folder)
+    write_json(folder / "config.json", config)
+    if provenance is not None:
+        write_json(folder / "provenance.json", provenance)
+
+
+def export_draft(
+    student: DraftStudent,
+    target: Path,
+    folder: Path,
+    eos_ids: tuple[int, ...],
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a draft model as a Hugging Face folder, with the target's tokenizer.
+
+    Args:
+        target: the target's folder; its tokenizer files are copied.
+        eos_ids: the target's end-of-text ids.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = str(student.dtype).removeprefix("torch.")
+    weights = {n: t.detach().to(student.dtype).contiguous() for n, t in student.llama.state_dict().items()}
+    _save(weights, folder)
+    config = student.llama.shape.hf_config(name, eos_ids[0] if eos_ids else 0)
+    write_json(folder / "config.json", {**config, "eos_token_id": list(eos_ids) or None})
+    for file in _TOKENIZER_FILES:
+        if (target / file).is_file():
+            shutil.copyfile(target / file, folder / file)
+    if provenance is not None:
+        write_json(folder / "provenance.json", provenance)
+
+
+def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
+    # Written aside and renamed: whoever has the old file mapped keeps reading the old file.
+    partial = folder / "model.safetensors.tmp"
+    save_file(dict(weights), partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    partial.replace(folder / "model.safetensors")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    partial = path.with_suffix(path.suffix + ".tmp")
+    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def offsets(draft_ids: Tensor) -> Tensor:
+    """Return d2t: draft id i stands for target id i + d2t[i]. Example: ids (0, 3, 4) -> (0, 2, 2)."""
+    return draft_ids - torch.arange(len(draft_ids))
+
+
+def _tensors(head: nn.Module, target_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    state = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
+    if isinstance(head, Eagle3Head):
+        outer = ("fc.", "norm.", "lm_head.")
+        named = {name if name.startswith(outer) else f"midlayer.{name}": t for name, t in state.items()}
+        ids = head.draft_ids
+        assert ids is not None
+        known = torch.zeros(int(target_config["vocab_size"]), dtype=torch.bool)
+        known[ids] = True
+        return {**named, "d2t": offsets(ids), "t2d": known}
+    if isinstance(head, EagleHead):
+        return {name if name.startswith("fc.") else f"layers.0.{name}": t for name, t in state.items()}
+    if isinstance(head, MtpHead):
+        prefix = f"model.layers.{target_config['num_hidden_layers']}."
+        return {
+            prefix + name.replace("shared_head_norm.", "shared_head.norm."): t for name, t in state.items()
+        }
+    assert isinstance(head, MedusaHeads)
+    return state
+
+
+def _config(
+    head: nn.Module, target: Mapping[str, Any], feature_layers: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, Any]:
+    name = str(dtype).removeprefix("torch.")
+    shared = {"vocab_size": target["vocab_size"], "dtype": name, "torch_dtype": name}
+    if isinstance(head, MedusaHeads):
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "medusa_num_heads": head.num_heads,
+            "medusa_num_layers": head.num_layers,
+            "num_heads": head.num_heads,
+            "num_hidden_layers": head.num_layers,
+            "hidden_size": target["hidden_size"],
+            **shared,
+        }
+    assert isinstance(head, SequentialHead)
+    layer = {**_layer_config(head.shape), **shared}
+    layer |= {key: target[key] for key in _ROPE_FIELDS if target.get(key) is not None}
+    if isinstance(head, Eagle3Head):
+        assert head.draft_ids is not None
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": len(head.draft_ids),
+            "target_hidden_size": target["hidden_size"],
+            "eagle_aux_hidden_state_layer_ids": list(feature_layers),
+            **layer,
+        }
+    if isinstance(head, EagleHead):
+        return {
+            "architectures": ["EagleLlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "bias": False,
+            **layer,
+        }
+    return {
+        "architectures": ["DeepSeekMTPModel"],
+        "model_type": "deepseek_mtp",
+        "num_hidden_layers": target["num_hidden_layers"],
+        "num_nextn_predict_layers": 1,
+        **layer,
+    }
+
+
+def _layer_config(shape: HeadShape) -> dict[str, Any]:
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
