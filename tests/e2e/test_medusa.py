@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,32 @@ def test_draft_vocabulary(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
             assert drafts and all(token % 3 == 0 for token in drafts)
     sampled = llm.generate(prompts, SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True))
     assert sum(o.metrics.speculation.num_draft_tokens for o in sampled) > 0
+
+
+def test_structured_outputs(tmp_path: Path) -> None:
+    """Drafts obey the grammar, forced tokens come first, and the text is that of plain decoding."""
+    heads = save_medusa(tmp_path, random_heads(256, 4096, heads=HEADS, seed=3), HEADS)
+    schema = {"type": "object", "properties": {"level": {"type": "integer"}}, "required": ["level"]}
+    structure = {"json": {**schema, "additionalProperties": False}, "disable_any_whitespace": True}
+    with LLM(
+        speculative_config={"model": heads},
+        speculation_control="static",
+        num_kv_blocks=128,
+        max_model_len=256,
+        keep_trace=True,
+    ) as llm:
+        for changes in ({"temperature": 0}, {"temperature": 1.0, "seed": 7}, {"temperature": 1.0}):
+            params = SamplingParams(max_tokens=48, structured_outputs=structure, **changes)
+            outputs = {}
+            for name, asked in (("plain", {"method": "none"}), *SHAPES.items()):
+                asked = {"method": "medusa", **asked}
+                (output,) = llm.generate(["CONFIG = "], params.replace(speculation=asked))
+                assert isinstance(json.loads(output.outputs[0].text)["level"], int)
+                outputs[name] = output
+            texts = {output.outputs[0].token_ids for output in outputs.values()}
+            assert len(texts) == 1 or changes == {"temperature": 1.0}
+            for name in SHAPES:
+                assert outputs[name].metrics.speculation.num_accepted_tokens > 0  # forced ones at least
 
 
 def test_medusa_choices(

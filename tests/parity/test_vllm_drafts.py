@@ -1,0 +1,153 @@
+"""The same folders of random heads in vLLM's CPU build and here: the same greedy drafts, step by step.
+
+Runs where ``DRAFTWISE_VLLM_PYTHON`` names the Python of an environment with vLLM in it; skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from draftwise import LLM, SamplingParams
+from tests.fakes.heads import HeadShape, random_weights, save_head
+from tests.fakes.medusa import random_heads, save_heads, vllm_names
+from tests.fakes.mtp import MtpShape, add_to_target, random_layers
+
+PYTHON = os.environ.get("DRAFTWISE_VLLM_PYTHON")
+SCRIPT = Path(__file__).with_name("vllm_drafts.py")
+VOCAB, HIDDEN, LAYERS, K = 256, 128, 6, 4
+PROMPT = [7, 99, 140, 23, 8, 77, 201, 12, 12, 5, 61, 190, 44, 3]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="DRAFTWISE_VLLM_PYTHON names no Python with vLLM"),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Llama, with sizes that vLLM's attention takes."""
+    torch.manual_seed(2)
+    folder = str(tmp_path_factory.mktemp("target"))
+    config = transformers.LlamaConfig(**_sizes())
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 192,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def vllm(model: str, speculative: dict[str, Any]) -> dict[str, Any]:
+    assert PYTHON is not None
+    asked = {"model": model, "speculative": speculative, "prompt": PROMPT, "max_tokens": 12}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [PYTHON, str(SCRIPT)], input=json.dumps(asked), capture_output=True, text=True, env=env, check=False
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("DRAFTS "):
+            answer: dict[str, Any] = json.loads(line.removeprefix("DRAFTS "))
+            return answer
+    raise AssertionError(f"vLLM answered nothing:\n{done.stderr[-3000:]}")
+
+
+def ours(model: str, speculative: dict[str, Any]) -> dict[str, Any]:
+    with LLM(
+        model,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        num_kv_blocks=64,
+        speculation_control="static",
+        keep_trace=True,
+        speculative_config=speculative,
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params)
+    trace = output.outputs[0].trace or ()
+    drafts = [list(step.draft_tokens) for step in trace if step.draft_tokens]
+    return {"tokens": list(output.outputs[0].token_ids), "drafts": drafts}
+
+
+def eagle(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    shape = HeadShape(
+        "eagle", HIDDEN, HIDDEN, VOCAB, inner=192, heads=4, kv_heads=2, head_dim=32, positions=256
+    )
+    return target, {"method": "eagle", "model": save_head(root, shape, random_weights(shape, scale=0.1))}
+
+
+def eagle3(root: Path, target: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+    shape = HeadShape(
+        "eagle3", HIDDEN, HIDDEN, VOCAB, inner=192, heads=4, kv_heads=2, head_dim=32, positions=256
+    )
+    shape = replace(
+        shape, feature_layers=(2, 3, 5), **({"draft_vocab": 100, "own_embedding": True} | changes)
+    )
+    return target, {"method": "eagle3", "model": save_head(root, shape, random_weights(shape, scale=0.1))}
+
+
+def eagle3_norms(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    return eagle3(root, target, norm_before_residual=True, norm_before_fc=True)
+
+
+def eagle31(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    return eagle3(root, target, fc_norm=True, norm_output=True)
+
+
+def medusa(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    tensors = vllm_names(random_heads(HIDDEN, VOCAB, heads=K, bias=False))
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "num_heads": K,
+        "num_hidden_layers": 1,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+    }
+    return target, {"method": "medusa", "model": save_heads(root, tensors, config, "model.safetensors")}
+
+
+def mimo(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    torch.manual_seed(4)
+    base = str(root / "base")
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_sizes())).save_pretrained(base)
+    shape = MtpShape("mimo", HIDDEN, VOCAB, inner=192, heads=4, kv_heads=2, head_dim=32, qkv_bias=True)
+    architecture = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    folder = add_to_target(root / "mimo", base, shape, random_layers(shape, scale=0.1), **architecture)
+    return folder, {"method": "mtp"}
+
+
+@pytest.mark.parametrize("make", [eagle, eagle3, eagle3_norms, eagle31, medusa, mimo])
+def test_the_same_drafts(
+    make: Callable[[Path, str], tuple[str, dict[str, Any]]], target: str, tmp_path: Path
+) -> None:
+    model, speculative = make(tmp_path, target)
+    speculative["num_speculative_tokens"] = K
+    theirs, mine = vllm(model, speculative), ours(model, speculative)
+    assert mine["tokens"] == theirs["tokens"]
+    assert len(mine["drafts"]) >= 3
+    for step, (a, b) in enumerate(zip(mine["drafts"], theirs["drafts"], strict=False)):
+        assert a == b[: len(a)], f"step {step}: {a} here, {b} there"
