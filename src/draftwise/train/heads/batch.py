@@ -41,8 +41,8 @@ def causal_mask(tokens: int) -> Tensor:
 
 def block_mask(tokens: int, parts: int) -> Tensor:
     """Return the mask of `parts` documents of equal length in a row: float32 [tokens, tokens]."""
-    blocks = torch.block_diag(*[torch.ones(tokens // parts, tokens // parts)] * parts)
-    return torch.where(blocks.bool(), causal_mask(tokens), float("-inf"))
+    part = torch.arange(tokens) // (tokens // parts)
+    return torch.where(part[:, None] == part[None, :], causal_mask(tokens), float("-inf"))
 
 
 def row_weights(batch: HeadBatch, rows: Tensor, step: int) -> Tensor:

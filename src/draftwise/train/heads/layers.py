@@ -83,7 +83,7 @@ class UnrolledAttention(nn.Module):
 
     def _heads(self, x: Tensor, projection: Weight, heads: int) -> Tensor:
         """x [B, M, I] -> [B, heads, M, D]."""
-        return projection(x).view(x.shape[0], x.shape[1], heads, self.shape.head_dim).transpose(1, 2)
+        return projection(x).view(x.shape[0], x.shape[1], heads, self.shape.head_dim).transpose(1, 2)  # type: ignore[no-any-return]
 
     def start(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Unrolled:
         """Return unroll 0's keys and values: x [B, S, I], angles [S, D / 2] each."""
@@ -119,7 +119,7 @@ class UnrolledAttention(nn.Module):
             share = weights[..., columns + j].view(batch, s.num_kv_heads, group, rows, 1)
             out = out + share * own_values[:, :, None]
         out = out.reshape(batch, s.num_heads, rows, s.head_dim).transpose(1, 2).reshape(batch, rows, -1)
-        return self.o_proj(out)
+        return self.o_proj(out)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -134,7 +134,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [.., H] -> [.., H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

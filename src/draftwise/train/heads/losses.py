@@ -83,5 +83,5 @@ class Distillation:
             probs: [B, M, Vd] of the target, over the same tokens.
             weights: [B, M] float32, 1 where the row counts.
         """
-        loss, seen = _Distillation.apply(logits, probs, weights, variation, self._kernel)
+        loss, seen = _Distillation.apply(logits, probs, weights, variation, self._kernel)  # type: ignore[no-untyped-call]
         return loss, seen

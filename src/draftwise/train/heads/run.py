@@ -169,7 +169,7 @@ def _source(options: TrainOptions, teacher: EngineTeacher) -> tuple[BatchSource,
         shards = read_shards(options.shards, teacher, options.max_length)
         pieces = split(shards.pieces, options.heldout_share)
         return ShardSource(pieces, shards, teacher, options.batch_size, least), pieces
-    tokenizer = load_tokenizer(teacher.folder)
+    tokenizer = load_tokenizer(str(teacher.folder))
     documents = [tokenize(document, tokenizer) for document in read_documents(options.data)]
     limit = min(options.max_length, teacher.config.max_model_len)
     pieces = split(cut(documents, limit), options.heldout_share)

@@ -144,7 +144,7 @@ class HeadTrainer:
             loss, statistics = cast(TrainedHead, head).loss(
                 batch, rows, plan.unrolls, plan.decay, plan.variation, self._distil
             )
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self.optims[name].step(factor)
             seen[name] = statistics
         return seen
