@@ -281,3 +281,38 @@ class ChainDraws:
     scales_np: npt.NDArray[np.float32]  # [R] one over the temperature
     uniforms_np: npt.NDArray[np.float64] | None = None  # [R, steps] in [0, 1)
     noise: torch.Tensor | None = None  # [R, steps, V] float32
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A static tree: parents first (-1: the root), ``ranks`` among the parent's best tokens."""
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDraws:
+    """How `DecoderModel.draft_trees` drafts one request's tree of fixed children. A token behind a node scores
+    ``scale * logits + noise_scale * noise``, the noise that of the node's level.
+
+    With a ``shape`` each of its nodes is the token of its rank. Else the tree is EAGLE-2's: on each of ``depth`` levels
+    the ``top_k`` nodes of highest probability, by the product of softmax(score) along the path, get ``top_k`` children;
+    the best ``nodes`` of all are kept, best first. ``top_k * (depth - 1)`` is at most 64.
+    """
+
+    scale: float = 1.0
+    noise_scale: float = 0.0
+    noise: torch.Tensor | None = None  # [levels, V] float32
+    shape: TreeShape | None = None
+    top_k: int = 1
+    depth: int = 1
+    nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedTree:
+    """Tokens of the target's vocabulary, and parents (-1: the root) that precede them."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]

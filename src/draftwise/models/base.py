@@ -16,7 +16,7 @@ from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
 from draftwise.models.config import RawConfig
 from draftwise.models.weights import WeightPlan
-from draftwise.types import ChainDraws, StepInput, TargetOutput
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,19 @@ class DecoderModel(ABC):
             NotImplementedError: the family's layers cannot be run without the later ones.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be cut behind a layer")
+
+    def draft_trees(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
+    ) -> list[DraftedTree] | None:
+        """Draft a tree below each request of a batch, one pass per level. None: there is no quicker way than
+        `forward_logits` level by level.
+
+        Args:
+            batch: R requests without trees; their block tables reach as far as nodes are fed.
+            rows: the last row of each request; None: each has one row.
+            draws: one per request.
+        """
+        return None
 
     @abstractmethod
     def weight_bytes(self) -> int:

@@ -17,7 +17,7 @@ from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig
-from draftwise.types import AttentionBatch, ChainDraws, StepInput, TargetOutput
+from draftwise.types import AttentionBatch, ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 logger = logging.getLogger("draftwise")
 
@@ -97,6 +97,14 @@ class RecordedDecoder(DecoderModel):
         return program.chains(
             batch, batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64), steps, draws
         )
+
+    def draft_trees(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
+    ) -> list[DraftedTree] | None:
+        program = self._program(kv, ())
+        if program is None:
+            return None
+        return program.trees(batch, len(draws) if rows is None else np.asarray(rows, np.int64), draws)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.inner.logits(hidden)

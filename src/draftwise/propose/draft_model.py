@@ -21,8 +21,10 @@ from draftwise.propose.tree_expansion import (
     TreeLevel,
     TreeModel,
     TreeTask,
+    as_proposal,
     draft_trees,
     is_tree,
+    native_draws,
 )
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
@@ -154,14 +156,42 @@ class DraftModelProposer(Proposer, TreeModel):
 
     def _draft_trees(self, drafts: Sequence[_Draft]) -> None:
         """Draft the trees of as many requests as there are scratch blocks for."""
-        logits = self._catch_up(drafts)
         tasks = [
             TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
             for d in drafts
         ]
+        if self._draft_trees_at_once(drafts, tasks):
+            return
+        logits = self._catch_up(drafts)
         trees = draft_trees(self, tasks, logits, name=self.name, method=self._sample_method)
         for draft, tree in zip(drafts, trees, strict=True):
             draft.tree = tree
+
+    def _draft_trees_at_once(self, drafts: Sequence[_Draft], tasks: Sequence[TreeTask]) -> bool:
+        """Let the model do all levels, where it can and nothing but a choice stands between them."""
+        starts = [min(d.fed, len(d.context_np) - 1) for d in drafts]
+        rows = sum(len(d.context_np) - start for d, start in zip(drafts, starts, strict=True))
+        if rows > _CATCH_UP_ROWS:
+            return False
+        draws = native_draws(tasks, vocab_size=self._model.config.vocab_size, method=self._sample_method)
+        if draws is None:
+            return False
+        begun = time.perf_counter()
+        assert self._storage is not None, "allocate comes before propose"
+        inputs = [
+            RowInput(d.context_np[start:], start, self._scratch.table(i, d.row.block_table_np))
+            for i, (d, start) in enumerate(zip(drafts, starts, strict=True))
+        ]
+        batch = build_step_input(inputs, self._block_size, self._model.device)
+        last = None if rows == len(drafts) else (batch.attention.query_start_np[1:] - 1).tolist()
+        trees = self._model.draft_trees(batch, self._storage, last, draws)
+        if trees is None:
+            return False
+        self.forward_time += time.perf_counter() - begun
+        for draft, task, tree in zip(drafts, tasks, trees, strict=True):
+            draft.fed = len(draft.context_np)
+            draft.tree = as_proposal(task, tree, self.name)
+        return True
 
     def expand(self, levels: Sequence[TreeLevel]) -> torch.Tensor:
         inputs = [

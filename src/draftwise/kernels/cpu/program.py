@@ -15,7 +15,8 @@ from torch import Tensor
 from draftwise.kernels.cpu.attention import BatchView, address, fill_view
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.types import ChainDraws, StepInput
+from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -132,6 +133,9 @@ class Program:
             None,
             [_PTR, _PTR, ctypes.POINTER(_PassInput), ctypes.POINTER(_ChainOutput)],
         )
+        self._trees = library.function(
+            "dw_program_trees", None, [_PTR, _PTR, ctypes.POINTER(_PassInput), ctypes.POINTER(TreeOutput)]
+        )
         self.num_operations = len(body) + len(head)
         self._pool = pool
         self._kept = kept
@@ -204,16 +208,7 @@ class Program:
         out = _ChainOutput(steps, self._logits[0], address(tokens), address(positions))
         out.feature_in = out.feature_out = -1
         if feedback is not None:
-            assert features is not None
-            place = 0 if feedback.layer is None else 1 + list(captured).index(feedback.layer)
-            fed_back = hidden if feedback.layer is None else captured[feedback.layer]
-            assert fed_back.shape == features.shape and fed_back.dtype is features.dtype
-            out.feature_in, out.feature_out = 3, self._first_result + place
-            out.feature_bytes = features.shape[1] * features.element_size()
-            out.key_offset = 1
-            if feedback.target_ids_np is not None:
-                assert len(feedback.target_ids_np) == self._logits[0]
-                out.target_ids = address(feedback.target_ids_np)
+            self._feed_back(out, feedback, features)
         q = None
         if draws is not None:
             out.scales = address(draws.scales_np)
@@ -227,18 +222,63 @@ class Program:
         del kept, hidden, captured, logits
         return tokens, q
 
+    def trees(
+        self,
+        batch: StepInput,
+        head_rows: npt.NDArray[np.int64] | int,
+        draws: Sequence[TreeDraws],
+        features: Tensor | None = None,
+        feedback: Feedback | None = None,
+    ) -> list[DraftedTree]:
+        """Draft a tree below each request: a pass over ``batch``, then one per level, in one native call.
+
+        Args:
+            batch: R requests without trees; block tables must reach as far as nodes may be fed, up to 64 keys further.
+            head_rows: the last row of each request, as in `run`.
+            draws: one per request.
+            features: as in `chains`.
+            feedback: as in `chains`.
+        """
+        tables = batch.attention
+        contexts = tables.context_len_np + np.diff(tables.query_start_np)
+        trees = NativeTrees.make(draws, contexts.tolist(), self._logits[0])
+        hidden, captured, logits, kept = self._prepare(batch, head_rows, features, trees.output.room)
+        if feedback is not None:
+            self._feed_back(trees.output, feedback, features)
+        self._trees(self._pointer, self._pool.pointer, self._input, trees.output)
+        del kept, hidden, captured, logits
+        return trees.result()
+
+    def _feed_back(self, out: _ChainOutput | TreeOutput, feedback: Feedback, features: Tensor | None) -> None:
+        """Say where the features of a next row come from, and which tokens are drawn."""
+        assert features is not None
+        place = 0 if feedback.layer is None else 1 + list(self._captured).index(feedback.layer)
+        fed_back = self._hidden if feedback.layer is None else self._captured[feedback.layer]
+        assert fed_back == (features.shape[1], features.dtype)
+        out.feature_in, out.feature_out = 3, self._first_result + place
+        out.feature_bytes = features.shape[1] * features.element_size()
+        out.key_offset = 1
+        if feedback.target_ids_np is not None:
+            assert len(feedback.target_ids_np) == self._logits[0]
+            out.target_ids = address(feedback.target_ids_np)
+
     def _prepare(
-        self, batch: StepInput, head_rows: npt.NDArray[np.int64] | int, features: Tensor | None
+        self,
+        batch: StepInput,
+        head_rows: npt.NDArray[np.int64] | int,
+        features: Tensor | None,
+        room: int = 0,
     ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, object]:
-        """Fill in the input of a pass: its results, and what must be kept until it has run."""
+        """Fill in the input of a pass: its results, and what must be kept until it has run. ``room``: rows that later
+        passes over the same results may have."""
         rows = batch.token_ids.shape[0]
         call, externals = self._input, self._externals
-        if rows > call.capacity:
-            self._grow(rows)
+        if max(rows, room) > call.capacity:
+            self._grow(max(rows, room))
         token_ids, positions, slots = batch.token_ids, batch.positions, batch.slots
         assert token_ids.is_contiguous() and positions.is_contiguous() and slots.is_contiguous()
         width, dtype = self._hidden
-        hidden = torch.empty((rows, width), dtype=dtype)
+        hidden = torch.empty((max(rows, room), width), dtype=dtype)
         externals[0] = token_ids.data_ptr()
         externals[1] = positions.data_ptr()
         externals[2] = slots.data_ptr()
@@ -250,7 +290,7 @@ class Program:
         externals[first] = hidden.data_ptr()
         captured: dict[int, Tensor] = {}
         for i, (layer, (width, dtype)) in enumerate(self._captured.items()):
-            captured[layer] = value = torch.empty((rows, width), dtype=dtype)
+            captured[layer] = value = torch.empty((max(rows, room), width), dtype=dtype)
             externals[first + 1 + i] = value.data_ptr()
         index: npt.NDArray[np.int64] | None = None
         if isinstance(head_rows, int):
@@ -262,7 +302,7 @@ class Program:
             if count > call.capacity:
                 self._grow(count)
             width, dtype = self._logits
-            logits = torch.empty((count, width), dtype=dtype)
+            logits = torch.empty((max(count, room), width), dtype=dtype)
             externals[first + 1 + len(captured)] = logits.data_ptr()
         call.rows = rows
         call.head_rows = count

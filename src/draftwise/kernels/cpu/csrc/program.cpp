@@ -143,7 +143,9 @@ DW_EXPORT dw::Program* dw_program_create(const dw::ProgramOp* body, int64_t body
 
 DW_EXPORT void dw_program_destroy(dw::Program* program) { delete program; }
 
-static void run_pass(const dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
+size_t dw::num_externals(const Program* program) { return (size_t)program->num_externals; }
+
+void dw::run_pass(const Program* program, Pool* pool, const PassInput* pass) {
   const int64_t* slots = (const int64_t*)pass->externals[SLOTS];
   // A small pass is shared by a team or, while the cores are wanted by others, not at all.
   const bool small = program->small && pass->rows <= dw::TEAM_ROWS && dw::pool_threads(pool) > 1;

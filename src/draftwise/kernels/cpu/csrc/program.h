@@ -2,6 +2,7 @@
 // on the number of rows: buffers are named by number, and their addresses follow from the arena of the day.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "attention.h"
@@ -76,5 +77,8 @@ struct ChainOutput {
 };
 
 struct Program;
+
+size_t num_externals(const Program*);
+void run_pass(const Program*, Pool*, const PassInput*);
 
 }  // namespace dw
