@@ -135,7 +135,8 @@ def mimo(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     base = str(root / "base")
     transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_sizes())).save_pretrained(base)
     shape = MtpShape("mimo", HIDDEN, VOCAB, inner=192, heads=4, kv_heads=2, head_dim=32, qkv_bias=True)
-    architecture = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    # published folders say model_type "mimo" and bring code that says it is Qwen2's configuration
+    architecture = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
     folder = add_to_target(root / "mimo", base, shape, random_layers(shape, scale=0.1), **architecture)
     return folder, {"method": "mtp"}
 
