@@ -321,8 +321,16 @@ class SpeculativeConfig:
                 "supported yet; only 1"
             )
         for name in ("parallel_drafting", "use_heterogeneous_vocab"):
-            if getattr(self, name):
-                raise ConfigError(f"speculative_config.{name}: not supported yet")
+            if getattr(self, name) and self.method != "draft_model":
+                raise ConfigError(
+                    f"speculative_config.{name}: only for method 'draft_model', not for {self.method!r}"
+                )
+        if self.parallel_drafting:
+            for name in ("speculative_token_tree", "speculative_dynamic_tree"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"speculative_config.{name}: parallel_drafting drafts chains; drop one of them"
+                    )
 
     def _refuse_contradictions(self) -> None:
         for f in fields(self):

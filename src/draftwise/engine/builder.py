@@ -78,7 +78,7 @@ def build_engine(
             revision=config.tokenizer_revision or config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-    proposers = _load_proposers(config, model, max_model_len, device)
+    proposers = _load_proposers(config, model, tokenizer, max_model_len, device)
     num_blocks, cache_bytes = _num_blocks(config, model, list(proposers.values()), max_model_len, device)
     capacity = num_blocks * config.block_size
     if capacity < max_model_len:
@@ -172,7 +172,7 @@ def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | Non
 
 
 def _load_proposers(
-    config: EngineConfig, model: DecoderModel, max_model_len: int, device: torch.device
+    config: EngineConfig, model: DecoderModel, tokenizer: Any, max_model_len: int, device: torch.device
 ) -> dict[str, Proposer]:
     proposers: dict[str, Proposer] = {}
     for spec in config.drafters:
@@ -186,6 +186,7 @@ def _load_proposers(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs or 64,
             vocab_size=model.config.vocab_size,
+            tokenizer=tokenizer,
             target_path=config.model,
             target_revision=config.revision,
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from draftwise.sampling.logits import LogitsRow
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
 from draftwise.structured.cursor import mask_drafts
 from draftwise.types import EMPTY_PROPOSAL, ChainDraws, IntArray, Proposal, chain
+
+logger = logging.getLogger("draftwise")
 
 _CATCH_UP_ROWS = 2048
 """Rows of one catch-up pass: a long prompt is caught up in pieces, so that activations stay small."""
@@ -89,6 +92,10 @@ class DraftModelProposer(Proposer, TreeModel):
         from draftwise.models.loader import load_model
 
         config = context.speculative
+        if config.parallel_drafting and cls is DraftModelProposer:
+            from draftwise.propose.parallel import ParallelDraftProposer
+
+            return cast(Self, ParallelDraftProposer.create(context))
         if config.model is None:
             raise ConfigError("speculative_config: method 'draft_model' needs 'model', a folder or hub id")
         model = load_model(
@@ -98,10 +105,12 @@ class DraftModelProposer(Proposer, TreeModel):
             revision=config.revision,
             quantization=config.quantization,
         )
-        if model.config.vocab_size != context.vocab_size:
+        if config.use_heterogeneous_vocab:
+            model = _mapped(model, context)
+        elif model.config.vocab_size != context.vocab_size:
             raise ConfigError(
                 f"the draft model {config.model!r} has a vocabulary of {model.config.vocab_size} tokens, the target "
-                f"one of {context.vocab_size}; they must be the same"
+                f"one of {context.vocab_size}; they must be the same (or use_heterogeneous_vocab given)"
             )
         limit = min(config.max_model_len or context.max_model_len, context.max_model_len)
         return cls(
@@ -388,3 +397,25 @@ class DraftModelProposer(Proposer, TreeModel):
         self._storage = KVStorage(
             self._model.kv_layout(), total, self._block_size, self._model.dtype, self._model.device
         )
+
+
+def _mapped(model: DecoderModel, context: ProposerContext) -> DecoderModel:
+    """The draft model behind a map between its vocabulary and the target's."""
+    from draftwise.models.mapped import MappedDecoder, VocabularyMap
+    from draftwise.models.tokenizer import load_tokenizer
+
+    assert context.speculative.model is not None
+    if context.tokenizer is None:
+        raise ConfigError(
+            "speculative_config.use_heterogeneous_vocab: needs the target's tokenizer (skip_tokenizer_init is given)"
+        )
+    own = load_tokenizer(context.speculative.model, context.speculative.revision)
+    vocabulary = VocabularyMap.of(context.tokenizer, own, context.vocab_size, model.config.vocab_size)
+    logger.info(
+        "the draft model %r shares %d of its %d tokens with the target, which has %d",
+        context.speculative.model,
+        len(vocabulary.shared_outer),
+        model.config.vocab_size,
+        context.vocab_size,
+    )
+    return MappedDecoder(model, vocabulary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftwise.errors import ConfigError, suggest
 
@@ -30,6 +30,7 @@ class ProposerContext:
     max_model_len: int  # tokens; no position reaches it
     max_num_seqs: int  # requests in one call of `propose`, at most
     vocab_size: int  # of the target; draft tokens are below it
+    tokenizer: Any = None  # of the target (Transformers); None: the engine has none
     target_path: str | None = None  # where the target was loaded from: folder or hub id
     target_revision: str | None = None
 

@@ -1,0 +1,123 @@
+"""Parallel drafting: all draft tokens from one pass over mask tokens (docs/algorithms/parallel.md).
+
+Source: An et al., *PARD* (2504.18583), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+from draftwise.config.methods import read_config
+from draftwise.errors import ConfigError
+from draftwise.models.inputs import RowInput
+from draftwise.propose.base import DraftRow
+from draftwise.propose.draft_model import _CATCH_UP_ROWS, DraftModelProposer, _Draft
+from draftwise.propose.registry import ProposerContext
+from draftwise.types import Proposal
+
+
+def mask_token_of(config: Mapping[str, Any]) -> int | None:
+    """The mask token's id as published configurations name it: PARD's ``pard_token``, ``mask_token_id`` (speculators),
+    ``ptd_token_id`` (P-EAGLE)."""
+    for name in ("pard_token", "mask_token_id", "ptd_token_id"):
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+class ParallelDraftProposer(DraftModelProposer):
+    """Runs a draft model that was trained to fill in mask tokens: K drafts cost one pass of K - 1 rows more than the
+    tokens it catches up on, instead of K passes.
+
+    Fed are the tokens without K/V, the root last, then K - 1 masks; draft i is drawn behind row i of root and masks.
+    So a draft's distribution depends on committed tokens alone, not on the drafts before it; it is reported as it is,
+    and the proposal is a chain like any other. What was stored of masks is no draft's K/V: accepted
+    drafts are fed again.
+    """
+
+    drafts_trees: ClassVar[bool] = False
+    drafts_dynamic_trees: ClassVar[bool] = False
+    mask_token = 0
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """Load the draft model; its config.json names the mask token.
+
+        Raises:
+            ConfigError: it does not, or the model does not fit the target.
+        """
+        config = context.speculative
+        assert config.model is not None, "resolved by the configuration"
+        token = mask_token_of(read_config(config.model, config.revision) or {})
+        if token is None:
+            raise ConfigError(
+                f"speculative_config.parallel_drafting: the config.json of {config.model!r} names no mask token "
+                "(pard_token); the model was not trained to draft in parallel"
+            )
+        proposer = super().create(context)
+        if not 0 <= token < proposer._model.config.vocab_size:
+            raise ConfigError(
+                f"speculative_config.parallel_drafting: the mask token {token} of {config.model!r} is not in its "
+                f"vocabulary of {proposer._model.config.vocab_size} tokens"
+            )
+        proposer.mask_token = token
+        return proposer
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self._drafts = {}
+        drafts = [self._start(row) for row in rows]
+        left = [d for d in drafts if d.length > len(d.tokens)]
+        while left:
+            group = self._together(left)
+            self._draft(left[:group])
+            left = left[group:]
+        return [self._proposal(draft) for draft in drafts]
+
+    def _together(self, drafts: Sequence[_Draft]) -> int:
+        """How many of the first drafts fit one pass; at least one."""
+        rows = 0
+        for i, draft in enumerate(drafts):
+            rows += min(len(draft.context_np) - draft.fed, _CATCH_UP_ROWS) + draft.length
+            if i and rows > _CATCH_UP_ROWS:
+                return i
+        return len(drafts)
+
+    def _draft(self, drafts: Sequence[_Draft]) -> None:
+        inputs: list[RowInput] = []
+        wanted: list[int] = []  # rows of the pass that drafts are drawn from
+        total = 0
+        for draft in drafts:
+            end = len(draft.context_np)
+            while end - draft.fed > _CATCH_UP_ROWS:  # a long prompt, in pieces
+                piece = draft.context_np[draft.fed : draft.fed + _CATCH_UP_ROWS]
+                self._forward([RowInput(piece, draft.fed, draft.row.block_table_np)])
+                draft.fed += _CATCH_UP_ROWS
+            start = min(draft.fed, end - 1)
+            masks = draft.length - len(draft.tokens) - 1
+            fed_np = np.concatenate([draft.context_np[start:], np.full(masks, self.mask_token, np.int32)])
+            inputs.append(RowInput(fed_np, start, draft.row.block_table_np))
+            total += len(fed_np)
+            wanted += range(total - masks - 1, total)
+            draft.fed = end
+            draft.stored = end - draft.row.num_tokens  # forced tokens; the masks' K/V is worth nothing
+        logits = self._forward(inputs, all_rows=True)
+        logits = logits[torch.tensor(wanted, device=logits.device)]
+        first: list[int] = []  # row of each draft's next token
+        at = 0
+        for draft in drafts:
+            first.append(at)
+            at += draft.length - len(draft.tokens)
+        active = list(zip(drafts, first, strict=True))
+        while active:
+            members = [draft for draft, _ in active]
+            tokens, q = self._draw(members, logits[torch.tensor([row for _, row in active])].clone())
+            for i, (draft, token) in enumerate(zip(members, tokens, strict=True)):
+                draft.tokens.append(token)
+                if q is not None:
+                    draft.q.append(q[i])
+            active = [(draft, row + 1) for draft, row in active if draft.length > len(draft.tokens)]
