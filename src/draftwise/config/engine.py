@@ -115,6 +115,9 @@ class EngineConfig:
         _quantization,
         "weights in int8, int8_dynamic, int4 or int4_dynamic (as the checkpoint has them)",
     )
+    quantization_cache: str | None = option(
+        None, to.string, "folder that keeps rounded weights for the next start, or auto (they are not kept)"
+    )
     cudagraph_capture_sizes: tuple[int, ...] | None = option(
         None, to.sequence_of(to.integer(1), "a list of sizes"), "row counts captured in CUDA graphs"
     )
@@ -164,6 +167,8 @@ class EngineConfig:
             raise ConfigError("enable_expert_parallel: not supported yet")
         if self.quantization is not None and not self.device.startswith(("cpu", "auto")):
             raise ConfigError(f"quantization: {self.quantization!r} needs device cpu, not {self.device}")
+        if self.quantization_cache is not None and self.quantization is None:
+            raise ConfigError("quantization_cache: keeps weights that quantization= rounds; give that, too")
         if self.kv_transfer_config is not None:
             raise ConfigError("kv_transfer_config: not supported yet")
         if self.distributed_executor_backend in ("ray", "external_launcher"):

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def build_engine(
         trust_remote_code=config.trust_remote_code,
         max_model_len=config.max_model_len,
         quantization=config.quantization,
+        quantization_cache=_quantization_cache(config),
     )
     max_model_len = model.config.max_model_len
     tokenizer = None
@@ -197,6 +199,16 @@ def _load_proposers(
             )
         proposers[spec.method] = proposer.create(context)
     return proposers
+
+
+def _quantization_cache(config: EngineConfig) -> Path | None:
+    if config.quantization_cache is None:
+        return None
+    if config.quantization_cache == "auto":
+        from draftwise.quantization.cache import default_cache
+
+        return default_cache()
+    return Path(config.quantization_cache).expanduser()
 
 
 def _cache_dtype(config: EngineConfig, model: DecoderModel) -> torch.dtype:

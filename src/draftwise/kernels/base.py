@@ -25,6 +25,11 @@ class Linear:
 
     __slots__ = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept for it: as packed, scales and padding included; 0 if the memory is another parameter's."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
+
 
 class Norm:
     """Handle of a packed RMSNorm weight with its epsilon; made by `Ops.pack_norm`."""

@@ -23,14 +23,23 @@ _TIED_PACKED = 1 << 22  # elements up to which a tied output layer is packed bes
 
 
 class TorchLinear(Linear):
-    """Either ``packed`` (oneDNN's layout) or ``weight_t`` [in, out] (a transposed view); ``bias`` [out] or None."""
+    """Either ``packed`` (oneDNN's layout) or ``weight_t`` [in, out] (a transposed view); ``bias`` [out] or None.
+    ``shared``: the view is of a table that stays in use elsewhere."""
 
-    __slots__ = ("bias", "packed", "weight_t")
+    __slots__ = ("bias", "packed", "shared", "weight_t")
 
-    def __init__(self, weight_t: Tensor | None, packed: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(
+        self, weight_t: Tensor | None, packed: Tensor | None, bias: Tensor | None, shared: bool = False
+    ) -> None:
         self.weight_t = weight_t
         self.packed = packed
         self.bias = bias
+        self.shared = shared
+
+    @property
+    def num_bytes(self) -> int:
+        held = (None if self.shared else self.weight_t, self.packed, self.bias)
+        return sum(x.numel() * x.dtype.itemsize for x in held if x is not None)
 
 
 class TorchNorm(Norm):
@@ -79,7 +88,7 @@ class TorchOps(Ops):
     def pack_tied_head(self, table: Tensor) -> Linear:
         if table.numel() <= _TIED_PACKED:
             return self.pack_linear(table)
-        return TorchLinear(table.t(), None, None)
+        return TorchLinear(table.t(), None, None, shared=True)
 
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return TorchNorm(weight, eps)

@@ -141,4 +141,4 @@ class DecoderModel(ABC):
 
     @abstractmethod
     def weight_bytes(self) -> int:
-        """Bytes of all parameters; tied ones count once."""
+        """Bytes that all parameters take as they are kept: packed, rounded, a tied table twice if kernels copy it."""

@@ -194,7 +194,6 @@ class DenseDecoder(DecoderModel):
             plan.ignored.add(self.names.head)  # some writers store it twice
         else:
             self._loaded_head = plan.tensor(self.names.head, (vocab, hidden))
-        self._weight_bytes = plan.num_bytes
         self._plan = plan
         plan.streams = True
 
@@ -217,6 +216,13 @@ class DenseDecoder(DecoderModel):
             plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
         del self._loaded_norm, self._loaded_head, self._plan
+        products = [w for x in self._layers for w in (x.qkv, x.o, x.gate_up, x.down)]
+        self._weight_bytes = sum(product.num_bytes for product in (*products, self._head))
+        self._weight_bytes += self._embedding.numel() * self._embedding.element_size()
+        # norms, of which kernels keep float32
+        norms = (2 * config.num_layers + 1) * config.hidden_size
+        norms += 2 * config.num_layers * config.head_dim * config.qk_norm
+        self._weight_bytes += 4 * norms
         self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, config.max_model_len)
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:

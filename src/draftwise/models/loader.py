@@ -19,6 +19,7 @@ from draftwise.models.config import ModelConfig, token_ids
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.registry import resolve_model
 from draftwise.models.weights import WeightPlan
+from draftwise.quantization.cache import cached_checkpoint
 from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
 from draftwise.quantization.scheme import parse_scheme
 
@@ -100,6 +101,7 @@ def load_model(
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    quantization_cache: Path | None = None,
     ops: Ops | None = None,
 ) -> DecoderModel:
     """Load a model. Peak memory is the weights, as the kernels pack them, plus the largest layer or some 20 MiB:
@@ -111,6 +113,7 @@ def load_model(
         trust_remote_code: accepted for the tokenizer's sake; models are never run from a checkpoint's own code.
         max_model_len: see `load_config`.
         quantization: a format of `quantization.scheme` that linear layers are rounded to; None: none.
+        quantization_cache: folder in which rounded weights are kept, see `quantization.cache`; None: they are not.
         ops: the kernels to run on; None: `kernels.select.default_ops`.
 
     Raises:
@@ -125,15 +128,15 @@ def load_model(
     chosen = dtype or _config_dtype(config, folder)
     if chosen not in _DTYPES.values():
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
-    entries = scan_checkpoint(folder)
-    plan = WeightPlan(chosen, device, layout, entries.keys())
+    scheme = parse_scheme(quantization) if quantization else None
     if ops is None:
-        ops = default_ops(chosen, device, parse_scheme(quantization) if quantization else None)
-    try:
-        model = cls(config, ops, plan)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{folder}: {error}") from error
-    _check(folder, entries, plan)
+        ops = default_ops(chosen, device, scheme)
+    entries, plan, model = _declare(folder, config, cls, chosen, device, layout, ops)
+    if scheme is not None and quantization_cache is not None:
+        kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)
+        if kept is not None:
+            layout = _checkpoint_format(kept)
+            entries, plan, model = _declare(kept, config, cls, chosen, device, layout, ops)
     with torch.no_grad():
         plan.fill_with(lambda targets: copy_tensors(entries, targets))
         try:
@@ -142,6 +145,26 @@ def load_model(
             raise ModelLoadError(f"{folder}: {error}") from error
         assert not plan.targets, f"never filled: {sorted(plan.targets)[:4]}"
         return _recorded(model, ops)
+
+
+def _declare(
+    folder: Path,
+    config: ModelConfig,
+    cls: type[DecoderModel],
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: CheckpointFormat | None,
+    ops: Ops,
+) -> tuple[Mapping[str, TensorEntry], WeightPlan, DecoderModel]:
+    """A model whose parameters are declared and not filled yet, and what it will be filled from."""
+    entries = scan_checkpoint(folder)
+    plan = WeightPlan(dtype, device, layout, entries.keys())
+    try:
+        model = cls(config, ops, plan)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
+    _check(folder, entries, plan)
+    return entries, plan, model
 
 
 def _recorded(model: DecoderModel, ops: Ops) -> DecoderModel:

@@ -67,6 +67,9 @@ class WeightPlan:
         self.device = device
         self.targets: dict[str, WeightTarget] = {}
         self.ignored: set[str] = set()  # names that may be in a checkpoint and are not needed
+        self.linears: list[
+            tuple[tuple[str, int], ...]
+        ] = []  # (name, rows) of float linear layers, as stacked
         self.num_bytes = 0
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -96,6 +99,7 @@ class WeightPlan:
         layout = self._layout
         bases = [name.removesuffix(".weight") for name, _ in parts]
         if layout is None or not any(base + layout.marker in self._names for base in bases):
+            self.linears.append(tuple(parts))
             return self.packed(parts, columns)
         if not all(base + layout.marker in self._names for base in bases):
             raise ModelLoadError(f"of {', '.join(bases)} only some are quantised; that is not supported")

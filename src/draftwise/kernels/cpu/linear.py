@@ -62,6 +62,10 @@ class NativeLinear(Linear):
         self.bytes: int = kernels.bytes_of(pointer)  # what one pass reads
         self._finalizer = weakref.finalize(self, kernels.free, pointer)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.bytes
+
 
 class LinearKernels:
     """The C functions of ``csrc/linear.h`` with a pool of threads."""

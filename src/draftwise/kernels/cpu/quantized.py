@@ -13,6 +13,7 @@ from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import Scheme
+from draftwise.quantization.weights import QuantizedWeight
 
 
 class QuantizedOps(NativeOps):
@@ -33,6 +34,12 @@ class QuantizedOps(NativeOps):
         super().__init__(library, pool, dtype)
         self.scheme = scheme
         self._head_scheme = replace(scheme, bits=8, group=None)
+
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
+    ) -> Linear:
+        # weights that were rounded to the scheme before and come back from disk
+        return super().pack_quantized(weight, bias, dynamic=dynamic or self.scheme.dynamic, paired=paired)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._linear.pack_as(weight, bias, self.scheme)
