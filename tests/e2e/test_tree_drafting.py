@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, RequestError
-from draftwise.propose import draft_model
+from draftwise.propose import draft_model, heads
 from tests.e2e.conftest import random_prompts, token_ids
-from tests.fakes.tiny import TinyModels
+from tests.fakes.heads import HeadShape, random_weights, save_head
+from tests.fakes.tiny import VOCAB, TinyModels
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
 STATIC: dict[str, Any] = {"speculative_token_tree": TREE}
@@ -241,30 +243,40 @@ def test_a_request_overrides_the_tree_of_the_configuration(
     assert most(speculative_dynamic_tree={"top_k": 2, "depth": 3}, num_speculative_tokens=20) == (10, False)
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_the_native_expansion_drafts_the_same_trees(
-    make_llm: Callable[..., LLM], tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+    make_llm: Callable[..., LLM],
+    tiny: TinyModels,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: str,
 ) -> None:
     """One native call against level by level in Python, for every way of choosing children that it knows."""
-    llm = engine(make_llm, tiny)
+    model = tiny.near
+    if method != "draft_model":
+        more: dict[str, Any] = {"feature_layers": (0, 1, 2), "draft_vocab": 47} if method == "eagle3" else {}
+        shape = HeadShape(method, 32, 32, VOCAB, **more)
+        model = save_head(tmp_path / method, shape, random_weights(shape, seed=5))
+    llm = make_llm(
+        speculative_config={"method": method, "model": model, "num_speculative_tokens": 4}, **STEADY
+    )
     prompts = random_prompts(6, seed=48)
+    large = {"speculative_dynamic_tree": {"top_k": 9, "depth": 7}, "num_speculative_tokens": 60}
 
     def drafted() -> list[Any]:
         out = []
-        for shape in (
-            STATIC,
-            DYNAMIC,
-            {"speculative_dynamic_tree": {"top_k": 9, "depth": 7}, "num_speculative_tokens": 60},
-        ):
+        for shape in (STATIC, DYNAMIC, large):
             params = [
                 SamplingParams(
                     temperature=0.7 * (i % 3),
                     seed=i,
                     max_tokens=25,
                     ignore_eos=True,
-                    speculation={"method": "draft_model", "rule": ("coupled", "rejection")[i // 3], **shape},
+                    speculation={"method": method, "rule": ("coupled", "rejection")[i // 3], **shape},
                 )
                 for i in range(6)
             ]
+            llm.reset_prefix_cache()
             outputs = llm.generate(prompts, params)
             out.append(
                 [[(s.draft_tokens, s.draft_parents) for s in o.outputs[0].trace or ()] for o in outputs]
@@ -272,13 +284,12 @@ def test_the_native_expansion_drafts_the_same_trees(
         return out
 
     at_once = drafted()
-    llm.reset_prefix_cache()
     calls = 0
 
     def refuse(*args: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
 
-    monkeypatch.setattr(draft_model, "native_draws", refuse)
+    monkeypatch.setattr(draft_model if method == "draft_model" else heads, "native_draws", refuse)
     assert drafted() == at_once
     assert calls > 20

@@ -22,11 +22,10 @@ from draftwise.propose.tree_expansion import (
     TreeLevel,
     TreeModel,
     TreeTask,
-    as_proposal,
     draft_trees,
     is_tree,
-    native_draws,
 )
+from draftwise.propose.tree_native import as_proposal, native_draws
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.chain_drafts import ChainDraft
 from draftwise.propose.head_state import HeadState
-from draftwise.types import ChainDraws, IntArray, StepInput
+from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
 
 _PASS_ROWS = 2048
 """Rows of one pass that fills in what is missing: a long prompt is filled in pieces, so that activations stay small."""
@@ -143,6 +143,24 @@ class HeadPasses:
             draft.state.tracks[0].advance(draft.row.num_tokens)
         self._time += time.perf_counter() - start
         return chains
+
+    def trees(
+        self, drafts: Sequence[HeadDraft], tables: Sequence[IntArray], draws: Sequence[TreeDraws]
+    ) -> list[DraftedTree] | None:
+        """`HeadModel.draft_trees` for these requests, if the head can. ``tables``: their blocks, with scratch ones."""
+        start = time.perf_counter()
+        jobs = [
+            replace(self.missing(draft), block_table_np=table)
+            for draft, table in zip(drafts, tables, strict=True)
+        ]
+        batch, features, last = self.batch(jobs)
+        trees = self.head.draft_trees(batch, features, self.kv, last, draws)
+        if trees is None:
+            return None
+        for draft in drafts:
+            draft.state.tracks[0].advance(draft.row.num_tokens)
+        self._time += time.perf_counter() - start
+        return trees
 
     def catch_up(self, drafts: Sequence[HeadDraft]) -> tuple[Tensor, Tensor]:
         """Feed all rows that are missing: logits [R, Vd] and features [R, F] of the last one of each request."""

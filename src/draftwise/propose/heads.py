@@ -26,6 +26,7 @@ from draftwise.propose.tree_expansion import (
     draft_trees,
     is_tree,
 )
+from draftwise.propose.tree_native import as_proposal, native_draws
 from draftwise.propose.tree_spec import MAX_FED_NODES
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
@@ -218,6 +219,12 @@ class HeadProposer(Proposer, TreeModel):
         A head with several depths drafts them with the first one alone: a later one would have to read the whole path
         again at its depth.
         """
+        tasks = [
+            TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
+            for d in drafts
+        ]
+        if self._draft_trees_at_once(drafts, tasks):
+            return
         logits, features = self._passes.catch_up(drafts)
         nodes = features.new_empty((len(drafts), 1 + MAX_FED_NODES, features.shape[1]))
         nodes[:, 0] = features
@@ -228,10 +235,6 @@ class HeadProposer(Proposer, TreeModel):
                 members, nodes[forced, 0], step, deeper=False
             )
         self._expanding, self._nodes = drafts, nodes
-        tasks = [
-            TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
-            for d in drafts
-        ]
         trees = draft_trees(
             self,
             tasks,
@@ -242,6 +245,26 @@ class HeadProposer(Proposer, TreeModel):
         )
         for draft, tree in zip(drafts, trees, strict=True):
             draft.tree = tree
+
+    def _draft_trees_at_once(self, drafts: Sequence[HeadDraft], tasks: Sequence[TreeTask]) -> bool:
+        """Let the head do all levels, if it can and nothing but a choice stands between them."""
+        if any(draft.tokens for draft in drafts):
+            return False
+        draws = native_draws(
+            tasks,
+            vocab_size=self._vocab_size,
+            method=self._sample_method,
+            vocab_map=self._head.target_ids,
+        )
+        if draws is None:
+            return False
+        tables = [self._scratch.table(i, draft.row.block_table_np) for i, draft in enumerate(drafts)]
+        trees = self._passes.trees(drafts, tables, draws)
+        if trees is None:
+            return False
+        for draft, task, tree in zip(drafts, tasks, trees, strict=True):
+            draft.tree = as_proposal(task, tree, self.name)
+        return True
 
     def expand(self, levels: Sequence[TreeLevel]) -> Tensor:
         start = time.perf_counter()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.types import ChainDraws, StepInput, TargetOutput
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,20 @@ class HeadModel(ABC):
 
         Sampled tokens come with the distributions they were drawn from, float32 [R, steps, Vd], over the *draft*
         vocabulary; so are ``draws.noise`` [R, steps, Vd]. None: there is no quicker way than pass by pass.
+        """
+        return None
+
+    def draft_trees(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        draws: Sequence[TreeDraws],
+    ) -> list[DraftedTree] | None:
+        """Draft a tree below each request, as `DecoderModel.draft_trees` does; a node's row reads the features that its
+        parent's row gave. Tokens are the target's; ``draws`` speak the draft vocabulary. None: there is no quicker way
+        than level by level.
         """
         return None
 

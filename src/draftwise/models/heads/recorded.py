@@ -17,7 +17,7 @@ from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.recorded import NO_BATCH
-from draftwise.types import ChainDraws, StepInput, TargetOutput
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 logger = logging.getLogger("draftwise")
 
@@ -114,6 +114,24 @@ class RecordedHead(HeadModel):
         wanted = batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64)
         feedback = Feedback(None if one else _FEATURES, self._target_ids_np)
         return program.chains(batch, wanted, steps, draws, features, feedback)
+
+    def draft_trees(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        draws: Sequence[TreeDraws],
+    ) -> list[DraftedTree] | None:
+        if self.num_depths > 1:
+            return None  # what the first depth gives is queued for the next one
+        found = self._program(kv, 0) if self.inner.recordable(batch) else None
+        if found is None:
+            return None
+        program, one = found
+        wanted = len(draws) if rows is None else np.asarray(rows, np.int64)
+        feedback = Feedback(None if one else _FEATURES, self._target_ids_np)
+        return program.trees(batch, wanted, draws, features, feedback)
 
     def _program(self, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
         """The recording, and whether hidden states and next features are one result."""
