@@ -11,6 +11,8 @@ import pytest
 # Before transformers or tokenizers are imported: no test reaches for the network or forks a tokenizer pool.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Engines draft what they are asked for, unless a test asks for more: it must not depend on how busy the machine is.
+os.environ["DRAFTWISE_SPECULATION_CONTROL"] = "static"
 # Processes that tests start see this source tree, installed or not.
 _PATH = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(_PATH)

@@ -39,7 +39,6 @@ def make_llm(tiny: TinyModels) -> Iterator[Callable[..., LLM]]:
             "skip_tokenizer_init": True,
             "block_size": 4,
             "num_kv_blocks": 512,
-            "speculation_control": "static",  # what is drafted must not depend on the machine's mood
         }
         if "num_kv_blocks" in options or "kv_cache_memory" in options:
             base.pop("num_kv_blocks")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from draftwise.adapt.controller import ControlStats
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.engine.llm import render_chat
 from draftwise.engine.outputs import (
@@ -72,7 +73,13 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         zero: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
         return EngineStats(
-            **{**zero, "num_blocks": 1, "finish_reasons": {}, "speculation": SpeculationMetrics()}
+            **{
+                **zero,
+                "num_blocks": 1,
+                "finish_reasons": {},
+                "speculation": SpeculationMetrics(),
+                "control": ControlStats(),
+            }
         )
 
     def observe(self, observer: Any) -> None:

@@ -319,3 +319,13 @@ def test_importing_config_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_speculation_is_controlled_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRAFTWISE_SPECULATION_CONTROL")
+    assert resolve_engine_config(device="cpu").speculation_control == "adaptive"
+    monkeypatch.setenv("DRAFTWISE_SPECULATION_CONTROL", "static")
+    assert resolve_engine_config(device="cpu").speculation_control == "static"
+    assert resolve_engine_config(speculation_control="adaptive").speculation_control == "adaptive"
+    with pytest.raises(ConfigError, match=r"speculation_control: .*static"):
+        resolve_engine_config(speculation_control="statc")

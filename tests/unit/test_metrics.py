@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftwise.adapt.controller import ControlStats, GroupControl
 from draftwise.engine.outputs import EngineStats, SpeculationMetrics
 from draftwise.metrics import Histogram, Latencies, Metrics, statistics_line
 from draftwise.sampling.params import SamplingParams
@@ -19,9 +20,8 @@ from draftwise.types import Speculation
 
 def stats(**given: Any) -> EngineStats:
     zero: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    return EngineStats(
-        **{**zero, "num_blocks": 10, "finish_reasons": {}, "speculation": SpeculationMetrics(), **given}
-    )
+    own: dict[str, Any] = {"num_blocks": 10, "finish_reasons": {}, "speculation": SpeculationMetrics()}
+    return EngineStats(**{**zero, **own, "control": ControlStats(), **given})
 
 
 class Engine:
@@ -153,3 +153,16 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
             assert name in samples, name
         for labels, name in re.findall(r"by \(([^)]*)\) \([^)]*?(draftwise:\w+)", query):
             assert {part.strip() for part in labels.split(",")} <= samples[name], query
+
+
+def test_what_the_controller_decided_is_shown() -> None:
+    groups = (
+        GroupControl("draft_model", "greedy", 3, 2, 4, 1.5, 2.1),
+        GroupControl("draft_model", "greedy", 1, 1, 6, 1.5, 3.0),  # with a tree
+        GroupControl("ngram", "rejection", 2, 0, 5, None, None),
+    )
+    found = families(Metrics(Engine(stats(control=ControlStats("adaptive", groups))), "m"))
+    lengths = {s.labels["method"]: s.value for s in found["draftwise:spec_decode_draft_length"].samples}
+    assert lengths == {"draft_model": 6, "ngram": 0}
+    gains = {s.labels["method"]: s.value for s in found["draftwise:spec_decode_estimated_gain"].samples}
+    assert gains == {"draft_model": 1.5}

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from draftwise.adapt.acceptance import is_chain
-from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, pays_at_best
+from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, make_option, pays_at_best
 from draftwise.adapt.controller import (
     Controller,
     ControlStats,
@@ -20,6 +20,8 @@ from draftwise.types import RowResult, Speculation, StepResult
 
 _LONGEST_STREAK = 6
 """Proposals in a row of a probe that succeeds: by then the next choice knows."""
+_TRIAL = 2
+"""Nodes drafted in a trial of a group that never drafted."""
 _HOPELESS = 4.0
 """Where not even perfect drafts would pay, by what is believed of their costs, so many times fewer probes are made."""
 
@@ -196,16 +198,26 @@ class AdaptiveController(Controller):
         if plain and step % 4 and self._decide_at > step + 8:
             self._earn(seconds)  # nobody drafts and nothing is due: a sample in four is enough
             return
+        decoding = shape.requests > 0 and not shape.prompt_rows
+        pure = shape.rows == shape.requests
+        weight = 1
+        if decoding and not pure and step > self.settings.warm_steps and self._decide_at > step + 2:
+            weight = (
+                3  # one step in three stands for all: taking it in costs as much as everything else together
+            )
+            if step % 3:
+                self._earn(seconds)
+                return
         usual = self.model.observe_target(shape, seconds - result.draft_time)
         if self._drafting:
             usual += self._observe_drafting(result.draft_time, shape)
-        if shape.requests and not shape.prompt_rows:
+        if decoding:
             self._mean_context = shape.context // shape.requests
             self._sampled = shape.sampled
-            if shape.rows == shape.requests:
+            if pure:
                 self._plain_seen[bucket(shape.requests)] = step
             if not plain:
-                self._account(shape, tokens, min(max(seconds, 0.8 * usual), 1.25 * usual))
+                self._account(shape, tokens, min(max(seconds, 0.8 * usual), 1.25 * usual), weight)
         self._earn(seconds)
 
     def _observe_row(self, drafter: Drafter, row: RowResult) -> None:
@@ -255,8 +267,9 @@ class AdaptiveController(Controller):
             self.model.observe_draft(group.method, n, nodes, lag, group.sampled, part)
         return total or seconds
 
-    def _account(self, shape: StepShape, tokens: int, seconds: float) -> None:
-        """Keep the book of what speculation gains or loses against plain decoding, in plain steps.
+    def _account(self, shape: StepShape, tokens: int, seconds: float, weight: int) -> None:
+        """Keep the book of what speculation gains or loses against plain decoding, in plain steps; ``weight``: steps
+        that this one stands for.
 
         Example: 3 tokens for one request in 1.5 times the time of a plain step: 3 - 1.5 = 1.5 steps gained.
         """
@@ -266,7 +279,7 @@ class AdaptiveController(Controller):
         if shape.requests != prices.requests or shape.sampled != prices.sampled:
             return
         gain = tokens / shape.requests - seconds / prices.plain
-        self._balance = min(self._balance + gain, self.settings.loss_steps)
+        self._balance = min(self._balance + weight * gain, self.settings.loss_steps)
         if self._balance < 0:
             self._suspended = True
 
@@ -332,6 +345,8 @@ class AdaptiveController(Controller):
         group.cap = option.cap
         group.gain = self._rate_gain
         group.hopeful = True
+        if option.cap:
+            group.last_cap = option.cap
         drafting = sum(on for _, on, _ in option.members)
         group.accepted = option.tokens / drafting if drafting else None
         if not option.cap:
@@ -351,7 +366,7 @@ class AdaptiveController(Controller):
     def _learn_more(self, prices: Prices) -> None:
         """Spend what may be spent on what is due, and note when to look again."""
         step = self._step
-        self._learn_at = step + 4
+        self._learn_at = step + 8
         if self._rate_gain > 1.0:
             seen = self._plain_seen.get(bucket(prices.requests))
             cost = prices.plain * (1 - 1 / self._rate_gain)
@@ -366,7 +381,11 @@ class AdaptiveController(Controller):
         for group, members in self._active():
             idle = [m for m in members if not m.budget and not m.probe]
             if idle:
-                need = min(need, self._probe(group, idle, prices))
+                self._learn_at = step + 4
+                if not group.cap and group.hopeful and step - group.last_deep > 256:
+                    need = min(need, self._try_all(group, idle, prices))
+                else:
+                    need = min(need, self._probe(group, idle, prices))
             elif group.cap and step - group.last_deep > 64:
                 self._look_deeper(group, members, prices)
         if need < float("inf") and self._rate_gain <= 1.0:
@@ -413,6 +432,28 @@ class AdaptiveController(Controller):
             member.streak = 0
             member.last_probe = self._step
             member.history.counts.fade(0.5)
+        return 0.0
+
+    def _try_all(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
+        """Let the whole group draft once: what it costs together is not seen by probes of a few. Answers the price in
+        seconds; 0: done."""
+        nodes = min(group.last_cap or _TRIAL, max(m.most for m in idle))
+        if group.evident:
+            nodes = max(m.most for m in idle)
+        option = make_option(group, idle, nodes, prices, 0.0, self.model)
+        n, model = prices.requests, self.model
+        more = model.target_time(n, round(n + option.rows), prices.context, prices.sampled) - prices.plain
+        seconds = max(more, 0.0) + option.draft_time
+        cost = max(seconds - option.tokens * prices.plain / n, 0.2 * seconds)
+        if cost > self._explore:
+            return cost
+        self._explore -= cost
+        self._num_probes += len(idle)
+        group.last_deep = self._step
+        self._probe_cost = self._row_cost = 0.0
+        for member in idle:
+            member.probe, member.streak = min(nodes, member.most), _LONGEST_STREAK
+            member.last_probe = self._step
         return 0.0
 
     def _look_deeper(self, group: Group, members: list[Drafter], prices: Prices) -> None:

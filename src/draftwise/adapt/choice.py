@@ -33,7 +33,8 @@ class Group:
     gain: float | None = None
     accepted: float | None = None
     hopeful: bool = True  # at this batch size, drafts that were all accepted would pay
-    last_deep: int = 0  # step of the last look beyond `cap`
+    last_cap: int = 0  # the last one that was not 0
+    last_deep: int = 0  # step of the last look beyond `cap`, or of the last trial of the whole group
 
     @property
     def sampled(self) -> bool:

@@ -15,6 +15,8 @@ _RING = 9
 """Samples of which a cell is the median: a busy neighbour may spoil four of them."""
 _KNOWN = 3
 """Samples from which on a cell is believed."""
+_STALE = 100
+"""Measurements of other points after which a point's samples are stale."""
 _MAX_CELLS = 384
 _PRIOR_WEIGHT = 0.05
 """Of the fit's prior, against one for a cell: it decides only where the cells say nothing."""
@@ -78,19 +80,21 @@ class _Speed:
 class _Cell:
     """Median of the last samples at one operating point."""
 
-    __slots__ = ("count", "features", "median", "ring")
+    __slots__ = ("count", "features", "last", "median", "ring")
 
     def __init__(self, features: tuple[float, ...]) -> None:
         self.features = features
         self.ring: list[float] = []
         self.median = 0.0
         self.count = 0
+        self.last = 0  # when it was last measured, in measurements of its curve
 
     def add(self, seconds: float) -> None:
         if len(self.ring) < _RING:
             self.ring.append(seconds)
         else:
-            self.ring[self.count % _RING] = seconds
+            del self.ring[0]
+            self.ring.append(seconds)
         self.count += 1
         self.median = sorted(self.ring)[len(self.ring) // 2]
 
@@ -108,6 +112,7 @@ class TimeCurve:
         self._weights: tuple[float, ...] | None = None
         self._speed = speed
         self._cells: dict[Key, _Cell] = {}
+        self._measurements = 0
         self._fit_at = 1  # fit again when there are this many cells
         self._guesses: dict[Key, float] = {}
 
@@ -123,13 +128,18 @@ class TimeCurve:
 
     def observe(self, key: Key, features: tuple[float, ...], seconds: float) -> float:
         """One measurement; answers what such a step takes by now."""
+        self._measurements += 1
         cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= _MAX_CELLS:
                 del self._cells[next(iter(self._cells))]
             cell = self._cells[key] = _Cell(features)
+        elif self._measurements - cell.last > _STALE:
+            # What was measured long ago, perhaps while a neighbour was busy, counts as two samples among the new ones.
+            cell.ring = [cell.median] * 2
         elif cell.count >= _KNOWN and cell.median > 0:
             self._speed.observe(seconds / cell.median)
+        cell.last = self._measurements
         cell.add(seconds / self._speed.value)
         if cell.count <= _RING:
             self._guesses.clear()

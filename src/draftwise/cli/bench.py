@@ -109,6 +109,8 @@ def _temperature(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``draftwise bench KIND``."""
     options = engine_kwargs(args)
+    if args.kind == "accept":  # acceptance of what a method drafts, not of what is left where it pays
+        options.setdefault("speculation_control", "static")
     if args.prompt_tokens < 32:
         raise UsageError("--prompt-tokens: expected at least 32")
     from draftwise import LLM

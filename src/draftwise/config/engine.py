@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,6 +19,8 @@ from draftwise.quantization.scheme import parse_scheme
 logger = logging.getLogger("draftwise")
 
 EMBEDDED_NUM_SPECULATIVE_TOKENS = 4
+CONTROL_VARIABLE = "DRAFTWISE_SPECULATION_CONTROL"
+"""Environment variable: `EngineConfig.speculation_control` where it is not given."""
 _DTYPE_ALIASES = {
     "half": "float16",
     "float": "float32",
@@ -97,7 +100,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = option(True, to.boolean, "compute long prompts in chunks")
     seed: int | None = option(0, to.integer(0, 2**64 - 1), "seed from which requests without one draw theirs")
     speculation_control: str = option(
-        "static",
+        "adaptive",
         to.choice("adaptive", "static"),
         "adaptive: draft only where it pays; static: what each request asks for",
     )
@@ -248,6 +251,8 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
         if target in options:
             raise ConfigError(f"{name}: is the same option as {target}; give one of them")
         options[target] = value
+    if CONTROL_VARIABLE in os.environ:
+        options.setdefault("speculation_control", os.environ[CONTROL_VARIABLE])
     device = _resolve_device(_device("device", options.get("device", "auto")))
     options["device"] = device
     options.setdefault("max_num_seqs", _default_num_seqs(device, options))

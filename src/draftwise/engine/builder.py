@@ -109,6 +109,7 @@ def build_engine(
         device=device,
         synthetic=_synthetic(config),
         grammars=grammars,
+        clock=clock,
     )
     scheduler = Scheduler(
         SchedulerConfig(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -75,6 +75,12 @@ class Metrics:
         family.add_metric([self._model_name], value)
         return family
 
+    def _gauges(self, name: str, help_text: str, labels: list[str], values: Any) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name", *labels])
+        for extra, value in values:
+            family.add_metric([self._model_name, *map(str, extra)], value)
+        return family
+
     def _counter(self, name: str, help_text: str, value: float) -> Metric:
         return self._counters(name, help_text, [], [((), value)])
 
@@ -132,6 +138,20 @@ class Metrics:
             [((method,), count) for method, count in sorted(spec.steps_by_method.items())],
         )
 
+        groups = stats.control.groups
+        yield self._gauges(
+            "spec_decode_draft_length",
+            "Draft tokens per request that drafts, as the controller has it now; 0: decodes plainly.",
+            ["method", "rule"],
+            _largest([((g.method, g.rule), g.cap if g.num_drafting else 0) for g in groups]),
+        )
+        yield self._gauges(
+            "spec_decode_estimated_gain",
+            "Tokens per second that are expected now, over those of plain decoding.",
+            ["method", "rule"],
+            _largest([((g.method, g.rule), g.gain) for g in groups if g.gain is not None]),
+        )
+
     def _time(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
         parts = {
@@ -155,3 +175,11 @@ class Metrics:
         yield "request_queue_time_seconds", "Arrival to first step.", lat.queue
         yield "request_prefill_time_seconds", "First step to first token.", lat.prefill
         yield "request_decode_time_seconds", "First token to end.", lat.decode
+
+
+def _largest(values: Sequence[tuple[tuple[str, str], float]]) -> list[tuple[tuple[str, str], float]]:
+    """One value per pair of labels: requests that differ in their trees alone are groups of their own."""
+    found: dict[tuple[str, str], float] = {}
+    for labels, value in values:
+        found[labels] = max(value, found.get(labels, value))
+    return sorted(found.items())

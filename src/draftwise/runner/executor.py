@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,6 +64,7 @@ class LocalExecutor(Executor):
         device: torch.device,
         synthetic: SyntheticAcceptance | None = None,
         grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``grammars``: makes the cursors of requests with structured outputs; without it there may be none."""
         self._model = model
@@ -72,6 +73,7 @@ class LocalExecutor(Executor):
         self._device = device
         self._synthetic = synthetic
         self._grammars = grammars
+        self._clock = clock
         self._vocab_size = model.config.vocab_size
         # Native kernels have threads of their own. What torch does besides is small, and a second torch thread that
         # waits for more spins on a core the kernels want: with a busy neighbour, a softmax of 10 us took 10 ms.
@@ -103,17 +105,17 @@ class LocalExecutor(Executor):
         self._apply(plan)
         if not plan.rows:
             return StepResult(plan.step, ())
-        start = time.perf_counter()
+        start = self._clock()
         steps = [self._step_row(planned) for planned in plan.rows]
         batch = build_step_input([self._row_input(s) for s in steps], self._block_size, self._device)
         starts = batch.attention.query_start_np.tolist()
         wanted = self._logit_rows(steps, starts)
 
-        built = time.perf_counter()
+        built = self._clock()
         output, logits = self._model.forward_logits(
             batch, self._storage, wanted.rows, self._drafting.capture_layers
         )
-        forwarded = time.perf_counter()
+        forwarded = self._clock()
 
         prompt = {
             i: self._prompt_logprobs(output.hidden, steps[i], first, n) for i, first, n in wanted.prompt
@@ -132,12 +134,12 @@ class LocalExecutor(Executor):
         results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
         self._drafting.committed(read)
         self._drafting.compact()
-        verified = time.perf_counter()
+        verified = self._clock()
 
         self._drafting.propose(
             [(s.row, s.planned.draft_budget) for s, r in zip(steps, results, strict=True) if _drafts_on(s, r)]
         )
-        drafted = time.perf_counter()
+        drafted = self._clock()
         return StepResult(
             step=plan.step,
             rows=tuple(
