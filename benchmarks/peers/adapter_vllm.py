@@ -50,6 +50,8 @@ class VLLM(Engine):
             max_model_len=load.max_len,
             max_num_seqs=max(16, load.batch),
             max_num_batched_tokens=2048,
+            # room for as many requests of full length, not for a whole gigabyte
+            num_gpu_blocks_override=max(16, load.batch) * -(-load.max_len // 128) + 8,
             enable_prefix_caching=passes,
             speculative_config=speculative,
             disable_log_stats=True,

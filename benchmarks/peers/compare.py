@@ -2,7 +2,7 @@
 
     python benchmarks/peers/compare.py passes --work DIR --peers ENVS --format bf16
     python benchmarks/peers/compare.py generate --work DIR --peers ENVS
-    python benchmarks/peers/compare.py generate --work DIR --peers ENVS --batch 16 --engines draftwise vllm
+    python benchmarks/peers/compare.py generate --work DIR --peers ENVS --batch 1 16 --engines draftwise vllm
 
 ``DIR`` holds the models that `prepare.py` made, ``ENVS`` one virtual environment per peer (README.md). A peer without
 one is skipped with a message. ``passes``: the model of 1.1 billion parameters, single forward passes, in milliseconds;
@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,15 @@ class Runner:
     label: str
     worker: Worker
     methods: tuple[str, ...] = ()
+    batches: bool = False
     alive: bool = True
+
+    def serves(self, cell: Cell) -> bool:
+        """Whether the cell is for this worker: one of its methods, and no more requests at once than it takes."""
+        if cell.tokens is None:
+            return True
+        many = len(cell.question["prompts"]) > 1
+        return cell.question["method"] in self.methods and (self.batches or not many)
 
 
 @dataclass(slots=True)
@@ -89,7 +98,7 @@ def start(run: Run, given: argparse.Namespace, peer: Peer, label: str, load: dic
         environment={"OMP_NUM_THREADS": str(load["threads"])} if peer.name == "vllm" else None,
         pause=not given.no_pause,
     )
-    runner = Runner(label, worker, tuple(load["methods"]))
+    runner = Runner(label, worker, tuple(load["methods"]), peer.batches)
     run.runners.append(runner)
     try:
         run.versions[label] = worker.ask({"do": "load", **load})
@@ -152,7 +161,11 @@ def rounds(run: Run, given: argparse.Namespace, cells_of_round: Sequence[list[Ce
     if given.wait:
         say("ready: waiting for a line on standard input")
         sys.stdin.readline()
+    began = time.monotonic()
     for turn in range(given.rounds + 1):
+        if turn > 1 and given.seconds is not None and time.monotonic() - began > given.seconds:
+            say(f"{given.seconds:g} s are over after {turn - 1} rounds")
+            break
         number = max(0, turn - 1)
         cells = cells_of_round[number % len(cells_of_round)]
         living = [runner for runner in run.runners if runner.alive]
@@ -162,9 +175,7 @@ def rounds(run: Run, given: argparse.Namespace, cells_of_round: Sequence[list[Ce
             if runner.label.partition(" ")[0] == OURS and turn and len(run.bandwidth) < turn:
                 run.bandwidth.append(runner.worker.ask({"do": "bandwidth"}))
             for cell in cells:
-                if not runner.alive:
-                    break
-                if cell.tokens is None or cell.question["method"] in runner.methods:
+                if runner.alive and runner.serves(cell):
                     ask(run, runner, cell, keep=turn > 0, prompt=number % len(cells_of_round))
         say(f"round {turn} of {given.rounds}" + (" (warming up)" if not turn else ""))
 
@@ -193,6 +204,11 @@ def passes(run: Run, given: argparse.Namespace) -> dict[str, Any]:
     return _report(run, own, lower=True, unit="ms, rows @ context", scale=1000.0)
 
 
+def picked(prompts: Sequence[Sequence[int]], turn: int, size: int) -> list[Sequence[int]]:
+    """The prompts of a round: ``size`` in a row, beginning with another one each turn."""
+    return [prompts[(turn + i) % len(prompts)] for i in range(size)]
+
+
 def generate(run: Run, given: argparse.Namespace) -> dict[str, Any]:
     """Workload (b): the embedded pair, end to end."""
     from draftwise.bench.workloads import code_prompts
@@ -200,13 +216,10 @@ def generate(run: Run, given: argparse.Namespace) -> dict[str, Any]:
     from draftwise.models.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(str(embedded_path("target")))
-    batch = given.batch
-    prompts = code_prompts(tokenizer, given.prompts * batch, given.prompt_tokens, seed=given.seed)
+    largest = max(given.batch)
+    prompts = code_prompts(tokenizer, max(given.prompts, largest), given.prompt_tokens, seed=given.seed)
     for name in given.engines:
         peer = PEERS[name]
-        if batch > 1 and not peer.batches:
-            run.skipped[name] = "one request at a time"
-            continue
         methods = tuple(m for m in given.methods if m in peer.methods)
         for group in [(m,) for m in methods] if peer.alone else [methods]:
             label = f"{name}, {group[0]}" if peer.alone else name
@@ -216,19 +229,25 @@ def generate(run: Run, given: argparse.Namespace) -> dict[str, Any]:
                 for key, model in (("model", "target"), ("draft", "draft"))
                 if key == "model" or "draft_model" in group
             }
-            load |= {"methods": group, "threads": given.threads, "num_draft": given.num_draft, "batch": batch}
+            load |= {
+                "methods": group,
+                "threads": given.threads,
+                "num_draft": given.num_draft,
+                "batch": largest if peer.batches else 1,
+            }
             start(run, given, peer, label, load)
     cells = [
         [
-            generate_cell(method, temperature, prompts[i * batch : (i + 1) * batch], given.output_tokens)
+            generate_cell(method, temperature, picked(prompts, turn, size), given.output_tokens)
+            for size in given.batch
             for temperature in given.temperatures
             for method in given.methods
         ]
-        for i in range(given.prompts)
+        for turn in range(given.prompts)
     ]
     rounds(run, given, cells)
     own = [row for row in run.samples.engines if row.startswith(OURS)]
-    report = _report(run, own, lower=False, unit=f"tokens/s, {batch} at once", scale=1.0)
+    report = _report(run, own, lower=False, unit="tokens/s", scale=1.0)
     equal: dict[str, list[int]] = {}
     for (engine, method, prompt), ids in run.greedy.items():
         ours = run.greedy.get((OURS, "plain", prompt))
@@ -282,6 +301,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         )
         command.add_argument("--engines", nargs="+", choices=list(PEERS), default=list(PEERS))
         command.add_argument("--rounds", type=int, default=7)
+        command.add_argument("--seconds", type=float, help="begin no round after so many")
         command.add_argument("--threads", type=int, default=os.cpu_count())
         command.add_argument("--json", type=Path, help="where to write everything that was measured")
         command.add_argument(
@@ -300,7 +320,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument("--prompt-tokens", type=int, default=128)
             command.add_argument("--output-tokens", type=int, default=128)
             command.add_argument("--num-draft", type=int, default=4)
-            command.add_argument("--batch", type=int, default=1)
+            command.add_argument("--batch", type=int, nargs="+", default=[1], help="requests at once")
             command.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

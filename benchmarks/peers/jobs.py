@@ -104,11 +104,9 @@ def step_cells(
     return cells
 
 
-def generate_cell(
-    method: str, temperature: float, prompts: Sequence[Sequence[int]], tokens: int, *, batch: bool = False
-) -> Cell:
+def generate_cell(method: str, temperature: float, prompts: Sequence[Sequence[int]], tokens: int) -> Cell:
     """Generation for these prompts at once."""
-    name = f"{method}, T={temperature:g}" + (f", {len(prompts)} at once" if batch else "")
+    name = f"{method}, T={temperature:g}" + (f", {len(prompts)} at once" if len(prompts) > 1 else "")
     question = {
         "do": "generate",
         "prompts": [list(prompt) for prompt in prompts],

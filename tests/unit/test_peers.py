@@ -85,8 +85,12 @@ def test_cells_and_places_of_models(peers: Any, tmp_path: Path) -> None:
     cells = peers.jobs.step_cells((64,), (1, 8), 512)
     assert [cell.name for cell in cells] == ["1 @ 64", "8 @ 64", "prefill 512"]
     assert cells[1].question == {"do": "step", "context": 64, "rows": 8, "repeat": peers.jobs.REPEAT}
-    one = peers.jobs.generate_cell("plain", 0.8, [[1, 2], [3]], 16, batch=True)
+    one = peers.jobs.generate_cell("plain", 0.8, [[1, 2], [3]], 16)
     assert one.name == "plain, T=0.8, 2 at once" and one.tokens == 32
+    assert peers.compare.picked([[0], [1], [2]], 1, 4) == [[1], [2], [0], [1]]
+    alone = peers.compare.Runner("llamacpp", None, ("plain",))
+    assert not alone.serves(one) and alone.serves(peers.jobs.generate_cell("plain", 0.8, [[1, 2]], 16))
+    assert alone.serves(cells[0]) and peers.compare.Runner("vllm", None, ("plain",), True).serves(one)
     path = peers.jobs.model_path
     assert path(tmp_path, "llamacpp", "llama-1b", "int8-dynamic") == tmp_path / "gguf" / "llama-1b-q8_0.gguf"
     assert path(tmp_path, "openvino", "target") == tmp_path / "openvino" / "target-bf16"
@@ -235,6 +239,9 @@ def test_a_round_takes_in_values_and_leaves_out_what_failed(
         peers.compare.rounds(run, given, [[peers.jobs.generate_cell("plain", 0.0, [[1, 2]], 10)]])
         assert run.samples.values == {"fake, plain": {"T=0": [20.0, 20.0]}}
         assert run.greedy == {("fake", "plain", 0): [7] * 10}
+        given.seconds = 0.0  # the first round is measured all the same
+        peers.compare.rounds(run, given, [[peers.jobs.generate_cell("plain", 0.0, [[1, 2]], 10)]])
+        assert run.samples.values == {"fake, plain": {"T=0": [20.0] * 3}}
         with pytest.raises(peers.processes.PeerError, match=r"10 tokens were asked for, \[9\] came"):
             peers.compare.rounds(run, given, [[peers.jobs.generate_cell("short", 0.0, [[1, 2]], 10)]])
     finally:
