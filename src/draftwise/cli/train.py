@@ -27,6 +27,12 @@ def add_parser(subparsers: _Subparsers) -> None:
         description="Train a small target and its draft model on the running Python's standard library.",
     )
     demo_args.add_arguments(demo)
+    demo_heads = kinds.add_parser(
+        "demo-heads",
+        help="the heads that ship for the embedded target",
+        description="Train EAGLE-3, MTP and Medusa heads for the embedded target on one pass of it.",
+    )
+    demo_args.add_head_arguments(demo_heads)
     parser.set_defaults(run=run)
 
 
@@ -38,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
         return demo.run(args)
     from rich.console import Console
 
+    if args.train_command == "demo-heads":
+        from draftwise.train import demo_heads
+
+        return demo_heads.run(args, Console(file=sys.stdout))
     from draftwise.train.heads.run import train_head
 
     options = head_args.options_from(args, args.train_command)

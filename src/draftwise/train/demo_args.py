@@ -28,6 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile: half as fast")
 
 
+def add_head_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `draftwise train demo-heads`."""
+    parser.add_argument("--out", type=Path, required=True, help="folder for the heads")
+    parser.add_argument("--work", type=Path, help="folder for checkpoint and text (default: OUT/work)")
+    parser.add_argument("--target", type=Path, help="a target of the demo recipe (default: the embedded one)")
+    parser.add_argument("--heads", default="eagle3,mtp,medusa", help="which ones (default: all three)")
+    parser.add_argument("--root", type=Path, help="library folder to learn from (default: this Python's own)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--budget-minutes", type=float, default=45.0, help="wall-clock time (default: 45)")
+    length.add_argument("--steps", type=int, default=0, help="steps, instead of a time budget")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: 0)")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads for torch (default: 1, see the guide)"
+    )
+    parser.add_argument(
+        "--own-texts", type=int, default=4000, help="continuations by the target (default: 4000)"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="do not compile the loss")
+
+
 def options_from(args: argparse.Namespace) -> tuple[DemoRecipe, RunOptions]:
     """Translate the command line."""
     recipe = DemoRecipe(seed=args.seed)
