@@ -179,7 +179,7 @@ class SpeculativeConfig:
     speculative_dynamic_tree: DynamicTree | None = option(
         None,
         _dynamic_tree,
-        'tree shaped by the drafter\'s confidence: true, or {"top_k": 10, "depth": 7}; '
+        'tree shaped by the drafter\'s confidence: true, or {"top_k": 4, "depth": 6}; '
         "num_speculative_tokens of its nodes are verified",
     )
     medusa_choices: tuple[tuple[int, ...], ...] | None = option(
