@@ -102,7 +102,7 @@ def test_layers_in_the_targets_own_checkpoint(
     make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, form: str
 ) -> None:
     """No model is named: the target's folder has the layers, and the target itself passes over them."""
-    shape = MtpShape(form)
+    shape = MtpShape(form, inner=48)  # sizes are those of the target's config.json
     weights = random_layers(shape, seed=6)
     folder = add_to_target(tmp_path, tiny.target, shape, weights)
     target = Target(tiny.target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,3 +51,32 @@ class Target:
 class _Sizes:
     def __init__(self, vocab: int, hidden: int, layers: int) -> None:
         self.vocab_size, self.hidden_size, self.num_layers = vocab, hidden, layers
+
+
+def as_speculator(folder: str, verifier: str = "target", **outer: Any) -> None:
+    """Rewrite the config of an EAGLE-3 head's folder in the format of the speculators project; ``outer`` replaces
+    settings."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    mine = {
+        "draft_vocab_size",
+        "target_hidden_size",
+        "norm_before_residual",
+        "norm_before_fc",
+        "eagle_aux_hidden_state_layer_ids",
+    }
+    settings = {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]},
+    }
+    new: dict[str, Any] = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": settings,
+        **{name: value for name, value in config.items() if name in mine},
+        "transformer_layer_config": {name: value for name, value in config.items() if name not in mine},
+    }
+    path.write_text(json.dumps(new | outer))

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from draftwise import LLM, SamplingParams
+from tests.fakes.head_target import as_speculator
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.medusa import random_heads, save_heads, vllm_names
 from tests.fakes.mtp import MtpShape, add_to_target, random_layers
@@ -117,6 +118,12 @@ def eagle31(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     return eagle3(root, target, fc_norm=True, norm_output=True)
 
 
+def speculators(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    asked = eagle3(root, target, norm_before_residual=True)
+    as_speculator(asked[1]["model"], target)
+    return asked
+
+
 def medusa(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     tensors = vllm_names(random_heads(HIDDEN, VOCAB, heads=K, bias=False))
     config = {
@@ -141,7 +148,7 @@ def mimo(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     return folder, {"method": "mtp"}
 
 
-@pytest.mark.parametrize("make", [eagle, eagle3, eagle3_norms, eagle31, medusa, mimo])
+@pytest.mark.parametrize("make", [eagle, eagle3, eagle3_norms, eagle31, speculators, medusa, mimo])
 def test_the_same_drafts(
     make: Callable[[Path, str], tuple[str, dict[str, Any]]], target: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.fakes.head_target import TOKENS, Target
+from tests.fakes.head_target import TOKENS, Target, as_speculator
 from tests.fakes.heads import HeadShape, ReferenceHead, Weights, random_weights, save_head
 from torch import Tensor
 
@@ -117,33 +117,11 @@ def test_eagle3_architecture_names_and_default_layers(tmp_path: Path, target: Ta
     assert head.feature_layers == (2, 4, 5)
 
 
-def speculators(folder: str, **outer: Any) -> None:
-    """Rewrite a folder's config in the format of the speculators project."""
-    path = Path(folder) / "config.json"
-    config = json.loads(path.read_text())
-    mine = {"draft_vocab_size", "norm_before_residual", "norm_before_fc", "eagle_aux_hidden_state_layer_ids"}
-    layer = {name: value for name, value in config.items() if name not in mine}
-    spec = {"algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]}
-    outside = {name: value for name, value in config.items() if name in mine}
-    path.write_text(
-        json.dumps(
-            {
-                "architectures": ["Eagle3Speculator"],
-                "speculators_model_type": "eagle3",
-                "speculators_config": spec,
-            }
-            | outside
-            | {"transformer_layer_config": layer}
-            | outer
-        )
-    )
-
-
 def test_speculators_format(tmp_path: Path, target: Target) -> None:
     shape = replace(EAGLE3, norm_before_residual=True, own_embedding=True)
     weights = random_weights(shape)
     folder = save_head(tmp_path, shape, weights)
-    speculators(folder)
+    as_speculator(folder)
     context = target.context("eagle3", folder)
     assert context.speculative.num_speculative_tokens == 3
     check(load_eagle3(context), target, shape, weights)
@@ -212,9 +190,9 @@ def test_tensors_that_do_not_fit(
 
 def test_settings_that_do_not_fit(tmp_path: Path, target: Target) -> None:
     folder = save_head(tmp_path, EAGLE3, random_weights(EAGLE3))
-    speculators(folder, speculators_model_type="mtp")
+    as_speculator(folder, speculators_model_type="mtp")
     refused(load_eagle3, target.context("eagle3", folder), "'mtp' is no head of method 'eagle3'")
-    speculators(folder, transformer_layer_config=None)
+    as_speculator(folder, transformer_layer_config=None)
     refused(load_eagle3, target.context("eagle3", folder), "no 'transformer_layer_config'")
     bad = replace(EAGLE3, extra={"eagle_aux_hidden_state_layer_ids": "0,1,2"})
     refused(
