@@ -38,49 +38,51 @@ class OpenVINO(Engine):
     def _compile(self) -> None:
         core = ov.Core()
         model = core.read_model(Path(self.given.model) / "openvino_model.xml")
-        self.every = core.compile_model(model, "CPU", self.properties).create_infer_request()
-        # For prompts: logits of the last row only, as GenAI has it.
+        # Which rows' logits are wanted is one more input: of a prompt, only the last row's, as GenAI has it.
         product = model.output("logits").get_node().input_value(0).get_node()
         while product.get_type_name() == "Convert":
             product = product.input_value(0).get_node()
-        rows = product.input_value(0)
-        last = ov.opset13.gather(rows, ov.opset13.constant(np.array([-1])), ov.opset13.constant(1))
-        product.input(0).replace_source_output(last.output(0))
+        wanted = ov.opset13.parameter([-1], np.int64, name="rows")
+        wanted.output(0).set_names({"rows"})
+        picked = ov.opset13.gather(product.input_value(0), wanted, ov.opset13.constant(1))
+        product.input(0).replace_source_output(picked.output(0))
+        model.add_parameters([wanted])
         model.validate_nodes_and_infer_types()
-        self.last = core.compile_model(model, "CPU", self.properties).create_infer_request()
+        self.request = core.compile_model(model, "CPU", self.properties).create_infer_request()
         self.contexts: dict[int, list[np.ndarray]] = {}
-        self.names = {name for port in self.every.model_inputs for name in port.names}
+        self.names = {name for port in self.request.model_inputs for name in port.names}
 
-    def _infer(self, request: Any, rows: int, context: int) -> float:
+    def _infer(self, rows: int, context: int, *, last: bool = False) -> float:
         inputs = {
             "input_ids": self.random.integers(10, 1000, (1, rows)),
             "attention_mask": np.ones((1, context + rows), np.int64),
             "position_ids": np.arange(context, context + rows)[None],
             "beam_idx": np.zeros(1, np.int32),
+            "rows": np.array([rows - 1]) if last else np.arange(rows),
         }
         inputs = {name: value for name, value in inputs.items() if name in self.names}
         start = time.perf_counter()
-        request.infer(inputs)
-        logits = request.get_output_tensor(0).data
+        self.request.infer(inputs)
+        logits = self.request.get_output_tensor(0).data
         seconds = time.perf_counter() - start
-        assert logits.shape[1] == rows or request is self.last
+        assert logits.shape[1] == len(inputs["rows"])
         return seconds
 
     def step(self, context: int, rows: int, repeat: int) -> list[float]:
         # The cache grows with each pass. Going back to the context costs a copy that is not part of a pass; the pass
         # of one row that follows takes it in, and lets the plugin arrange its cache.
         if context not in self.contexts:
-            self.every.reset_state()
-            self._infer(self.every, context - 1, 0)
-            self.contexts[context] = [state.state.data.copy() for state in self.every.query_state()]
-        for state, kept in zip(self.every.query_state(), self.contexts[context], strict=True):
+            self.request.reset_state()
+            self._infer(context - 1, 0)
+            self.contexts[context] = [state.state.data.copy() for state in self.request.query_state()]
+        for state, kept in zip(self.request.query_state(), self.contexts[context], strict=True):
             state.state = ov.Tensor(kept)
-        self._infer(self.every, 1, context - 1)
-        return [self._infer(self.every, rows, context + i * rows) for i in range(repeat)]
+        self._infer(1, context - 1)
+        return [self._infer(rows, context + i * rows) for i in range(repeat)]
 
     def prefill(self, tokens: int) -> float:
-        self.last.reset_state()
-        return self._infer(self.last, tokens, 0)
+        self.request.reset_state()
+        return self._infer(tokens, 0, last=True)
 
     # ---------------------------------------------------------------------------------------- generation
 
