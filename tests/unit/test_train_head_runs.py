@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -127,7 +129,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(
 
     def interrupt(self: Any, trainer: Any, seen: Any) -> None:
         if trainer.state.step == 2:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
 
     again = options("eagle3", target, text, tmp_path / "parts")
     with monkeypatch.context() as patch:

@@ -35,7 +35,7 @@ from .heads.batch import HeadBatch, block_mask, causal_mask
 from .heads.export import export_head
 from .heads.layers import HeadShape
 from .heads.medusa import MedusaHeads
-from .heads.run import Monitor
+from .heads.run import run_watched
 from .heads.sequential import Eagle3Head, MtpHead
 from .heads.trainer import HeadPlan, HeadRecipe, HeadTrainer, RunOptions
 
@@ -269,7 +269,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.resume and trainer.checkpoint.exists():
         trainer.load()
         console.print(f"resumed at step {trainer.state.step}", highlight=False)
-    with Monitor(console) as monitor:
-        trainer.run(monitor.report)
+    run_watched(trainer, console)
     console.print_json(data=export(trainer, data, target, args.out))
     return 0

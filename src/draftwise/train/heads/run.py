@@ -81,11 +81,23 @@ def train_head(options: TrainOptions, console: Console) -> dict[str, Any]:
         raise ConfigError(f"{trainer.checkpoint} exists: --resume continues it, another --work starts anew")
     counts = {side: sum(len(p.ids) for p in getattr(pieces, side)) for side in ("train", "heldout")}
     console.print(f"tokens: {counts['train']:,} to learn, {counts['heldout']:,} held out", highlight=False)
-    with Monitor(console) as monitor:
-        trainer.run(monitor.report)
+    run_watched(trainer, console)
     record = provenance(options, trainer, counts)
     _export(options, head, teacher, trainer, record)
     return record
+
+
+def run_watched(trainer: HeadTrainer, console: Console) -> None:
+    """Train to the end and show it; an interruption says how to go on."""
+    try:
+        with Monitor(console) as monitor:
+            trainer.run(monitor.report)
+    except KeyboardInterrupt:
+        console.print(
+            f"interrupted at step {trainer.state.step}; {trainer.checkpoint} is saved, --resume continues",
+            highlight=False,
+        )
+        raise
 
 
 def recipe_of(options: TrainOptions) -> HeadRecipe:

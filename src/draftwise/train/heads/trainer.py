@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -107,6 +110,28 @@ class TrainedHead(Protocol):
         ...
 
 
+class _Interrupts(AbstractContextManager["_Interrupts"]):
+    """Takes note of Ctrl-C instead of breaking a step in two; only the main thread can."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
 class HeadTrainer:
     """Holds heads, optimisers and state of one run, and moves them on step by step.
 
@@ -201,22 +226,18 @@ class HeadTrainer:
             self.optims[name].load_state_dict(saved["optims"][name])
 
     def run(self, report: Callable[[HeadTrainer, dict[str, Tensor]], None]) -> bool:
-        """Train to the end; returns False if `stop_after` stopped it first. Saves on an interruption, too."""
+        """Train to the end; returns False if `stop_after` stopped it first.
+
+        Ctrl-C takes effect between two steps, after a checkpoint; a second one at once, without.
+        """
         state, done_here, saved = self.state, 0, time.monotonic()
         clock = saved
-        try:
+        with _Interrupts() as interrupts:
             while True:
                 steps = self._plan_steps()
                 if steps and state.step >= steps:
                     break
-                schedule = self.recipe.schedule
-                factor = (
-                    schedule.factor(state.step) if steps else min(1, (state.step + 1) / schedule.warmup_steps)
-                )
-                batch = self.source.batch(state.step, self.recipe)
-                seen = self.train_step(batch, factor)
-                state.step += 1
-                state.tokens += int((batch.segments >= 0).sum())
+                seen = self._one_step(steps)
                 done_here += 1
                 if state.step % self.options.evaluate_every == 0 or state.step == steps:
                     state.history.append({"step": state.step, "tokens": state.tokens, **self.evaluate()})
@@ -224,17 +245,25 @@ class HeadTrainer:
                 now = time.monotonic()
                 state.seconds += now - clock
                 clock = now
-                if now - saved > self.options.checkpoint_seconds:
+                stop = interrupts.asked or done_here == self.options.stop_after
+                if stop or now - saved > self.options.checkpoint_seconds:
                     self.save()
                     saved = now
-                if done_here == self.options.stop_after:
-                    self.save()
+                if interrupts.asked:
+                    raise KeyboardInterrupt
+                if stop:
                     return False
-        except KeyboardInterrupt:
-            self.save()
-            raise
         self.save()
         return True
+
+    def _one_step(self, steps: int) -> dict[str, Tensor]:
+        state, schedule = self.state, self.recipe.schedule
+        warm = min(1.0, (state.step + 1) / schedule.warmup_steps)
+        batch = self.source.batch(state.step, self.recipe)
+        seen = self.train_step(batch, schedule.factor(state.step) if steps else warm)
+        state.step += 1
+        state.tokens += int((batch.segments >= 0).sum())
+        return seen
 
     def _plan_steps(self) -> int:
         """Return the number of steps; 0 until the time budget has fixed it."""
