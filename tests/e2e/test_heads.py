@@ -69,13 +69,14 @@ def greedy(count: int, **more: Any) -> SamplingParams:
 def check_drafts(
     target: Target, head: ReferenceHead, prompt: list[int], output: Any, first: int = 1, least: int = 3
 ) -> None:
-    """Every chain of the output's trace is what the head drafts over the whole text."""
+    """Chains of the output's trace are what the head drafts over the whole text: every one of the first steps, where
+    chunks, hits and gaps show, then every third."""
     tokens = [*prompt, *output.token_ids]
     states = target.states(tokens)
     features = head.combine(states)
     end, checked = len(prompt), 0
     for step in output.trace:
-        if step.draft_tokens:
+        if step.draft_tokens and (checked < 3 or end % 3 == 0):
             # these were drafted when `end` tokens were known
             count = len(step.draft_tokens)
             wanted = head.draft(tokens[:end], features[: end - 1], count, first)
