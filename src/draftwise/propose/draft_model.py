@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self, cast
+from typing import ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import DraftRow, Proposer
+from draftwise.propose.chain_drafts import ChainDraft, chain_draws, draw_next, longest_chain, uniform_kind
 from draftwise.propose.registry import ProposerContext
 from draftwise.propose.tree_expansion import (
     ScratchBlocks,
@@ -26,11 +27,8 @@ from draftwise.propose.tree_expansion import (
     is_tree,
 )
 from draftwise.propose.tree_native import as_proposal, native_draws
-from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
-from draftwise.sampling.logits import LogitsRow
-from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
-from draftwise.structured.cursor import mask_drafts
-from draftwise.types import EMPTY_PROPOSAL, ChainDraws, IntArray, Proposal, chain
+from draftwise.sampling.draw import DraftSampleMethod
+from draftwise.types import IntArray, Proposal
 
 logger = logging.getLogger("draftwise")
 
@@ -39,17 +37,13 @@ _CATCH_UP_ROWS = 2048
 
 
 @dataclass(slots=True)
-class _Draft:
-    """One row while it drafts."""
+class _Draft(ChainDraft):
+    """One row while it drafts. ``context_np`` [num_tokens + forced]: what is fed before the first draw; ``fed``: how
+    much of it has K/V; ``stored``: drafts with K/V behind it."""
 
-    row: DraftRow
-    length: int  # tokens to draft, forced ones included
-    tokens: list[int]  # forced ones first
-    context_np: IntArray  # [num_tokens + forced] what is fed before the first draw
-    fed: int  # tokens of the context with K/V
-    stored: int = 0  # drafts with K/V behind them
-    q: list[torch.Tensor] = field(default_factory=list)  # [V] per drawn token; counts if the row is sampled
-    tree: Proposal | None = None  # what was drafted, if it is a tree
+    context_np: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    fed: int = 0
+    stored: int = 0
 
 
 class DraftModelProposer(Proposer, TreeModel):
@@ -137,28 +131,19 @@ class DraftModelProposer(Proposer, TreeModel):
         if active:
             logits = self._catch_up(active)
         while active:
-            tokens, q = self._draw(active, logits)
-            for i, (draft, token) in enumerate(zip(active, tokens, strict=True)):
-                draft.tokens.append(token)
-                if q is not None:
-                    draft.q.append(q[i])
+            draw_next(active, logits, self._sample_method)
             active = [d for d in active if d.length > len(d.tokens)]
             if active:
                 logits = self._advance(active)
-        return [self._proposal(draft) for draft in drafts]
+        return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
     def _start(self, row: DraftRow) -> _Draft:
-        # Draft d (1..length) is drawn from the row at position num_tokens - 2 + d, the last row that is fed.
-        n = row.num_tokens
-        slots = len(row.block_table_np) * self._block_size
-        length = min(row.budget, row.max_depth, self._max_len - n + 1, slots - n + 1)
-        if n > self._max_len or n > slots:
-            length = 0
+        length = longest_chain(row, self._max_len, self._block_size)
         forced = row.forced[: max(length, 0)]
         context_np = row.token_ids_np
         if forced:
             context_np = np.concatenate([context_np, np.asarray(forced, np.int32)])
-        draft = _Draft(row, length, list(forced), context_np, min(row.filled, n))
+        draft = _Draft(row, length, list(forced), context_np=context_np, fed=min(row.filled, row.num_tokens))
         self._drafts[row.rid] = draft
         return draft
 
@@ -217,19 +202,11 @@ class DraftModelProposer(Proposer, TreeModel):
     def _draft_at_once(self, active: Sequence[_Draft]) -> bool:
         """Let the model do the whole loop where nothing stands between its passes but a draw at a temperature, the
         same kind for all. False: it cannot."""
-        steps = active[0].length - len(active[0].tokens)
-        kind = self._kind(active[0].row)
-        rows = 0
-        for draft in active:
-            if draft.row.sampling.needs_processing or draft.row.grammar is not None:
-                return False
-            if self._kind(draft.row) != kind:
-                return False
-            rows += len(draft.context_np) - min(draft.fed, len(draft.context_np) - 1)
-            if draft.length - len(draft.tokens) != steps:
-                return False
-        if rows > _CATCH_UP_ROWS:
+        kind = uniform_kind(active, self._sample_method)
+        rows = sum(len(d.context_np) - min(d.fed, len(d.context_np) - 1) for d in active)
+        if kind is None or rows > _CATCH_UP_ROWS:
             return False
+        steps = active[0].length - len(active[0].tokens)
         start = time.perf_counter()
         assert self._storage is not None, "allocate comes before propose"
         inputs = []
@@ -238,7 +215,7 @@ class DraftModelProposer(Proposer, TreeModel):
             inputs.append(RowInput(draft.context_np[first:], first, draft.row.block_table_np))
         batch = build_step_input(inputs, self._block_size, self._model.device)
         last = None if rows == len(active) else (batch.attention.query_start_np[1:] - 1).tolist()
-        draws = None if kind == "argmax" else self._draws(active, steps, kind)
+        draws = chain_draws(active, steps, kind, self._model.config.vocab_size)
         chains = self._model.draft_chains(batch, self._storage, last, steps, draws)
         if chains is None:
             return False
@@ -246,40 +223,9 @@ class DraftModelProposer(Proposer, TreeModel):
         drawn, q = chains
         for i, (draft, tokens) in enumerate(zip(active, drawn.tolist(), strict=True)):
             draft.fed = len(draft.context_np)
-            draft.tokens.extend(tokens)
+            draft.take(tokens, None if q is None else q[i])
             draft.stored = len(draft.tokens) - 1
-            if q is not None:
-                draft.q = list(q[i])
         return True
-
-    def _kind(self, row: DraftRow) -> Literal["argmax", "coupled", "sampled"]:
-        """How `draft_tokens` would draw for the row."""
-        rule = row.speculation.rule
-        if draws_from_q(row.sampling, rule, self._sample_method):
-            return "sampled"
-        noisy = rule == "coupled" and not row.sampling.is_greedy and self._sample_method == "probabilistic"
-        return "coupled" if noisy else "argmax"
-
-    def _draws(
-        self, active: Sequence[_Draft], steps: int, kind: Literal["argmax", "coupled", "sampled"]
-    ) -> ChainDraws:
-        """The noise of the next ``steps`` draws of each row, by the keys that `draft_tokens` would use."""
-        scales_np = np.array([1.0 / d.row.sampling.temperature for d in active], np.float32)
-        keys = [
-            NoiseKey(
-                d.row.sampling.seed,
-                d.row.sampling.sample_index,
-                SHARED if kind == "coupled" else DRAFT,
-                d.row.num_tokens + node,
-                node,
-                d.row.num_tokens,
-            )
-            for d in active
-            for node in range(len(d.tokens), len(d.tokens) + steps)
-        ]
-        if kind == "coupled":
-            return ChainDraws(scales_np, noise=gumbel(keys, self._model.config.vocab_size))
-        return ChainDraws(scales_np, uniforms_np=np.array([uniform(*key) for key in keys]))
 
     def _catch_up(self, active: Sequence[_Draft]) -> torch.Tensor:
         """Feed every committed token that has no K/V yet, the root included, and the forced ones: logits behind the
@@ -333,41 +279,6 @@ class DraftModelProposer(Proposer, TreeModel):
         _, logits = self._model.forward_logits(batch, self._storage, rows)
         self.forward_time += time.perf_counter() - start
         return logits
-
-    def _draw(self, active: Sequence[_Draft], logits: torch.Tensor) -> tuple[list[int], torch.Tensor | None]:
-        """Draw one token per row from the drafter's distribution behind its tokens."""
-        paths = [tuple(d.tokens) for d in active]
-        if any(d.row.grammar is not None for d in active):
-            logits = logits.float()
-            mask_drafts(logits, [d.row.grammar for d in active], paths)
-        rows = [
-            LogitsRow(d.row.sampling, path, d.row.token_ids_np) for d, path in zip(active, paths, strict=True)
-        ]
-        return draft_tokens(
-            logits,
-            rows,
-            rules=[d.row.speculation.rule for d in active],
-            positions=[d.row.num_tokens + len(d.tokens) for d in active],
-            nodes=[len(d.tokens) for d in active],
-            bases=[d.row.num_tokens for d in active],
-            method=self._sample_method,
-        )
-
-    def _proposal(self, draft: _Draft) -> Proposal:
-        """The chain; a forced token was drawn from a distribution, too: the one that has nothing else."""
-        if draft.tree is not None:
-            return draft.tree
-        if not draft.tokens:
-            return EMPTY_PROPOSAL
-        state = draft.row.sampling
-        if not draft.q or not draws_from_q(state, draft.row.speculation.rule, self._sample_method):
-            return chain(draft.tokens, self.name)
-        num_forced = len(draft.tokens) - len(draft.q)
-        q = torch.stack([draft.q[0]] * num_forced + draft.q)
-        if num_forced:
-            q[:num_forced] = 0.0
-            q[range(num_forced), draft.tokens[:num_forced]] = 1.0
-        return chain(draft.tokens, self.name, q)
 
     # ------------------------------------------------------------------------------------------ state kept
 

@@ -15,6 +15,7 @@ from draftwise.config.methods import read_config
 from draftwise.errors import ConfigError
 from draftwise.models.inputs import RowInput
 from draftwise.propose.base import DraftRow
+from draftwise.propose.chain_drafts import draw_next
 from draftwise.propose.draft_model import _CATCH_UP_ROWS, DraftModelProposer, _Draft
 from draftwise.propose.registry import ProposerContext
 from draftwise.types import Proposal
@@ -76,7 +77,7 @@ class ParallelDraftProposer(DraftModelProposer):
             group = self._together(left)
             self._draft(left[:group])
             left = left[group:]
-        return [self._proposal(draft) for draft in drafts]
+        return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
     def _together(self, drafts: Sequence[_Draft]) -> int:
         """How many of the first drafts fit one pass; at least one."""
@@ -115,9 +116,6 @@ class ParallelDraftProposer(DraftModelProposer):
         active = list(zip(drafts, first, strict=True))
         while active:
             members = [draft for draft, _ in active]
-            tokens, q = self._draw(members, logits[torch.tensor([row for _, row in active])].clone())
-            for i, (draft, token) in enumerate(zip(members, tokens, strict=True)):
-                draft.tokens.append(token)
-                if q is not None:
-                    draft.q.append(q[i])
+            rows = logits[torch.tensor([row for _, row in active])].clone()
+            draw_next(members, rows, self._sample_method)
             active = [(draft, row + 1) for draft, row in active if draft.length > len(draft.tokens)]

@@ -18,8 +18,8 @@ MAX_FED_NODES = 64
 More than are verified: it chooses among what it expanded."""
 
 DEFAULT_TREE_NODES = 15
-"""Nodes verified of a dynamic tree when ``num_speculative_tokens`` does not say: with the root 16 rows, what a step of a
-CPU takes in well. EAGLE-2's 60 are for devices on which 61 rows cost about what one costs."""
+"""Nodes verified of a dynamic tree when ``num_speculative_tokens`` does not say: with the root 16 rows, what a step of
+a CPU takes in well. EAGLE-2's 60 are for devices on which 61 rows cost about what one costs."""
 
 
 @dataclass(frozen=True, slots=True)
