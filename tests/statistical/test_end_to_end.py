@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.tiny import save_llama
 
 from draftwise import LLM, SamplingParams
@@ -25,15 +26,18 @@ VOCAB = 8
 LENGTH = 3
 TRIALS = 12_000
 PROMPT = [3, 5, 3, 5, 3]
+HEAD = HeadShape("eagle3", 32, 32, VOCAB, draft_vocab=6)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """Target, draft model, and an EAGLE-3 head that can say six of the eight tokens."""
     root: Path = tmp_path_factory.mktemp("chi")
     settings: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": None, "initializer_range": 0.5}
     return (
         save_llama(root / "target", seed=1, **settings),
         save_llama(root / "draft", seed=1, noise=0.1, **settings),
+        save_head(root / "head", HEAD, random_weights(HEAD, seed=2, scale=0.1)),
     )
 
 
@@ -82,6 +86,10 @@ CASES = [
     ("draft_model", {"rule": "block", "speculative_token_tree": TREE}, {"temperature": 0.6, "top_k": 5}),
     ("draft_model", {"rule": "rejection", **DYNAMIC}, {}),
     ("draft_model", {"rule": "coupled", **DYNAMIC}, {}),
+    ("eagle3", {"rule": "rejection"}, {"temperature": 0.6, "top_k": 5}),
+    ("eagle3", {"rule": "coupled"}, {}),
+    ("eagle3", {"rule": "rejection", "speculative_token_tree": TREE}, {}),
+    ("eagle3", {"rule": "rejection", **DYNAMIC}, {}),
     ("ngram", {"rule": "rejection"}, {}),
     ("synthetic", {"rule": "rejection", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}, {}),
     ("synthetic", {"rule": "coupled", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}, {}),
@@ -90,9 +98,9 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "speculation", "more"), CASES)
 def test_outputs_follow_the_target(
-    folders: tuple[str, str], method: str, speculation: dict[str, Any], more: dict[str, Any]
+    folders: tuple[str, str, str], method: str, speculation: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    target, draft = folders
+    target, draft, head = folders
     # One more token than is looked at: the drafts of the third are verified as well.
     params = SamplingParams(
         max_tokens=LENGTH + 1,
@@ -109,6 +117,7 @@ def test_outputs_follow_the_target(
         seed=12,
         speculative_config=[
             {"method": "draft_model", "model": draft, "num_speculative_tokens": 3},
+            {"method": "eagle3", "model": head, "num_speculative_tokens": 3},
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
             {"method": "synthetic", "num_speculative_tokens": 3},
         ],
