@@ -3,7 +3,7 @@ over the whole text at once. A lost or stale feature or K/V row would show as an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ import transformers
 from torch import Tensor
 
 from draftwise import LLM, SamplingParams
+from draftwise.models.embedded import embedded_path
+from draftwise.models.loader import load_config
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.heads import HeadShape, ReferenceHead, random_weights, save_head
 from tests.fakes.tiny import VOCAB, TinyModels
@@ -283,3 +285,56 @@ def test_methods_side_by_side(
     for prompt, output, method in zip(prompts, outputs, methods, strict=True):
         if method in heads:
             check_drafts(target, heads[method][1], prompt["prompt_token_ids"], output.outputs[0])
+
+
+@pytest.fixture(scope="module")
+def structured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The embedded target with a random head of half its vocabulary."""
+    path = str(embedded_path("target"))
+    config = load_config(path)
+    shape = HeadShape(
+        "eagle3",
+        config.hidden_size,
+        config.hidden_size,
+        config.vocab_size,
+        draft_vocab=config.vocab_size // 2,
+        positions=512,
+    )
+    weights = random_weights(shape, seed=6, scale=0.05)
+    folder = save_head(tmp_path_factory.mktemp("structured") / "head", shape, weights)
+    spec = {"method": "eagle3", "model": folder, "num_speculative_tokens": 4}
+    with LLM(path, num_kv_blocks=256, max_model_len=512, speculative_config=spec, keep_trace=True) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+def test_structured_outputs(structured: LLM, shape: str) -> None:
+    """Drafts are drawn under the grammar, forced tokens are fed first; the text is that of plain decoding."""
+    more: dict[str, dict[str, Any]] = {
+        "chain": {},
+        "static": {"speculative_token_tree": TREE},
+        "dynamic": {"speculative_dynamic_tree": {"top_k": 3, "depth": 4}, "num_speculative_tokens": 9},
+    }
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 6},
+            "level": {"type": "integer", "maximum": 99},
+        },
+        "required": ["name", "level"],
+        "additionalProperties": False,
+    }
+    base = SamplingParams(
+        max_tokens=60, structured_outputs={"json": schema, "disable_any_whitespace": True}, seed=4
+    )
+    for temperature in (0.0, 0.8):
+        params = base.replace(temperature=temperature)
+        plain, drafted = (
+            structured.generate(["CONFIG = ", "x = json.loads('"], params.replace(speculation=speculation))
+            for speculation in ({"method": "none"}, {"method": "eagle3", **more[shape]})
+        )
+        assert [o.outputs[0].text for o in drafted] == [o.outputs[0].text for o in plain]
+        steps = [step for o in drafted for step in o.outputs[0].trace]
+        assert any(step.method == "eagle3" and step.accepted_nodes for step in steps), (
+            "forced tokens at least"
+        )
