@@ -132,6 +132,8 @@ class Speculation:
     tree: tuple[int, ...] | None = None
     tree_ranks: tuple[int, ...] | None = None
     dynamic: DynamicTree | None = None
+    whole_prompt: bool = False
+    """Every token of the prompt has to pass the target: no cached prefix."""
 
 
 # ------------------------------------------------------------------------------------- the plan of a step
@@ -200,6 +202,7 @@ class RowResult:
     num_proposed: int = 0  # nodes waiting for the next step
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the chunk's tokens (after the first)
+    kv_transfer_params: Mapping[str, object] | None = None  # see `Proposer.transfer`
     error: str | None = None  # this request failed (for example its logits processor raised)
 
 

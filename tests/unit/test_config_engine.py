@@ -139,8 +139,11 @@ def test_users_hidden_state_extraction() -> None:
         "kv_connector_extra_config": {"shared_storage_path": "/tmp/x"},
     }
     spec = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
-    refused("kv_transfer_config", model="M", speculative_config=spec, kv_transfer_config=connector)
-    refused("extract_hidden_states", model="M", tensor_parallel_size=1, speculative_config=spec)
+    config = resolve_engine_config(
+        model="M", tensor_parallel_size=1, device="cpu", speculative_config=spec, kv_transfer_config=connector
+    )
+    assert config.speculative[0].extracted_layers == (2, 18, 34)
+    assert config.kv_transfer_config == connector
 
 
 SERVE: dict[str, Any] = {

@@ -10,6 +10,8 @@ from typing import Any
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
+from draftwise.config.extraction import METHOD as EXTRACTION
+from draftwise.config.extraction import transfer_folder
 from draftwise.config.heads import SHIPPED_HEADS, served_speculator
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError, suggest
@@ -172,8 +174,7 @@ class EngineConfig:
             raise ConfigError(f"quantization: {self.quantization!r} needs device cpu, not {self.device}")
         if self.quantization_cache is not None and self.quantization is None:
             raise ConfigError("quantization_cache: keeps weights that quantization= rounds; give that, too")
-        if self.kv_transfer_config is not None:
-            raise ConfigError("kv_transfer_config: not supported yet")
+        transfer_folder(self.kv_transfer_config)
         if self.distributed_executor_backend in ("ray", "external_launcher"):
             raise ConfigError(
                 f"distributed_executor_backend: {self.distributed_executor_backend!r} is not supported yet; "
@@ -191,6 +192,8 @@ class EngineConfig:
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("tokenizer and skip_tokenizer_init contradict each other: give one of them")
         methods = [spec.method for spec in self.speculative]
+        if self.speculative and self.kv_transfer_config is not None and EXTRACTION not in methods:
+            raise ConfigError(f"kv_transfer_config: only for method {EXTRACTION!r} of a speculative_config")
         for method in methods:
             if methods.count(method) > 1:
                 raise ConfigError(

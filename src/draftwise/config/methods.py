@@ -10,10 +10,10 @@ from typing import Any
 from draftwise.errors import ConfigError
 from draftwise.propose.registry import available_proposers, canonical_name, resolve_proposer
 
-MODELLESS_METHODS = ("early_exit", "ngram", "synthetic", "suffix")
-CHAIN_METHODS = ("ngram",)
+MODELLESS_METHODS = ("early_exit", "extract_hidden_states", "ngram", "synthetic", "suffix")
+CHAIN_METHODS = ("extract_hidden_states", "ngram")
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
-STATIC_METHODS = ("ngram", "synthetic")
+STATIC_METHODS = ("extract_hidden_states", "ngram", "synthetic")
 """Methods that refuse a `speculative_dynamic_tree`."""
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
+from draftwise.config.extraction import extracted_layers
 from draftwise.config.heads import HEAD_METHODS, head_defaults, sorted_choices
 from draftwise.config.hybrid import check_look_up, check_match_length, drafter_of, inner_drafter
 from draftwise.config.methods import (
@@ -39,7 +40,14 @@ class _Unset(int):
 
 
 _UNSET: int = _Unset(0)
-_DEFAULT_NUM_TOKENS = {"ngram": 5, "suffix": 16, "hybrid": 16, "eagle3": 5, "mtp": 3}
+_DEFAULT_NUM_TOKENS = {
+    "ngram": 5,
+    "suffix": 16,
+    "hybrid": 16,
+    "eagle3": 5,
+    "mtp": 3,
+    "extract_hidden_states": 1,
+}
 """Others: 4."""
 _ONLY_FOR = {
     "draft_num_layers": ("early_exit",),
@@ -232,6 +240,11 @@ class SpeculativeConfig:
         return self.rejection_sample_method
 
     @property
+    def extracted_layers(self) -> tuple[int, ...]:
+        """Method ``extract_hidden_states``: the layers whose entering hidden states are written, in their order."""
+        return extracted_layers(self.draft_model_config)
+
+    @property
     def acceptance_rates(self) -> tuple[float, ...] | None:
         """Rule ``synthetic``: the chance that draft positions 0..i are accepted, [K] and non-increasing; else None.
 
@@ -343,6 +356,13 @@ class SpeculativeConfig:
                 )
         if self.method == "hybrid":
             check_look_up(self)
+        if self.method == "extract_hidden_states":
+            extracted_layers(self.draft_model_config)
+            if self.num_speculative_tokens is not _UNSET and self.num_speculative_tokens != 1:
+                raise ConfigError(
+                    "speculative_config.num_speculative_tokens: must be 1 with method 'extract_hidden_states', which "
+                    "drafts nothing"
+                )
         if self.speculative_token_tree is not None and self.method in CHAIN_METHODS:
             raise ConfigError(
                 f"speculative_config.speculative_token_tree: method {self.method!r} drafts chains, "

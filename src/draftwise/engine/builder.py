@@ -15,6 +15,7 @@ import torch
 from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.controller import Controller, StaticController
 from draftwise.config import EngineConfig
+from draftwise.config.extraction import transfer_folder
 from draftwise.engine.core import EngineCore
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
@@ -190,6 +191,7 @@ def _load_proposers(
             max_num_seqs=config.max_num_seqs or 64,
             vocab_size=model.config.vocab_size,
             tokenizer=tokenizer,
+            transfer_folder=transfer_folder(config.kv_transfer_config),
             target_path=config.model,
             target_revision=config.revision,
         )

@@ -85,6 +85,7 @@ class RequestGroup:
             finished=self.finished,
             metrics=self._metrics(),
             prompt_logprobs=prompt_logprobs,
+            kv_transfer_params=self._samples[0].request.kv_transfer_params,
         )
 
     def _completion(self, index: int, sample: _Sample, delta: bool) -> CompletionOutput:

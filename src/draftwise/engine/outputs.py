@@ -122,6 +122,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: tuple[LogprobsDict | None, ...] | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """Method ``extract_hidden_states``: ``hidden_states_path``, the file with the prompt's hidden states."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -228,6 +228,13 @@ class Processor:
         rule = self._rule(params, given.get("rule"), config)
         if method == "none":
             return Speculation("none", 0, rule)
+        if config is not None and self._proposers[method].prompt_only:
+            if params.max_tokens != 1 or params.n != 1:
+                raise RequestError(
+                    f"method {method!r} reads prompts: max_tokens and n must be 1, got {params.max_tokens} and "
+                    f"{params.n}"
+                )
+            return Speculation(method, 1, rule, whole_prompt=True)
         dynamic = self._dynamic_tree(given, method, config)
         k = given.get("num_speculative_tokens")
         if k is None and dynamic is not None and (config is None or config.speculative_dynamic_tree is None):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
@@ -88,6 +88,9 @@ class Proposer(ABC):
     """
     observes: ClassVar[bool] = False
     """Whether `observe` is called though no layer is captured."""
+    prompt_only: ClassVar[bool] = False
+    """Whether requests that use it are there for their prompt: every token of it passes the target, one token is
+    generated, and `transfer` says what came of it."""
     forward_time: float = 0.0
     """Seconds spent in this proposer's own forward passes; read and reset by the runner every step."""
 
@@ -125,6 +128,11 @@ class Proposer(ABC):
         Returns:
             Per part the leading tokens whose storage is valid now; None: as before.
         """
+        return None
+
+    def transfer(self, rid: int) -> Mapping[str, Any] | None:
+        """Called once the prompt of a request is committed, if the proposer is ``prompt_only``: what the output has as
+        ``kv_transfer_params``. Raising fails the request."""
         return None
 
     def trimmed(self, rid: int, num_tokens: int) -> None:  # noqa: B027

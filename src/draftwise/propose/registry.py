@@ -31,6 +31,7 @@ class ProposerContext:
     max_num_seqs: int  # requests in one call of `propose`, at most
     vocab_size: int  # of the target; draft tokens are below it
     tokenizer: Any = None  # of the target (Transformers); None: the engine has none
+    transfer_folder: str | None = None  # where hidden states are written to (kv_transfer_config)
     target_path: str | None = None  # where the target was loaded from: folder or hub id
     target_revision: str | None = None
 
@@ -54,10 +55,11 @@ ALIASES: dict[str, str] = {
 }
 """Spellings that users bring along, and the names they stand for."""
 
-PLANNED = ("dflash", "extract_hidden_states")
+PLANNED = "dflash"
 """Methods that are known but not built; a third party may register one of these names."""
 
 _registered: dict[str, str | type[Proposer]] = {
+    "extract_hidden_states": "draftwise.propose.extract_hidden_states:ExtractHiddenStatesProposer",
     "hybrid": "draftwise.propose.hybrid:HybridProposer",
     "early_exit": "draftwise.propose.early_exit:EarlyExitProposer",
     "draft_model": "draftwise.propose.draft_model:DraftModelProposer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +97,18 @@ class Drafting:
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
         for proposer in self._observers.values():
             proposer.observe(rids, batch, output)
+
+    @property
+    def transfers(self) -> bool:
+        """Whether `transfer` may have something to say."""
+        return any(p.prompt_only for p in self._observers.values())
+
+    def transfer(self, row: Row) -> Mapping[str, Any] | None:
+        """What the output of a request is to say of its prompt, if it is there for that."""
+        proposer = self._observers.get(row.speculation.method)
+        if proposer is None or not proposer.prompt_only:
+            return None
+        return proposer.transfer(row.rid)
 
     def committed(self, parts: Sequence[tuple[Row, int, IntArray]]) -> None:
         """What a step made final: (request, first token, its rows in the batch), see `Committed`."""

@@ -133,6 +133,8 @@ class LocalExecutor(Executor):
             ]
         results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
         self._drafting.committed(read)
+        if self._drafting.transfers:
+            results = [self._transferred(s, r) for s, r in zip(steps, results, strict=True)]
         self._drafting.compact()
         verified = self._clock()
 
@@ -336,6 +338,16 @@ class LocalExecutor(Executor):
             logprobs=answer.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _transferred(self, step: _StepRow, result: RowResult) -> RowResult:
+        """The result with what came of the request's prompt."""
+        if not result.token_ids:
+            return result
+        try:
+            params = self._drafting.transfer(step.row)
+        except Exception as error:  # a full disk, say: the request fails, and nobody else
+            return RowResult(step.row.rid, error=f"{type(error).__name__}: {error}")
+        return result if params is None else replace(result, kv_transfer_params=params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,6 +86,7 @@ class Request:
         "finish_reason",
         "finished_time",
         "first_token_time",
+        "kv_transfer_params",
         "last_token_time",
         "logprobs",
         "max_total",
@@ -152,6 +154,7 @@ class Request:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.kv_transfer_params: Mapping[str, object] | None = None
         self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             [None] if params.prompt_logprobs is not None else None

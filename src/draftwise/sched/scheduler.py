@@ -214,7 +214,9 @@ class Scheduler:
             request.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt
         )
         known = request.known_np
-        cached, blocks = self.kv.open(request.rid, known, use_cache=not wants_prompt_logprobs)
+        cached, blocks = self.kv.open(
+            request.rid, known, use_cache=not wants_prompt_logprobs and not request.speculation.whole_prompt
+        )
         num_new = min(request.num_tokens - cached, left)
         completes = num_new == request.num_tokens - cached
         budget = 0
@@ -304,6 +306,8 @@ class Scheduler:
             request.num_computed += plan.num_new
             return RequestUpdate(request, 0, False)
 
+        if row.kv_transfer_params is not None:
+            request.kv_transfer_params = row.kv_transfer_params
         taken, reason = self._append(request, row.token_ids)
         if request.logprobs is not None:
             assert row.logprobs is not None
