@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,21 @@ def test_names() -> None:
         "lm_head.weight",
     ]
     assert mtp_tensors(names) == {"model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"}
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "int4_dynamic"])
+def test_quantised_layers(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``quantization`` rounds the head's own layers, whatever the target's are."""
+    monkeypatch.setenv("DRAFTWISE_KERNELS", "native")
+    shape = MtpShape("deepseek", hidden=64, inner=128, head_dim=16)
+    target = Target(native_ops(), hidden=64)
+    folder = save_mtp(tmp_path, shape, random_layers(shape, scale=0.1))
+    plain = target.context("mtp", folder)
+    rounded = replace(plain, speculative=replace(plain.speculative, quantization=scheme))
+    results = []
+    for context in (plain, rounded):
+        head = load_mtp(context)
+        batch = step(target.tokens[1:], 1)
+        results.append(head.forward_logits(batch, target.hidden[:-1], storage(head))[1])
+    error = (results[0] - results[1]).abs().max() / results[0].abs().max()
+    assert 0 < error < (0.1 if scheme == "int8_dynamic" else 0.5)
