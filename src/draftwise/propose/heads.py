@@ -32,8 +32,8 @@ from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
 
 _PENDING_ROWS = 32
-"""A request with so many rows to come is filled at once: chunks of a prompt, many steps without drafting. It bounds the
-memory of waiting features, and others that share the prefix find its blocks filled."""
+"""A request with so many rows to come is filled at once: many steps without drafting. It bounds the memory of waiting
+features."""
 
 
 class HeadProposer(Proposer, TreeModel):
@@ -119,9 +119,10 @@ class HeadProposer(Proposer, TreeModel):
                 self._states[part.rid] = state
             state.tracks[0].queue.append(own)
             self._passes.keep(0, part.first_token, own, part.block_table_np)
-            if state.pending >= _PENDING_ROWS:
+            read = part.first_token + len(part.rows_np)
+            # A chunk of a prompt is filled at once, too: the next request may share it before this one drafts.
+            if state.pending >= _PENDING_ROWS or read + 1 < len(part.token_ids_np):
                 # not the row of the first token that was not read: its slot need not be the request's yet
-                read = part.first_token + len(part.rows_np)
                 many.append(Fill(state, part.token_ids_np, part.block_table_np, read))
         if not many:
             return None
