@@ -11,9 +11,11 @@ import torch
 from channel import Engine, Generated, Load, Unsupported, serve
 
 from draftwise import LLM, SamplingParams, __version__
+from draftwise.models.embedded import embedded_path
 from draftwise.models.inputs import RowInput, build_step_input
 
 QUANTIZATION = {"bf16": None, "int8-dynamic": "int8_dynamic", "int4-dynamic": "int4_dynamic"}
+HEADS = ("eagle3", "medusa", "mtp")  # shipped for the embedded target
 BLOCK = 16
 
 
@@ -26,8 +28,9 @@ class Draftwise(Engine):
                 drafters.append(
                     {"method": method, "model": load.draft, "num_speculative_tokens": load.num_draft}
                 )
-            elif method == "eagle3":
-                drafters.append({"method": method, "num_speculative_tokens": load.num_draft})
+            elif method in HEADS:
+                head = str(embedded_path(method))
+                drafters.append({"method": method, "model": head, "num_speculative_tokens": load.num_draft})
             elif method != "plain":
                 drafters.append({"method": method})
         passes = not drafters and load.batch == 1 and load.max_len > 1024

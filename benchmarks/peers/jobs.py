@@ -34,7 +34,7 @@ PEERS = {
             OURS,
             "adapter_draftwise.py",
             ("draftwise",),
-            ("plain", "ngram", "draft_model", "suffix"),
+            ("plain", "ngram", "draft_model", "suffix", "eagle3", "medusa", "mtp"),
             ("bf16", "int8", "int8-dynamic", "int4", "int4-dynamic"),
             batches=True,
         ),
