@@ -373,8 +373,11 @@ class AdaptiveController(Controller):
             if seen is None:  # never measured at this size, and every comparison rests on it
                 self._pause(0.0)
                 return
-            due = seen + (self._pause_interval() if self._plain_known else 8)
-            if step >= due and self._explore >= cost:
+            if not self._plain_known:  # a few samples at each size are on the house
+                if step >= seen + 8:
+                    self._pause(0.0)
+                    return
+            elif step >= seen + self._pause_interval() and self._explore >= cost:
                 self._pause(cost)
                 return
         need = float("inf")
@@ -423,6 +426,7 @@ class AdaptiveController(Controller):
         self._probe_cost = cost / nodes / count
         if not group.hopeful:
             cost *= _HOPELESS
+        cost = self._affordable(cost, prices)
         if cost > self._explore:
             return cost
         self._explore -= cost
@@ -434,6 +438,10 @@ class AdaptiveController(Controller):
             member.history.counts.fade(0.5)
         return 0.0
 
+    def _affordable(self, cost: float, prices: Prices) -> float:
+        """What is believed to cost more than can ever be saved up is tried too: the belief may be wrong."""
+        return min(cost, 0.5 * self.settings.explore_steps * prices.plain)
+
     def _try_all(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
         """Let the whole group draft once: what it costs together is not seen by probes of a few. Answers the price in
         seconds; 0: done."""
@@ -444,7 +452,7 @@ class AdaptiveController(Controller):
         n, model = prices.requests, self.model
         more = model.target_time(n, round(n + option.rows), prices.context, prices.sampled) - prices.plain
         seconds = max(more, 0.0) + option.draft_time
-        cost = max(seconds - option.tokens * prices.plain / n, 0.2 * seconds)
+        cost = self._affordable(max(seconds - option.tokens * prices.plain / n, 0.2 * seconds), prices)
         if cost > self._explore:
             return cost
         self._explore -= cost

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from draftwise.adapt.controller import StepShape
 
@@ -17,6 +18,10 @@ _KNOWN = 3
 """Samples from which on a cell is believed."""
 _STALE = 100
 """Measurements of other points after which a point's samples are stale."""
+_REFIT = 256
+"""Measurements after which the fit is made anew in any case."""
+_HUBER = 0.25
+"""Relative residual from which on a cell's pull on the fit grows no more: a sample may be wrong by a factor of ten."""
 _MAX_CELLS = 384
 _PRIOR_WEIGHT = 0.05
 """Of the fit's prior, against one for a cell: it decides only where the cells say nothing."""
@@ -100,6 +105,7 @@ class _Cell:
 
 
 Key = tuple[int, int, int]
+Array = npt.NDArray[np.float64]
 
 
 class TimeCurve:
@@ -145,6 +151,9 @@ class TimeCurve:
             self._guesses.clear()
             if cell.count in (1, _KNOWN, _RING) and len(self._cells) >= self._fit_at:
                 self._fit()
+        if self._measurements % _REFIT == 0:
+            self._guesses.clear()
+            self._fit()
         return cell.median * self._speed.value
 
     def predict(self, key: Key, features: tuple[float, ...]) -> float:
@@ -163,7 +172,7 @@ class TimeCurve:
         value = self._formula(features)
         nearest, distance = None, 1_000_000
         for other, cell in self._cells.items():
-            if other[0] != key[0]:
+            if other[0] != key[0] or cell.count < _KNOWN:
                 continue
             away = abs(other[1] - key[1]) + 2 * abs(other[2] - key[2])
             if away < distance:
@@ -189,21 +198,16 @@ class TimeCurve:
         typical = float(np.median(value_np / (x_np @ self._prior_np)))
         prior_np = self._prior_np * typical
         rows_np = x_np / value_np[:, None]
-        # A weight is free to move by what makes its feature as dear as the whole step.
-        penalty_np = _PRIOR_WEIGHT * np.maximum((rows_np**2).mean(0), 1e-300)
-        used_np = np.ones(len(prior_np), np.bool_)
+        trust_np = np.array([min(cell.count, _KNOWN) for cell in cells]) / _KNOWN
+        pull_np = trust_np
         weights_np = prior_np
-        for _ in range(len(prior_np)):
-            a_np = rows_np[:, used_np]
-            gram_np = a_np.T @ a_np + np.diag(penalty_np[used_np])
-            target_np = a_np.sum(0) + penalty_np[used_np] * prior_np[used_np]
-            weights_np = np.zeros(len(prior_np))
-            weights_np[used_np] = np.linalg.solve(gram_np, target_np)
-            negative_np = weights_np < 0
-            if not negative_np.any():
-                break
-            used_np &= ~negative_np
-        self._weights = tuple(np.maximum(weights_np, 0.0).tolist())
+        for _ in range(3):
+            weights_np = _least_squares(rows_np, pull_np, prior_np)
+            residual_np = np.abs(rows_np @ weights_np - 1)
+            # A cell whose time is far above the fit has a small relative residual: look at it both ways.
+            residual_np = np.maximum(residual_np, np.abs(1 / np.maximum(rows_np @ weights_np, 1e-9) - 1))
+            pull_np = trust_np * np.minimum(1.0, _HUBER / np.maximum(residual_np, 1e-9))
+        self._weights = tuple(weights_np.tolist())
 
     def as_list(self) -> list[list[Any]]:
         """Every measured point: [key, features, seconds, measurements]. For JSON."""
@@ -219,6 +223,25 @@ class TimeCurve:
             self._cells[int(a), int(b), int(c)] = cell
         self._guesses.clear()
         self._fit()
+
+
+def _least_squares(rows_np: Array, pull_np: Array, prior_np: Array) -> Array:
+    """Weights >= 0 [p] for which ``rows_np`` [n, p] times them is near 1, rows pulling by ``pull_np`` [n], and which
+    stay near ``prior_np`` [p] where the rows say nothing."""
+    # A weight is free to move by what makes its feature as dear as the whole step.
+    penalty_np = _PRIOR_WEIGHT * np.maximum((rows_np**2).mean(0), 1e-300)
+    used_np = np.ones(len(prior_np), np.bool_)
+    weights_np = prior_np
+    for _ in range(len(prior_np)):
+        a_np = rows_np[:, used_np]
+        gram_np = (a_np * pull_np[:, None]).T @ a_np + np.diag(penalty_np[used_np])
+        target_np = pull_np @ a_np + penalty_np[used_np] * prior_np[used_np]
+        weights_np = np.zeros(len(prior_np))
+        weights_np[used_np] = np.linalg.solve(gram_np, target_np)
+        if not (weights_np < 0).any():
+            break
+        used_np &= weights_np >= 0
+    return np.maximum(weights_np, 0.0)
 
 
 class PerformanceModel:
