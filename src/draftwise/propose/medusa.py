@@ -12,25 +12,20 @@ import torch
 from draftwise.errors import ConfigError
 from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.propose.base import Committed, DraftRow, Proposer
+from draftwise.propose.chain_drafts import ChainDraft, draw_next
 from draftwise.propose.registry import ProposerContext
 from draftwise.propose.tree_expansion import TreeLevel, TreeModel, TreeTask, draft_trees, is_tree
-from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
+from draftwise.sampling.draw import DraftSampleMethod, draft_tokens
 from draftwise.sampling.logits import LogitsRow
-from draftwise.structured.cursor import mask_drafts
-from draftwise.types import EMPTY_PROPOSAL, Proposal, StepInput, TargetOutput, chain
+from draftwise.types import Proposal, StepInput, TargetOutput
 
 
 @dataclass(slots=True)
-class _Draft:
-    """One row while it drafts. Draft d, from 0, comes from head d whatever the drafts before it are."""
+class _Draft(ChainDraft):
+    """Draft d, from 0, comes from head d whatever the drafts before it are. ``length`` of a tree: its levels."""
 
-    row: DraftRow
-    index: int  # among the rows of the call: which column of the logits
-    length: int  # tokens to draft, or levels of a tree; forced ones included
-    forced: tuple[int, ...]
-    tokens: list[int]  # forced ones first
-    q: list[torch.Tensor]  # [V] per drawn token; counts if the row is sampled
-    tree: Proposal | None = None  # what was drafted, if it is a tree
+    forced: tuple[int, ...] = ()
+    index: int = 0  # among the rows of the call: which column of the logits
 
 
 class MedusaProposer(Proposer, TreeModel):
@@ -120,7 +115,7 @@ class MedusaProposer(Proposer, TreeModel):
             if trees:
                 for draft, tree in zip(trees, self._draft_trees(trees), strict=True):
                     draft.tree = tree
-        return [self._chain(draft) if draft.tree is None else draft.tree for draft in drafts]
+        return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
     def _start(self, row: DraftRow) -> _Draft:
         # Draft d, from 1, stands at position num_tokens - 1 + d.
@@ -130,7 +125,7 @@ class MedusaProposer(Proposer, TreeModel):
         forced = row.forced[: max(min(limit, row.budget), 0)]
         if not is_tree(row) or len(forced) == row.budget:
             limit = min(limit, row.budget)
-        return _Draft(row, 0, max(limit, 0), forced, list(forced), [])
+        return _Draft(row, max(limit, 0), list(forced), forced=forced)
 
     def _compute(self, drafts: Sequence[_Draft]) -> None:
         """The logits of all heads that are needed, for all rows at once."""
@@ -143,38 +138,23 @@ class MedusaProposer(Proposer, TreeModel):
     def _draw_chains(self, drafts: Sequence[_Draft]) -> None:
         """Draw all positions at once, unless what is drawn at one depends on those before it."""
         deepest = max(draft.length for draft in drafts)
-        levels = [
-            [(draft, d) for draft in drafts if len(draft.forced) <= d < draft.length] for d in range(deepest)
-        ]
         if any(d.row.grammar is not None or d.row.sampling.needs_history for d in drafts):
-            for level in levels:
+            for depth in range(deepest):
+                level = [draft for draft in drafts if len(draft.tokens) == depth < draft.length]
                 if level:
-                    self._draw(level)
-        else:
-            self._draw([position for level in levels for position in level])
-
-    def _draw(self, positions: Sequence[tuple[_Draft, int]]) -> None:
-        """One token at each of some positions (draft, depth from 0), depth by depth."""
+                    logits = self._logits[depth, [draft.index for draft in level]]
+                    draw_next(level, logits, self._sample_method, self._heads.target_ids)
+            return
+        positions = [
+            (draft, d) for d in range(deepest) for draft in drafts if len(draft.forced) <= d < draft.length
+        ]
         if len(positions) == self._logits.shape[0] * self._logits.shape[1]:
             logits = self._logits.flatten(0, 1)  # every row of every head, in this order
         else:
             logits = self._logits[[d for _, d in positions], [draft.index for draft, _ in positions]]
-        paths = [tuple(draft.tokens) for draft, _ in positions]
-        cursors = [draft.row.grammar for draft, _ in positions]
-        masks: list[torch.Tensor | None] = [None] * len(positions)
-        if self._heads.target_ids is None:
-            mask_drafts(logits, cursors, paths)
-        else:
-            masks = [
-                None if cursor is None else cursor.mask(path, logits.device)
-                for cursor, path in zip(cursors, paths, strict=True)
-            ]
         tokens, q = draft_tokens(
             logits,
-            [
-                LogitsRow(draft.row.sampling, path, draft.row.token_ids_np, mask)
-                for (draft, _), path, mask in zip(positions, paths, masks, strict=True)
-            ],
+            [LogitsRow(draft.row.sampling, (), draft.row.token_ids_np) for draft, _ in positions],
             rules=[draft.row.speculation.rule for draft, _ in positions],
             positions=[draft.row.num_tokens + d for draft, d in positions],
             nodes=[d for _, d in positions],
@@ -183,24 +163,7 @@ class MedusaProposer(Proposer, TreeModel):
             vocab_map=self._heads.target_ids,
         )
         for i, ((draft, _), token) in enumerate(zip(positions, tokens, strict=True)):
-            draft.tokens.append(token)
-            if q is not None:
-                draft.q.append(q[i])
-
-    def _chain(self, draft: _Draft) -> Proposal:
-        """A forced token was drawn from a distribution, too: the one that has nothing else."""
-        tokens = draft.tokens
-        if not tokens:
-            return EMPTY_PROPOSAL
-        rule = draft.row.speculation.rule
-        if not draft.q or not draws_from_q(draft.row.sampling, rule, self._sample_method):
-            return chain(tokens, self.name)
-        forced = len(draft.forced)
-        q = torch.stack([draft.q[0]] * forced + draft.q)
-        if forced:
-            q[:forced] = 0.0
-            q[range(forced), tokens[:forced]] = 1.0
-        return chain(tokens, self.name, q)
+            draft.take([token], None if q is None else q[i : i + 1])
 
     # ---------------------------------------------------------------------------------------------- trees
 
