@@ -20,8 +20,6 @@ from draftwise.types import RowResult, Speculation, StepResult
 
 _LONGEST_STREAK = 6
 """Proposals in a row of a probe that succeeds: by then the next choice knows."""
-_DEEPEST_LOSS = 4.0
-"""Plain steps below which the account never falls."""
 _TRIAL = 2
 """Nodes drafted in a trial of a group that never drafted."""
 _HOPELESS = 4.0
@@ -282,8 +280,6 @@ class AdaptiveController(Controller):
             return
         gain = tokens / shape.requests - seconds / prices.plain
         self._balance = min(self._balance + weight * gain, self.settings.loss_steps)
-        # One wild measurement must not keep drafting out for long.
-        self._balance = max(self._balance, -_DEEPEST_LOSS)
         if self._balance < 0:
             self._suspended = True
 
