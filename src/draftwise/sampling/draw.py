@@ -258,7 +258,10 @@ def draft_candidates(
             temperatures = [rows[i].state.temperature for i in members]
             part = part + gumbel(keys, rows[0].state.vocab_size, scores.device, vocab_map)
             part *= torch.tensor(temperatures, device=scores.device)[:, None]
-            scores = part if len(members) == len(rows) else scores.index_copy(0, torch.tensor(members), part)
+            if len(members) == len(rows):
+                scores = part
+            else:
+                scores = scores.index_copy(0, torch.tensor(members, device=scores.device), part)
     top = scores.topk(min(width, scores.shape[1]), dim=-1)
     # float32 may round a sum of exponentials below its largest term
     logprobs = (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp_(max=0.0)
