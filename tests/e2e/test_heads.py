@@ -61,7 +61,8 @@ def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def engine(make_llm: Callable[..., LLM], folder: str, method: str, **options: Any) -> LLM:
     spec = {"method": method, "model": folder, "num_speculative_tokens": K}
-    return make_llm(speculative_config=options.pop("speculative_config", spec), keep_trace=True, **options)
+    spec = options.pop("speculative_config", spec)
+    return make_llm(speculative_config=spec, speculation_control="static", keep_trace=True, **options)
 
 
 def greedy(count: int, **more: Any) -> SamplingParams:

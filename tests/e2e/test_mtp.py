@@ -97,6 +97,29 @@ def test_drafts_are_the_layers_own(
         assert llm.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_numbers_of_drafts_that_change(
+    make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, layers: int
+) -> None:
+    """Two drafts, one, none, then four: layers behind the first one catch up on what they did not see."""
+    target, shape = Target(tiny.target), MtpShape("deepseek", layers=layers)
+    weights = random_layers(shape, seed=5)
+    reference = ReferenceMtp(shape, weights, target.embedding, target.output)
+    table = [[1, 1, K], [2, 2, 0], [3, 3, 1], [4, 64, 2]]
+    spec = {
+        "method": "mtp",
+        "model": save_mtp(tmp_path, shape, weights),
+        "num_speculative_tokens": K,
+        "num_speculative_tokens_per_batch_size": table,
+    }
+    llm = make_llm(speculative_config=spec, speculation_control="static", keep_trace=True)
+    lengths = [80, 70, 22, 10]
+    outputs = llm.generate(random_prompts(4, seed=56), [GREEDY.replace(max_tokens=n) for n in lengths])
+    assert check_drafts(outputs, target, reference) > 30
+    drafted = {len(step.draft_tokens) for o in outputs for step in o.outputs[0].trace or ()}
+    assert drafted >= {0, 1, 2, K}
+
+
 @pytest.mark.parametrize("form", ["deepseek", "qwen", "mimo"])
 def test_layers_in_the_targets_own_checkpoint(
     make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, form: str

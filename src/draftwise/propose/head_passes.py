@@ -134,6 +134,8 @@ class HeadPasses:
         self, drafts: Sequence[HeadDraft], steps: int, draws: ChainDraws | None
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         """`HeadModel.draft_chains` for these requests, if the head can; what is missing is stored on the way."""
+        if self.head.num_depths > 1:
+            return None  # what the first depth gives is queued for the next one
         start = time.perf_counter()
         batch, features, last = self.batch([self.missing(draft) for draft in drafts])
         chains = self.head.draft_chains(batch, features, self.kv, last, steps, draws)
@@ -264,6 +266,7 @@ class HeadPasses:
         if depth + 1 < len(state.tracks) and given.shape[0]:
             self.keep(depth + 1, job.first, given, job.block_table_np)
             queue = state.tracks[depth + 1].queue
+            assert queue.end >= job.first, "a row of this depth was computed without its feature being kept"
             if queue.end < stop:
                 queue.append(given[queue.end - stop :])
         state.tracks[depth].advance(stop)
