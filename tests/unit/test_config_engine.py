@@ -111,7 +111,9 @@ def test_users_eagle_with_tensor_parallelism() -> None:
         "async_scheduling": True,
     }
     refused("tensor_parallel_size", "4", **common, tensor_parallel_size=4, speculative_config=eagle)
-    refused("'eagle'", "not supported yet", **common, tensor_parallel_size=1, speculative_config=eagle)
+    config = resolve_engine_config(**common, tensor_parallel_size=1, speculative_config=eagle, device="cpu")
+    (spec,) = config.speculative
+    assert (spec.method, spec.model, spec.num_speculative_tokens) == ("eagle", "HEAD", 2)
     assert len(resolve_engine_config(**common, device="cpu").notes) == 3
 
 
@@ -128,7 +130,13 @@ def test_users_suffix() -> None:
 
 
 def test_users_old_eagle_spelling() -> None:
-    refused("'eagle'", model="M", speculative_model="D", num_speculative_tokens=5, speculative_method="eagle")
+    old: dict[str, Any] = {
+        "speculative_model": "D",
+        "num_speculative_tokens": 5,
+        "speculative_method": "eagle",
+    }
+    (spec,) = resolve_engine_config(model="M", device="cpu", **old).speculative
+    assert (spec.method, spec.model, spec.num_speculative_tokens) == ("eagle", "D", 5)
 
 
 def test_users_hidden_state_extraction() -> None:
@@ -169,7 +177,6 @@ SERVE: dict[str, Any] = {
         ({"enable_expert_parallel": True}, ("enable_expert_parallel",)),
         ({"quantization": "ascend"}, ("quantization", "'ascend'")),
         ({"port": "20004"}, ("port", "server")),
-        ({}, ("'deepseek_mtp'", "'mtp'")),
     ],
 )
 def test_users_serve_command_is_refused_by_name(more: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -177,7 +184,9 @@ def test_users_serve_command_is_refused_by_name(more: dict[str, Any], words: tup
 
 
 def test_users_serve_command_without_what_is_missing() -> None:
-    config = resolve_engine_config(**{**SERVE, "speculative_config": None}, device="cpu")
+    config = resolve_engine_config(**SERVE, device="cpu")
+    (spec,) = config.speculative
+    assert (spec.method, spec.model, spec.num_speculative_tokens) == ("mtp", None, 2)
     assert (config.max_model_len, config.max_num_batched_tokens, config.max_num_seqs) == (36768, 5000, 10)
     assert config.seed == 1024 and config.trust_remote_code
     noted = " ".join(config.notes)

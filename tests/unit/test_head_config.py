@@ -123,3 +123,17 @@ def test_a_speculator_without_a_verifier(tmp_path: Path) -> None:
 def test_a_kind_of_speculator_that_is_not_built(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'dflash' is not supported yet"):
         resolve_engine_config(model=speculator(tmp_path, "dflash", "T"), device="cpu")
+
+
+def test_a_head_of_another_method(tmp_path: Path) -> None:
+    medusa = folder(tmp_path / "medusa", medusa_num_heads=3)
+    eagle3 = folder(tmp_path / "eagle3", architectures=["LlamaForCausalLMEagle3"])
+    plain = folder(tmp_path / "plain", architectures=["LlamaForCausalLM"])  # as some EAGLE heads say
+    for method, path, told in (
+        ("eagle3", medusa, "medusa"),
+        ("eagle", eagle3, "eagle3"),
+        ("mtp", medusa, "medusa"),
+    ):
+        with pytest.raises(ConfigError, match=f"method: '{method}' contradicts .* a head for '{told}'"):
+            SpeculativeConfig(method=method, model=path)
+    assert SpeculativeConfig(method="eagle", model=plain).method == "eagle"

@@ -23,6 +23,7 @@ class HeadDefaults:
     num_tokens: int | None = None
     tree: tuple[tuple[int, ...], ...] | None = None
     parallel: bool = False  # it drafts all tokens in one pass
+    method: str | None = None  # what it is a head for, where its config.json says so
 
 
 def head_defaults(method: str, model: str, revision: str | None) -> HeadDefaults:
@@ -30,11 +31,13 @@ def head_defaults(method: str, model: str, revision: str | None) -> HeadDefaults
     config = read_config(model, revision)
     if config is None:
         return HeadDefaults()
+    told = method_of(config)
     tree = config.get("medusa_choices") if method == "medusa" else None
     return HeadDefaults(
         num_tokens=_num_tokens(method, config),
         tree=None if tree is None else sorted_choices(tree, f"{model}: medusa_choices"),
         parallel=str(config.get("speculators_model_type", "")).lower() in ("peagle", "p-eagle"),
+        method=told if told in HEAD_METHODS else None,
     )
 
 

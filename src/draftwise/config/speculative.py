@@ -304,6 +304,11 @@ class SpeculativeConfig:
                 f"speculative_config.model: method {self.method!r} needs a model, the head's folder or hub id"
             )
         defaults = head_defaults(self.method, self.model, self.revision)
+        if defaults.method not in (None, self.method):
+            raise ConfigError(
+                f"speculative_config.method: {self.method!r} contradicts the config.json of {self.model!r}, which is a "
+                f"head for {defaults.method!r}"
+            )
         if defaults.parallel:
             self._set("parallel_drafting", True)
         if self.medusa_choices is not None:
