@@ -20,6 +20,8 @@ from draftwise.types import RowResult, Speculation, StepResult
 
 _LONGEST_STREAK = 6
 """Proposals in a row of a probe that succeeds: by then the next choice knows."""
+_DEEPEST_LOSS = 4.0
+"""Plain steps below which the account never falls."""
 _TRIAL = 2
 """Nodes drafted in a trial of a group that never drafted."""
 _HOPELESS = 4.0
@@ -280,6 +282,8 @@ class AdaptiveController(Controller):
             return
         gain = tokens / shape.requests - seconds / prices.plain
         self._balance = min(self._balance + weight * gain, self.settings.loss_steps)
+        # One wild measurement must not keep drafting out for long.
+        self._balance = max(self._balance, -_DEEPEST_LOSS)
         if self._balance < 0:
             self._suspended = True
 
@@ -424,9 +428,9 @@ class AdaptiveController(Controller):
         if not group.evident:
             cost += max(more, 0.0)
         self._probe_cost = cost / nodes / count
+        cost = min(cost, prices.plain)  # what seems dearer is tried too: the belief may be wrong
         if not group.hopeful:
             cost *= _HOPELESS
-        cost = self._affordable(cost, prices)
         if cost > self._explore:
             return cost
         self._explore -= cost
@@ -438,10 +442,6 @@ class AdaptiveController(Controller):
             member.history.counts.fade(0.5)
         return 0.0
 
-    def _affordable(self, cost: float, prices: Prices) -> float:
-        """What is believed to cost more than can ever be saved up is tried too: the belief may be wrong."""
-        return min(cost, 0.5 * self.settings.explore_steps * prices.plain)
-
     def _try_all(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
         """Let the whole group draft once: what it costs together is not seen by probes of a few. Answers the price in
         seconds; 0: done."""
@@ -452,7 +452,8 @@ class AdaptiveController(Controller):
         n, model = prices.requests, self.model
         more = model.target_time(n, round(n + option.rows), prices.context, prices.sampled) - prices.plain
         seconds = max(more, 0.0) + option.draft_time
-        cost = self._affordable(max(seconds - option.tokens * prices.plain / n, 0.2 * seconds), prices)
+        cost = max(seconds - option.tokens * prices.plain / n, 0.2 * seconds)
+        cost = min(cost, 0.5 * self.settings.explore_steps * prices.plain)  # as in `_probe`
         if cost > self._explore:
             return cost
         self._explore -= cost
