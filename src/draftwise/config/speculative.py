@@ -310,7 +310,10 @@ class SpeculativeConfig:
                 f"head for {defaults.method!r}"
             )
         if defaults.parallel:
-            self._set("parallel_drafting", True)
+            raise ConfigError(
+                f"speculative_config.model: {self.model!r} is a P-EAGLE head, which drafts all tokens in one pass; "
+                "that is not supported yet"
+            )
         if self.medusa_choices is not None:
             if self.speculative_token_tree is not None:
                 raise ConfigError(

@@ -25,7 +25,7 @@ from draftwise.models.heads.eagle3 import Eagle3Options, default_feature_layers
 from draftwise.models.heads.tensors import HeadTensors
 from draftwise.models.heads.vocabulary import target_ids_of
 
-_SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",)}
+_SPECULATORS = {"eagle3": ("eagle3",), "mtp": ("mtp",)}
 
 
 def rename_eagle(name: str) -> str | None:
@@ -58,7 +58,7 @@ def head_settings(raw: RawConfig, method: str) -> RawConfig:
         raise ModelLoadError("config.json has no 'transformer_layer_config'")
     outer = {name: value for name, value in raw.items() if name != "transformer_layer_config"}
     # what vLLM takes for granted in folders of this format
-    return {"norm_before_residual": kind == "eagle3", **layer, **outer}
+    return {"norm_before_residual": True, **layer, **outer}
 
 
 def layer_config(raw: RawConfig, tensors: HeadTensors, num_layers: int) -> ModelConfig:
