@@ -179,3 +179,28 @@ def test_closing_ends_the_streams(tiny: TinyModels) -> None:
                 await asyncio.wait_for(task, 10)
 
     asyncio.run(main())
+
+
+def test_drafters_forget_between_steps(tiny: TinyModels) -> None:
+    """Asked for while nothing runs and while a request does: what was learned is gone, and the text is the same."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculation={"method": "suffix"})
+
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            prompt = random_prompts(1)[0]
+
+            async def drafted() -> tuple[tuple[int, ...], int]:
+                last = (await collect(llm, prompt, params))[-1]
+                return last.outputs[0].token_ids, last.metrics.speculation.num_draft_tokens
+
+            first = await drafted()
+            again = await drafted()
+            assert again[0] == first[0] and again[1] != first[1]  # it remembers its own answer
+            llm.reset_drafters()
+            assert await drafted() == first
+            task = asyncio.create_task(collect(llm, prompt, params))
+            await asyncio.sleep(0)
+            llm.reset_drafters()
+            assert (await asyncio.wait_for(task, 30))[-1].outputs[0].token_ids == first[0]
+
+    asyncio.run(main())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from draftwise.bench.accept import accept
 from draftwise.bench.latency import latency
-from draftwise.bench.measure import Series, measure, rotated
+from draftwise.bench.measure import Series, measure, rotated, speculation_of
+from draftwise.bench.plot import draw_accept
 from draftwise.bench.throughput import throughput
 from draftwise.bench.workloads import WORKLOADS, Workload, make_workload
 from draftwise.cli.report import output_as_dict, statistics_line
@@ -158,6 +161,32 @@ def test_accept() -> None:
     assert (row.mean_acceptance_length, row.num_drafts, row.num_draft_tokens) == (2.5, 4, 12)
     assert row.draft_time_per_step == pytest.approx(0.002)
     assert row.as_dict()["acceptance_per_position"] == (1.0, 0.5, 0.0)
+    assert row.speedup > 0
+
+
+def test_accept_takes_turns_with_plain_decoding_and_draws(tmp_path: Path) -> None:
+    llm = FakeLLM()
+    workloads = [Workload("code", ((5,), (6,))), Workload("edit <1>", ((7,), (8,)))]
+    rows = accept(llm, workloads, methods=["suffix", "suffix/tree"], output_tokens=4)  # type: ignore[arg-type]
+    assert [(r.workload, r.method) for r in rows] == [
+        (w.name, m) for w in workloads for m in ("suffix", "suffix/tree")
+    ]
+    assert [method for method, *_ in llm.calls[:6]] == [
+        "none",
+        "suffix",
+        "suffix",
+        "suffix",
+        "suffix",
+        "none",
+    ]
+    assert speculation_of("suffix/tree") == {"method": "suffix", "speculative_dynamic_tree": True}
+    draw_accept(rows, tmp_path / "plot.svg")
+    drawing = ElementTree.fromstring((tmp_path / "plot.svg").read_text())
+    bars = [e for e in drawing if e.tag.endswith("rect") and len(e)]
+    assert len(bars) == 2 * len(rows) and all(float(e.attrib["height"]) > 0 for e in bars)
+    for name, message in (("plot.gif", "ends in .svg or .png"), ("no/plot.svg", "there is no folder")):
+        with pytest.raises(ConfigError, match=message):
+            draw_accept(rows, tmp_path / name)
 
 
 def test_rotation() -> None:

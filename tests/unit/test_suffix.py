@@ -21,6 +21,7 @@ from draftwise.propose.base import DraftRow
 from draftwise.propose.suffix import SuffixProposer
 from draftwise.propose.suffix_native import NativeSuffixTree
 from draftwise.propose.suffix_python import PythonSuffixTree, SuffixLimits, draft
+from draftwise.propose.tree_spec import DynamicTree
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation
 
 TEXT = list(range(10, 60))
@@ -69,6 +70,31 @@ def run(proposer: SuffixProposer, rid: int, prompt: list[int], output: list[int]
 
 
 # -------------------------------------------------------------------------------------------- what is drafted
+
+
+def test_forced_tokens_are_followed_by_what_followed_them(native: bool) -> None:
+    """A grammar knows the next tokens: the draft goes on behind them, in the request's text or another's."""
+    proposer = SuffixProposer(native=native)
+    run(proposer, 7, [1], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9])
+    forced = replace(row([1, 2, 3, 70, 5], 0, num_prompt=2), forced=(6, 7))
+    (got,) = proposer.propose([forced])
+    assert got.tokens == (6, 7, 8, 9, 5) and got.is_chain and got.method == "suffix"
+    (short,) = proposer.propose([replace(forced, budget=3)])
+    assert short.tokens == (6, 7, 8)
+    # Nothing behind them, or no room: they are proposed by whoever knows the grammar.
+    for lost in (replace(forced, budget=2), replace(row([1, 2, 3], 1), forced=(90, 91))):
+        assert proposer.propose([lost]) == [EMPTY_PROPOSAL]
+
+
+def test_a_dynamic_tree_has_the_likeliest_nodes(native: bool) -> None:
+    proposer = SuffixProposer(native=native, min_token_prob=0.0)
+    text = [1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3, 4, 6, 1, 2, 3]
+    plain, dynamic = row(text, 0, num_prompt=18), row(text, 1, num_prompt=18)
+    dynamic = replace(dynamic, speculation=replace(dynamic.speculation, dynamic=DynamicTree()))
+    (chained,), (tree,) = proposer.propose([plain]), proposer.propose([dynamic])
+    assert chained.is_chain and chained.tokens[0] == 4
+    assert tree == SuffixProposer(native=native, min_token_prob=0.0, tree=True).propose([plain])[0]
+    assert {token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent < 0} == {4, 5}
 
 
 def test_repetition_within_a_request(native: bool) -> None:

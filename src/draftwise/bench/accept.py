@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftwise.bench.measure import Series, measure, speculation_of
+from draftwise.bench.measure import Series, measure, rotated, speculation_of
 from draftwise.bench.workloads import Workload
 
 if TYPE_CHECKING:
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AcceptRow:
-    """One method on one workload. ``mean_acceptance_length`` counts the target's own token and only steps with a
-    draft; ``tokens_per_step`` counts all steps. ``acceptance_per_position[i]``: drafts accepted to depth i + 1 at
-    least, as a share of the drafts. Times in seconds per engine step."""
+    """One variant (a method, or "method/tree" with dynamic trees) on one workload.
+
+    ``mean_acceptance_length`` counts the target's own token and only steps with a draft; ``tokens_per_step`` counts all
+    steps. ``acceptance_per_position[i]``: drafts accepted to depth i + 1 at least, as a share of the drafts. Times
+    in seconds per engine step. ``speedup`` against plain decoding, which took turns with it: ratio of medians.
+    """
 
     method: str
     workload: str
@@ -28,6 +31,7 @@ class AcceptRow:
     num_draft_tokens: int
     draft_time_per_step: float
     forward_time_per_step: float
+    speedup: float
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -43,33 +47,38 @@ def accept(
     output_tokens: int = 96,
     advance: Callable[[str], None] = lambda _: None,
 ) -> list[AcceptRow]:
-    """Run each workload's prompts, one at a time, with each method."""
+    """Run each workload's prompts, one at a time, with each variant and plainly; the variants take turns."""
     from draftwise import SamplingParams
 
     rows: list[AcceptRow] = []
     for workload in workloads:
-        for name in methods:
-            params = SamplingParams(
-                temperature=temperature,
-                max_tokens=output_tokens,
-                ignore_eos=True,
-                speculation=speculation_of(name),
-            )
-            series = Series(name, temperature)
-            for prompt in workload.prompts:
-                series.samples.append(measure(llm, [prompt], params))
-                advance(f"{name}, {workload.name}")
-            rows.append(
-                AcceptRow(
-                    method=name,
-                    workload=workload.name,
-                    mean_acceptance_length=series.mean_acceptance_length,
-                    tokens_per_step=series.tokens_per_step,
-                    acceptance_per_position=series.acceptance_per_position,
-                    num_drafts=sum(s.num_drafts for s in series.samples),
-                    num_draft_tokens=sum(s.num_draft_tokens for s in series.samples),
-                    draft_time_per_step=series.per_step("draft_time"),
-                    forward_time_per_step=series.per_step("forward_time"),
+        series = {name: Series(name, temperature) for name in ("none", *methods)}
+        for turn, prompt in enumerate(workload.prompts):
+            for name in rotated(list(series), turn):
+                params = SamplingParams(
+                    temperature=temperature,
+                    max_tokens=output_tokens,
+                    ignore_eos=True,
+                    speculation=speculation_of(name),
                 )
-            )
+                series[name].samples.append(measure(llm, [prompt], params))
+                advance(f"{name}, {workload.name}")
+        plain = series.pop("none").tokens_per_second
+        rows += [_row(one, workload.name, plain) for one in series.values()]
     return rows
+
+
+def _row(series: Series, workload: str, plain: float) -> AcceptRow:
+    """``plain``: tokens per second of plain decoding."""
+    return AcceptRow(
+        method=series.method,
+        workload=workload,
+        mean_acceptance_length=series.mean_acceptance_length,
+        tokens_per_step=series.tokens_per_step,
+        acceptance_per_position=series.acceptance_per_position,
+        num_drafts=sum(s.num_drafts for s in series.samples),
+        num_draft_tokens=sum(s.num_draft_tokens for s in series.samples),
+        draft_time_per_step=series.per_step("draft_time"),
+        forward_time_per_step=series.per_step("forward_time"),
+        speedup=series.tokens_per_second / plain,
+    )

@@ -119,8 +119,9 @@ class Series:
 
 
 def speculation_of(method: str) -> Mapping[str, Any]:
-    """The per-request setting of a variant; "none" is plain decoding."""
-    return {"method": method}
+    """The per-request setting of a variant: "none" is plain decoding, "eagle3/tree" the method with a dynamic tree."""
+    name, _, shape = method.partition("/")
+    return {"method": name, "speculative_dynamic_tree": True} if shape == "tree" else {"method": name}
 
 
 def rotated(items: Sequence[str], turn: int) -> list[str]:

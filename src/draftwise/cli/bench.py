@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwise.bench.workloads import WORKLOADS, code_prompts, make_workload
@@ -84,6 +85,16 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
             default=list(WORKLOADS),
             help="; ".join(f"{name}: {text}" for name, text in WORKLOADS.items()),
         )
+        group.add_argument(
+            "--shapes",
+            nargs="+",
+            choices=["chain", "tree"],
+            default=["chain", "tree"],
+            help="tree: dynamic trees, of the methods that draft them (both)",
+        )
+        group.add_argument(
+            "--plot", type=Path, metavar="FILE", help="draw the results: .svg, or .png with matplotlib"
+        )
     add("--prompt-tokens", 128, "tokens per prompt")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other prompts (0)")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -111,6 +122,13 @@ def run(args: argparse.Namespace) -> int:
     options = engine_kwargs(args)
     if args.kind == "accept":  # acceptance of what a method drafts, not of what is left where it pays
         options.setdefault("speculation_control", "static")
+        chosen = ("model", "speculative_config", "speculative_method", "speculative_model")
+        if all(options.get(name) is None for name in chosen):
+            options["speculative_config"] = _everything()
+        if args.plot is not None:
+            from draftwise.bench.plot import check_plot
+
+            check_plot(args.plot)
     if args.prompt_tokens < 32:
         raise UsageError("--prompt-tokens: expected at least 32")
     from draftwise import LLM
@@ -121,7 +139,9 @@ def run(args: argparse.Namespace) -> int:
         config = llm.config
         if args.json:
             settings = {
-                k: v for k, v in vars(args).items() if not k.startswith("engine_") and not callable(v)
+                k: str(v) if isinstance(v, Path) else v
+                for k, v in vars(args).items()
+                if not k.startswith("engine_") and not callable(v)
             }
             model = "embedded" if config.embedded else config.model
             print_json(
@@ -234,7 +254,8 @@ def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any
     methods = [name for name in methods if name != "none"]
     if not methods:
         raise UsageError("--methods: name at least one drafter")
-    with progress(len(methods) * sum(len(w.prompts) for w in workloads), "acceptance") as advance:
+    methods = _variants(llm, methods, args.shapes)
+    with progress((len(methods) + 1) * sum(len(w.prompts) for w in workloads), "acceptance") as advance:
         rows = accept(
             llm,
             workloads,
@@ -247,7 +268,7 @@ def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any
     table = _table(
         title,
         "workload", "method", "acceptance length", "tokens/step", "accepted at position", "drafting/step",
-        "target/step",
+        "target/step", "speed-up",
     )  # fmt: skip
     for row in rows:
         table.add_row(
@@ -258,8 +279,45 @@ def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any
             " ".join(f"{rate:.2f}" for rate in row.acceptance_per_position),
             _ms(row.draft_time_per_step),
             _ms(row.forward_time_per_step),
+            _ratio(row.speedup),
         )
+    if args.plot is not None:
+        from draftwise.bench.plot import draw_accept
+
+        draw_accept(rows, args.plot)
+        note(f"drawn in {args.plot}")
     return rows, table
+
+
+def _variants(llm: LLM, methods: Sequence[str], shapes: Sequence[str]) -> list[str]:
+    """Each method as a chain, and, where it drafts dynamic trees, as "method/tree"."""
+    from draftwise.propose.registry import resolve_proposer
+
+    specs = {spec.method: spec for spec in llm.config.drafters}
+    out: list[str] = []
+    for name in methods:
+        trees = resolve_proposer(name).drafts_dynamic_trees and not specs[name].parallel_drafting
+        if "chain" in shapes or not trees:
+            out.append(name)
+        if "tree" in shapes and trees:
+            out.append(f"{name}/tree")
+    return out
+
+
+def _everything() -> list[dict[str, Any]]:
+    """Every drafter that comes with the embedded target."""
+    from draftwise.config.heads import SHIPPED_HEADS
+    from draftwise.errors import ModelLoadError
+    from draftwise.models.embedded import embedded_path
+
+    found: list[dict[str, Any]] = []
+    for head in SHIPPED_HEADS:
+        try:
+            embedded_path(head)
+        except ModelLoadError:
+            continue
+        found.append({"method": head})
+    return [{"method": "draft_model"}, *found, {"method": "early_exit"}, {"method": "hybrid"}]
 
 
 def _shown(method: str) -> str:

@@ -95,6 +95,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}
         self._by_rid: dict[int, RequestStream] = {}
         self._observers: tuple[StepObserver, ...] = ()
+        self._forgets = False  # drafters are to forget before the next step
         self._wakeup = threading.Condition(self._engine.core.lock)
         self._preparing = threading.Lock()
         self._closing = False
@@ -220,10 +221,14 @@ class AsyncLLM:
         try:
             while True:
                 with self._wakeup:
-                    while not core.has_work and not self._closing:
+                    while not (core.has_work or self._closing or self._forgets):
                         self._wakeup.wait()
                     if self._closing:
                         return
+                    forgets, self._forgets = self._forgets, False
+                if forgets:  # here, because drafters belong to the thread that steps
+                    core.executor.forget()
+                    continue
                 updates = core.step()
                 with self._wakeup:
                     touched = {self._by_rid.get(u.request.rid) for u in updates if u.num_new or u.finished}
@@ -280,6 +285,14 @@ class AsyncLLM:
         """Forget all cached blocks; False while requests hold some."""
         with self._engine.core.lock:
             return self._engine.core.scheduler.kv.reset_prefix_cache()
+
+    def reset_drafters(self) -> None:
+        """Let drafters forget what they learned from past requests (method ``suffix``: their outputs), before the next
+        step; requests that run go on."""
+        with self._wakeup:
+            self._check_alive()
+            self._forgets = True
+            self._wakeup.notify()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the engine's books do not agree."""

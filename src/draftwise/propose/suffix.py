@@ -27,10 +27,11 @@ from draftwise.propose.suffix_native import (
     LimitsStruct,
     NativeSuffixTree,
     address,
+    native_draft,
     static_shape,
     suffix_functions,
 )
-from draftwise.propose.suffix_python import PythonSuffixTree, SuffixLimits
+from draftwise.propose.suffix_python import PythonSuffixTree, SuffixDraft, SuffixLimits
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
 
 if TYPE_CHECKING:
@@ -155,11 +156,28 @@ class SuffixProposer(Proposer):
         )
         if self._global is not None and self._global.num_tokens > self.max_cached_tokens:
             self._make_room(self._global)
+        if row.forced:
+            return self._behind_forced(request, tokens, row)
         if not found:
             return EMPTY_PROPOSAL, 0
         if parents is None:
             return chain(found, self.name), match_len
         return Proposal(tuple(found), tuple(parents), self.name), match_len
+
+    def _behind_forced(
+        self, request: _Request, token_ids_np: IntArray, row: DraftRow
+    ) -> tuple[Proposal, int]:
+        """A grammar knows the next tokens: what followed them. Empty where nothing did: they are proposed anyway."""
+        room = min(row.budget, row.max_depth) - len(row.forced)
+        if room < 1:
+            return EMPTY_PROPOSAL, 0
+        forced_np = np.asarray(row.forced, np.int32)
+        context_np = np.concatenate([token_ids_np[-self.max_tree_depth :], forced_np])[-self.max_tree_depth :]
+        limits = replace(self.limits, budget=room, max_depth=room, best_first=False)
+        found = self._engine.draft(request.local, self._global, np.ascontiguousarray(context_np), limits)
+        if not found.tokens:
+            return EMPTY_PROPOSAL, 0
+        return chain([*row.forced, *found.tokens], self.name), found.match_len
 
     def leaving(self, rid: int, token_ids_np: IntArray) -> None:
         request = self._requests.get(rid)
@@ -283,6 +301,13 @@ class _NativeEngine:
         parents = None if limits.shape == CHAIN else found.parents[:size]
         return found.tokens[:size], parents, found.match_len
 
+    def draft(
+        self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits
+    ) -> SuffixDraft:
+        """What followed a context that is not the end of the request."""
+        assert isinstance(local, NativeSuffixTree) and not isinstance(global_, PythonSuffixTree)
+        return native_draft(local, global_, context_np, limits)
+
 
 class _PythonEngine:
     """The same without the native library."""
@@ -313,6 +338,12 @@ class _PythonEngine:
         found = suffix_python.draft(local, global_, context, limits)
         plain = tree is None and not limits.best_first
         return found.tokens, None if plain else found.parents, found.match_len
+
+    def draft(
+        self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits
+    ) -> SuffixDraft:
+        assert isinstance(local, PythonSuffixTree) and not isinstance(global_, NativeSuffixTree)
+        return suffix_python.draft(local, global_, context_np.tolist(), limits)
 
 
 def _library(native: bool | None) -> NativeLibrary | None:
