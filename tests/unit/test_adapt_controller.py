@@ -306,3 +306,24 @@ def test_static_control_does_as_it_is_told() -> None:
     assert [controller.draft_budget(0, speculation, n) for n in (1, 2, 3, 4)] == [4, 1, 1, 4]
     assert controller.nodes_to_verify(0, 4) == 4
     assert controller.stats().mode == "static"
+
+
+@pytest.mark.parametrize("evident", [False, True])
+def test_a_machine_that_was_busy_at_the_start_is_not_held_against_drafting(evident: bool) -> None:
+    """The first steps take up to thirty times as long, by chance: what was learned from them passes."""
+    count = [0]
+
+    def noise(rng: random.Random) -> float:
+        count[0] += 1
+        return rng.choice([1.0, 3.0, 30.0]) if count[0] < 40 else 1.0
+
+    def sizes(method: str, rng: random.Random) -> int | None:
+        return rng.randint(0, 12) if evident else None
+
+    w = World(small_model, cheap_pass, lambda rid, method, position, time: 0.95, sizes, noise)
+    simulation = Simulation(w, AdaptiveController(evident={"model"} if evident else ()))
+    simulation.add(1, k=12 if evident else 4)
+    simulation.run(1200)
+    steps = simulation.run(300)
+    assert common_budget(steps) >= 3
+    assert sum(any(s.budgets.values()) for s in steps) > 280
