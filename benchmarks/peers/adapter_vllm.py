@@ -19,7 +19,7 @@ from vllm.inputs import TokensPrompt
 
 
 class VLLM(Engine):
-    """bf16 from the folder itself; int8 (w8a8) and int4 (w4a16) from compressed-tensors folders."""
+    """bf16, from the same folders as Draftwise."""
 
     def load(self, load: Load) -> dict[str, Any]:
         (self.method,) = load.methods
