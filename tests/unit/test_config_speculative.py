@@ -28,7 +28,7 @@ def refused(values: dict[str, Any], *words: str) -> str:
 
 def test_ngram_defaults() -> None:
     spec = SpeculativeConfig.from_dict({"method": "ngram"})
-    assert (spec.num_speculative_tokens, spec.prompt_lookup_max, spec.prompt_lookup_min) == (5, 5, 5)
+    assert (spec.num_speculative_tokens, spec.prompt_lookup_max, spec.prompt_lookup_min) == (5, 5, 2)
     assert spec.model is None and spec.rule is None and spec.notes == ()
     assert type(spec.num_speculative_tokens) is int
 

@@ -149,8 +149,8 @@ class SpeculativeConfig:
     hybrid_min_match: int | None = option(
         None, to.integer(1, 1024), "hybrid: tokens of a match that beats the model (4)"
     )
-    prompt_lookup_max: int | None = option(None, to.integer(1), "ngram: longest suffix looked up (5)")
-    prompt_lookup_min: int | None = option(None, to.integer(1), "ngram: shortest suffix looked up (5)")
+    prompt_lookup_max: int | None = option(None, to.integer(1), "ngram: longest suffix looked up (5, or the shortest)")
+    prompt_lookup_min: int | None = option(None, to.integer(1), "ngram: shortest suffix looked up (2, or the longest)")
     parallel_drafting: bool = option(False, to.boolean, "draft all tokens in one pass (PARD)")
     use_heterogeneous_vocab: bool = option(False, to.boolean, "allow a draft model with another vocabulary")
     disable_padded_drafter_batch: bool = option(False, to.boolean, "do not pad the drafter's batch")
@@ -417,7 +417,7 @@ class SpeculativeConfig:
             return
         if self.prompt_lookup_max is None and self.prompt_lookup_min is None:
             self._set("prompt_lookup_max", 5)
-            self._set("prompt_lookup_min", 5)
+            self._set("prompt_lookup_min", 2)
         elif self.prompt_lookup_max is None:
             self._set("prompt_lookup_max", self.prompt_lookup_min)
         elif self.prompt_lookup_min is None:
