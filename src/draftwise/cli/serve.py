@@ -64,6 +64,11 @@ def add_parser(subparsers: Subparsers) -> None:
     add("drain-timeout", "finish requests for so long after SIGTERM (30)", float, metavar="SECONDS")
     add("chat-template", "a Jinja template, or a file with one", metavar="TEMPLATE")
     add("trust-request-chat-template", "take templates from requests", _boolean, metavar="BOOL")
+    add(
+        "otlp-traces-endpoint",
+        "send OpenTelemetry traces here, over HTTP: http://localhost:4318",
+        metavar="URL",
+    )
     add("log-interval", "seconds between lines of statistics, 0: none (10)", float, metavar="SECONDS")
     add("access-log", "log every request's path and status", _boolean, metavar="BOOL")
     add("log-level", f"{', '.join(LOG_LEVELS)} (info)", metavar="LEVEL")
@@ -110,6 +115,11 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     from draftwise.server.sockets import bind, check_tls
 
+    spans = None
+    if server_config.otlp_traces_endpoint is not None:  # before the model is loaded: a mistake shows at once
+        from draftwise.server.spans import Spans
+
+        spans = Spans(server_config.otlp_traces_endpoint, server_config.model_names[0])
     check_tls(server_config.ssl_keyfile, server_config.ssl_certfile, server_config.ssl_ca_certs)
     with bind(server_config.host, server_config.port) as bound:
         from draftwise import AsyncLLM
@@ -118,9 +128,11 @@ def run(args: argparse.Namespace) -> int:
 
         llm = AsyncLLM(**engine_options)
         try:
-            return run_server(create_app(llm, server_config), server_config, bound)
+            return run_server(create_app(llm, server_config, spans=spans), server_config, bound)
         finally:
             llm.close()
+            if spans is not None:
+                spans.close()
 
 
 def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:

@@ -31,6 +31,7 @@ from draftwise.server.protocol import (
     TokenizeBody,
     parse,
 )
+from draftwise.server.spans import Spans
 from draftwise.server.sse import ClientGone
 
 logger = logging.getLogger("draftwise.server")
@@ -53,12 +54,17 @@ ENDPOINTS = (
 Handler = Callable[[Context, Request, Any], Awaitable[Response]]
 
 
-def create_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics | None = None) -> FastAPI:
-    """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`."""
-    context = Context(engine, config)
+def create_app(
+    engine: ServedEngine, config: ServerConfig, metrics: Metrics | None = None, spans: Spans | None = None
+) -> FastAPI:
+    """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`. ``spans``: where traces
+    of requests go; whoever made it closes it."""
+    context = Context(engine, config, spans)
     metrics = metrics or Metrics(engine, config.model_names[0])
-    # "/docs" brings scripts from elsewhere; it is for people, and nothing of the server's own needs it.
-    app = FastAPI(title="Draftwise", version=__version__, openapi_url="/openapi.json", redoc_url=None)
+    # FastAPI's own pages load scripts from elsewhere; "/docs" is ours (`Page`).
+    app = FastAPI(
+        title="Draftwise", version=__version__, openapi_url="/openapi.json", docs_url=None, redoc_url=None
+    )
     app.state.context = context
     app.state.metrics = metrics
     _add_generation(app, context)
@@ -95,10 +101,26 @@ def _post(app: FastAPI, path: str, kind: type[Body], context: Context, handler: 
         response_class=JSONResponse,
         responses={code: {"description": what} for code, what in _RESPONSES.items()},
         openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": schema, "example": _EXAMPLES[path]}},
+            }
         },
     )
 
+
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "def main(", "max_tokens": 32, "temperature": 0, "return_metrics": True},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 32,
+        "stream": True,
+    },
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 32},
+    "/tokenize": {"prompt": "def main(", "return_token_strs": True},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+"""Bodies that the page at /docs begins with."""
 
 _RESPONSES: dict[int | str, str] = {
     400: "invalid request",
@@ -134,11 +156,11 @@ def _add_generation(app: FastAPI, context: Context) -> None:
             "max_model_len": context.engine.max_model_len,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", summary="The names of the model")
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card(n) for n in context.config.model_names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", summary="One of them")
     async def model(name: str) -> JSONResponse:
         return JSONResponse(card(context.model_name(name)))
 
@@ -189,9 +211,9 @@ def _add_tokens(app: FastAPI, context: Context) -> None:
 def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:
     page = Page(ENDPOINTS)
 
-    @app.get("/health")
-    @app.get("/ping")
-    @app.post("/ping")
+    @app.get("/health", summary="200 while the engine lives")
+    @app.get("/ping", summary="The same")
+    @app.post("/ping", summary="The same")
     async def health() -> Response:
         if not context.engine.is_alive:
             raise engine_dead()
@@ -199,7 +221,7 @@ def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:
             raise APIError(503, "the server is shutting down", code="shutting_down")
         return Response(status_code=200)
 
-    @app.get("/version")
+    @app.get("/version", summary="Version, promises of this engine, methods")
     async def version() -> JSONResponse:
         promises = context.engine.guarantees
         return JSONResponse(
@@ -219,11 +241,11 @@ def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:
             }
         )
 
-    @app.get("/metrics")
+    @app.get("/metrics", summary="Metrics for Prometheus")
     async def prometheus() -> PlainTextResponse:
         return PlainTextResponse(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/load")
+    @app.get("/load", summary="Requests in progress")
     async def load() -> JSONResponse:
         stats = context.engine.stats()
         return JSONResponse(
@@ -235,13 +257,17 @@ def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:
             }
         )
 
-    @app.post("/reset_prefix_cache")
+    @app.post("/reset_prefix_cache", summary="Forget cached prefixes")
     async def reset_prefix_cache() -> JSONResponse:
         return JSONResponse({"success": context.engine.reset_prefix_cache()})
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return page.index()
+        return page.html("index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return page.html("docs.html")
 
     @app.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:

@@ -41,6 +41,8 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
             priority=body.priority,
             timeout=body.timeout,
             keep_trace=bool(body.return_trace),
+            operation="chat",
+            headers=request.headers,
         )
     except RequestError as error:
         if structured is not None and "structured" in str(error):

@@ -34,6 +34,7 @@ async def completions(context: Context, request: Request, body: CompletionBody) 
         priority=body.priority,
         timeout=body.timeout,
         keep_trace=bool(body.return_trace),
+        headers=request.headers,
     )
     if body.stream:
         return EventStream(answer.chunks(generation), generation.close, context.config.send_timeout)

@@ -39,6 +39,7 @@ class ServerConfig:
     drain_timeout: float = 30.0  # how long running requests may go on after SIGTERM
     chat_template: str | None = None  # text of a Jinja template; None: the model's
     trust_request_chat_template: bool = False
+    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector (OTLP over HTTP)
     log_interval: float = 10.0  # between log lines of statistics; 0: none
     access_log: bool = False
     log_level: str = "info"

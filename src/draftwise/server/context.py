@@ -17,6 +17,7 @@ from draftwise.server.config import ServerConfig
 from draftwise.server.engine import ServedEngine
 from draftwise.server.errors import APIError, bad_request
 from draftwise.server.generation import Generation, Prompt
+from draftwise.server.spans import Spans
 
 _LONG_TEXT = 16384
 """Characters from which on a text is tokenized in a thread, for milliseconds in which other streams go on."""
@@ -25,8 +26,9 @@ _LONG_TEXT = 16384
 class Context:
     """One server: its engine, its settings, and who is in it."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: ServedEngine, config: ServerConfig, spans: Spans | None = None) -> None:
         self.engine = engine
+        self.spans = spans
         self.config = config
         self.admission = Admission(engine, config, engine.config.max_num_seqs or 64)
         self.created = int(time.time())
@@ -74,8 +76,11 @@ class Context:
         priority: int | None,
         timeout: float | None,
         keep_trace: bool = False,
+        operation: str = "text_completion",
+        headers: Mapping[str, str] | None = None,
     ) -> Generation:
-        """Admit and queue. Raises APIError, RequestError."""
+        """Admit and queue. ``operation`` and ``headers`` (of the HTTP request) are for `Spans`. Raises APIError,
+        RequestError."""
         if timeout is not None and not 0 < timeout < 1e9:
             raise bad_request(f"timeout is {timeout:g}; it must be seconds above 0", "timeout")
         if priority is not None and abs(priority) > 1 << 53:
@@ -90,6 +95,9 @@ class Context:
             timeout=self.config.request_timeout if timeout is None else timeout,
             keep_trace=keep_trace,
             on_close=ticket.release,
+            spans=None
+            if self.spans is None
+            else self.spans.request(headers or {}, operation, request_id, params),
         )
 
     async def encode(self, text: str, special_tokens: bool = True) -> list[int]:

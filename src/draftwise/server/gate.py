@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwise.server.errors import APIError
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics"})
-"""Served without a key: the page itself, what load balancers and Prometheus ask for. So is everything in /static/."""
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping", "/version", "/metrics"})
+"""Served without a key: the pages themselves, what load balancers and Prometheus ask for. So is all of /static/."""
 
 
 class _TooLarge(Exception):

@@ -11,6 +11,7 @@ from draftwise.errors import EngineDeadError
 from draftwise.sampling.params import SamplingParams
 from draftwise.server.engine import OutputStream, ServedEngine
 from draftwise.server.errors import APIError, deadline_exceeded, engine_dead, shutting_down
+from draftwise.server.spans import RequestSpans
 
 Prompt = str | Mapping[str, Any]
 
@@ -29,8 +30,9 @@ class Generation:
         timeout: float | None = None,
         keep_trace: bool = False,
         on_close: Callable[[], None] = lambda: None,
+        spans: RequestSpans | None = None,
     ) -> None:
-        """Queue all prompts. ``on_close`` is called once, also if this raises.
+        """Queue all prompts. ``on_close`` is called once, also if this raises; ``spans`` is ended if it does not.
 
         Raises RequestError (nothing runs then) or EngineDeadError.
         """
@@ -41,6 +43,8 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._timeout = timeout
         self._expired = False
+        self._spans: RequestSpans | None = None
+        self._last: list[RequestOutput | None] = [None] * len(prompts)
         try:
             for i, prompt in enumerate(prompts):
                 name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
@@ -50,6 +54,7 @@ class Generation:
         except BaseException:
             self.close()
             raise
+        self._spans = spans
         if timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
 
@@ -64,6 +69,9 @@ class Generation:
             self._timer.cancel()
         for stream in self._streams:
             stream.close()
+        spans, self._spans = self._spans, None
+        if spans is not None:
+            spans.end(self._last)
         on_close = self._on_close
         self._on_close = None
         if on_close is not None:
@@ -74,10 +82,12 @@ class Generation:
         try:
             if len(self._streams) == 1:
                 async for output in self._streams[0]:
+                    self._last[0] = output
                     self._check(output)
                     yield 0, output
                 return
             async for i, output in self._merged():
+                self._last[i] = output
                 self._check(output)
                 yield i, output
         except EngineDeadError:
@@ -114,10 +124,9 @@ class Generation:
 
     async def final(self) -> list[RequestOutput]:
         """The last output of each prompt. Raises APIError."""
-        last: dict[int, RequestOutput] = {}
-        async for i, output in self.outputs():
-            last[i] = output
-        return [last[i] for i in range(len(self._streams))]
+        async for _ in self.outputs():
+            pass
+        return [output for output in self._last if output is not None]
 
     def _check(self, output: RequestOutput) -> None:
         for completion in output.outputs:

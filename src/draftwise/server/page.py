@@ -1,4 +1,4 @@
-"""The page at ``/`` and its files: those that lie in ``static/`` when the server starts, and no other."""
+"""The pages at ``/`` and ``/docs`` and their files: what lies in ``static/`` when the server starts, nothing else."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class Page:
             for path in (folder.iterdir() if folder.is_dir() else ())
             if path.is_file() and not path.name.startswith(".")
         }
-        index = self._files.get("index.html")
-        self._index = index if index is not None else _plain(endpoints)
-        self._policy = _policy(self._index.decode())
+        plain = _plain(endpoints)
+        self._pages = {name: self._files.get(name, plain) for name in ("index.html", "docs.html")}
+        self._policies = {name: _policy(data.decode()) for name, data in self._pages.items()}
 
-    def index(self) -> Response:
+    def html(self, name: str) -> Response:
+        """``index.html`` or ``docs.html``, with a policy that lets in nothing from elsewhere."""
         headers = {
-            "content-security-policy": self._policy,
+            "content-security-policy": self._policies[name],
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
         }
-        return Response(self._index, media_type="text/html", headers=headers)
+        return Response(self._pages[name], media_type="text/html", headers=headers)
 
     def file(self, name: str) -> Response:
         """Raises APIError (404)."""

@@ -26,7 +26,13 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
     prompt = await context.render_chat(_messages(body))
     answer = _Answer(body, model)
     generation = context.start(
-        [prompt], params, request_id=answer.id, priority=body.priority, timeout=body.timeout
+        [prompt],
+        params,
+        request_id=answer.id,
+        priority=body.priority,
+        timeout=body.timeout,
+        operation="chat",
+        headers=request.headers,
     )
     if body.stream:
         return EventStream(answer.events(generation), generation.close, context.config.send_timeout)

@@ -36,7 +36,8 @@ export class ApiError extends Error {
   }
 }
 
-async function request(path, options = {}) {
+/** The server's answer, whatever its status. Throws ApiError when there is none. */
+export async function open(path, options = {}) {
   const headers = { ...options.headers };
   if (key) headers.authorization = `Bearer ${key}`;
   let response;
@@ -46,8 +47,13 @@ async function request(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached. Is it still running?");
   }
-  if (response.ok) return response;
   if (response.status === 401) onUnauthorized(Boolean(key));
+  return response;
+}
+
+async function request(path, options = {}) {
+  const response = await open(path, options);
+  if (response.ok) return response;
   let detail = {};
   try {
     detail = (await response.json()).error ?? {};

@@ -1,12 +1,11 @@
 // The page: what the server is, tabs, theme, key, shortcuts.
 
-import { getJSON, getText, restoreKey, setKey, whenUnauthorized } from "./api.js";
+import { getJSON, getText, restoreKey } from "./api.js";
 import { forgetColours } from "./colours.js";
 import { Dashboard } from "./dashboard.js";
 import { $ } from "./dom.js";
+import { setUpKey, setUpTheme } from "./frame.js";
 import { Playground } from "./playground.js";
-
-const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 
 const playground = new Playground();
 const dashboard = new Dashboard();
@@ -38,65 +37,13 @@ for (const tab of TABS) {
 }
 showTab(location.hash === "#dashboard" ? "dashboard" : "playground");
 
-// --------------------------------------------------------------------------------------------------- theme
+// ------------------------------------------------------------------------------------------- theme and key
 
-function showTheme(theme) {
-  const [sign, words] = THEMES[theme];
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  $("theme").dataset.value = theme;
-  $("theme").setAttribute("aria-label", `Theme: ${words}`);
-  $("theme").title = `Theme: ${words}`;
-  $("theme").firstElementChild.textContent = sign;
-  repaint();
-}
-
-function repaint() {
+setUpTheme(() => {
   forgetColours();
   for (const pane of playground.panes) pane.strip.draw(pane.strip.picked ?? null);
-}
-
-$("theme").addEventListener("click", () => {
-  const names = Object.keys(THEMES);
-  const next = names[(names.indexOf($("theme").dataset.value) + 1) % names.length];
-  try {
-    localStorage.setItem("draftwise.theme", next);
-  } catch {
-    // Then it lasts as long as the page.
-  }
-  showTheme(next);
 });
-let remembered = null;
-try {
-  remembered = localStorage.getItem("draftwise.theme");
-} catch {
-  // Storage is switched off.
-}
-showTheme(remembered in THEMES ? remembered : "auto");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-
-// ----------------------------------------------------------------------------------------------------- key
-
-function askForKey(refused) {
-  const opening = $("key-form").hidden;
-  $("key-form").hidden = false;
-  $("key-button").hidden = false;
-  $("key-form").querySelector("label").textContent = refused
-    ? "The server refused this API key"
-    : "This server asks for an API key";
-  if (opening || refused) $("key").focus();
-}
-
-whenUnauthorized(askForKey);
-$("key-button").addEventListener("click", () => {
-  $("key-form").hidden = !$("key-form").hidden;
-  if (!$("key-form").hidden) $("key").focus();
-});
-$("key-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  setKey($("key").value);
-  $("key").value = "";
-  $("key-form").hidden = true;
+setUpKey(async () => {
   if (await loadServer()) playground.focusPrompt();
 });
 

@@ -1,0 +1,169 @@
+"""The dashboard, the modules by themselves, themes and widths, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.page.driving import Scripts, needs_chromium, run
+from tests.fakes.chromium import Tab
+from tests.fakes.running_server import RunningServer
+from tests.fakes.traced_engine import chain
+
+
+@needs_chromium
+def test_the_dashboard_draws_the_metrics(server: RunningServer, open_page: Callable[..., Tab]) -> None:
+    tab = open_page(server, "/#dashboard")
+    body = {"prompt": "abcabcabc", "max_tokens": 64, "temperature": 0, "speculation": {"method": "ngram"}}
+    tab.wait("document.querySelectorAll('#totals dd').length > 0")
+    assert server.request("POST", "/v1/completions", body)[0] == 200
+    metrics = server.request("GET", "/metrics")[2].decode()
+    total = re.search(r"draftwise:generation_tokens_total\{.*\} (\S+)", metrics)
+    assert total is not None
+    wanted = f"{int(float(total[1])):,}"
+    tab.wait(f"document.querySelector('#totals dd').textContent === '{wanted}'")
+    lines = tab.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('.chart svg')].map(s =>"
+        " [s.getAttribute('aria-label').split(':')[0], s.querySelector('.line').getAttribute('d')]))"
+    )
+    for title in (
+        "Tokens generated per second",
+        "Requests",
+        "Cache",
+        "Time to first token",
+        "Between tokens",
+    ):
+        assert lines[title].startswith("M"), title
+    assert "NaN" not in json.dumps(lines)
+    assert (
+        "steps" in tab.text(".charts").lower()
+        and tab.evaluate("document.querySelectorAll('.bar').length") > 0
+    )
+    tab.click("#pause")
+    before = len(tab.requested())
+    tab.evaluate("new Promise(resolve => setTimeout(resolve, 1500))")
+    assert not [url for url in tab.requested()[before:] if url.endswith("/metrics")]
+
+
+@needs_chromium
+def test_the_modules_by_themselves(server: RunningServer, open_page: Callable[..., Tab]) -> None:
+    tab = open_page(server)
+
+    def aligned(*calls: Any) -> Any:
+        return tab.evaluate(
+            "import('/static/align.js').then(({Aligner}) => { const out = [];"
+            " const a = new Aligner((token, text) => out.push([token?.text ?? null, text]));"
+            f" for (const [text, tokens] of {json.dumps(calls)}) a.push(text, tokens.map(text => ({{text}})));"
+            " a.finish(); return out; })"
+        )
+
+    bad = "\ufffd"
+    assert aligned(("ab", ["a", "b"])) == [["a", "a"], ["b", "b"]]
+    assert aligned(("", ["a"]), ("ab", ["b"])) == [["a", "a"], ["b", "b"]], "text that comes late"
+    assert aligned(("é!", [bad, bad, "!"])) == [[bad, ""], [bad, "é"], ["!", "!"]]
+    assert aligned(("", [bad]), ("é", [bad]), ("x", ["x"])) == [[bad, ""], [bad, "é"], ["x", "x"]]
+    assert aligned(("hi you", ["hi", "you"])) == [["hi", "hi"], ["you", " you"]], (
+        "a space that the token lacks"
+    )
+    assert aligned(("a", ["a", "</s>"])) == [["a", "a"], ["</s>", ""]], "a special token"
+    assert aligned(("ab", ["ab", "cd"])) == [["ab", "ab"], ["cd", ""]], "cut by a stop string"
+    assert aligned(("abc", ["ab", "cd"])) == [["ab", "ab"], ["cd", "c"]], "cut within a token"
+    assert aligned(("ab tail", ["ab"])) == [["ab", "ab"], [None, " tail"]], "more than was traced"
+    texts = tab.evaluate(
+        "import('/static/align.js').then(({Aligner}) => { let out = '';"
+        " const a = new Aligner((_, text) => { out += text; });"
+        " for (const [t, ...rest] of [['x<', 'x', 'y'], ['q é', 'w'], ['', '\\ufffd'], ['zz', 'é', '\\ufffd']])"
+        " a.push(t, rest.map(text => ({text}))); a.finish(); return out; })"
+    )
+    assert texts == "x<q ézz", "whatever the tokens say, the text is the server's"
+
+    exposition = "\n".join(
+        f'draftwise:h_bucket{{le="{bound}",m="a\\"b"}} {n}'
+        for bound, n in (("1", 10), ("2", 20), ("+Inf", 20))
+    )
+    value = tab.evaluate(
+        "import('/static/metrics.js').then(({Reading, Change}) => { const none = new Reading('', 0);"
+        f" const c = new Change(none, new Reading({json.dumps(exposition)}, 2));"
+        " return [c.quantile('h', 0.75), c.quantile('h', 0.5), c.quantile('x', 0.5), c.rate('x'),"
+        " c.after.samples.get('h_bucket')[0].labels.m]; })"
+    )
+    assert value == [1.5, 1, None, 0, 'a"b']
+    places = tab.evaluate("import('/static/tree.js').then(({layout}) => layout([-1, -1, 0], new Set([1])))")
+    assert places == {"places": [{"row": 1, "column": 1}, {"row": 0, "column": 1}, {"row": 1, "column": 2}],
+                      "rows": 2, "columns": 3}  # fmt: skip
+
+
+CONTRAST = """
+(() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+  const paint = (...colours) => {
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+  const root = getComputedStyle(document.documentElement);
+  const colour = name => root.getPropertyValue(name);
+  const surface = colour('--surface');
+  const out = {};
+  for (const name of ['--ink', '--soft', '--accent', '--bonus', '--recovered', '--good'])
+    out[name] = ratio(paint(colour(name)), paint(surface));
+  out.button = ratio(paint(colour('--accent-ink')), paint(colour('--accent')));
+  out.error = ratio(paint(colour('--bad')), paint(colour('--bad-soft')));
+  out.soft_on_ground = ratio(paint(colour('--soft')), paint(colour('--ground')));
+  for (const method of ['draft_model', 'ngram', 'suffix', 'eagle', 'medusa', 'mtp', 'grammar', 'other']) {
+    const token = document.createElement('span');
+    token.className = 'tok draft';
+    token.dataset.method = method;
+    token.dataset.depth = 7;
+    document.body.append(token);
+    out[method] = ratio(paint(colour('--ink')), paint(surface, getComputedStyle(token).backgroundColor));
+    token.remove();
+  }
+  return out;
+})()
+"""
+
+
+@needs_chromium
+def test_light_and_dark_can_be_read(server: RunningServer, open_page: Callable[..., Tab]) -> None:
+    tab = open_page(server)
+    grounds = []
+    for system in ("light", "dark"):
+        tab.command(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": system}]
+        )
+        low = {name: value for name, value in tab.evaluate(CONTRAST).items() if value < 4.5}
+        assert low == {}, system
+        grounds.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert grounds[0] != grounds[1]
+    tab.click("#theme")  # light, though the system is dark
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == grounds[0]
+    tab.go(server.url + "/")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == grounds[0], "the choice is kept"
+    tab.wait("document.documentElement.dataset.theme === 'light'")
+    tab.click("#theme")
+    tab.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == grounds[1]
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [320, 390, 768, 1024, 1360, 1920])
+def test_it_fits_any_width(width: int, scripts: Scripts, open_page: Callable[..., Tab]) -> None:
+    steps = tuple(chain("ngram", b"some words", 9, " ") for _ in range(30))
+    text = "some word " * 30
+    with RunningServer(scripts([(text, steps)])) as server:
+        tab = open_page(server, width=width, height=800)
+        tab.click("#compare")
+        run(tab)
+        tab.point(".output .tok")
+        for name in ("playground", "dashboard"):
+            tab.evaluate(f"document.querySelector('#tab-{name}').click()")
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
