@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import xml.etree.ElementTree as ET
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from draftwise.bench.http_client import HttpError, Target
+from draftwise.bench.plot_serve import LoadPoint, check_serve_plot, draw_serve, serve_svg, ticks
 from draftwise.bench.serve import Record, arrivals, bench_serve, distribution, parse_counters, report
 from draftwise.cli.bench_serve import parse_sla
 from draftwise.cli.errors import UsageError
@@ -67,3 +70,43 @@ def test_targets_and_limits() -> None:
 def test_no_server_is_said_so() -> None:
     with pytest.raises(HttpError, match="no answer"):
         asyncio.run(bench_serve(Target("127.0.0.1", 9, "", False), [{}], concurrency=1))
+
+
+def test_ticks_are_round_and_reach_the_top() -> None:
+    assert ticks(7.3) == [0, 2, 4, 6, 8] and ticks(5) == [0, 1, 2, 3, 4, 5] and ticks(0) == [0, 1]
+    for most in (0.0003, 0.9, 1.0, 11.0, 49.0, 51.0, 12345.0):
+        found = ticks(most)
+        assert len(found) <= 6 and found[-2] < most <= found[-1] * (1 + 1e-9)
+
+
+def _load(rate: float, ttft: float, sla: dict[str, float]) -> LoadPoint:
+    records = [Record(ttft=ttft * i, e2e=1.0 + ttft * i, tokens=11, gaps=[0.1] * 10) for i in (1, 2, 3)]
+    return LoadPoint(rate, report(records, 3 / min(rate, 8), sla, None))
+
+
+def test_the_plot_shows_what_was_measured(tmp_path: Path) -> None:
+    points = [
+        _load(1, 0.1, {"ttft": 0.25}),
+        _load(4, 0.2, {"ttft": 0.25}),
+        _load(float("inf"), 0.4, {"ttft": 0.25}),
+    ]
+    path = tmp_path / "a.svg"
+    draw_serve(points, path, "requests per second sent")
+    root = ET.fromstring(path.read_text())
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [t.text for t in root.iter(f"{space}title")]
+    assert len(titles) == 3 * 3 * 3 + 2 * 3  # three times with three percentiles, two rates; three loads
+    assert "p50: 200 at 1" in titles and "p99: 600 at 4" in titles, "milliseconds over load"
+    assert "within SLA: 0.6667 at 1" in titles and "within SLA: 0 at 7" in titles, "inf: one step beyond 4"
+    words = [t.text for t in root.iter(f"{space}text")]
+    assert "all at once" in words and words.count("requests per second sent") == 4
+    places = [float(c.attrib["cy"]) for c in root.iter(f"{space}circle")]
+    assert all(0 <= y <= float(root.attrib["height"]) for y in places)
+
+
+def test_a_plot_of_what_failed_is_still_a_plot(tmp_path: Path) -> None:
+    failed = LoadPoint(2.0, report([Record(error="HTTP 503")], 1.0, {}, None))
+    assert "<circle" in serve_svg([failed], "clients") and "p50" not in serve_svg([failed], "clients")
+    for wrong in (tmp_path / "a.png", tmp_path / "no" / "a.svg"):
+        with pytest.raises(ConfigError, match="--plot"):
+            check_serve_plot(wrong)

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from draftwise.bench.accept import AcceptRow
 from draftwise.errors import ConfigError
 
-_COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#65a30d", "#be185d", "#475569")
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#65a30d", "#be185d", "#475569")
 _PANELS: tuple[tuple[str, Callable[[AcceptRow], float]], ...] = (
     ("tokens per step", lambda row: row.tokens_per_step),
     ("speed against plain decoding", lambda row: row.speedup),
@@ -77,12 +77,12 @@ def accept_svg(rows: Sequence[AcceptRow]) -> str:
                 tall = round(_HEIGHT * value(row) / most, 1)
                 parts.append(
                     f'<rect x="{left + m * _BAR}" y="{round(top + _HEIGHT - tall, 1)}" width="{_BAR - 2}" '
-                    f'height="{tall}" fill="{_COLOURS[m % len(_COLOURS)]}">'
+                    f'height="{tall}" fill="{COLOURS[m % len(COLOURS)]}">'
                     f"<title>{escape(method)}, {escape(workload)}: {value(row):.2f}</title></rect>"
                 )
     for m, method in enumerate(methods):
         x, y = _LEFT + (m % 4) * (width - _LEFT) / 4, len(_PANELS) * panel + 18 * (m // 4)
-        parts.append(f'<text x="{x}" y="{y}" fill="{_COLOURS[m % len(_COLOURS)]}">{escape(method)}</text>')
+        parts.append(f'<text x="{x}" y="{y}" fill="{COLOURS[m % len(COLOURS)]}">{escape(method)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -29,7 +29,7 @@ def add_parser(kinds: Any) -> None:
     group = parser.add_argument_group("load")
 
     def add(flag: str, text: str, kind: Any = str, **more: Any) -> None:
-        group.add_argument(flag, type=kind, metavar=flag.rpartition("-")[2].upper(), help=text, **more)
+        group.add_argument(flag, type=kind, help=text, **{"metavar": flag.rpartition("-")[2].upper(), **more})
 
     add("--url", "the server (http://127.0.0.1:8000)", default="http://127.0.0.1:8000")
     add("--model", "the model's name (the server's first)")
@@ -38,10 +38,16 @@ def add_parser(kinds: Any) -> None:
     add("--num-requests", "requests in all (64)", _positive, default=64)
     add(
         "--request-rate",
-        "open loop: requests per second, arriving at random (Poisson); inf: all at once",
+        "open loop: requests per second, arriving at random (Poisson); inf: all at once; several: one after the other",
         _rate,
+        nargs="+",
     )
-    add("--concurrency", "closed loop: so many clients (8); with a rate: most requests in flight", _positive)
+    add(
+        "--concurrency",
+        "closed loop: so many clients (8; several: one after the other); with a rate: most requests in flight",
+        _positive,
+        nargs="+",
+    )
     add(
         "--prompt-tokens",
         "tokens of a prompt, by the embedded model's tokenizer (128)",
@@ -54,6 +60,7 @@ def add_parser(kinds: Any) -> None:
     add("--goodput", "SLA in milliseconds: ttft:200 tpot:50 itl:100 e2e:2000", nargs="+")
     add("--extra-body", "JSON object added to every request", _object)
     add("--seed", "another seed, other arrivals and prompts (0)", int, default=0)
+    add("--plot", "draw the times and rates over the load into a .svg file", Path, metavar="FILE")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -96,54 +103,88 @@ def parse_sla(given: list[str] | None) -> dict[str, float]:
     return out
 
 
+def _loads(args: argparse.Namespace) -> list[tuple[float | None, int | None]]:
+    """[(rate, concurrency)] of the loads to put on the server, in order. Raises UsageError."""
+    rates, clients = args.request_rate, args.concurrency
+    if rates is None:
+        return [(None, count) for count in clients or (8,)]
+    if clients is not None and len(clients) > 1:
+        raise UsageError("--concurrency: with --request-rate it is one number, the most requests in flight")
+    return [(rate, clients[0] if clients else None) for rate in rates]
+
+
+def _json(rate: float | None) -> float | str | None:
+    """JSON has no infinity."""
+    return "inf" if rate == float("inf") else rate
+
+
 def run(args: argparse.Namespace) -> int:
     """Carry it out."""
     from draftwise.bench.http_client import HttpError, Target
+    from draftwise.bench.plot_serve import LoadPoint, check_serve_plot, draw_serve
     from draftwise.bench.serve import bench_serve
 
     target = Target.parse(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
     sla = parse_sla(args.goodput)
-    rate, concurrency = args.request_rate, args.concurrency
-    if rate is None and concurrency is None:
-        concurrency = 8
+    loads = _loads(args)
+    if args.plot is not None:
+        check_serve_plot(args.plot)
     prompts = _prompts(args)
 
-    async def main() -> ServeReport:
+    async def main() -> list[ServeReport]:
         model = args.model or await _first_model(target)
         bodies = [_body(args, model, prompts[i % len(prompts)]) for i in range(args.num_requests)]
-        with progress(len(bodies), "requests") as advance:
-            return await bench_serve(
-                target,
-                bodies,
-                path="/v1/chat/completions" if args.chat else "/v1/completions",
-                rate=rate,
-                concurrency=concurrency,
-                sla=sla,
-                seed=args.seed,
-                advance=advance,
-            )
+        with progress(len(bodies) * len(loads), "requests") as advance:
+            return [
+                await bench_serve(
+                    target,
+                    bodies,
+                    path="/v1/chat/completions" if args.chat else "/v1/completions",
+                    rate=rate,
+                    concurrency=concurrency,
+                    sla=sla,
+                    seed=args.seed,
+                    advance=advance,
+                )
+                for rate, concurrency in loads
+            ]
 
     try:
-        result = asyncio.run(main())
+        reports = asyncio.run(main())
     except HttpError as error:
         raise UsageError(f"{args.url}: {error}") from None
     if args.json:
-        hidden = ("run", "api_key", "command", "kind")
+        hidden = ("run", "api_key", "command", "kind", "plot", "request_rate", "concurrency")
         settings = {k: v for k, v in vars(args).items() if k not in hidden}
+        results = [
+            {"load": {"request_rate": _json(rate), "concurrency": concurrency}, **result.as_dict()}
+            for (rate, concurrency), result in zip(loads, reports, strict=True)
+        ]
         print_json(
             {
                 "benchmark": "serve",
-                "settings": {**settings, "concurrency": concurrency},
+                "settings": settings,
                 "environment": environment(),
-                "results": result.as_dict(),
+                "results": results,
             }
         )
     else:
-        how = f"{rate:g} requests/s arriving at random" if rate is not None else f"{concurrency} clients"
-        _print(result, f"{args.url}: {args.num_requests} requests, {how}, {args.output_tokens} tokens each")
-    for message, count in result.errors.items():
-        note(f"{count} requests failed: {message}")
-    return 1 if result.num_failed == result.num_requests else 0
+        for (rate, concurrency), result in zip(loads, reports, strict=True):
+            how = f"{rate:g} requests/s arriving at random" if rate is not None else f"{concurrency} clients"
+            _print(
+                result, f"{args.url}: {args.num_requests} requests, {how}, {args.output_tokens} tokens each"
+            )
+    if args.plot is not None:
+        points = [
+            LoadPoint(rate if rate is not None else float(concurrency or 0), result)
+            for (rate, concurrency), result in zip(loads, reports, strict=True)
+        ]
+        draw_serve(points, args.plot, "clients" if args.request_rate is None else "requests per second sent")
+        note(f"drawn: {args.plot}")
+    for result in reports:
+        for message, count in result.errors.items():
+            note(f"{count} requests failed: {message}")
+    return 1 if all(result.num_failed == result.num_requests for result in reports) else 0
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
