@@ -423,6 +423,20 @@ def test_tool_calls(scripted: Callable[..., ScriptedEngine]) -> None:
         assert "[tools" not in engine.prompts[-1]["prompt"]
 
 
+def test_tool_calls_in_another_form(scripted: Callable[..., ScriptedEngine]) -> None:
+    engine = scripted("Now [TOOL", '_CALLS]f[ARGS]{"a": "x', '"}')
+    with RunningServer(engine, tool_call_parser="mistral") as server:
+        answer = json.loads(server.request("POST", "/v1/chat/completions", chat_body())[2])
+        message = answer["choices"][0]["message"]
+        assert message["content"] == "Now" and message["tool_calls"][0]["function"]["name"] == "f"
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": "x"}
+        assert engine.params[-1].skip_special_tokens is False, "its marks are special tokens"
+        server.request("POST", "/v1/chat/completions", chat_body(tools=None))
+        assert engine.params[-1].skip_special_tokens is True
+    with pytest.raises(ConfigError, match="tool_call_parser"):
+        RunningServer(engine, tool_call_parser="nope")
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -26,7 +26,7 @@ from draftwise.server.errors import APIError, from_exception
 from draftwise.server.logprobs import FLOOR, CompletionLogprobs, chat_logprobs
 from draftwise.server.page import Page
 from draftwise.server.protocol import NO_EFFECT, ChatBody, CompletionBody, parse
-from draftwise.server.tools import ToolParser
+from draftwise.server.tool_formats import HermesParser
 from draftwise.server.trace import Tracer
 
 # ------------------------------------------------------------------------------------------------ tools
@@ -35,7 +35,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def fed(text: str, cuts: list[int], **options: Any) -> tuple[str, list[tuple[str, Any]]]:
-    parser = ToolParser(**options)
+    parser = HermesParser(**options)
     shown, calls = "", []
     edges = [0, *sorted({c % (len(text) + 1) for c in cuts}), len(text)]
     for low, high in pairwise(edges):

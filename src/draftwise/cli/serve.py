@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.errors import ConfigError
+from draftwise.server.tool_formats import PARSERS
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
@@ -72,10 +73,10 @@ def add_parser(subparsers: Subparsers) -> None:
     add("log-interval", "seconds between lines of statistics, 0: none (10)", float, metavar="SECONDS")
     add("access-log", "log every request's path and status", _boolean, metavar="BOOL")
     add("log-level", f"{', '.join(LOG_LEVELS)} (info)", metavar="LEVEL")
-    # vLLM needs these to find tool calls; here they are always found, in the one form there is.
+    add("tool-call-parser", f"how the model writes tool calls: {', '.join(PARSERS)} (hermes)", metavar="NAME")
+    # vLLM needs this to find tool calls; here they are always found.
     hidden = {"help": argparse.SUPPRESS}
     parser.add_argument("--enable-auto-tool-choice", dest="auto_tool_choice", type=_boolean, **hidden)  # type: ignore[arg-type]
-    parser.add_argument("--tool-call-parser", dest="tool_call_parser", **hidden)  # type: ignore[arg-type]
     parser.add_argument("--uvicorn-log-level", dest="server_log_level", **hidden)  # type: ignore[arg-type]
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -152,8 +153,6 @@ def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
         if given.get("model") is not None:
             raise UsageError("--model: the model is given twice")
         engine["model"] = args.positional_model
-    if args.tool_call_parser not in (None, "hermes"):
-        raise ConfigError(f"tool_call_parser: {args.tool_call_parser!r} is not supported, only hermes")
     interval_off = engine.pop("disable_log_stats", None)
     names = engine.pop("served_model_name", None)
     if isinstance(names, str):

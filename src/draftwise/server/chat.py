@@ -18,7 +18,8 @@ from draftwise.server.logprobs import chat_logprobs, prompt_logprobs
 from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
 from draftwise.server.sse import DONE, EventStream, event, unless_gone
-from draftwise.server.tools import ToolParser, ToolPlan, call_of, forced_call, plan_tools
+from draftwise.server.tool_formats import ToolParser, parser_class
+from draftwise.server.tools import ToolPlan, call_of, forced_call, plan_tools
 from draftwise.server.trace import Tracer
 
 
@@ -31,7 +32,9 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
     # Nobody reads the arguments of a call as they stand: no white space that a model might never end.
     structured = None if plan.schema is None else {"json": plan.schema, "disable_any_whitespace": True}
     try:
-        params = chat_params(body, context.config, structured)
+        # Marks of calls that are special tokens would not be in the text otherwise.
+        marked = plan.parse and parser_class(context.config.tool_call_parser).special_tokens
+        params = chat_params(body, context.config, structured, special_tokens=marked)
         prompt = await _render(context, body, plan)
         answer = _Answer(context, body, model, plan)
         generation = context.start(
@@ -132,6 +135,7 @@ class _Answer:
         self._plan = plan
         self._model = model
         self._created = int(time.time())
+        self._parser = parser_class(context.config.tool_call_parser)
         self._only_one = body.parallel_tool_calls is False
         self._tracer = Tracer(context.token_text)
 
@@ -181,7 +185,7 @@ class _Answer:
             return "", [forced_call(self._plan, text)]
         if not self._plan.parse:
             return text, []
-        parser = ToolParser(only_one=self._only_one)
+        parser = self._parser(only_one=self._only_one)
         before, calls = parser.push(text)
         after, more = parser.finish()
         return before + after, [call_of(*call) for call in calls + more]
@@ -224,7 +228,7 @@ class _Answer:
                     if finish is not None:
                         delta["tool_calls"] = [{"index": 0, **forced_call(self._plan, forced[index])}]
                 elif self._plan.parse:
-                    parser = parsers.setdefault(index, ToolParser(only_one=self._only_one))
+                    parser = parsers.setdefault(index, self._parser(only_one=self._only_one))
                     text, finish = self._parse(parser, completion, delta)
                 if text:
                     delta["content"] = text

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftwise.errors import ConfigError
+from draftwise.server.tool_formats import parser_class
 
 DEFAULT_MODEL_NAME = "draftwise-demo"
 """What the embedded model is called in answers."""
@@ -39,6 +40,7 @@ class ServerConfig:
     drain_timeout: float = 30.0  # how long running requests may go on after SIGTERM
     chat_template: str | None = None  # text of a Jinja template; None: the model's
     trust_request_chat_template: bool = False
+    tool_call_parser: str = "hermes"  # the form in which the model writes tool calls
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector (OTLP over HTTP)
     log_interval: float = 10.0  # between log lines of statistics; 0: none
     access_log: bool = False
@@ -65,5 +67,6 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: no file {path!r}")
+        parser_class(self.tool_call_parser)
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials: needs named origins, not '*'")

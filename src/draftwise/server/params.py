@@ -28,8 +28,15 @@ def completion_params(body: CompletionBody, config: ServerConfig) -> SamplingPar
     return _params(body, config, more)
 
 
-def chat_params(body: ChatBody, config: ServerConfig, structured: Mapping[str, Any] | None) -> SamplingParams:
-    """``structured``: what a forced tool call constrains the output to. Raises APIError or RequestError."""
+def chat_params(
+    body: ChatBody,
+    config: ServerConfig,
+    structured: Mapping[str, Any] | None,
+    *,
+    special_tokens: bool = False,
+) -> SamplingParams:
+    """``structured``: what a forced tool call constrains the output to; ``special_tokens``: they are needed in the
+    text, unless the request says that it wants none. Raises APIError or RequestError."""
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     more: dict[str, Any] = {"max_tokens": limit}
     if body.top_logprobs is not None and not body.logprobs:
@@ -40,6 +47,8 @@ def chat_params(body: ChatBody, config: ServerConfig, structured: Mapping[str, A
             raise bad_request(f"top_logprobs is {body.top_logprobs}; it must be at least 0", "top_logprobs")
     if structured is not None:
         more["structured_outputs"] = structured
+    if special_tokens and body.skip_special_tokens is None:
+        more["skip_special_tokens"] = False
     return _params(body, config, more)
 
 

@@ -1,8 +1,4 @@
-"""Tool calls: which the client allows, and finding them in the text of a model.
-
-The form understood is the common ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen, and
-others); several may follow each other. What does not parse stays text.
-"""
+"""Tool calls: which of them the client allows, and how answers tell of them."""
 
 from __future__ import annotations
 
@@ -13,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftwise.server.errors import bad_request
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,82 +86,3 @@ def forced_call(plan: ToolPlan, text: str) -> dict[str, Any]:
         return call_of(value["name"], value["arguments"])
     except (ValueError, KeyError, TypeError):
         return call_of("", text)
-
-
-class ToolParser:
-    """Finds calls in a text that comes in pieces.
-
-    Text before the first call is passed on at once, except for what may be the beginning of ``<tool_call>``; a call is
-    passed on when it is complete. White space around calls is dropped.
-
-    Example: "Hi <tool", "_call>{...}</tool_call>" gives text "Hi", then one call.
-    """
-
-    def __init__(self, *, only_one: bool = False) -> None:
-        self._held = ""
-        self._inside = False
-        self._only_one = only_one
-        self.num_calls = 0
-
-    def push(self, piece: str) -> tuple[str, list[tuple[str, Any]]]:
-        """(text, [(name, arguments)]) that are certain now."""
-        self._held += piece
-        text, calls = "", []
-        while True:
-            if not self._inside:
-                at = self._held.find(OPEN)
-                if at < 0:
-                    keep = self._kept()
-                    cut = len(self._held) - keep
-                    text += self._held[:cut]
-                    self._held = self._held[cut:]
-                    break
-                text += self._held[:at].rstrip()
-                self._held = self._held[at + len(OPEN) :]
-                self._inside = True
-            at = self._held.find(CLOSE)
-            if at < 0:
-                break
-            inner, self._held = self._held[:at], self._held[at + len(CLOSE) :].lstrip()
-            self._inside = False
-            call = _parse(inner)
-            if call is None:
-                text += OPEN + inner + CLOSE
-            elif not (self._only_one and self.num_calls):
-                self.num_calls += 1
-                calls.append(call)
-        return text, calls
-
-    def finish(self) -> tuple[str, list[tuple[str, Any]]]:
-        """The text ended: a call that lacks only its end mark counts, anything else held back is text."""
-        held, self._held = self._held, ""
-        if not self._inside:
-            return ("" if self.num_calls and not held.strip() else held), []
-        call = _parse(held)
-        if call is None:
-            return OPEN + held, []
-        if self._only_one and self.num_calls:
-            return "", []
-        self.num_calls += 1
-        return "", [call]
-
-    def _kept(self) -> int:
-        """Characters at the end that may belong to a call: the beginning of its mark and white space before it."""
-        held = self._held
-        for length in range(min(len(OPEN) - 1, len(held)), 0, -1):
-            if OPEN.startswith(held[-length:]):
-                break
-        else:
-            length = 0
-        stripped = held[: len(held) - length].rstrip()
-        return len(held) - len(stripped)
-
-
-def _parse(text: str) -> tuple[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    return value["name"], value.get("arguments", value.get("parameters", {}))
