@@ -1,0 +1,185 @@
+// First half of an attention kernel: queries with keys, from the packing of both to exponentials.
+#pragma once
+
+#include "attention_work.h"
+
+namespace dw {
+namespace {
+
+// A score is one chain of products over the head's dimensions: fused float32 products, or, where there is an
+// instruction for it, pairs of bfloat16 products. `steps` vectors of a tile hold one dimension (or pair) of 16 keys each.
+template <bool P>
+struct Dot {
+  static int steps(int dim) { return dim; }
+  static DW_INLINE vf add(vf sum, float x, vf keys) { return fma(splat(x), keys, sum); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<true> {
+  static int steps(int dim) { return (dim + 1) / 2; }
+  static DW_INLINE vf add(vf sum, float x, vf keys) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(x), (__m512bh)keys);
+  }
+};
+template <class T, class S>
+constexpr bool PAIRS = BOTH_BF16<T, S>;
+#else
+template <class T, class S>
+constexpr bool PAIRS = false;
+#endif
+
+// Columns of up to 16 keys: kt[step][lane] of key lane. A lane without a key repeats the last one.
+template <bool P, class S>
+DW_INLINE void pack_tile(const S* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
+  for (int d = 0; d < dim; d += LANES) {
+    int n = dim - d < LANES ? dim - d : LANES;
+    vf rows[LANES];
+    for (int i = 0; i < LANES; i++) rows[i] = load_n(keys + slots[i < count ? i : count - 1] * stride + d, n);
+    transpose(rows);
+    for (int i = 0; i < n; i++) store(kt + (d + i) * LANES, rows[i]);
+  }
+}
+
+template <bool P>
+DW_INLINE void pack_tile(const bf16* keys, int64_t stride, const int32_t* slots, int count, int dim, float* kt) {
+  for (int d = 0; d < dim; d += 2 * LANES) {
+    int n = dim - d < 2 * LANES ? dim - d : 2 * LANES;
+    vf rows[LANES];
+    for (int i = 0; i < LANES; i++) {
+      const bf16* key = keys + slots[i < count ? i : count - 1] * stride + d;
+      if (n == 2 * LANES) {
+        rows[i] = (vf)load_pairs(key);
+      } else {
+        bf16 part[2 * LANES] = {};
+        memcpy(part, key, sizeof(bf16) * (size_t)n);
+        rows[i] = (vf)load_pairs(part);
+      }
+    }
+    transpose(rows);
+    for (int i = 0; i < (n + 1) / 2; i++) {
+      if (P) {
+        store(kt + (d / 2 + i) * LANES, rows[i]);
+      } else {
+        store(kt + (d + 2 * i) * LANES, even((vu)rows[i]));
+        if (2 * i + 1 < n) store(kt + (d + 2 * i + 1) * LANES, odd((vu)rows[i]));
+      }
+    }
+  }
+}
+
+// A query as `Dot` wants it: one float, or one pair of bfloat16, per step.
+template <bool P, class T>
+DW_INLINE void pack_query(const T* q, int dim, float* out) {
+  if (P) {
+    out[(dim - 1) / 2] = 0.0f;
+    memcpy(out, q, sizeof(T) * (size_t)dim);
+  } else {
+    for (int d = 0; d < dim; d += LANES) store(out + d, load_n(q + d, dim - d < LANES ? dim - d : LANES));
+  }
+}
+
+// scores[r][16 t + lane]: R queries with the keys of N tiles.
+template <bool P, int R, int N>
+DW_INLINE void score_block(const float* q, int q_stride, const float* kt, int kt_stride, int steps, float* scores,
+                           int score_stride) {
+  vf sums[R][N];
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < N; t++) sums[r][t] = splat(0.0f);
+  for (int d = 0; d < steps; d++) {
+    vf k[N];
+    for (int t = 0; t < N; t++) k[t] = load(kt + t * kt_stride + d * LANES);
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < N; t++) sums[r][t] = Dot<P>::add(sums[r][t], q[r * q_stride + d], k[t]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < N; t++) store(scores + r * score_stride + t * LANES, sums[r][t]);
+}
+
+template <bool P, int N>
+void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_stride, int steps, float* scores,
+                int score_stride) {
+  int m = 0;
+  for (; m + 4 <= M; m += 4)
+    score_block<P, 4, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
+  for (; m + 2 <= M; m += 2)
+    score_block<P, 2, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
+  for (; m < M; m++)
+    score_block<P, 1, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
+}
+
+DW_INLINE void prefetch_rows(const void* base, int64_t stride, const int32_t* slots, int count, int bytes) {
+  for (int i = 0; i < count; i++)
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)base + slots[i] * stride + b);
+}
+
+// Scores of all query vectors with `count` keys, to scores[m][0 .. count rounded up to 16).
+template <class T, class S>
+void score_keys(Work<T, S>& w, const int32_t* slots, int count, float* scores, int score_stride) {
+  constexpr bool P = PAIRS<T, S>;
+  const int kt_stride = w.padded * LANES, steps = Dot<P>::steps(w.dim);
+  for (int start = 0; start < count; start += GROUP) {
+    int n = count - start < GROUP ? count - start : GROUP;
+    int tiles = (n + LANES - 1) / LANES;
+    for (int t = 0; t < tiles; t++) {
+      int left = n - t * LANES;
+      // Slots lie too far apart for the processor to guess: keys of the next but one tile, and the values of this one,
+      // which are read next.
+      const int at = start + t * LANES, ahead = at + 2 * LANES, bytes = w.dim * (int)sizeof(S);
+      const int64_t row_bytes = w.stride * (int64_t)sizeof(S);
+      if (ahead < count)
+        prefetch_rows(w.keys, row_bytes, slots + ahead, count - ahead < LANES ? count - ahead : LANES, bytes);
+      prefetch_rows(w.values, row_bytes, slots + at, left < LANES ? left : LANES, bytes);
+      pack_tile<P>(w.keys, w.stride, slots + at, left < LANES ? left : LANES, w.dim, w.kt + t * kt_stride);
+    }
+    float* to = scores + start;
+    switch (tiles) {
+      case 4: score_rows<P, 4>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      case 3: score_rows<P, 3>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      case 2: score_rows<P, 2>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
+      default: score_rows<P, 1>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride);
+    }
+    if (SCALED<S>) {
+      for (int t = 0; t < tiles; t++) {
+        float key_scales[LANES];
+        for (int i = 0; i < LANES; i++) {
+          int at = start + t * LANES + i;
+          key_scales[i] = w.key_scales[slots[at < count ? at : count - 1] * w.scale_stride];
+        }
+        vf factor = load(key_scales);
+        for (int m = 0; m < w.M; m++) {
+          float* tile = to + m * score_stride + t * LANES;
+          store(tile, load(tile) * factor);
+        }
+      }
+    }
+  }
+}
+
+// Scores -> exponentials, in place, for keys [lo, hi) of a partition; the other lanes of their vectors become 0.
+DW_INLINE void soften(float* scores, int lo, int hi, float scale, float softcap, float* top, float* sum) {
+  vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  int begin = lo / LANES * LANES;
+  vf high = splat(MINUS_INF);
+  for (int j = begin; j < hi; j += LANES) {
+    vf s = load(scores + j) * scale;
+    if (softcap > 0) s = tanh(s * (1.0f / softcap)) * softcap;
+    vi at = lanes + j;
+    vi seen = (at >= lo) & (at < hi);
+    s = seen ? s : splat(MINUS_INF);
+    high = max(s, high);
+    store(scores + j, s);
+  }
+  float peak = max_lanes(high);
+  vf total = splat(0.0f);
+  for (int j = begin; j < hi; j += LANES) {
+    vf p = exp(load(scores + j) - peak);
+    total += p;
+    store(scores + j, p);
+  }
+  *top = peak;
+  *sum = sum_lanes(total);
+}
+
+}  // namespace
+}  // namespace dw
