@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from draftwise.adapt.acceptance import is_chain
-from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, make_option, pays_at_best
+from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, pays_at_best
 from draftwise.adapt.controller import (
     Controller,
     ControlStats,
@@ -15,17 +15,12 @@ from draftwise.adapt.controller import (
     Tables,
     most_nodes,
 )
+from draftwise.adapt.explore import Explorer
 from draftwise.adapt.performance import PerformanceModel, bucket
 from draftwise.types import RowResult, Speculation, StepResult
 
-_LONGEST_STREAK = 6
-"""Proposals in a row of a probe that succeeds: by then the next choice knows."""
 _DEEPEST_LOSS = 4.0
 """Plain steps below which the account never falls."""
-_TRIAL = 2
-"""Nodes drafted in a trial of a group that never drafted."""
-_HOPELESS = 4.0
-"""Where not even perfect drafts would pay, by what is believed of their costs, so many times fewer probes are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +48,7 @@ class AdaptiveController(Controller):
     """Measures what drafting and verifying cost and what they gain, and chooses per group and request.
 
     It begins with what the requests ask for, and learns. A choice stands for some steps, so that a step costs
-    microseconds. What is not in use is tried again, rarely and for one step: requests that do not draft are probed with
-    a draft, longer while it succeeds; requests that draft make a plain step.
+    microseconds. What is not in use is tried again by an `Explorer`.
     """
 
     def __init__(
@@ -78,21 +72,16 @@ class AdaptiveController(Controller):
         self._batch = 0
         self._batch_bucket = 0
         self._decide_at = 0
-        self._learn_at = 0
         self._mean_context = 0
         self._sampled = False
         self._prices: Prices | None = None
         self._plain_known = False  # `_prices.plain` was measured, not guessed
         self._rate_gain = 1.0  # promised rate over the plain one
-        self._pausing = False
-        self._deep: Group | None = None
-        self._explore = 0.0  # seconds that may be spent on learning
-        self._row_cost = self._probe_cost = 0.0  # seconds per row of a probe, and per node drafted
+        self._explorer = Explorer(self.model, self.settings.explore_share, self.settings.explore_steps)
         self._balance = self.settings.loss_steps  # plain steps that speculation may still lose
         self._suspended = False
-        self._plain_seen: dict[int, int] = {}  # bucket of requests -> step of the last plain measurement
         self._drafting: dict[Group, list[int]] = {}  # of the step planned: requests, nodes, catch-up tokens
-        self._num_decisions = self._num_probes = self._num_pauses = self._num_suspended = 0
+        self._num_decisions = self._num_suspended = 0
 
     # ------------------------------------------------------------------------------------------- planning
 
@@ -103,8 +92,7 @@ class AdaptiveController(Controller):
                 self._drafters.pop(rid, None)
             self._ended.clear()
         self._batch = batch_size
-        self._pausing = False
-        self._deep = None
+        self._explorer.begin(self._step)
         if self._drafting:
             self._drafting = {}
         if not self._groups:
@@ -113,8 +101,8 @@ class AdaptiveController(Controller):
             self._decide()
         if self._suspended:
             self._num_suspended += 1
-        elif self._explore > 0 and self._step >= self._learn_at and self._prices is not None:
-            self._learn_more(self._prices)
+        elif self._explorer.is_due() and self._prices is not None:
+            self._explorer.look(self._prices, self._rate_gain, self._plain_known, self._active)
 
     def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
         drafter = self._drafters.get(rid, _NEW)
@@ -124,7 +112,7 @@ class AdaptiveController(Controller):
             return 0
         step = self._step
         drafter.seen = step
-        if self._pausing or self._suspended:
+        if self._explorer.pausing or self._suspended:
             return 0
         nodes = drafter.budget
         drafter.probing = False
@@ -134,7 +122,7 @@ class AdaptiveController(Controller):
                 return 0
             nodes = drafter.probe
             drafter.probing = True
-        elif drafter.group is self._deep:
+        elif drafter.group is self._explorer.deep:
             nodes = min(2 * nodes, drafter.most)
             drafter.probing = True
         lag = step - 1 - drafter.drafted
@@ -217,7 +205,7 @@ class AdaptiveController(Controller):
             self._mean_context = shape.context // shape.requests
             self._sampled = shape.sampled
             if pure:
-                self._plain_seen[bucket(shape.requests)] = step
+                self._explorer.saw_plain(shape.requests)
             if not plain:
                 self._account(shape, tokens, min(max(seconds, 0.8 * usual), 1.25 * usual), weight)
         self._earn(seconds)
@@ -233,26 +221,16 @@ class AdaptiveController(Controller):
                 kind = group.class_of(drafter.verified)
                 group.acceptance.counts.add_chain(kind, drafted, row.num_accepted)
                 drafter.history.counts.add_chain(kind, drafted, row.num_accepted)
-            if drafter.probe:
-                if self._prices is not None:  # what it brought in pays for the next
-                    self._explore += row.num_accepted * self._prices.plain / self._prices.requests
-                if group.hopeful and 2 * row.num_accepted > drafted and drafter.streak < _LONGEST_STREAK:
-                    drafter.streak += 1
-                    drafter.probe = min(2 * drafted, drafter.most)
-                    self._explore -= self._probe_cost * drafter.probe  # later probes wait for that
-                    self._decide_at = min(self._decide_at, self._step + 2)
-                else:
-                    drafter.probe = drafter.streak = 0
+            explorer, accepted = self._explorer, row.num_accepted
+            if drafter.probe and explorer.take_outcome(drafter, drafted, accepted, self._prices):
+                self._decide_at = min(self._decide_at, self._step + 2)
         proposed = drafter.waiting = row.num_proposed
         if drafter.drafted != self._step or not row.token_ids:
             return
         if group.evident:
             group.acceptance.add_size(proposed)
         if drafter.probe:
-            if not proposed:
-                drafter.probe = drafter.streak = 0
-            elif group.evident:  # the price of its rows; that of drafting was paid in `_probe`
-                self._explore -= self._row_cost * proposed
+            self._explorer.take_proposal(drafter, proposed)
 
     def _observe_drafting(self, seconds: float, shape: StepShape) -> float:
         """Share the time of all drafters among the groups as the model predicts it; answers the prediction."""
@@ -292,8 +270,7 @@ class AdaptiveController(Controller):
         prices = self._prices
         if prices is None:
             return
-        most = self.settings.explore_steps * prices.plain
-        self._explore = min(self._explore + self.settings.explore_share * seconds, most)
+        self._explorer.earn(seconds, prices)
         self._balance += self.settings.loss_share * seconds / prices.plain
         if self._suspended and self._balance > 1.0:
             self._suspended = False
@@ -365,127 +342,6 @@ class AdaptiveController(Controller):
             if member.budget:
                 member.probe = 0
 
-    # -------------------------------------------------------------------------------------------- learning
-
-    def _learn_more(self, prices: Prices) -> None:
-        """Spend what may be spent on what is due, and note when to look again."""
-        step = self._step
-        self._learn_at = step + 8
-        if self._rate_gain > 1.0:
-            seen = self._plain_seen.get(bucket(prices.requests))
-            cost = prices.plain * (1 - 1 / self._rate_gain)
-            if seen is None:  # never measured at this size, and every comparison rests on it
-                self._pause(0.0)
-                return
-            if not self._plain_known:  # a few samples at each size are on the house
-                if step >= seen + 8:
-                    self._pause(0.0)
-                    return
-            elif step >= seen + self._pause_interval() and self._explore >= cost:
-                self._pause(cost)
-                return
-        need = float("inf")
-        for group, members in self._active():
-            idle = [m for m in members if not m.budget and not m.probe]
-            if idle:
-                self._learn_at = step + 4
-                if not group.cap and group.hopeful and step - group.last_deep > 256:
-                    need = min(need, self._try_all(group, idle, prices))
-                else:
-                    need = min(need, self._probe(group, idle, prices))
-            elif group.cap and step - group.last_deep > 64:
-                self._look_deeper(group, members, prices)
-        if need < float("inf") and self._rate_gain <= 1.0:
-            # Nobody drafts: not before there is enough for the cheapest probe.
-            wait = (need - self._explore) / (self.settings.explore_share * prices.plain)
-            self._learn_at = step + min(max(int(wait), 4), 512)
-
-    def _pause_interval(self) -> int:
-        """Plain steps are made the more often, the closer the choice is."""
-        if self._rate_gain > 1.5:
-            return 1024
-        return 256 if self._rate_gain > 1.15 else 96
-
-    def _pause(self, cost: float) -> None:
-        """Draft nothing in this step: the next one is a plain one, and measured."""
-        self._pausing = True
-        self._explore -= cost
-        self._num_pauses += 1
-
-    def _probe(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
-        """Let some of those who do not draft make one draft, those first who never did or whose turn it is; short,
-        unless drafting costs nothing to speak of. Answers its price in seconds; 0: done."""
-        n, model = prices.requests, self.model
-        count = max(1, len(idle) // 16)
-        idle.sort(key=lambda m: m.last_probe)
-        chosen = idle[:count]
-        nodes = max(m.most for m in chosen) if group.evident else 1
-        lag = sum(self._step - 1 - m.drafted for m in chosen)
-        cost = model.draft_time(group.method, count, nodes, lag, group.sampled)
-        rows = count * min(nodes, 4)
-        more = model.target_time(n, n + rows, prices.context, prices.sampled) - prices.plain
-        self._row_cost = max(more, 0.0) / rows
-        if not group.evident:
-            cost += max(more, 0.0)
-        self._probe_cost = cost / nodes / count
-        cost = min(cost, prices.plain)  # what seems dearer is tried too: the belief may be wrong
-        if not group.hopeful:
-            cost *= _HOPELESS
-        if cost > self._explore:
-            return cost
-        self._explore -= cost
-        self._num_probes += count
-        for member in chosen:
-            member.probe = min(nodes, member.most)
-            member.streak = 0
-            member.last_probe = self._step
-            member.history.counts.fade(0.5)
-        return 0.0
-
-    def _try_all(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
-        """Let the whole group draft once: what it costs together is not seen by probes of a few. Answers the price in
-        seconds; 0: done."""
-        nodes = min(group.last_cap or _TRIAL, max(m.most for m in idle))
-        if group.evident:
-            nodes = max(m.most for m in idle)
-        option = make_option(group, idle, nodes, prices, 0.0, self.model)
-        n, model = prices.requests, self.model
-        more = model.target_time(n, round(n + option.rows), prices.context, prices.sampled) - prices.plain
-        seconds = max(more, 0.0) + option.draft_time
-        cost = max(seconds - option.tokens * prices.plain / n, 0.2 * seconds)
-        cost = min(cost, 0.5 * self.settings.explore_steps * prices.plain)  # as in `_probe`
-        if cost > self._explore:
-            return cost
-        self._explore -= cost
-        self._num_probes += len(idle)
-        group.last_deep = self._step
-        self._probe_cost = self._row_cost = 0.0
-        for member in idle:
-            member.probe, member.streak = min(nodes, member.most), _LONGEST_STREAK
-            member.last_probe = self._step
-        return 0.0
-
-    def _look_deeper(self, group: Group, members: list[Drafter], prices: Prices) -> None:
-        """Draft up to twice the cap for one step: positions beyond it are not seen otherwise."""
-        assert group.cap is not None
-        n, model = prices.requests, self.model
-        cap = min(2 * group.cap, max(m.most for m in members))
-        if cap <= group.cap:
-            return
-        count = len(members)
-        cost = model.draft_time(group.method, count, cap, sampled=group.sampled) - model.draft_time(
-            group.method, count, group.cap, sampled=group.sampled
-        )
-        cost += model.target_time(n, n + count * cap, prices.context, prices.sampled) - model.target_time(
-            n, n + count * group.cap, prices.context, prices.sampled
-        )
-        if cost > self._explore:
-            return
-        self._explore -= max(cost, 0.0)
-        group.last_deep = self._step
-        self._deep = group
-        self._num_probes += count
-
     # --------------------------------------------------------------------------------------------- reports
 
     def stats(self) -> ControlStats:
@@ -502,7 +358,12 @@ class AdaptiveController(Controller):
             for group, members in self._active()
         )
         return ControlStats(
-            "adaptive", groups, self._num_decisions, self._num_probes, self._num_pauses, self._num_suspended
+            "adaptive",
+            groups,
+            self._num_decisions,
+            self._explorer.num_probes,
+            self._explorer.num_pauses,
+            self._num_suspended,
         )
 
 

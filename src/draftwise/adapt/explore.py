@@ -1,0 +1,216 @@
+"""Learning what is not in use: probes, trials of whole groups, looks beyond the cap and plain steps.
+
+Each costs time, which an account pays for: a small share of all time that passes. See docs/algorithms/adaptive.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from draftwise.adapt.choice import Drafter, Group, Prices, make_option
+from draftwise.adapt.performance import PerformanceModel, bucket
+
+_LONGEST_STREAK = 6
+"""Proposals in a row of a probe that succeeds: by then the next choice knows."""
+_TRIAL = 2
+"""Nodes drafted in a trial of a group that never drafted."""
+_HOPELESS = 4.0
+"""Where not even perfect drafts would pay, by what is believed of their costs, so many times fewer probes are made."""
+
+
+class Explorer:
+    """What is not in use is tried again, rarely and for one step: requests that do not draft are probed with a draft,
+    longer while it succeeds; requests that draft make a plain step.
+
+    ``pausing``: nobody drafts in this step. ``deep``: the group that drafts up to twice its cap in this step.
+    """
+
+    def __init__(self, model: PerformanceModel, share: float, most_steps: float) -> None:
+        """``share`` of the time that passes may be spent; ``most_steps``: plain steps that may be saved up."""
+        self.pausing = False
+        self.deep: Group | None = None
+        self.num_probes = self.num_pauses = 0
+        self._model = model
+        self._share = share
+        self._most_steps = most_steps
+        self._step = 0
+        self._next_look = 0  # step
+        self._funds = 0.0  # seconds that may be spent
+        self._row_cost = self._probe_cost = 0.0  # seconds per row of a probe, and per node drafted
+        self._plain_seen: dict[int, int] = {}  # bucket of requests -> step of the last plain measurement
+
+    def begin(self, step: int) -> None:
+        """A step begins: nothing is tried in it yet."""
+        self._step = step
+        self.pausing = False
+        self.deep = None
+
+    def is_due(self) -> bool:
+        """Whether to look in this step for something to try."""
+        return self._funds > 0 and self._step >= self._next_look
+
+    def earn(self, seconds: float, prices: Prices) -> None:
+        """Time that passes pays for learning."""
+        self._funds = min(self._funds + self._share * seconds, self._most_steps * prices.plain)
+
+    def saw_plain(self, requests: int) -> None:
+        """A plain step with this many requests was measured."""
+        self._plain_seen[bucket(requests)] = self._step
+
+    # -------------------------------------------------------------------------------------- outcomes of probes
+
+    def take_outcome(self, drafter: Drafter, drafted: int, accepted: int, prices: Prices | None) -> bool:
+        """A probe of ``drafted`` nodes was verified. Answers whether it succeeded and goes on, longer."""
+        if prices is not None:  # what it brought in pays for the next
+            self._funds += accepted * prices.plain / prices.requests
+        if drafter.group.hopeful and 2 * accepted > drafted and drafter.streak < _LONGEST_STREAK:
+            drafter.streak += 1
+            drafter.probe = min(2 * drafted, drafter.most)
+            self._funds -= self._probe_cost * drafter.probe  # later probes wait for that
+            return True
+        drafter.probe = drafter.streak = 0
+        return False
+
+    def take_proposal(self, drafter: Drafter, proposed: int) -> None:
+        """A probe has led to a proposal of this many nodes."""
+        if not proposed:
+            drafter.probe = drafter.streak = 0
+        elif drafter.group.evident:  # the price of its rows; that of drafting was paid in `_probe`
+            self._funds -= self._row_cost * proposed
+
+    # -------------------------------------------------------------------------------------------- what to try
+
+    def look(
+        self,
+        prices: Prices,
+        rate_gain: float,
+        plain_known: bool,
+        active: Callable[[], Sequence[tuple[Group, list[Drafter]]]],
+    ) -> None:
+        """Spend what may be spent on what is due, and note when to look again.
+
+        ``rate_gain``: promised rate over the plain one; ``plain_known``: `Prices.plain` was measured, not guessed;
+        ``active``: finds the groups with the requests that were planned lately.
+        """
+        self._next_look = self._step + 8
+        if not self._pause(prices, rate_gain, plain_known):
+            self._try_drafts(active(), prices, rate_gain)
+
+    def _pause(self, prices: Prices, rate_gain: float, plain_known: bool) -> bool:
+        """Whether a plain step is due and can be paid, to measure what it takes; then nobody drafts in this step."""
+        step = self._step
+        if rate_gain <= 1.0:
+            return False
+        seen = self._plain_seen.get(bucket(prices.requests))
+        cost = prices.plain * (1 - 1 / rate_gain)
+        # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
+        if seen is None or (not plain_known and step >= seen + 8):
+            cost = 0.0
+        elif not plain_known or step < seen + _pause_interval(rate_gain) or self._funds < cost:
+            return False
+        self.pausing = True
+        self._funds -= cost
+        self.num_pauses += 1
+        return True
+
+    def _try_drafts(
+        self, groups: Sequence[tuple[Group, list[Drafter]]], prices: Prices, rate_gain: float
+    ) -> None:
+        """Let those draft whose turn it is and who can be paid."""
+        step = self._step
+        need = float("inf")
+        for group, members in groups:
+            idle = [m for m in members if not m.budget and not m.probe]
+            if idle:
+                self._next_look = step + 4
+                if not group.cap and group.hopeful and step - group.last_deep > 256:
+                    need = min(need, self._try_all(group, idle, prices))
+                else:
+                    need = min(need, self._probe(group, idle, prices))
+            elif group.cap and step - group.last_deep > 64:
+                self._look_deeper(group, members, prices)
+        if need < float("inf") and rate_gain <= 1.0:
+            # Nobody drafts: not before there is enough for the cheapest probe.
+            wait = (need - self._funds) / (self._share * prices.plain)
+            self._next_look = step + min(max(int(wait), 4), 512)
+
+    def _probe(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
+        """Let some of those who do not draft make one draft, those first who never did or whose turn it is; short,
+        unless drafting costs nothing to speak of. Answers its price in seconds; 0: done."""
+        n, model = prices.requests, self._model
+        count = max(1, len(idle) // 16)
+        idle.sort(key=lambda m: m.last_probe)
+        chosen = idle[:count]
+        nodes = max(m.most for m in chosen) if group.evident else 1
+        lag = sum(self._step - 1 - m.drafted for m in chosen)
+        cost = model.draft_time(group.method, count, nodes, lag, group.sampled)
+        rows = count * min(nodes, 4)
+        more = model.target_time(n, n + rows, prices.context, prices.sampled) - prices.plain
+        self._row_cost = max(more, 0.0) / rows
+        if not group.evident:
+            cost += max(more, 0.0)
+        self._probe_cost = cost / nodes / count
+        cost = min(cost, prices.plain)  # what seems dearer is tried too: the belief may be wrong
+        if not group.hopeful:
+            cost *= _HOPELESS
+        if cost > self._funds:
+            return cost
+        self._funds -= cost
+        self.num_probes += count
+        for member in chosen:
+            member.probe = min(nodes, member.most)
+            member.streak = 0
+            member.last_probe = self._step
+            member.history.counts.fade(0.5)
+        return 0.0
+
+    def _try_all(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
+        """Let the whole group draft once: what it costs together is not seen by probes of a few. Answers the price in
+        seconds; 0: done."""
+        nodes = min(group.last_cap or _TRIAL, max(m.most for m in idle))
+        if group.evident:
+            nodes = max(m.most for m in idle)
+        option = make_option(group, idle, nodes, prices, 0.0, self._model)
+        n, model = prices.requests, self._model
+        more = model.target_time(n, round(n + option.rows), prices.context, prices.sampled) - prices.plain
+        seconds = max(more, 0.0) + option.draft_time
+        cost = max(seconds - option.tokens * prices.plain / n, 0.2 * seconds)
+        cost = min(cost, 0.5 * self._most_steps * prices.plain)  # as in `_probe`
+        if cost > self._funds:
+            return cost
+        self._funds -= cost
+        self.num_probes += len(idle)
+        group.last_deep = self._step
+        self._probe_cost = self._row_cost = 0.0
+        for member in idle:
+            member.probe, member.streak = min(nodes, member.most), _LONGEST_STREAK
+            member.last_probe = self._step
+        return 0.0
+
+    def _look_deeper(self, group: Group, members: list[Drafter], prices: Prices) -> None:
+        """Draft up to twice the cap for one step: positions beyond it are not seen otherwise."""
+        assert group.cap is not None
+        n, model = prices.requests, self._model
+        cap = min(2 * group.cap, max(m.most for m in members))
+        if cap <= group.cap:
+            return
+        count = len(members)
+        cost = model.draft_time(group.method, count, cap, sampled=group.sampled) - model.draft_time(
+            group.method, count, group.cap, sampled=group.sampled
+        )
+        cost += model.target_time(n, n + count * cap, prices.context, prices.sampled) - model.target_time(
+            n, n + count * group.cap, prices.context, prices.sampled
+        )
+        if cost > self._funds:
+            return
+        self._funds -= max(cost, 0.0)
+        group.last_deep = self._step
+        self.deep = group
+        self.num_probes += count
+
+
+def _pause_interval(rate_gain: float) -> int:
+    """Plain steps are made the more often, the closer the choice is."""
+    if rate_gain > 1.5:
+        return 1024
+    return 256 if rate_gain > 1.15 else 96
