@@ -118,7 +118,8 @@ CONTRAST = """
   out.button = ratio(paint(colour('--accent-ink')), paint(colour('--accent')));
   out.error = ratio(paint(colour('--bad')), paint(colour('--bad-soft')));
   out.soft_on_ground = ratio(paint(colour('--soft')), paint(colour('--ground')));
-  for (const method of ['draft_model', 'ngram', 'suffix', 'eagle', 'medusa', 'mtp', 'grammar', 'other']) {
+  for (const method of ['draft_model', 'ngram', 'suffix', 'eagle', 'medusa', 'mtp', 'early_exit',
+      'hybrid', 'grammar', 'other']) {
     const token = document.createElement('span');
     token.className = 'tok draft';
     token.dataset.method = method;

@@ -41,7 +41,7 @@ showTab(location.hash === "#dashboard" ? "dashboard" : "playground");
 
 setUpTheme(() => {
   forgetColours();
-  for (const pane of playground.panes) pane.strip.draw(pane.strip.picked ?? null);
+  for (const pane of playground.samples.all) pane.strip.draw(pane.strip.picked ?? null);
 });
 setUpKey(async () => {
   if (await loadServer()) playground.focusPrompt();

@@ -42,6 +42,20 @@ const CHARTS = [
     ],
   },
   {
+    title: "Drafted per request",
+    hint: "spec_decode_draft_length: what the controller drafts now, the most of all methods; 0: plain decoding",
+    series: [{ name: "draft tokens", kind: "main" }],
+    format: count,
+    values: (_, reading) => [reading.most("spec_decode_draft_length")],
+  },
+  {
+    title: "Expected gain",
+    hint: "spec_decode_estimated_gain: tokens per second with drafts over those without, as the controller expects",
+    series: [{ name: "best method", kind: "main" }],
+    format: (value) => `${value.toFixed(2)} ×`,
+    values: (_, reading) => [reading.most("spec_decode_estimated_gain")],
+  },
+  {
     title: "Requests",
     hint: "num_requests_running, num_requests_waiting",
     series: [{ name: "running", kind: "main" }, { name: "waiting", kind: "second" }],

@@ -1,6 +1,6 @@
 // Colours and words for methods and for where tokens came from.
 
-const KNOWN = ["draft_model", "ngram", "suffix", "eagle", "eagle3", "medusa", "mtp", "synthetic", "grammar"];
+const KNOWN = ["draft_model", "ngram", "suffix", "eagle", "eagle3", "medusa", "mtp", "early_exit", "hybrid", "synthetic", "grammar"];
 
 /** Mark an element with a method, so that the style sheet gives it the method's colour. */
 export function paint(node, method, position = 0) {

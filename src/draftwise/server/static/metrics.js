@@ -35,6 +35,12 @@ export class Reading {
     return this.samples.get(name)?.[0]?.value ?? 0;
   }
 
+  /** The largest of a name's samples; null if there is none. */
+  most(name) {
+    const samples = this.samples.get(name) ?? [];
+    return samples.length ? Math.max(...samples.map(({ value }) => value)) : null;
+  }
+
   /** Values by a label. Example: by("spec_decode_request_steps_total", "method") is Map {"ngram" => 12}. */
   by(name, label) {
     return new Map((this.samples.get(name) ?? []).map(({ labels, value }) => [labels[label], value]));

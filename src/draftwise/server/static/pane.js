@@ -17,6 +17,7 @@ export class Pane {
     this.root = $("pane-template").content.firstElementChild.cloneNode(true);
     this.root.dataset.pane = letter;
     this.root.querySelector(".letter").textContent = letter;
+    this.settings = this.root.querySelector(".pane-settings");
     this.output = this.root.querySelector(".output");
     this.invitation = this.output.dataset.empty;
     this.output.setAttribute("aria-label", `Output ${letter}. Arrow keys move through its tokens.`);
@@ -30,7 +31,7 @@ export class Pane {
   }
 
   field(name) {
-    return this.root.querySelector(`[name=${name}]`);
+    return this.settings.querySelector(`[name=${name}]`); // the settings go where the sample is that is shown
   }
 
   figure(name, text) {
@@ -155,6 +156,12 @@ export class Pane {
     return seconds > 0 ? (this.tokenIds.length - this.firstCount) / seconds : null;
   }
 
+  /** Accepted over drafted tokens; null where nothing was drafted. */
+  acceptance() {
+    const drafted = this.steps.reduce((sum, step) => sum + step.draft.length, 0);
+    return drafted ? this.accepted.reduce((sum, n) => sum + n, 0) / drafted : null;
+  }
+
   /** Mark where this text leaves another's: tokens from the i-th on. */
   markDifference(i) {
     this.spans.find((span) => span.token && span.token.output_index >= i)?.classList.add("fork");
@@ -209,9 +216,8 @@ export class Pane {
     const steps = this.steps.length;
     const tokens = this.tokenIds.length;
     if (steps) this.figure("length", (tokens / steps).toFixed(2));
-    const drafted = this.steps.reduce((sum, step) => sum + step.draft.length, 0);
-    const accepted = this.accepted.reduce((sum, n) => sum + n, 0);
-    this.figure("rate", drafted ? percent(accepted / drafted) : "–");
+    const share = this.acceptance();
+    this.figure("rate", share === null ? "–" : percent(share));
     const ttft = this.metrics?.ttft ?? (this.firstTime === null ? null : (this.firstTime - this.startTime) / 1000);
     if (ttft !== null) this.figure("ttft", duration(ttft));
     this.figure("counts", steps ? `${tokens} in ${steps}` : "–");

@@ -5,10 +5,13 @@ import { Conversation } from "./conversation.js";
 import { $, el, short } from "./dom.js";
 import { paint, SOURCES } from "./methods.js";
 import { Pane } from "./pane.js";
+import { Samples } from "./samples.js";
 import { describe, drawTree } from "./tree.js";
 
-const SAVED = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "seed"];
-const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"];
+const SAVED = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "seed", "n"];
+const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "n"];
+
+const MOST_SAMPLES = 16; // tabs that one can still tell apart
 
 export class Playground {
   constructor() {
@@ -18,7 +21,16 @@ export class Playground {
     };
     this.kept = false;
     this.invitation = $("step-text").textContent;
-    this.panes = [new Pane("A", hooks), new Pane("B", hooks)];
+    const make = (letter) => {
+      const pane = new Pane(letter, hooks);
+      pane.root.querySelector(".keep").addEventListener("click", () => {
+        this.conversation.answer(pane.text);
+        pane.root.querySelector(".keep").hidden = true;
+      });
+      return pane;
+    };
+    this.panes = [make("A"), make("B")]; // they hold the settings, and the first sample of each
+    this.samples = new Samples(this.panes, make);
     this.conversation = new Conversation($("messages"));
     this.abort = null;
     this.inspected = null;
@@ -87,16 +99,12 @@ export class Playground {
     $("step-back").addEventListener("click", () => this.inspected?.moveStep(-1));
     $("step-next").addEventListener("click", () => this.inspected?.moveStep(1));
     for (const pane of this.panes) {
-      pane.root.querySelector(".pane-settings").addEventListener("change", () => {
+      pane.settings.addEventListener("change", () => {
         this.touched = true;
         pane.showPlain();
       });
-      pane.root.querySelector(".pane-settings").addEventListener("keydown", (event) => {
+      pane.settings.addEventListener("keydown", (event) => {
         if (event.key === "Enter" && event.target.tagName === "INPUT") this.run();
-      });
-      pane.root.querySelector(".keep").addEventListener("click", () => {
-        this.conversation.answer(pane.text);
-        pane.root.querySelector(".keep").hidden = true;
       });
     }
   }
@@ -108,10 +116,10 @@ export class Playground {
   }
 
   #showPanes() {
-    this.panes[1].root.hidden = !this.comparing;
+    for (const pane of this.samples.lists[1]) pane.root.hidden = !this.comparing;
     $("panes").classList.toggle("two", this.comparing);
     $("verdict").hidden = true;
-    for (const pane of this.panes) pane.strip.draw(null);
+    for (const pane of this.samples.all) pane.strip.draw(null);
   }
 
   #save() {
@@ -140,6 +148,7 @@ export class Playground {
       if (input.validity.badInput) throw new Error(`${input.labels[0].textContent.trim()}: this is no number.`);
       if (input.value !== "") body[name] = Number(input.value);
     }
+    if (body.n > MOST_SAMPLES) throw new Error(`Samples: this page shows ${MOST_SAMPLES} at most.`);
     if (seed !== null) body.seed = seed;
     if ($("stop").value) body.stop = $("stop").value.replaceAll("\\n", "\n");
     try {
@@ -178,10 +187,12 @@ export class Playground {
     $("run").disabled = true;
     $("stop-button").disabled = false;
     this.#clearInspector();
-    for (const pane of panes) pane.reset();
+    this.samples.resize(Math.max(1, Math.floor(requests[0][1].n ?? 1)));
+    this.#showPanes();
+    for (const pane of this.samples.all) pane.reset();
     try {
       // One after the other: at the same time they would take each other's speed.
-      for (const [i, pane] of panes.entries()) await this.#runOne(pane, ...requests[i]);
+      for (const i of panes.keys()) await this.#runOne(this.samples.lists[i], ...requests[i]);
       if (panes.length === 2) this.#compare();
     } catch (error) {
       if (error.name !== "AbortError") this.#problem(sentence(error));
@@ -192,24 +203,32 @@ export class Playground {
     }
   }
 
-  async #runOne(pane, path, body) {
-    pane.start(performance.now());
-    let reason = "error";
+  /** `panes`: one for each sample. */
+  async #runOne(panes, path, body) {
+    for (const pane of panes) pane.start(performance.now());
+    const reasons = panes.map(() => "error");
     let metrics = null;
     try {
       for await (const chunk of stream(path, body, this.abort.signal)) {
         const choice = chunk.choices[0];
-        const text = choice?.text ?? choice?.delta?.content ?? "";
-        pane.push(text, chunk.trace ?? [], performance.now());
-        reason = choice?.finish_reason ?? reason;
+        if (!choice) continue;
+        const text = choice.text ?? choice.delta?.content ?? "";
+        panes[choice.index].push(text, chunk.trace ?? [], performance.now());
+        reasons[choice.index] = choice.finish_reason ?? reasons[choice.index];
         metrics = chunk.metrics ?? metrics;
       }
     } catch (error) {
-      reason = error.name === "AbortError" ? "aborted" : "error";
+      reasons.forEach((reason, i) => {
+        if (reason === "error" && error.name === "AbortError") reasons[i] = "aborted";
+      });
       throw error;
     } finally {
-      pane.finish(reason, metrics);
-      pane.root.querySelector(".keep").hidden = this.mode !== "chat" || !pane.text;
+      panes.forEach((pane, i) => {
+        // The server's times are those of all samples together.
+        pane.finish(reasons[i], panes.length === 1 ? metrics : null);
+        pane.root.querySelector(".keep").hidden = this.mode !== "chat" || !pane.text;
+      });
+      this.samples.label();
     }
   }
 
@@ -217,7 +236,8 @@ export class Playground {
     const [a, b] = this.panes;
     let same = 0;
     while (same < a.tokenIds.length && a.tokenIds[same] === b.tokenIds[same]) same++;
-    const equal = a.text === b.text && a.finishReason === b.finishReason;
+    const differ = this.#different();
+    const equal = differ.length === 0;
     const verdict = $("verdict");
     verdict.className = `verdict ${equal ? "equal" : "different"}`;
     const ratio = a.speed() && b.speed() ? a.speed() / b.speed() : null;
@@ -231,11 +251,21 @@ export class Playground {
     verdict.replaceChildren();
     if (equal) {
       verdict.append(el("strong", {}, "The texts are equal"), ` (${a.tokenIds.length} tokens). ${pace}`);
+    } else if (this.samples.count > 1) {
+      verdict.append(el("strong", {}, `The texts of samples ${differ.join(", ")} differ.`), ` ${this.#why()}`);
     } else {
       for (const pane of this.panes) pane.markDifference(same);
       verdict.append(el("strong", {}, `The texts differ from token ${same + 1} on.`), ` ${pace} ${this.#why()}`);
     }
     verdict.hidden = false;
+  }
+
+  /** Numbers of the samples whose texts differ between the settings. */
+  #different() {
+    const [mine, other] = this.samples.lists;
+    return mine.flatMap((a, i) =>
+      a.text === other[i].text && a.finishReason === other[i].finishReason ? [] : [i + 1],
+    );
   }
 
   /** Whether a difference was to be expected. */
@@ -260,7 +290,7 @@ export class Playground {
 
   #inspect(pane, step, token, keep) {
     this.#keep(keep);
-    for (const other of this.panes) if (other !== pane) other.unselect();
+    for (const other of this.samples.all) if (other !== pane) other.unselect();
     this.inspected = pane;
     const before = step.number > 0 ? pane.steps[step.number - 1].tokens.at(-1) : null;
     const name = this.comparing ? `${pane.letter}, step ` : "Step ";
@@ -273,7 +303,7 @@ export class Playground {
   }
 
   #clearInspector() {
-    for (const pane of this.panes) pane.unselect();
+    for (const pane of this.samples.all) pane.unselect();
     this.inspected = null;
     this.#keep(false);
     $("step-name").textContent = "";
