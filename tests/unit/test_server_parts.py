@@ -26,6 +26,7 @@ from draftwise.server.errors import APIError, from_exception
 from draftwise.server.logprobs import FLOOR, CompletionLogprobs, chat_logprobs
 from draftwise.server.page import Page
 from draftwise.server.protocol import NO_EFFECT, ChatBody, CompletionBody, parse
+from draftwise.server.sse import TextEvents, event
 from draftwise.server.tool_formats import HermesParser
 from draftwise.server.trace import Tracer
 
@@ -278,7 +279,7 @@ def test_a_page_may_run_its_own_scripts_and_no_others(tmp_path: Path) -> None:
     (tmp_path / ".hidden").write_text("1")
     (tmp_path / "folder").mkdir()
     page = Page([], tmp_path)
-    policy = page.index().headers["content-security-policy"]
+    policy = page.html("index.html").headers["content-security-policy"]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'self' 'sha256-{digest}';" in policy and "unsafe" not in policy
     assert page.file("p.js").headers["content-type"].startswith("text/javascript")
@@ -288,5 +289,12 @@ def test_a_page_may_run_its_own_scripts_and_no_others(tmp_path: Path) -> None:
 
 
 def test_the_plain_page_lists_endpoints() -> None:
-    body = bytes(Page([("GET /<x>", "a & b")], Path("nowhere")).index().body).decode()
+    body = bytes(Page([("GET /<x>", "a & b")], Path("nowhere")).html("index.html").body).decode()
     assert "GET /&lt;x&gt;" in body and "a &amp; b" in body
+
+
+@given(st.text(), st.text())
+def test_events_of_text_are_events(text: str, chosen: str) -> None:
+    for name in (chosen, "\0text\0"):
+        made = TextEvents(lambda part, name=name: {"id": name, "choices": [{"text": part, "n": None}]})  # type: ignore[misc]
+        assert made(text) == event({"id": name, "choices": [{"text": text, "n": None}]})

@@ -17,7 +17,7 @@ from draftwise.server.generation import Generation
 from draftwise.server.logprobs import chat_logprobs, prompt_logprobs
 from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
-from draftwise.server.sse import DONE, EventStream, event, unless_gone
+from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
 from draftwise.server.tool_formats import ToolParser, parser_class
 from draftwise.server.tools import ToolPlan, call_of, forced_call, plan_tools
 from draftwise.server.trace import Tracer
@@ -208,6 +208,11 @@ class _Answer:
         options = body.stream_options
         with_usage = options is not None and options.include_usage
         running = options is not None and options.continuous_usage_stats
+        # Chunks of text and nothing else, which nearly all are, go a shorter way.
+        short = not (body.return_trace or body.return_token_ids or running or body.logprobs) and not (
+            self._plan.parse or self._plan.schema is not None
+        )
+        texts: dict[int, TextEvents] = {}
         parsers: dict[int, ToolParser] = {}
         forced: dict[int, str] = {}
         begun: set[int] = set()
@@ -220,8 +225,13 @@ class _Answer:
                 if index in done:
                     continue
                 completion_tokens += len(completion.token_ids)
-                delta: dict[str, Any] = {}
                 text = completion.text
+                if short and text and finish is None and index in begun:
+                    if index not in texts:
+                        texts[index] = _texts(head, index, with_usage)
+                    yield texts[index](text)
+                    continue
+                delta: dict[str, Any] = {}
                 if self._plan.schema is not None:
                     forced[index] = forced.get(index, "") + text
                     text = ""
@@ -279,3 +289,13 @@ class _Answer:
         if calls:
             delta["tool_calls"] = [call_of(*call, index=first + i) for i, call in enumerate(calls)]
         return text, finish
+
+
+def _texts(head: dict[str, Any], index: int, with_usage: bool) -> TextEvents:
+    rest = {"usage": None} if with_usage else {}
+
+    def chunk(text: str) -> dict[str, Any]:
+        choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+        return {**head, "choices": [choice], **rest}
+
+    return TextEvents(chunk)

@@ -16,7 +16,7 @@ from draftwise.server.generation import Generation, Prompt
 from draftwise.server.logprobs import CompletionLogprobs, prompt_logprobs
 from draftwise.server.params import completion_params
 from draftwise.server.protocol import CompletionBody
-from draftwise.server.sse import DONE, EventStream, event, unless_gone
+from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
 from draftwise.server.trace import Tracer
 
 
@@ -133,12 +133,26 @@ class _Answer:
 
     # --------------------------------------------------------------------------------------------- chunks
 
+    def _texts(self, index: int, with_usage: bool) -> TextEvents:
+        rest = {"usage": None} if with_usage else {}
+
+        def chunk(text: str) -> dict[str, Any]:
+            choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+            return {**self._head, "choices": [choice], **rest}
+
+        return TextEvents(chunk)
+
     async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         body, head, n = self._body, self._head, self._n
         options = body.stream_options
         with_usage = options is not None and options.include_usage
         running = options is not None and options.continuous_usage_stats
         forms: dict[int, CompletionLogprobs] = {}
+        # Chunks of text and nothing else, which nearly all are, go a shorter way.
+        short = not (
+            body.return_trace or body.return_token_ids or running or self._hide or body.logprobs is not None
+        )
+        texts: dict[int, TextEvents] = {}
         done: set[int] = set()
         echoed: set[int] = set()
         prompt_tokens: dict[int, tuple[int, int]] = {}
@@ -152,6 +166,11 @@ class _Answer:
                     continue
                 text, ids = ("", ()) if self._hide else (completion.text, completion.token_ids)
                 completion_tokens += len(ids)
+                if short and text and finish is None and (not body.echo or index in echoed):
+                    if index not in texts:
+                        texts[index] = self._texts(index, with_usage)
+                    yield texts[index](text)
+                    continue
                 choice: dict[str, Any] = {
                     "index": index,
                     "text": text,
