@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from draftwise.propose.base import DraftRow
-from draftwise.propose.tree_expansion import TreeLevel, TreeModel, TreeTask
+from draftwise.propose.tree_expansion import TreeModel
+from draftwise.propose.tree_growth import TreeLevel, TreeTask
 from draftwise.propose.tree_spec import MAX_FED_NODES, DynamicTree, parse_tree
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState

@@ -13,8 +13,8 @@ import pytest
 from tests.fakes.tree_model import ScriptedTreeModel, draft_row
 from world import Drafter, World, assert_caught, assert_same_distribution, simulate
 
-from draftwise.propose import tree_expansion
-from draftwise.propose.tree_expansion import TreeTask, draft_trees
+from draftwise.propose.tree_expansion import draft_trees
+from draftwise.propose.tree_growth import StaticTree, TreeTask
 from draftwise.propose.tree_spec import DynamicTree
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
@@ -126,11 +126,11 @@ def test_skipping_ranks_of_what_was_drawn_is_caught(monkeypatch: pytest.MonkeyPa
     exact = world.exact(SamplingParams(), 2)
     trials = 12_000
     assert_same_distribution(simulate(world, "rejection", trials, 2, drafter=make).cells(5), exact)
-    real: Callable[..., None] = tree_expansion._StaticTree.__init__
+    real: Callable[..., None] = StaticTree.__init__
 
     def by_rank(self: Any, member: int, task: TreeTask, sampled: bool) -> None:
         real(self, member, task, sampled)
         self._ranks = list(task.row.speculation.tree_ranks or ())
 
-    monkeypatch.setattr(tree_expansion._StaticTree, "__init__", by_rank)
+    monkeypatch.setattr(StaticTree, "__init__", by_rank)
     assert_caught(simulate(world, "rejection", trials, 2, drafter=make).cells(5), exact)

@@ -18,7 +18,8 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder
-from draftwise.propose.tree_expansion import TreeLevel, TreeModel, TreeTask, draft_trees
+from draftwise.propose.tree_expansion import TreeModel, draft_trees
+from draftwise.propose.tree_growth import TreeLevel, TreeTask
 from draftwise.propose.tree_native import as_proposal, native_draws
 from draftwise.propose.tree_spec import DynamicTree
 from draftwise.sampling.params import SamplingParams

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.fakes.tree_model import ScriptedTreeModel, draft_row
 from tests.fakes.word_grammar import cursor_over
 
-from draftwise.propose.tree_expansion import ScratchBlocks, TreeTask, draft_trees
+from draftwise.propose.tree_expansion import ScratchBlocks, draft_trees
+from draftwise.propose.tree_growth import TreeTask
 from draftwise.propose.tree_spec import DynamicTree
 from draftwise.sampling.noise import SHARED, NoiseKey, gumbel
 from draftwise.sampling.params import SamplingParams

@@ -18,14 +18,8 @@ from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.chain_drafts import ChainDraft, chain_draws, draw_next, longest_chain, uniform_kind
 from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import (
-    ScratchBlocks,
-    TreeLevel,
-    TreeModel,
-    TreeTask,
-    draft_trees,
-    is_tree,
-)
+from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
+from draftwise.propose.tree_growth import TreeLevel, TreeTask
 from draftwise.propose.tree_native import as_proposal, native_draws
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal

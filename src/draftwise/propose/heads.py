@@ -18,14 +18,8 @@ from draftwise.propose.chain_drafts import chain_draws, draw_next, longest_chain
 from draftwise.propose.head_passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.head_state import HeadState
 from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import (
-    ScratchBlocks,
-    TreeLevel,
-    TreeModel,
-    TreeTask,
-    draft_trees,
-    is_tree,
-)
+from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
+from draftwise.propose.tree_growth import TreeLevel, TreeTask
 from draftwise.propose.tree_native import as_proposal, native_draws
 from draftwise.propose.tree_spec import MAX_FED_NODES
 from draftwise.sampling.draw import DraftSampleMethod

@@ -14,7 +14,8 @@ from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.chain_drafts import ChainDraft, draw_next
 from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import TreeLevel, TreeModel, TreeTask, draft_trees, is_tree
+from draftwise.propose.tree_expansion import TreeModel, draft_trees, is_tree
+from draftwise.propose.tree_growth import TreeLevel, TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens
 from draftwise.sampling.logits import LogitsRow
 from draftwise.types import Proposal, StepInput, TargetOutput

@@ -9,7 +9,7 @@ import torch
 
 from draftwise.propose.base import DraftRow
 from draftwise.propose.chain_drafts import chain_kind
-from draftwise.propose.tree_expansion import TreeTask
+from draftwise.propose.tree_growth import TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
 from draftwise.sampling.noise import SHARED, NoiseKey, gumbel
 from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, TreeShape
