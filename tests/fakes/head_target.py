@@ -32,10 +32,12 @@ class Target:
     def shared_weights(self) -> SharedWeights:
         return SharedWeights(self.embedding, self._head, self._ops)
 
-    def context(self, method: str, model: str | None, **more: Any) -> ProposerContext:
+    def context(
+        self, method: str, model: str | None, *, parallel: bool = False, **more: Any
+    ) -> ProposerContext:
         fake: Any = self
         return ProposerContext(
-            speculative=SpeculativeConfig(method=method, model=model),
+            speculative=SpeculativeConfig(method=method, model=model, parallel_drafting=parallel),
             target_config=fake.config,
             target_model=fake,
             block_size=4,

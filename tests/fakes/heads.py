@@ -41,6 +41,7 @@ class HeadShape:
     own_embedding: bool = False
     own_head: bool = True
     draft_vocab: int | None = None
+    mask_token: int | None = None  # a P-EAGLE head
     extra: dict[str, Any] = field(default_factory=dict)  # more of config.json
 
     @property
@@ -97,6 +98,8 @@ def random_weights(shape: HeadShape, seed: int = 0, scale: float = 0.25) -> Weig
             out[at + "input_layernorm.weight"] = norm(h)
         if eagle3 and i == 0:
             out[at + "hidden_norm.weight"] = norm(h)
+    if shape.mask_token is not None:
+        out["mask_hidden"] = normal(1, shape.features) * 4
     if shape.draft_vocab is not None:
         chosen = torch.randperm(shape.vocab, generator=generator)[: shape.draft_vocab].sort().values
         out["d2t"] = chosen - torch.arange(shape.draft_vocab)
@@ -138,6 +141,8 @@ def save_head(folder: Path, shape: HeadShape, weights: Weights) -> str:
             config["eagle_config"] = {"use_aux_hidden_state": False}
         else:
             config["eagle_aux_hidden_state_layer_ids"] = list(shape.feature_layers)
+    if shape.mask_token is not None:
+        config |= {"ptd_token_id": shape.mask_token, "parallel_drafting": True}
     (folder / "config.json").write_text(json.dumps(config | shape.extra))
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors"
@@ -176,15 +181,18 @@ class ReferenceHead:
 
     def combine(self, states: list[Tensor]) -> Tensor:
         """``states``: hidden states entering each layer, then those after the final norm; [n, H] each."""
-        shape, w = self.shape, self.w
-        if shape.kind == "eagle" or shape.feature_layers is None:
+        layers = self.shape.feature_layers
+        if self.shape.kind == "eagle" or layers is None:
             return states[-1]
-        parts = [states[layer] for layer in shape.feature_layers]
-        x = torch.cat(parts, dim=-1)
+        return self.join(torch.cat([states[layer] for layer in layers], dim=-1))
+
+    def join(self, x: Tensor) -> Tensor:
+        """``x`` [n, layers * H], states side by side."""
+        shape, w = self.shape, self.w
         if shape.norm_before_fc:
             x = rms_norm(x, w["input_norm.weight"], shape.eps)
         if shape.fc_norm:
-            chunks = x.chunk(len(parts), dim=-1)
+            chunks = x.chunk(len(shape.feature_layers or ()), dim=-1)
             x = torch.cat(
                 [rms_norm(c, w[f"fc_norm.{i}.weight"], shape.eps) for i, c in enumerate(chunks)], dim=-1
             )
@@ -244,8 +252,23 @@ class ReferenceHead:
             own.append(given[-1:])
         return logits[-1]
 
+    def masked_logits(self, tokens: list[int], features: Tensor, count: int, first: int = 1) -> Tensor:
+        """P-EAGLE: logits [count, Vd] of the last known row and of ``count`` - 1 rows of masks behind it."""
+        assert self.shape.mask_token is not None
+        masks = count - 1
+        mask_hidden = self.w["mask_hidden"].reshape(1, -1)
+        mask = mask_hidden if self.shape.feature_layers is None else self.join(mask_hidden)
+        ids = torch.tensor([*tokens[first:], *[self.shape.mask_token] * masks])
+        fed = torch.cat([features[first - 1 :], mask.expand(masks, -1)])
+        positions = torch.arange(first - 1, first - 1 + len(ids))
+        logits, _ = self.rows(ids, fed, positions, torch.ones(len(ids), len(ids)).tril().bool())
+        return logits[-count:]
+
     def draft(self, tokens: list[int], features: Tensor, count: int, first: int = 1) -> list[int]:
         """Greedy drafts behind known ``tokens``."""
+        if self.shape.mask_token is not None:
+            best = self.masked_logits(tokens, features, count, first).argmax(dim=-1)
+            return [int(token) for token in self.target_ids[best]]
         drafts: list[int] = []
         for _ in range(count):
             logits = self.next_logits(tokens, features, drafts, first)

@@ -124,6 +124,19 @@ def speculators(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     return asked
 
 
+def peagle(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    """As published for vLLM: the user says that it drafts in parallel."""
+    target, speculative = eagle3(root, target, mask_token=VOCAB - 1, layers=2)
+    return target, speculative | {"parallel_drafting": True}
+
+
+def peagle_speculators(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    target, speculative = eagle3(root, target, mask_token=VOCAB - 1, norm_before_fc=True)
+    outer = {"speculators_model_type": "peagle", "mask_token_id": VOCAB - 1}
+    as_speculator(speculative["model"], target, **outer)
+    return target, speculative | {"parallel_drafting": True}
+
+
 def medusa(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     tensors = vllm_names(random_heads(HIDDEN, VOCAB, heads=K, bias=False))
     config = {
@@ -148,7 +161,9 @@ def mimo(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     return folder, {"method": "mtp"}
 
 
-@pytest.mark.parametrize("make", [eagle, eagle3, eagle3_norms, eagle31, speculators, medusa, mimo])
+@pytest.mark.parametrize(
+    "make", [eagle, eagle3, eagle3_norms, eagle31, speculators, peagle, peagle_speculators, medusa, mimo]
+)
 def test_the_same_drafts(
     make: Callable[[Path, str], tuple[str, dict[str, Any]]], target: str, tmp_path: Path
 ) -> None:

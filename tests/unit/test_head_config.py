@@ -121,10 +121,43 @@ def test_a_speculator_without_a_verifier(tmp_path: Path) -> None:
 
 
 def test_a_kind_of_speculator_that_is_not_built(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"P-EAGLE head, .* not supported yet"):
-        SpeculativeConfig(model=speculator(tmp_path / "p", "peagle", "T"))
     with pytest.raises(ConfigError, match="'dflash' is not supported yet"):
         resolve_engine_config(model=speculator(tmp_path, "dflash", "T"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"speculators_model_type": "peagle", "mask_token_id": 3}, 5),
+        ({"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3, "num_depths": 8}, 8),
+        (
+            {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "parallel_drafting": True,
+                "num_lookahead_tokens": 7,
+            },
+            7,
+        ),
+    ],
+)
+def test_heads_that_draft_in_parallel(tmp_path: Path, config: dict[str, Any], expected: int) -> None:
+    path = folder(tmp_path, **config)
+    spec = SpeculativeConfig(model=path)
+    assert (spec.method, spec.parallel_drafting, spec.num_speculative_tokens) == ("eagle3", True, expected)
+    with pytest.raises(ConfigError, match="speculative_token_tree: parallel_drafting drafts chains"):
+        SpeculativeConfig(model=path, speculative_token_tree=((0,), (1,)))
+    with pytest.raises(ConfigError, match="speculative_dynamic_tree: parallel_drafting drafts chains"):
+        SpeculativeConfig(model=path, speculative_dynamic_tree=True)
+
+
+def test_who_says_parallel_drafting(tmp_path: Path) -> None:
+    path = folder(tmp_path, architectures=["LlamaForCausalLMEagle3"], ptd_token_id=3)
+    assert not SpeculativeConfig(
+        model=path
+    ).parallel_drafting  # published configurations leave it to the user
+    assert SpeculativeConfig(model=path, parallel_drafting=True).parallel_drafting
+    with pytest.raises(ConfigError, match="only for method 'draft_model' or 'eagle3', not for 'medusa'"):
+        SpeculativeConfig(model=folder(tmp_path / "m", medusa_num_heads=3), parallel_drafting=True)
 
 
 def test_a_head_of_another_method(tmp_path: Path) -> None:

@@ -127,6 +127,77 @@ def test_speculators_format(tmp_path: Path, target: Target) -> None:
     check(load_eagle3(context), target, shape, weights)
 
 
+PEAGLE = replace(EAGLE3, mask_token=60, norm_before_fc=True, layers=2)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("shape", [PEAGLE, replace(PEAGLE, norm_before_fc=False, fc_norm=True, layers=1)])
+def test_peagle(tmp_path: Path, target: Target, shape: HeadShape, dims: int) -> None:
+    """Shapes of mask_hidden in use: [1, 3H], [1, 1, 3H]; [3H] is as clear."""
+    weights = random_weights(shape)
+    folder = save_head(tmp_path, shape, weights)
+    stored = (*(1,) * (dims - 1), 96)
+    rewrite(folder, lambda tensors: tensors | {"mask_hidden": tensors["mask_hidden"].reshape(stored)})
+    head = load_eagle3(target.context("eagle3", folder))
+    check(head, target, shape, weights)
+    wanted = ReferenceHead(shape, weights, target.embedding, target.output).join(weights["mask_hidden"])
+    assert head.mask_token == 60 and head.mask_feature is not None
+    torch.testing.assert_close(head.mask_feature, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_peagle_without_states_of_layers(tmp_path: Path, target: Target) -> None:
+    shape = replace(EAGLE3, mask_token=3, feature_layers=None)
+    weights = random_weights(shape)
+    head = load_eagle3(target.context("eagle3", save_head(tmp_path, shape, weights)))
+    assert head.mask_feature is not None and torch.equal(head.mask_feature, weights["mask_hidden"])
+
+
+def test_peagle_in_speculators_format(tmp_path: Path, target: Target) -> None:
+    weights = random_weights(PEAGLE)
+    folder = save_head(tmp_path, PEAGLE, weights)
+    as_speculator(folder, speculators_model_type="peagle", mask_token_id=59)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["norm_before_residual"]  # False, unlike in EAGLE-3 folders
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    context = target.context("eagle3", folder)
+    assert context.speculative.parallel_drafting and context.speculative.num_speculative_tokens == 3
+    head = load_eagle3(context)
+    check(head, target, PEAGLE, weights)
+    assert head.mask_token == 59
+
+
+def test_a_peagle_head_may_draft_token_by_token(tmp_path: Path, target: Target) -> None:
+    shape = replace(PEAGLE, extra={"parallel_drafting": False})
+    folder = save_head(tmp_path, shape, random_weights(shape))
+    head = load_eagle3(target.context("eagle3", folder))
+    assert head.mask_token is None and head.mask_feature is None
+    assert load_eagle3(target.context("eagle3", folder, parallel=True)).mask_token == 60
+
+
+@pytest.mark.parametrize(
+    ("config", "mask", "message"),
+    [
+        ({"ptd_token_id": None}, (1, 96), "parallel_drafting: config.json names no mask token"),
+        ({"ptd_token_id": 61}, (1, 96), "mask token 61 is not in the vocabulary of 61 tokens"),
+        ({"ptd_token_id": -1}, (1, 96), "mask token -1 is not in the vocabulary"),
+        ({}, None, "parallel_drafting: tensor mask_hidden is missing"),
+        ({}, (1, 64), r"mask_hidden has shape \[1, 64\], expected \[1, 96\]"),
+        ({}, (3, 32), r"mask_hidden has shape \[3, 32\], expected \[1, 96\]"),
+    ],
+)
+def test_peagle_heads_that_do_not_fit(
+    tmp_path: Path, target: Target, config: dict[str, Any], mask: tuple[int, ...] | None, message: str
+) -> None:
+    shape = replace(PEAGLE, extra=config)
+    weights = random_weights(shape)
+    del weights["mask_hidden"]
+    if mask is not None:
+        weights["mask_hidden"] = torch.zeros(mask)
+    folder = save_head(tmp_path, shape, weights)
+    with pytest.raises(ModelLoadError, match=message):
+        load_eagle3(target.context("eagle3", folder))
+
+
 def test_eagle3_of_another_size(tmp_path: Path, target: Target) -> None:
     shape = replace(EAGLE3, hidden=24, heads=3, kv_heads=1, own_embedding=True, norm_before_fc=True)
     weights = random_weights(shape)

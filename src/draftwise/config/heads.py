@@ -22,7 +22,7 @@ class HeadDefaults:
 
     num_tokens: int | None = None
     tree: tuple[tuple[int, ...], ...] | None = None
-    parallel: bool = False  # it drafts all tokens in one pass
+    parallel: bool = False  # P-EAGLE: it drafts all tokens in one pass, and no other way
     method: str | None = None  # what it is a head for, where its config.json says so
 
 
@@ -36,9 +36,28 @@ def head_defaults(method: str, model: str, revision: str | None) -> HeadDefaults
     return HeadDefaults(
         num_tokens=_num_tokens(method, config),
         tree=None if tree is None else sorted_choices(tree, f"{model}: medusa_choices"),
-        parallel=str(config.get("speculators_model_type", "")).lower() in ("peagle", "p-eagle"),
+        parallel=method == "eagle3" and _drafts_in_parallel(config),
         method=told if told in HEAD_METHODS else None,
     )
+
+
+def _drafts_in_parallel(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that its EAGLE-3 head was trained to fill in masks (P-EAGLE)."""
+    kind = str(config.get("speculators_model_type") or "").lower()
+    architectures = " ".join(map(str, config.get("architectures") or ())).lower()
+    return (
+        kind in ("peagle", "p-eagle") or "peagle" in architectures or config.get("parallel_drafting") is True
+    )
+
+
+def mask_token_of(config: Mapping[str, Any]) -> int | None:
+    """The mask token's id as published configurations name it: ``pard_token`` (PARD, and what P-EAGLE heads are given
+    for vLLM), ``mask_token_id`` (speculators), ``ptd_token_id`` (P-EAGLE)."""
+    for name in ("pard_token", "mask_token_id", "ptd_token_id"):
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
 
 
 def _num_tokens(method: str, config: Mapping[str, Any]) -> int | None:
@@ -48,6 +67,8 @@ def _num_tokens(method: str, config: Mapping[str, Any]) -> int | None:
     proposals = _mapping(config.get("speculators_config")).get("proposal_methods")
     if isinstance(proposals, list) and proposals:
         values.append(_mapping(proposals[0]).get("speculative_tokens"))
+    if method == "eagle3" and _drafts_in_parallel(config):
+        values.append(config.get("num_depths"))  # as many as it was trained to draft
     found = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0)
     return next(found, None)
 

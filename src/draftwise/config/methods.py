@@ -54,7 +54,7 @@ def method_of(config: Mapping[str, Any]) -> str:
     """The method that a draft checkpoint with this config.json is for."""
     kind = str(config.get("speculators_model_type") or config.get("model_type") or "").lower()
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
-    if kind in ("peagle", "p-eagle"):
+    if any(marker in kind or marker in architectures for marker in ("peagle", "p-eagle")):
         return "eagle3"
     for marker in ("eagle3", "eagle", "medusa", "dflash", "mtp"):
         if marker in kind or marker in architectures:

@@ -149,9 +149,13 @@ class SpeculativeConfig:
     hybrid_min_match: int | None = option(
         None, to.integer(1, 1024), "hybrid: tokens of a match that beats the model (4)"
     )
-    prompt_lookup_max: int | None = option(None, to.integer(1), "ngram: longest suffix looked up (5, or the shortest)")
-    prompt_lookup_min: int | None = option(None, to.integer(1), "ngram: shortest suffix looked up (2, or the longest)")
-    parallel_drafting: bool = option(False, to.boolean, "draft all tokens in one pass (PARD)")
+    prompt_lookup_max: int | None = option(
+        None, to.integer(1), "ngram: longest suffix looked up (5, or the shortest)"
+    )
+    prompt_lookup_min: int | None = option(
+        None, to.integer(1), "ngram: shortest suffix looked up (2, or the longest)"
+    )
+    parallel_drafting: bool = option(False, to.boolean, "draft all tokens in one pass (PARD, P-EAGLE)")
     use_heterogeneous_vocab: bool = option(False, to.boolean, "allow a draft model with another vocabulary")
     disable_padded_drafter_batch: bool = option(False, to.boolean, "do not pad the drafter's batch")
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = option(
@@ -310,10 +314,7 @@ class SpeculativeConfig:
                 f"head for {defaults.method!r}"
             )
         if defaults.parallel:
-            raise ConfigError(
-                f"speculative_config.model: {self.model!r} is a P-EAGLE head, which drafts all tokens in one pass; "
-                "that is not supported yet"
-            )
+            self._set("parallel_drafting", True)
         if self.medusa_choices is not None:
             if self.speculative_token_tree is not None:
                 raise ConfigError(
@@ -341,10 +342,14 @@ class SpeculativeConfig:
                 f"speculative_config.draft_tensor_parallel_size: {self.draft_tensor_parallel_size} is not "
                 "supported yet; only 1"
             )
-        for name in ("parallel_drafting", "use_heterogeneous_vocab"):
-            if getattr(self, name) and self.method != "draft_model":
+        for name, methods in (
+            ("parallel_drafting", ("draft_model", "eagle3")),
+            ("use_heterogeneous_vocab", ("draft_model",)),
+        ):
+            if getattr(self, name) and self.method not in methods:
+                known = " or ".join(map(repr, methods))
                 raise ConfigError(
-                    f"speculative_config.{name}: only for method 'draft_model', not for {self.method!r}"
+                    f"speculative_config.{name}: only for method {known}, not for {self.method!r}"
                 )
         if self.parallel_drafting:
             for name in ("speculative_token_tree", "speculative_dynamic_tree"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self, cast
 
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.heads import HeadProposer
@@ -22,9 +22,17 @@ class EagleProposer(HeadProposer):
 
 
 class Eagle3Proposer(HeadProposer):
-    """EAGLE-3 heads (Li et al., arXiv:2503.01840), chains and trees."""
+    """EAGLE-3 heads (Li et al., arXiv:2503.01840), chains and trees; P-EAGLE heads, if ``parallel_drafting`` is set."""
 
     name: ClassVar[str] = "eagle3"
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        if context.speculative.parallel_drafting and cls is Eagle3Proposer:
+            from draftwise.propose.parallel_heads import ParallelHeadProposer
+
+            return cast(Self, ParallelHeadProposer.create(context))
+        return super().create(context)
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:

@@ -173,6 +173,33 @@ class HeadPasses:
         features = output.features if len(last) == output.features.shape[0] else output.features[last]
         return logits, features
 
+    def masked(self, wanted: Sequence[tuple[HeadDraft, int, int]]) -> Tensor:
+        """Feed all rows that are missing and mask rows behind them: logits of drafts ``first .. stop - 1`` of each
+        request (draft, first, stop), one request after the other, [sum of stop - first, Vd].
+
+        Example: 6 known tokens, of which the rows of the last two are missing, and 3 drafts: rows 4, 5 and masks in
+        slots 6 and 7. Drafts 0, 1, 2 come from rows 5, 6, 7. The masks' K/V is no token's: `Track.next` is 6 then.
+        """
+        head = self.head
+        assert head.mask_token is not None and head.mask_feature is not None, "a head that drafts in parallel"
+        start = time.perf_counter()
+        jobs: list[Rows] = []
+        rows: list[int] = []
+        end = 0
+        for draft, first, stop in wanted:
+            job, masks = self.missing(draft), stop - 1
+            tokens = np.concatenate((job.tokens, np.full(masks, head.mask_token, np.int32)))
+            pieces = [*job.features, head.mask_feature.expand(masks, -1)]
+            jobs.append(replace(job, tokens=tokens, features=pieces))
+            end += len(tokens)
+            rows += range(end - stop + first, end)
+        batch, features, _ = self.batch(jobs)
+        logits = head.forward_logits(batch, features, self.kv, rows)[1]
+        for draft, _, _ in wanted:
+            draft.state.tracks[0].advance(draft.row.num_tokens)
+        self._time += time.perf_counter() - start
+        return logits
+
     def advance(
         self, drafts: Sequence[HeadDraft], features: Tensor, step: int, *, deeper: bool = True
     ) -> tuple[Tensor, Tensor]:

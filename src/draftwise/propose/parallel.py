@@ -1,16 +1,17 @@
-"""Parallel drafting: all draft tokens from one pass over mask tokens (docs/algorithms/parallel.md).
+"""Parallel drafting with a draft model: all draft tokens from one pass over mask tokens (docs/algorithms/parallel.md).
 
 Source: An et al., *PARD* (2504.18583), section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
+from draftwise.config.heads import mask_token_of
 from draftwise.config.methods import read_config
 from draftwise.errors import ConfigError
 from draftwise.models.inputs import RowInput
@@ -19,16 +20,6 @@ from draftwise.propose.chain_drafts import draw_next
 from draftwise.propose.draft_model import _CATCH_UP_ROWS, DraftModelProposer, _Draft
 from draftwise.propose.registry import ProposerContext
 from draftwise.types import Proposal
-
-
-def mask_token_of(config: Mapping[str, Any]) -> int | None:
-    """The mask token's id as published configurations name it: PARD's ``pard_token``, ``mask_token_id`` (speculators),
-    ``ptd_token_id`` (P-EAGLE)."""
-    for name in ("pard_token", "mask_token_id", "ptd_token_id"):
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
 
 
 class ParallelDraftProposer(DraftModelProposer):

@@ -66,6 +66,10 @@ class HeadModel(ABC):
     """int64 [Vd]: the target's id of each id of the draft vocabulary, ascending; None: both are the same."""
     draft_vocab_size: int
     """Vd."""
+    mask_token: int | None = None
+    """P-EAGLE: token of a row that stands for a draft nobody knows; None: the head drafts one token after another."""
+    mask_feature: Tensor | None = None
+    """[1, F] the feature of such a row, there with ``mask_token``."""
     max_model_len: int
     """No row at this position or later can be computed."""
 

@@ -15,10 +15,14 @@ What published heads vary: ``norm_before_residual`` (the residual starts at the 
 (one norm over all target layers' states side by side), ``fc_norm`` (one for each of them), ``norm_output`` (3.1: the
 output after the last norm is fed back), several layers (only the first reads the token), and whether embedding, output
 layer and draft vocabulary are the head's own.
+
+P-EAGLE heads (arXiv:2602.01469) have the same layers and draft all tokens in one pass: a row whose token or
+feature is not known yet reads a mask token, and what ``fc`` makes of the learned ``mask_hidden``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,6 +79,8 @@ class Eagle3Options:
     own_head: bool = True
     draft_vocab_size: int | None = None  # None: the target's
     logit_scale: float = 1.0
+    mask_token: int | None = None
+    """P-EAGLE: the token of rows that stand for drafts; the head has a ``mask_hidden``."""
 
 
 class Eagle3Head(HeadModel):
@@ -88,11 +94,14 @@ class Eagle3Head(HeadModel):
         ops: Ops,
         plan: WeightPlan,
         target_ids: Tensor | None = None,
+        mask_shape: tuple[int, ...] = (),
     ) -> None:
         """Declare the parameters.
 
         Args:
             target_ids: int64 [Vd], the target's id of each draft token; None: the draft vocabulary is the target's.
+            mask_shape: of the stored ``mask_hidden``, looked at with ``options.mask_token``. What is wanted are as many
+                hidden states of the target side by side as layers are read, as [n], [1, n] or [1, 1, n].
 
         Raises:
             ModelLoadError: the head does not fit the target; the field is named.
@@ -130,6 +139,7 @@ class Eagle3Head(HeadModel):
             self._loaded_head = plan.tensor("lm_head.weight", (self.draft_vocab_size, hidden))
         self._declare_fc(plan)
         plan.ignored |= {"d2t", "t2d", "mask_hidden"}
+        self._loaded_mask = None if options.mask_token is None else self._declare_mask(plan, mask_shape)
         self._weight_bytes = plan.num_bytes
         self._plan = plan
         plan.streams = True
@@ -150,6 +160,16 @@ class Eagle3Head(HeadModel):
             self._loaded_input_norm = plan.tensor("input_norm.weight", (size * count,))
         if options.fc_norm:
             self._loaded_fc_norms = [plan.tensor(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
+
+    def _declare_mask(self, plan: WeightPlan, shape: tuple[int, ...]) -> Tensor:
+        token, vocab = self.options.mask_token, self._link.vocab_size
+        if token is None or not 0 <= token < vocab:
+            raise ModelLoadError(f"mask token {token} is not in the vocabulary of {vocab} tokens")
+        width = self._link.hidden_size * len(self.options.feature_layers or (0,))
+        if not shape or math.prod(shape) != width or shape[-1] != width:  # any number of ones before it
+            shape = (1, width)
+        self.mask_token = token
+        return plan.tensor("mask_hidden", shape)
 
     def finish(self) -> None:
         config, ops, plan = self.config, self._ops, self._plan
@@ -187,6 +207,12 @@ class Eagle3Head(HeadModel):
         self._input_norm = None if self._loaded_input_norm is None else norm(self._loaded_input_norm)
         self._fc_norms = [norm(weight) for weight in self._loaded_fc_norms]
         self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, self.max_model_len)
+        if self._loaded_mask is not None:
+            plan.fill(self._loaded_mask)
+            mask = self._loaded_mask.reshape(1, -1)
+            with torch.inference_mode():
+                self.mask_feature = self._join(list(mask.split(self._link.hidden_size, dim=-1)))
+        del self._loaded_mask
         del self._loaded, self._loaded_hidden_norm, self._loaded_norm, self._loaded_head, self._plan
         del self._loaded_fc, self._loaded_fc_bias, self._loaded_input_norm, self._loaded_fc_norms
 
@@ -195,10 +221,15 @@ class Eagle3Head(HeadModel):
         return (spec,) * self.config.num_layers
 
     def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
-        ops = self._ops
         if self.feature_layers is None:
             return output.hidden.index_select(0, rows)
-        parts = [output.captured[layer].index_select(0, rows) for layer in self.feature_layers]
+        return self._join([output.captured[layer].index_select(0, rows) for layer in self.feature_layers])
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        """Features [n, F] of some rows, of the target's hidden states [n, Ht] that enter each of ``feature_layers``."""
+        ops = self._ops
+        if self.feature_layers is None:
+            return parts[0]
         if self._input_norm is not None:
             joined = ops.rms_norm(torch.cat(parts, dim=-1), self._input_norm)
             parts = list(joined.chunk(len(parts), dim=-1))

@@ -4,6 +4,8 @@
 EAGLE                  ``fc.*``, ``layers.0.*``, maybe ``embed_tokens``, maybe all below ``model.``
 EAGLE-3                ``fc``, ``midlayer.*`` or ``layers.0.*``, ``norm``, ``lm_head``, ``d2t``, ``t2d``; the same below
                        ``model.``; architectures LlamaForCausalLMEagle3, Eagle3LlamaForCausalLM, Eagle3Speculator
+P-EAGLE                as EAGLE-3, and ``mask_hidden`` [1, 3H] or [1, 1, 3H] (3: the target's layers that are read);
+                       the mask token is ``pard_token``, ``mask_token_id`` or ``ptd_token_id`` of config.json
 speculators            a config.json whose layer is described in ``transformer_layer_config``; tensors as above
 MTP layers             see `models.heads.mtp_names`
 =====================  ======================================================================================
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 
+from draftwise.config.heads import mask_token_of
 from draftwise.errors import ModelLoadError
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
 from draftwise.models.heads.base import TargetLink
@@ -25,7 +28,7 @@ from draftwise.models.heads.eagle3 import Eagle3Options, default_feature_layers
 from draftwise.models.heads.tensors import HeadTensors
 from draftwise.models.heads.vocabulary import target_ids_of
 
-_SPECULATORS = {"eagle3": ("eagle3",), "mtp": ("mtp",)}
+_SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",)}
 
 
 def rename_eagle(name: str) -> str | None:
@@ -58,7 +61,7 @@ def head_settings(raw: RawConfig, method: str) -> RawConfig:
         raise ModelLoadError("config.json has no 'transformer_layer_config'")
     outer = {name: value for name, value in raw.items() if name != "transformer_layer_config"}
     # what vLLM takes for granted in folders of this format
-    return {"norm_before_residual": True, **layer, **outer}
+    return {"norm_before_residual": kind != "peagle", **layer, **outer}
 
 
 def layer_config(raw: RawConfig, tensors: HeadTensors, num_layers: int) -> ModelConfig:
@@ -150,6 +153,26 @@ def eagle3_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Ea
         draft_vocab_size=draft_vocab,
         logit_scale=float(raw.get("logit_scale", 1.0)),
     )
+
+
+def mask_token(raw: RawConfig, tensors: HeadTensors) -> int:
+    """The mask token of a P-EAGLE head.
+
+    Raises:
+        ModelLoadError: the settings name none, or the head has no ``mask_hidden``: it was not trained to draft in
+            parallel.
+    """
+    token = mask_token_of(raw)
+    if token is None:
+        raise ModelLoadError(
+            "parallel_drafting: config.json names no mask token (pard_token, mask_token_id or ptd_token_id); the head "
+            "was not trained to draft in parallel"
+        )
+    if "mask_hidden" not in tensors:
+        raise ModelLoadError(
+            "parallel_drafting: tensor mask_hidden is missing; the head was not trained to draft in parallel"
+        )
+    return token
 
 
 def _feature_layers(raw: RawConfig, link: TargetLink) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from draftwise.models.heads.formats import (
     eagle_options,
     head_settings,
     layer_config,
+    mask_token,
     number_of_layers,
     rename_eagle,
 )
@@ -116,7 +118,8 @@ def load_eagle(context: ProposerContext) -> HeadModel:
 
 
 def load_eagle3(context: ProposerContext) -> HeadModel:
-    """The EAGLE-3 head that a ``speculative_config`` names. Raises as `load_eagle`."""
+    """The EAGLE-3 head, or with ``parallel_drafting`` the P-EAGLE head, that a ``speculative_config`` names. Raises as
+    `load_eagle`."""
     folder, raw, link, ops = _opened(context)
     tensors = scan_head(folder).renamed(rename_eagle)
     with _named(folder):
@@ -124,7 +127,11 @@ def load_eagle3(context: ProposerContext) -> HeadModel:
         config = layer_config(raw, tensors, number_of_layers(tensors))
         plan = WeightPlan(ops.dtype, ops.device)
         options = eagle3_options(raw, tensors, link)
-        head = Eagle3Head(config, options, link, ops, plan, draft_ids(tensors))
+        mask_shape: tuple[int, ...] = ()
+        if context.speculative.parallel_drafting:
+            options = replace(options, mask_token=mask_token(raw, tensors))
+            mask_shape = tensors["mask_hidden"].shape
+        head = Eagle3Head(config, options, link, ops, plan, draft_ids(tensors), mask_shape)
     return _filled(head, plan, tensors, ops)
 
 

@@ -41,6 +41,8 @@ class RecordedHead(HeadModel):
         self.target_ids = head.target_ids
         self.draft_vocab_size = head.draft_vocab_size
         self.max_model_len = head.max_model_len
+        self.mask_token = head.mask_token
+        self.mask_feature = head.mask_feature
         self._ops = ops
         self._target_ids_np = None
         if head.target_ids is not None:
