@@ -37,9 +37,9 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
     ids=["chain", "block", "static tree", "static tree, few tokens", "dynamic tree"],
 )
 def test_outputs_follow_the_target(
-    folders: tuple[str, str], tmp_path: Path, speculation: dict[str, Any], more: dict[str, Any]
+    folders: tuple[str, str, str], tmp_path: Path, speculation: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    target, _ = folders
+    target, *_ = folders
     heads = save_medusa(tmp_path, random_heads(32, VOCAB, heads=3, seed=1), 3)
     params = SamplingParams(max_tokens=LENGTH + 1, speculation={"method": "medusa", **speculation}, **more)
     with LLM(
