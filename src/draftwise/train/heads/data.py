@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -121,8 +122,8 @@ def plan_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -
 
 
 @dataclass(slots=True)
-class TextSource:
-    """Batches whose hidden states are computed when they are needed."""
+class PieceSource(ABC):
+    """Pieces in the order in which training sees them; where their hidden states come from is said below."""
 
     pieces: Split
     teacher: EngineTeacher
@@ -131,36 +132,45 @@ class TextSource:
     """Rows are padded to at least so many tokens (unrolls and stride must fit)."""
     _epoch: tuple[int, list[list[int]]] = field(default=(-1, []))
 
+    @abstractmethod
+    def make_batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
+        """Return these pieces with what the target computes from them."""
+
     def batch(self, step: int, recipe: HeadRecipe) -> HeadBatch:
         """Return the batch of 0-based `step`."""
         train = self.pieces.train
-        per_epoch = -(-len(train) // self.batch_size)
-        epoch, place = divmod(step, per_epoch)
+        epoch, place = divmod(step, -(-len(train) // self.batch_size))
         if self._epoch[0] != epoch:
             lengths = [len(piece.ids) for piece in train]
             self._epoch = (epoch, plan_epoch(lengths, self.batch_size, recipe.seed, epoch))
-        return self._batch([train[i] for i in self._epoch[1][place]])
+        return self.make_batch([train[i] for i in self._epoch[1][place]])
 
     def heldout(self) -> dict[str, Iterable[HeadBatch]]:
-        """Return the held-out pieces as `text`; computed anew every time, to keep memory for training."""
+        """Return the held-out pieces as `text`; made anew every time, to keep memory for training."""
         return {"text": _Lazy(self)}
 
     def heldout_batches(self) -> Iterator[HeadBatch]:
         """Yield the held-out pieces batch by batch."""
         pieces = sorted(self.pieces.heldout, key=lambda piece: len(piece.ids))
         for start in range(0, len(pieces), self.batch_size):
-            yield self._batch(pieces[start : start + self.batch_size])
-
-    def _batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
-        return head_batch(pieces, self.teacher.teach([piece.ids for piece in pieces]), self.least)
+            yield self.make_batch(pieces[start : start + self.batch_size])
 
 
 @dataclass(frozen=True, slots=True)
 class _Lazy(Iterable[HeadBatch]):
-    source: TextSource
+    source: PieceSource
 
     def __iter__(self) -> Iterator[HeadBatch]:
         return self.source.heldout_batches()
+
+
+class TextSource(PieceSource):
+    """Batches whose hidden states are computed when they are needed."""
+
+    __slots__ = ()
+
+    def make_batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
+        return head_batch(pieces, self.teacher.teach([piece.ids for piece in pieces]), self.least)
 
 
 def draft_vocabulary(pieces: Sequence[Tokens], vocab_size: int, size: int) -> Tensor:

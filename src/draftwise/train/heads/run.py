@@ -180,7 +180,7 @@ def _source(options: TrainOptions, teacher: EngineTeacher) -> tuple[BatchSource,
     if options.shards is not None:
         shards = read_shards(options.shards, teacher, options.max_length)
         pieces = split(shards.pieces, options.heldout_share)
-        return ShardSource(pieces, shards, teacher, options.batch_size, least), pieces
+        return ShardSource(pieces, teacher, options.batch_size, least, shards=shards), pieces
     tokenizer = load_tokenizer(str(teacher.folder))
     documents = [tokenize(document, tokenizer) for document in read_documents(options.data)]
     limit = min(options.max_length, teacher.config.max_model_len)

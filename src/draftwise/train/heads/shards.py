@@ -9,8 +9,8 @@ metadata, ``layers``, as a JSON list, or in the folder's config.json (``eagle_au
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from torch import Tensor
 from draftwise.errors import ConfigError
 
 from .batch import HeadBatch
-from .data import MIN_TOKENS, Split, head_batch, plan_epoch
+from .data import MIN_TOKENS, PieceSource, head_batch
 from .teacher import EngineTeacher, Taught, padded
 from .text import Tokens
-from .trainer import HeadRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,38 +136,14 @@ def _columns(file: Path, layers: Sequence[int], teacher: EngineTeacher) -> tuple
     return tuple(layers.index(i) for i in teacher.feature_layers), layers.index(needed[-1])
 
 
-@dataclass(slots=True)
-class ShardSource:
+@dataclass(slots=True, kw_only=True)
+class ShardSource(PieceSource):
     """Batches from files. Only the rows of a batch are read; distributions are computed from the last hidden state."""
 
-    split: Split
     shards: Shards
-    teacher: EngineTeacher
-    batch_size: int
-    least: int
-    _epoch: tuple[int, list[list[int]]] = field(default=(-1, []))
-
-    def batch(self, step: int, recipe: HeadRecipe) -> HeadBatch:
-        """Return the batch of 0-based `step`."""
-        train = self.split.train
-        epoch, place = divmod(step, -(-len(train) // self.batch_size))
-        if self._epoch[0] != epoch:
-            lengths = [len(piece.ids) for piece in train]
-            self._epoch = (epoch, plan_epoch(lengths, self.batch_size, recipe.seed, epoch))
-        return self._batch([train[i] for i in self._epoch[1][place]])
-
-    def heldout(self) -> dict[str, Iterable[HeadBatch]]:
-        """Return the held-out pieces as `text`, read anew every time."""
-        return {"text": _Lazy(self)}
-
-    def heldout_batches(self) -> Iterator[HeadBatch]:
-        """Yield the held-out pieces batch by batch."""
-        pieces = sorted(self.split.heldout, key=lambda piece: len(piece.ids))
-        for start in range(0, len(pieces), self.batch_size):
-            yield self._batch(pieces[start : start + self.batch_size])
 
     @torch.no_grad()
-    def _batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
+    def make_batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
         states = []
         for piece in pieces:
             place = self.shards.places[id(piece.ids)]
@@ -183,11 +158,3 @@ class ShardSource:
         features = rows[:, list(self.shards.features)].flatten(1)
         taught = Taught(*(padded(x, lengths) for x in (hidden, features, probs)))
         return head_batch(pieces, taught, self.least)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lazy(Iterable[HeadBatch]):
-    source: ShardSource
-
-    def __iter__(self) -> Iterator[HeadBatch]:
-        return self.source.heldout_batches()
