@@ -10,7 +10,8 @@ from draftwise.config.engine import (
     EngineConfig,
     resolve_engine_config,
 )
-from draftwise.config.speculative import RULES, SpeculativeConfig
+from draftwise.config.speculative import SpeculativeConfig
+from draftwise.config.speculative_fields import RULES
 
 __all__ = [
     "EngineConfig",

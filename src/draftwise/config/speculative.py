@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any, Self
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
 from draftwise.config.extraction import extracted_layers
-from draftwise.config.heads import HEAD_METHODS, head_defaults, sorted_choices
+from draftwise.config.heads import HEAD_METHODS, head_defaults
 from draftwise.config.hybrid import check_look_up, check_match_length, drafter_of, inner_drafter
 from draftwise.config.methods import (
     CHAIN_METHODS,
@@ -20,19 +18,19 @@ from draftwise.config.methods import (
     detect_method,
     resolve_method,
 )
+from draftwise.config.speculative_fields import (
+    MAX_DRAFT,
+    RULE_ALIASES,
+    RULES,
+    choices,
+    dynamic_tree,
+    ranges,
+    tree_paths,
+    weight_format,
+)
+from draftwise.config.synthetic import acceptance_rates, check_synthetic
 from draftwise.errors import ConfigError, suggest
-from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree, parse_dynamic_tree, parse_tree
-from draftwise.quantization.scheme import parse_scheme
-
-MAX_DRAFT = 63
-"""Most draft tokens of one step: `draftwise.types.MAX_TREE_NODES`, again because that module needs torch."""
-
-RULES = ("rejection", "block", "coupled", "typical", "synthetic")
-_RULE_ALIASES = {
-    "standard": "rejection",
-    "rejection_sampler": "rejection",
-    "typical_acceptance_sampler": "typical",
-}
+from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree
 
 
 class _Unset(int):
@@ -61,55 +59,6 @@ _ONLY_FOR = {
 }
 
 
-def _quantization(name: str, value: Any) -> str:
-    """A weight format, in its canonical spelling."""
-    return parse_scheme(to.string(name, value), name).name
-
-
-def _ranges(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
-    """[(first batch size, last batch size, K)], ranges in rising order without overlap; K may be 0."""
-    what = "a list of [from, to, K]"
-    rows: tuple[tuple[int, ...], ...] = to.sequence_of(to.sequence_of(to.integer(0), what), what)(name, value)
-    last = 0
-    for row in rows:
-        if len(row) != 3 or not last < row[0] <= row[1] or row[2] > MAX_DRAFT:
-            raise ConfigError(
-                f"{name}: expected [from, to, K] with rising, separate batch sizes >= 1 and K in "
-                f"0..{MAX_DRAFT}, got {list(row)!r}"
-            )
-        last = row[1]
-    if not rows:
-        raise ConfigError(f"{name}: expected at least one [from, to, K], got an empty list")
-    return tuple((first, final, k) for first, final, k in rows)
-
-
-def _tree(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Paths of child ranks, or the text of their list."""
-    try:
-        parse_tree(value)
-    except ConfigError as error:
-        raise ConfigError(f"speculative_config.{error}") from None
-    paths = ast.literal_eval(value) if isinstance(value, str) else value
-    return tuple(tuple(path) for path in paths)
-
-
-def _dynamic_tree(name: str, value: Any) -> DynamicTree | None:
-    """True, or the limits of the tree."""
-    try:
-        return parse_dynamic_tree(value)
-    except ConfigError as error:
-        raise ConfigError(f"speculative_config.{error}") from None
-
-
-def _choices(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Paths of child ranks in any order, or the text of their list."""
-    choices = sorted_choices(to.from_json(name, value, "a list of paths of ranks"), name)
-    try:
-        return _tree(name, choices)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("speculative_token_tree", "medusa_choices")) from None
-
-
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """One drafter. Validated, and missing values resolved, on construction.
@@ -133,7 +82,7 @@ class SpeculativeConfig:
         None, to.size(), "the drafter's context; beyond it drafting is skipped"
     )
     quantization: str | None = option(
-        None, _quantization, "weight format of the draft model, as the engine's"
+        None, weight_format, "weight format of the draft model, as the engine's"
     )
     revision: str | None = option(None, to.string, "revision of the draft model on the hub")
     enforce_eager: bool = option(False, to.boolean, "do not capture the drafter in graphs")
@@ -159,7 +108,7 @@ class SpeculativeConfig:
     use_heterogeneous_vocab: bool = option(False, to.boolean, "allow a draft model with another vocabulary")
     disable_padded_drafter_batch: bool = option(False, to.boolean, "do not pad the drafter's batch")
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = option(
-        None, _ranges, "[(from, to, K)]: K by the number of running requests"
+        None, ranges, "[(from, to, K)]: K by the number of running requests"
     )
     suffix_decoding_max_tree_depth: int | None = option(
         None, to.integer(2, 1024), "suffix: longest match and draft together (24)"
@@ -174,7 +123,7 @@ class SpeculativeConfig:
         None, to.number(0, 1), "suffix: least probability of a draft token (0.1)"
     )
     rejection_sample_method: str | None = option(
-        None, to.choice(*RULES, aliases=_RULE_ALIASES), "standard, block, coupled, typical or synthetic"
+        None, to.choice(*RULES, aliases=RULE_ALIASES), "standard, block, coupled, typical or synthetic"
     )
     synthetic_acceptance_rates: tuple[float, ...] | None = option(
         None, to.sequence_of(to.number(0, 1), "a list of rates"), "forced acceptance per draft position"
@@ -186,16 +135,16 @@ class SpeculativeConfig:
         "probabilistic", to.choice("probabilistic", "greedy"), "how a drafter picks its tokens when sampling"
     )
     speculative_token_tree: tuple[tuple[int, ...], ...] | None = option(
-        None, _tree, "static tree: list of paths of child ranks"
+        None, tree_paths, "static tree: list of paths of child ranks"
     )
     speculative_dynamic_tree: DynamicTree | None = option(
         None,
-        _dynamic_tree,
+        dynamic_tree,
         'tree shaped by the drafter\'s confidence: true, or {"top_k": 4, "depth": 6}; '
         "num_speculative_tokens of its nodes are verified",
     )
     medusa_choices: tuple[tuple[int, ...], ...] | None = option(
-        None, _choices, "medusa: speculative_token_tree under the name that Medusa gives it"
+        None, choices, "medusa: speculative_token_tree under the name that Medusa gives it"
     )
     draft_model_config: dict[str, Any] | None = option(None, to.mapping, "settings of extract_hidden_states")
 
@@ -230,7 +179,7 @@ class SpeculativeConfig:
         self._refuse_contradictions()
         self._resolve_num_tokens()
         self._resolve_lookup()
-        self._check_synthetic()
+        check_synthetic(self)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -254,13 +203,7 @@ class SpeculativeConfig:
 
         A length L gives sum(rates) = L - 1, certain positions first: L = 2.6, K = 3 -> (1.0, 0.6, 0.0).
         """
-        if self.rejection_sample_method != "synthetic":
-            return None
-        if self.synthetic_acceptance_rates is not None:
-            return self.synthetic_acceptance_rates
-        assert self.synthetic_acceptance_length is not None
-        left = self.synthetic_acceptance_length - 1.0
-        return tuple(round(min(max(left - i, 0.0), 1.0), 12) for i in range(self.num_speculative_tokens))
+        return acceptance_rates(self)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -323,7 +266,7 @@ class SpeculativeConfig:
             self._set("speculative_token_tree", self.medusa_choices)
             self._set("medusa_choices", None)
         elif self._shape_is_open() and defaults.tree is not None:
-            self._set("speculative_token_tree", _choices("medusa_choices", defaults.tree))
+            self._set("speculative_token_tree", choices("medusa_choices", defaults.tree))
         elif self._shape_is_open() and defaults.num_tokens is not None:
             self._set("num_speculative_tokens", min(defaults.num_tokens, MAX_DRAFT))
 
@@ -434,34 +377,3 @@ class SpeculativeConfig:
                 f"prompt_lookup_max = {self.prompt_lookup_max}"
             )
         check_match_length(self)
-
-    def _check_synthetic(self) -> None:
-        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
-        given = "synthetic_acceptance_rates" if rates is not None else "synthetic_acceptance_length"
-        if self.rejection_sample_method != "synthetic":
-            if rates is not None or length is not None:
-                raise ConfigError(
-                    f"speculative_config.{given}: only with rejection_sample_method 'synthetic'"
-                )
-            return
-        if (rates is None) == (length is None):
-            raise ConfigError(
-                "speculative_config.rejection_sample_method: 'synthetic' needs exactly one of "
-                "synthetic_acceptance_rates and synthetic_acceptance_length"
-            )
-        k = self.num_speculative_tokens
-        if length is not None and length > k + 1:
-            raise ConfigError(
-                f"speculative_config.synthetic_acceptance_length: {length:g} is outside [1, {k + 1}] "
-                f"(num_speculative_tokens = {k})"
-            )
-        if rates is not None:
-            if len(rates) != k:
-                raise ConfigError(
-                    f"speculative_config.synthetic_acceptance_rates: {len(rates)} rates for "
-                    f"num_speculative_tokens = {k}"
-                )
-            if any(b > a for a, b in pairwise(rates)):
-                raise ConfigError(
-                    f"speculative_config.synthetic_acceptance_rates: must not increase, got {list(rates)!r}"
-                )
