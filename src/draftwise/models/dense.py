@@ -55,6 +55,29 @@ class DenseLayer:
     window: int | None
 
 
+def load_linear(
+    ops: Ops,
+    plan: WeightPlan,
+    weight: Tensor | QuantizedLinear,
+    bias: Tensor | None = None,
+    *,
+    paired: bool = False,
+) -> Linear:
+    """Read a linear layer from the checkpoint and pack it as what it is, a float or a quantised one.
+
+    Args:
+        weight: declared by ``plan.linear``, [outputs, inputs].
+        bias: declared likewise, [outputs].
+        paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
+    """
+    plan.fill(weight)
+    if bias is not None:
+        plan.fill(bias)
+    if isinstance(weight, QuantizedLinear):
+        return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
+    return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
+
+
 class LayerWeights:
     """One layer's parameters as loaded; gone once packed."""
 
@@ -111,12 +134,7 @@ class LayerWeights:
         def linear(name: str, paired: bool = False) -> Linear:
             # popped: a kernel that repacks then frees the source before the next one is packed
             weight, bias = self.__dict__.pop(name)
-            plan.fill(weight)
-            if bias is not None:
-                plan.fill(bias)
-            if isinstance(weight, QuantizedLinear):
-                return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
-            return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
+            return load_linear(ops, plan, weight, bias, paired=paired)
 
         post_norm = norm("post_norm")
         assert post_norm is not None

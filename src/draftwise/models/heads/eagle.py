@@ -20,10 +20,10 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
-from draftwise.models.dense import DenseLayer, LayerPass, LayerWeights
+from draftwise.models.dense import DenseLayer, LayerPass, LayerWeights, load_linear
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink
 from draftwise.models.heads.eagle3 import HEAD_NAMES
-from draftwise.models.weights import QuantizedLinear, WeightPlan
+from draftwise.models.weights import WeightPlan
 from draftwise.types import StepInput, TargetOutput
 
 
@@ -88,14 +88,7 @@ class EagleHead(HeadModel):
         config, ops, plan = self.config, self._ops, self._plan
         if self.options.own_embedding:
             plan.fill(self._embedding)
-        plan.fill(self._loaded_fc)
-        if self._loaded_bias is not None:
-            plan.fill(self._loaded_bias)
-        if isinstance(self._loaded_fc, QuantizedLinear):
-            weight = self._loaded_fc.weight()
-            self._fc = ops.pack_quantized(weight, self._loaded_bias, dynamic=self._loaded_fc.dynamic)
-        else:
-            self._fc = ops.pack_linear(self._loaded_fc, self._loaded_bias)
+        self._fc = load_linear(ops, plan, self._loaded_fc, self._loaded_bias)
         layers: list[DenseLayer] = []
         for i, window in enumerate(config.sliding_window):
             weights = self._loaded[i]

@@ -33,7 +33,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
-from draftwise.models.dense import DenseLayer, DenseNames, LayerPass, LayerWeights
+from draftwise.models.dense import DenseLayer, DenseNames, LayerPass, LayerWeights, load_linear
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink
 from draftwise.models.heads.vocabulary import check_target_ids
 from draftwise.models.weights import QuantizedLinear, WeightPlan
@@ -195,15 +195,7 @@ class Eagle3Head(HeadModel):
             self._head = ops.pack_head(self._loaded_head)
         self._fc: Linear | None = None
         if self._loaded_fc is not None:
-            plan.fill(self._loaded_fc)
-            if self._loaded_fc_bias is not None:
-                plan.fill(self._loaded_fc_bias)
-            if isinstance(self._loaded_fc, QuantizedLinear):
-                self._fc = ops.pack_quantized(
-                    self._loaded_fc.weight(), self._loaded_fc_bias, dynamic=self._loaded_fc.dynamic
-                )
-            else:
-                self._fc = ops.pack_linear(self._loaded_fc, self._loaded_fc_bias)
+            self._fc = load_linear(ops, plan, self._loaded_fc, self._loaded_fc_bias)
         self._input_norm = None if self._loaded_input_norm is None else norm(self._loaded_input_norm)
         self._fc_norms = [norm(weight) for weight in self._loaded_fc_norms]
         self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, self.max_model_len)
@@ -211,7 +203,9 @@ class Eagle3Head(HeadModel):
             plan.fill(self._loaded_mask)
             mask = self._loaded_mask.reshape(1, -1)
             with torch.inference_mode():
-                self.mask_feature = self._join(list(mask.split(self._link.hidden_size, dim=-1)))
+                self.mask_feature = self._join(
+                    list(mask.chunk(len(self.options.feature_layers or (0,)), dim=-1))
+                )
         del self._loaded_mask
         del self._loaded, self._loaded_hidden_norm, self._loaded_norm, self._loaded_head, self._plan
         del self._loaded_fc, self._loaded_fc_bias, self._loaded_input_norm, self._loaded_fc_norms

@@ -25,11 +25,11 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
-from draftwise.models.dense import DenseLayer, LayerPass, LayerWeights
+from draftwise.models.dense import DenseLayer, LayerPass, LayerWeights, load_linear
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.heads.mtp_names import MtpForm
-from draftwise.models.weights import QuantizedLinear, WeightPlan
+from draftwise.models.weights import WeightPlan
 from draftwise.types import AttentionBatch, StepInput, TargetOutput
 
 
@@ -106,13 +106,7 @@ class MtpHead(HeadModel):
             for weight in weights:
                 plan.fill(weight)
             norms.append([ops.pack_norm(weight, config.norm_eps) for weight in weights])
-        projections: list[Linear] = []
-        for projection in self._projections:
-            plan.fill(projection)
-            if isinstance(projection, QuantizedLinear):
-                projections.append(ops.pack_quantized(projection.weight(), dynamic=projection.dynamic))
-            else:
-                projections.append(ops.pack_linear(projection))
+        projections = [load_linear(ops, plan, projection) for projection in self._projections]
         layers = []
         for i, loaded in enumerate(self._loaded):
             part = 0 if self.form.shared else i
