@@ -20,15 +20,13 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from .acceptance import measure_acceptance
 from .demo_args import add_arguments, options_from
@@ -36,6 +34,7 @@ from .demo_data import Corpus, build_corpus, heldout_prompts, read_source, stdli
 from .demo_export import export_model
 from .demo_recipe import DemoRecipe, RunOptions, TrainState, recipe_to_json
 from .demo_trainer import Trainer
+from .progress import RunBar
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,30 +59,14 @@ def prepare(recipe: DemoRecipe, options: RunOptions) -> tuple[Tokenizer, Corpus]
     return tokenizer, build_corpus(tokenizer, files)
 
 
-class Monitor(AbstractContextManager["Monitor"]):
+class Monitor(RunBar):
     """Shows a run: a progress bar on a terminal, a line now and then elsewhere; validates and checkpoints."""
 
     def __init__(self, console: Console, trainer: Trainer) -> None:
-        self._console, self._trainer = console, trainer
+        super().__init__(console)
+        self._trainer = trainer
         self._saved = time.monotonic()
         self._recent = [(self._saved, trainer.state.draft_tokens)]
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=None, numbers="")
-
-    def __enter__(self) -> Monitor:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def report(self, state: TrainState, steps: int, losses: dict[str, float]) -> None:
         """Take note of one step: `steps` is the stage's length, 0 while unknown."""

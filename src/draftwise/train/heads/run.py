@@ -7,16 +7,13 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor, nn
 
 from draftwise.errors import ConfigError
@@ -24,6 +21,7 @@ from draftwise.models.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.train.continuations import continue_prompts
 from draftwise.train.demo_recipe import LlamaShape, Schedule
+from draftwise.train.progress import RunBar
 
 from .args import TrainOptions
 from .data import Split, TextSource, coverage, cut, draft_vocabulary, split
@@ -211,29 +209,12 @@ def _own_text(options: TrainOptions, teacher: EngineTeacher, pieces: Split, limi
     return [Tokens(ids, [i >= start for i in range(len(ids))]) for ids in rows]
 
 
-class Monitor(AbstractContextManager["Monitor"]):
+class Monitor(RunBar):
     """Shows a run: a bar on a terminal, a line now and then elsewhere; every evaluation on a line of its own."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._last = time.monotonic()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=None, numbers="")
-
-    def __enter__(self) -> Monitor:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def report(self, trainer: HeadTrainer, seen: Mapping[str, Tensor]) -> None:
         """Take note of one step."""
