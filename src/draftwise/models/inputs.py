@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ import torch
 from draftwise.types import AttentionBatch, IntArray, StepInput
 
 
-@dataclass(frozen=True, slots=True)
-class RowInput:
+class RowInput(NamedTuple):
     """The rows of one request: ``tokens`` stand at keys ``context_len ..``.
 
     ``parents``: node parents when the last ``len(parents)`` tokens are a tree that is no chain, below the token
@@ -70,8 +69,8 @@ def build_step_input(
     if len(rows) == 1 and rows[0].parents is None and rows[0].ancestors is None:
         return _single_chain(rows[0], block_size, device, position_offset)
     count = len(rows)
-    lengths = np.fromiter((len(row.tokens) for row in rows), np.int32, count)
-    context = np.fromiter((row.context_len for row in rows), np.int32, count)
+    lengths = np.array([len(row.tokens) for row in rows], np.int32)
+    context = np.array([row.context_len for row in rows], np.int32)
     start = np.zeros(count + 1, np.int32)
     np.cumsum(lengths, out=start[1:])
     total = int(start[-1])
@@ -84,15 +83,13 @@ def build_step_input(
         first_own = context + tree_start
     keys = np.arange(total, dtype=np.int64) - np.repeat(start[:-1] - first_own, lengths)
 
-    width = max(len(row.block_table_np) for row in rows)
-    tables = np.zeros((count, width), np.int32)
-    tokens = np.empty(total, np.int64)
-    is_tree = np.zeros(count, np.bool_)
+    widths = [len(row.block_table_np) for row in rows]
+    tables = np.zeros((count, max(widths)), np.int32)
     for i, row in enumerate(rows):
-        tables[i, : len(row.block_table_np)] = row.block_table_np
-        tokens[start[i] : start[i + 1]] = row.tokens
-        is_tree[i] = row.parents is not None or row.ancestors is not None
+        tables[i, : widths[i]] = row.block_table_np
         assert row.first_key <= row.context_len and (not row.tree_start or row.ancestors is not None)
+    tokens = np.concatenate([row.tokens for row in rows], dtype=np.int64)
+    is_tree = np.array([row.parents is not None or row.ancestors is not None for row in rows], np.bool_)
 
     positions = keys + position_offset
     ancestors = None

@@ -144,6 +144,8 @@ class Drafting:
         Node i stands in key base + i and must come to key base + k, k its place in the path.
         Example: base 10, path (1, 3): keys 11 -> 10 and 13 -> 11.
         """
+        if not row.fill and not path:
+            return
         for fill in row.fill.values():
             # What a drafter wrote for its own chain is valid as far as the chain was accepted.
             if fill.drafts and fill.tokens == base:

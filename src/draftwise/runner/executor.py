@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -145,7 +146,7 @@ class LocalExecutor(Executor):
         return StepResult(
             step=plan.step,
             rows=tuple(
-                replace(r, num_proposed=len(s.row.proposal)) if s.row.proposal.tokens else r
+                r._replace(num_proposed=len(s.row.proposal)) if s.row.proposal.tokens else r
                 for s, r in zip(steps, results, strict=True)
             ),
             input_time=built - start,
@@ -257,7 +258,10 @@ class LocalExecutor(Executor):
                     token_ids_np=row.tokens_np[: row.num_tokens],
                 )
             )
-            rows.extend(range(starts[i] + planned.num_new - 1, starts[i + 1]))
+            if step.proposal.tokens:
+                rows.extend(range(starts[i] + planned.num_new - 1, starts[i + 1]))
+            else:
+                rows.append(starts[i + 1] - 1)
             owners.append(i)
         return _LogitRows(requests, owners, None if len(rows) == starts[-1] else rows, prompt)
 
@@ -295,7 +299,7 @@ class LocalExecutor(Executor):
             except Exception as error:  # its grammar is too complex, say: it fails alone
                 failed[j] = error
                 continue
-            requests[j] = replace(requests[j], masks=masks)
+            requests[j] = requests[j]._replace(masks=masks)
         answers = verify_batch(logits, requests, synthetic=self._synthetic)
         for j, failure in failed.items():
             answers[j] = failure
@@ -326,6 +330,10 @@ class LocalExecutor(Executor):
                 row.grammar.commit(answer.token_ids)
             except Exception as error:  # a rule that does not look at the target, such as "synthetic"
                 return RowResult(row.rid, error=f"{type(error).__name__}: {error}")
+        if not proposal.tokens:
+            return RowResult(
+                row.rid, answer.token_ids, logprobs=answer.logprobs, prompt_logprobs=prompt_logprobs
+            )
         return RowResult(
             rid=row.rid,
             token_ids=answer.token_ids,
@@ -347,11 +355,10 @@ class LocalExecutor(Executor):
             params = self._drafting.transfer(step.row)
         except Exception as error:  # a full disk, say: the request fails, and nobody else
             return RowResult(step.row.rid, error=f"{type(error).__name__}: {error}")
-        return result if params is None else replace(result, kv_transfer_params=params)
+        return result if params is None else result._replace(kv_transfer_params=params)
 
 
-@dataclass(frozen=True, slots=True)
-class _StepRow:
+class _StepRow(NamedTuple):
     """A request's part in this step, with that prefix of its waiting proposal which is verified."""
 
     row: Row

@@ -30,6 +30,8 @@ _BELOW_ONE = 1.0 - 2.0**-52
 
 
 _BLOCK = 64
+_PICK_TOGETHER = 6
+"""Rows from which on array operations over all of them take less time than a loop."""
 _HOST_LIMIT = 1 << 16
 """Weights that are copied to the host whole; of larger ones only the blocks that are picked from."""
 
@@ -64,6 +66,8 @@ def pick(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     if full < vocab:
         blocks = torch.cat([blocks, weights[:, full:].sum(dim=-1, keepdim=True)], dim=1)
     block_sums = blocks.cumsum(dim=-1, dtype=torch.float64).cpu().numpy()
+    if rows >= _PICK_TOGETHER and weights.device.type == "cpu":
+        return _pick_together(weights.numpy(), block_sums, uniforms)
     values = weights.cpu().numpy() if rows * vocab <= _HOST_LIMIT or weights.device.type == "cpu" else None
     out = []
     for r, u in enumerate(uniforms):
@@ -85,6 +89,33 @@ def pick(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
         # the block's sum differs in its last bits from the running one: stay inside
         target = min(u * total - before, inner[-1] * _BELOW_ONE)
         out.append(start + int(inner.searchsorted(target, side="right")))
+    return out
+
+
+def _pick_together(
+    weights: npt.NDArray[np.float32], sums: npt.NDArray[np.float64], uniforms: Sequence[float]
+) -> list[int]:
+    """`pick`'s two levels for all rows at once, with the same numbers in the same order. ``sums`` [R, B]: running
+    sums over blocks.
+
+    In a rising array, the elements that are not above x are as many as ``searchsorted(x, side="right")`` says.
+    """
+    rows, vocab = weights.shape
+    every = np.arange(rows)
+    totals = sums[:, -1]
+    u = np.minimum(uniforms, _BELOW_ONE)
+    blocks = np.minimum((sums <= (u * totals)[:, None]).sum(axis=1), sums.shape[1] - 1)
+    # columns of each row's block, [R, 64]; of a last block that is shorter, those past the end weigh nothing
+    columns = blocks[:, None] * _BLOCK + np.arange(_BLOCK)
+    inner_weights = weights[every[:, None], np.minimum(columns, vocab - 1)]
+    if vocab % _BLOCK:
+        inner_weights[columns >= vocab] = 0.0
+    inner = inner_weights.cumsum(axis=1, dtype=np.float64)
+    before = np.where(blocks > 0, sums[every, blocks - 1], 0.0)
+    targets = np.minimum(u * totals - before, inner[:, -1] * _BELOW_ONE)
+    picked = blocks * _BLOCK + (inner <= targets[:, None]).sum(axis=1)
+    picked[~(totals > 0.0)] = -1
+    out: list[int] = picked.tolist()
     return out
 
 

@@ -317,7 +317,7 @@ class Scheduler:
         computed = plan.num_new + accepted
         self.kv.commit(request.rid, computed, request.known_np)
         request.num_computed += computed
-        depth = _depth(row.draft_parents)
+        depth = _depth(row.draft_parents) if row.draft_parents else 0
         request.counts.add(row.method, row.num_drafted, accepted, depth)
         if request.trace is not None and len(request.trace) < MAX_TRACE_STEPS:
             request.trace.append(
@@ -334,18 +334,19 @@ class Scheduler:
 
     def _append(self, request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
         """Append tokens one by one up to the first that ends the request: (tokens taken, finish reason)."""
+        tokens_np, sink, stops = request.tokens_np, request.sink, request.stop_token_ids
         for i, token in enumerate(token_ids):
-            request.tokens_np[request.num_tokens] = token
+            tokens_np[request.num_tokens] = token
             request.num_tokens += 1
-            if request.num_output >= request.params.min_tokens and token in request.stop_token_ids:
+            if token in stops and request.num_output >= request.params.min_tokens:
                 if token in request.params.stop_token_ids:
                     request.stop_reason = token
                 # The stop token is delivered as an id; its text only if the user wants it.
-                if request.sink is not None and request.params.include_stop_str_in_output:
-                    request.sink.push(token)
+                if sink is not None and request.params.include_stop_str_in_output:
+                    sink.push(token)
                 return i + 1, "stop"
-            if request.sink is not None:
-                match = request.sink.push(token)
+            if sink is not None:
+                match = sink.push(token)
                 if match:
                     request.stop_reason = match if isinstance(match, str) else getattr(match, "stop", None)
                     return i + 1, "stop"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyRequest:
+class VerifyRequest(NamedTuple):
     """One request's rows in the logits of a step: the root's row, then one per node, consecutive.
 
     Row ``first_row`` holds the target's logits after the last committed token, row ``first_row + 1 + i``
@@ -192,6 +191,9 @@ def _synthetic_rule(rates: SyntheticAcceptance | None) -> Rule:
 
 def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[int, Exception]:
     """Process all rows in place; returns what went wrong, by row of ``logits``."""
+    if not any(request.state.needs_processing or request.masks is not None for request in requests):
+        _scale(logits, requests)
+        return {}
     order: list[int] = []  # the logits row of each entry of `rows`
     rows: list[LogitsRow] = []
     can_exclude = False
@@ -224,6 +226,20 @@ def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[in
     if done is not logits:
         logits[order] = done
     return failures
+
+
+def _scale(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
+    """`_process` where nothing but temperatures is asked for. Rows of no request are divided by 1."""
+    temperatures = [request.state.temperature for request in requests]
+    if len(set(temperatures)) == 1:
+        if temperatures[0] != 1.0:
+            logits.div_(torch.full((1, 1), temperatures[0], device=logits.device))
+        return
+    of_rows = np.ones((logits.shape[0], 1), np.float32)
+    for request, temperature in zip(requests, temperatures, strict=True):
+        if temperature != 1.0:
+            of_rows[request.first_row : request.first_row + request.num_rows] = temperature
+    logits.div_(torch.from_numpy(of_rows).to(logits.device))
 
 
 def _apply_masks(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
@@ -260,7 +276,7 @@ def _add_logprobs(
     for (r, result), k in zip(members, asked, strict=True):
         own = entries[start : start + len(result.token_ids)]
         start += len(result.token_ids)
-        results[r] = replace(result, logprobs=tuple(_first(entry, k) for entry in own))
+        results[r] = result._replace(logprobs=tuple(_first(entry, k) for entry in own))
 
 
 def _first(entry: TokenLogprobs, k: int) -> TokenLogprobs:

@@ -30,6 +30,8 @@ class BlockRule(Rule):
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
         rows, starts = rows_of(requests)
         p = select_rows(logits, rows).softmax(dim=-1)
+        if len(rows) == len(requests):  # nothing was drafted
+            return finish(requests, [End((), start) for start in starts], p)
         p_of, q_of = gather_drafts(p, starts, requests)
         prefix = [
             _prefix(px, qx) if request.proposal.is_chain else []

@@ -19,7 +19,11 @@ def rows_of(requests: Sequence[VerifyRequest]) -> tuple[list[int], list[int]]:
     starts: list[int] = []
     for request in requests:
         starts.append(len(rows))
-        rows.extend(range(request.first_row, request.first_row + request.num_rows))
+        nodes = len(request.proposal.tokens)
+        if nodes:
+            rows.extend(range(request.first_row, request.first_row + 1 + nodes))
+        else:
+            rows.append(request.first_row)
     return rows, starts
 
 

@@ -18,6 +18,9 @@ class GreedyRule(Rule):
     lossless = True
 
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
+        if not any(request.proposal.tokens for request in requests):
+            first_rows = [request.first_row for request in requests]
+            return [Verification((), (token,)) for token in argmax_rows(select_rows(logits, first_rows))]
         rows, starts = rows_of(requests)
         best = argmax_rows(select_rows(logits, rows))
         return [walk(request.proposal, best, start) for request, start in zip(requests, starts, strict=True)]
@@ -28,6 +31,8 @@ def walk(proposal: Proposal, wanted: Sequence[int], start: int = 0) -> Verificat
 
     One pass over the nodes suffices, because parents precede their children.
     """
+    if not proposal.tokens:
+        return Verification((), (wanted[start],))
     path: list[int] = []
     out: list[int] = []
     node = -1

@@ -5,7 +5,7 @@ and, without replacement, Sequoia (arXiv:2402.12374)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +25,8 @@ class RejectionRule(Rule):
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
         rows, starts = rows_of(requests)
         p = select_rows(logits, rows).softmax(dim=-1)
+        if len(rows) == len(requests):  # nothing was drafted
+            return finish(requests, [End((), start) for start in starts], p)
         p_of, q_of = gather_drafts(p, starts, requests)
         ends = []
         for request, start, px, qx in zip(requests, starts, p_of, q_of, strict=True):
@@ -35,8 +37,7 @@ class RejectionRule(Rule):
         return finish(requests, ends, p)
 
 
-@dataclass(slots=True)
-class End:
+class End(NamedTuple):
     """Where a request's walk ended, and what its last token is drawn from: row ``p_row`` of p, minus ``q``
     where that is set, without token ``excluded`` where that is >= 0; or ``weights`` [V] as they stand."""
 
@@ -45,6 +46,10 @@ class End:
     q: torch.Tensor | None = None  # [V]
     excluded: int = -1
     weights: torch.Tensor | None = None  # [V], unnormalised
+
+
+def _changes(end: End) -> bool:
+    return end.q is not None or end.weights is not None or end.excluded >= 0
 
 
 def gather_drafts(
@@ -170,7 +175,11 @@ def walk_tree(
 
 def finish(requests: Sequence[VerifyRequest], ends: Sequence[End], p: torch.Tensor) -> list[Verification]:
     """Draw every request's last token: one residual, one draw over all of them."""
-    weights = p.index_select(0, torch.tensor([end.p_row for end in ends], device=p.device))
+    p_rows = [end.p_row for end in ends]
+    if len(ends) == p.shape[0] and p_rows == list(range(len(ends))) and not any(map(_changes, ends)):
+        weights = p  # nothing was drafted: every row is drawn from as it stands
+    else:
+        weights = p.index_select(0, torch.tensor(p_rows, device=p.device))
     subtracted = False
     out_rows: list[int] = []
     out_tokens: list[int] = []
