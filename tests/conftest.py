@@ -13,6 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Engines draft what they are asked for, unless a test asks for more: it must not depend on how busy the machine is.
 os.environ["DRAFTWISE_SPECULATION_CONTROL"] = "static"
+# Without a GPU, Triton kernels run in Triton's interpreter; it must know before triton is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 # Processes that tests start see this source tree, installed or not.
 _PATH = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(_PATH)

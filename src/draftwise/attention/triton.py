@@ -1,0 +1,231 @@
+"""Paged attention as Triton kernels: prefill chunks, decoding rows and trees in one launch.
+
+The context is cut by position into partitions of fixed size, and these into tiles of fixed size. Each partition is a
+program of its own (flash-decoding); a second kernel adds a row's partitions up in their order. Neither the other
+requests of a batch, nor the number of rows a request has, nor where keys stand, changes an operation that a row sees:
+a token verified in a tree has the bits of the same token decoded alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
+from draftwise.kernels.triton.availability import interpreted
+from draftwise.types import AttentionBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CACHE_KEY: Final = "triton"
+_WORKSPACE_BYTES: Final = 64 << 20
+"""Of partial results, at most (unless one task needs more): a long prefill is launched in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Sizes that decide the order of every sum: fixed for a backend. ``partition`` is a multiple of ``block_n``."""
+
+    block_m: int = 16  # lanes (rows x query heads of a group) of a program, if a group is not wider
+    block_n: int = 64  # positions of a tile
+    partition: int = 512  # positions of a partition
+
+    def __post_init__(self) -> None:
+        assert self.block_m >= 16 and self.block_n >= 16 and self.partition % self.block_n == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What depends only on the batch, on the device; all int32."""
+
+    tasks: Tensor  # [N, 3] request, first row, rows
+    tasks_np: npt.NDArray[np.int32]
+    context: Tensor  # [R]
+    first_key: Tensor  # [R]
+    is_tree: Tensor  # [R] 0 or 1
+    tables: Tensor  # [R, max blocks]
+    positions: Tensor  # [T]
+    paths: Tensor  # [T, 64]; of a tree's row, its d-th ancestor's row in the tree; else undefined
+    num_keys: int  # the largest position + 1 that any row may have
+
+
+class TritonAttention(AttentionBackend):
+    """On a CUDA device, or on the CPU in Triton's interpreter."""
+
+    def __init__(self, tiling: Tiling | None = None, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
+        self._tiling = tiling or Tiling()
+        self._workspace_bytes = workspace_bytes
+
+    def run(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        *,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        from draftwise.kernels.triton.device.attention import combine_partitions, partial_attention
+
+        rows, heads, dim = q.shape
+        result = q.new_empty(rows, heads * dim) if out is None else out
+        if rows == 0:
+            return result
+        assert q.stride(2) == 1 and q.stride(1) == dim and result.is_contiguous()
+        tiling = self._tiling
+        group = heads // num_kv_heads
+        block_m = max(tiling.block_m, 1 << (group - 1).bit_length())
+        prepared = self._prepare(batch, block_m // group, q.device)
+        num_parts = -(-prepared.num_keys // tiling.partition)
+        dim_pad = max(16, 1 << (dim - 1).bit_length())
+        per_row = heads * num_parts * (dim + 2) * 4
+        for begin, end in self._pieces(prepared.tasks_np, per_row):
+            first = int(prepared.tasks_np[begin, 1])
+            piece_rows = int(prepared.tasks_np[end - 1, 1] + prepared.tasks_np[end - 1, 2]) - first
+            acc = torch.empty((piece_rows, heads, num_parts, dim), dtype=torch.float32, device=q.device)
+            best, total = torch.empty((2, piece_rows, heads, num_parts), dtype=torch.float32, device=q.device)
+            partial_attention[(end - begin, num_kv_heads, num_parts)](
+                q,
+                kv[0],
+                kv[-1],
+                prepared.tables,
+                prepared.tasks[begin:end],
+                prepared.context,
+                prepared.first_key,
+                prepared.is_tree,
+                prepared.positions,
+                prepared.paths,
+                acc,
+                best,
+                total,
+                q.stride(0),
+                prepared.tables.stride(0),
+                first,
+                num_parts,
+                scale,
+                softcap or 1.0,
+                window or 0,
+                PAGE=batch.block_size,
+                HEADS=heads,
+                KV_HEADS=num_kv_heads,
+                DIM=dim,
+                DIM_PAD=dim_pad,
+                ROWS=block_m // group,
+                BLOCK_M=block_m,
+                BLOCK_N=tiling.block_n,
+                PARTITION=tiling.partition,
+                CAPPED=softcap is not None,
+                WINDOWED=window is not None,
+                CODES=len(kv) == 2,
+                # the interpreter's product of bfloat16 is not one
+                WIDE=interpreted() and q.dtype is torch.bfloat16,
+            )
+            combine_partitions[(piece_rows, heads)](
+                acc,
+                best,
+                total,
+                prepared.positions,
+                result,
+                first,
+                num_parts,
+                window or 0,
+                HEADS=heads,
+                DIM=dim,
+                DIM_PAD=dim_pad,
+                PARTITION=tiling.partition,
+                WINDOWED=window is not None,
+            )
+        return result
+
+    def _prepare(self, batch: AttentionBatch, rows_per_task: int, device: torch.device) -> _Prepared:
+        """One copy to the device and one small kernel per pass."""
+        key = f"{_CACHE_KEY}/{rows_per_task}"
+        found = batch.cache.get(key)
+        if isinstance(found, _Prepared):
+            return found
+        from draftwise.kernels.triton.device.attention import tree_rows
+
+        starts = batch.query_start_np.astype(np.int32)
+        counts = np.diff(starts)
+        requests, rows = len(counts), int(starts[-1])
+        stored = np.zeros(requests, np.int32) if batch.tree_start_np is None else batch.tree_start_np
+        assert not batch.is_tree_np.any() or (counts + stored)[batch.is_tree_np].max() <= MAX_TREE_ROWS
+        tasks = _tasks(counts, starts, rows_per_task)
+        masks = np.zeros(rows, np.uint64) if batch.ancestors_np is None else batch.ancestors_np
+        tables = batch.block_tables_np
+        parts = [
+            masks.view(np.int32),  # first: its 64-bit words stay aligned
+            starts,
+            np.repeat(np.arange(requests, dtype=np.int32), counts),
+            batch.context_len_np,
+            np.zeros(requests, np.int32) if batch.first_key_np is None else batch.first_key_np,
+            batch.is_tree_np,
+            tables.reshape(-1),
+            tasks.reshape(-1),
+        ]
+        device_parts = _to_device(parts, device)
+        words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks = device_parts
+        positions = torch.empty(rows, dtype=torch.int32, device=device)
+        paths = torch.empty((rows, 64), dtype=torch.int32, device=device)
+        tree_rows[(rows,)](
+            words.view(torch.int64), row_request, query_start, context, is_tree, positions, paths
+        )
+        made = _Prepared(
+            tasks=flat_tasks.view(-1, 3),
+            tasks_np=tasks,
+            context=context,
+            first_key=first_key,
+            is_tree=is_tree,
+            tables=flat_tables.view(tables.shape),
+            positions=positions,
+            paths=paths,
+            num_keys=int((batch.context_len_np + stored + counts)[counts > 0].max()),
+        )
+        batch.cache[key] = made
+        return made
+
+    def _pieces(self, tasks: npt.NDArray[np.int32], bytes_per_row: int) -> list[tuple[int, int]]:
+        """Runs of tasks whose partial results fit the workspace."""
+        most = max(1, self._workspace_bytes // bytes_per_row)
+        ends = tasks[:, 1] + tasks[:, 2]  # ascending
+        pieces = []
+        begin = 0
+        while begin < len(tasks):
+            end = int(np.searchsorted(ends, tasks[begin, 1] + most, side="right"))
+            end = max(end, begin + 1)
+            pieces.append((begin, end))
+            begin = end
+        return pieces
+
+
+def _tasks(
+    counts: npt.NDArray[np.int32], starts: npt.NDArray[np.int32], rows_per_task: int
+) -> npt.NDArray[np.int32]:
+    """Cut every request's rows into tasks: int32 [N, 3] of request, first row, rows.
+
+    Example: 5 and 2 rows, 4 to a task: (0, 0, 4), (0, 4, 1), (1, 5, 2).
+    """
+    per_request = -(-counts // rows_per_task)
+    request = np.repeat(np.arange(len(counts), dtype=np.int32), per_request)
+    before = np.concatenate(([0], np.cumsum(per_request)))[:-1]
+    nth = np.arange(len(request)) - np.repeat(before, per_request)
+    offset = nth * rows_per_task
+    size = np.minimum(rows_per_task, counts[request] - offset)
+    return np.stack((request, starts[request] + offset, size), axis=1).astype(np.int32)
+
+
+def _to_device(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Int32 copies on the device, [len(part)] each, in one transfer."""
+    joined = torch.from_numpy(np.concatenate([part.astype(np.int32, copy=False) for part in parts]))
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    return list(joined.to(device, non_blocking=True).split([len(part) for part in parts]))

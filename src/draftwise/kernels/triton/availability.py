@@ -1,0 +1,40 @@
+"""Whether Triton kernels can run here, and as what."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU: slow, and exact enough to test them without a GPU.
+
+    Triton reads ``TRITON_INTERPRET`` when it is imported, so the variable must be set when the process starts.
+    """
+    return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on", "yes")
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether the package ``triton`` can be imported. It is not imported for that."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def why_not_triton(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why Triton kernels do not serve a model of this dtype on this device; None if they do."""
+    if not installed():
+        return "the package triton is not installed (pip install draftwise[gpu])"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"Triton kernels know no {str(dtype).removeprefix('torch.')} activations"
+    if interpreted():
+        if device.type != "cpu":
+            return f"TRITON_INTERPRET is set, and Triton's interpreter runs on the CPU, not on {device.type}"
+        return None
+    if device.type == "cpu":
+        return "Triton kernels need a CUDA device, or TRITON_INTERPRET=1 for its interpreter"
+    if device.type != "cuda":
+        return f"Triton kernels run on CUDA devices, not on {device.type}"
+    return None

@@ -1,0 +1,83 @@
+"""Products with weights whose order of summation is the same for any number of rows. Launched by `..linear`."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def linear(
+    x,
+    weight,
+    scales,
+    zeros,
+    bias,
+    out,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    groups,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of the output; k in blocks of fixed size, first to last, summed in float32.
+
+    BITS 16: weight [N, K] floats; 8: int8 codes [N, K], one scale per output; 4: two codes per byte [N, K' / 2]: byte
+    j of a block of BLOCK_K inputs holds input j of the block (low half) and input BLOCK_K / 2 + j (high half); a
+    scale, and a zero or 8, per output and group, of which a block is a part.
+    """
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_m = m < rows
+    in_n = n < outputs
+    x_row = x + m.to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if BITS == 4:
+        HALF: tl.constexpr = BLOCK_K // 2
+        j = tl.arange(0, HALF)
+        row_bytes = (inputs + BLOCK_K - 1) // BLOCK_K * HALF
+        for start in range(0, inputs, BLOCK_K):
+            low_k = start + j
+            high_k = low_k + HALF
+            low_x = tl.load(x_row + low_k[None, :], mask=in_m[:, None] & (low_k < inputs)[None, :], other=0.0)
+            high_x = tl.load(
+                x_row + high_k[None, :], mask=in_m[:, None] & (high_k < inputs)[None, :], other=0.0
+            )
+            at = n.to(tl.int64)[None, :] * row_bytes + start // 2 + j[:, None]
+            codes = tl.load(weight + at, mask=in_n[None, :], other=0).to(tl.int32)
+            which = n * groups + start // GROUP
+            scale = tl.load(scales + which, mask=in_n, other=0.0)
+            if HAS_ZEROS:
+                zero = tl.load(zeros + which, mask=in_n, other=0).to(tl.int32)
+            else:
+                zero = tl.full((BLOCK_N,), 8, tl.int32)
+            if WIDE:
+                low_x = low_x.to(tl.float32)
+                high_x = high_x.to(tl.float32)
+            low = ((codes & 15) - zero[None, :]).to(low_x.dtype)
+            high = ((codes >> 4) - zero[None, :]).to(low_x.dtype)
+            part = tl.dot(low_x, low, input_precision="ieee")
+            part = tl.dot(high_x, high, part, input_precision="ieee")
+            acc += part * scale[None, :]
+    else:
+        i = tl.arange(0, BLOCK_K)
+        for start in range(0, inputs, BLOCK_K):
+            k = start + i
+            values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
+            at = n.to(tl.int64)[None, :] * inputs + k[:, None]
+            w = tl.load(weight + at, mask=in_n[None, :] & (k < inputs)[:, None], other=0)
+            if WIDE:
+                values = values.to(tl.float32)
+            acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee")
+        if BITS == 8:
+            acc = acc * tl.load(scales + n, mask=in_n, other=0.0)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

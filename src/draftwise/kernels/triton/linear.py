@@ -1,0 +1,152 @@
+"""Linear layers whose results do not depend on how many rows there are, in floats and in 8- and 4-bit weights.
+
+A tile has a fixed size, whatever the shape of the input: a row's sum runs over the same blocks of k in the same order
+alone and among 500 others. Up to ``block_m`` rows cost one pass over the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Linear
+from draftwise.kernels.triton.availability import interpreted
+from draftwise.quantization.weights import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTiling:
+    """Sizes that decide the order of every sum; ``block_k`` / 2 and the others are powers of two of at least 16."""
+
+    block_m: int = 64
+    block_n: int = 64
+    block_k: int = 64
+
+    def block_k_for(self, group: int) -> int:
+        """The block of k for weights with ``group`` inputs to a scale: as large as divides the group."""
+        block = self.block_k
+        while group % block:
+            block //= 2
+        return block
+
+
+class TritonLinear(Linear):
+    """``weight`` as the kernel reads it: [N, K] floats or int8, or packed pairs [N, K' / 2] uint8."""
+
+    __slots__ = (
+        "bias",
+        "bits",
+        "block_k",
+        "group",
+        "inputs",
+        "scales",
+        "shared",
+        "tiling",
+        "weight",
+        "zeros",
+    )
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        tiling: LinearTiling,
+        *,
+        bits: int = 16,
+        inputs: int | None = None,
+        scales: Tensor | None = None,
+        zeros: Tensor | None = None,
+        group: int = 1,
+        shared: bool = False,
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.tiling = tiling
+        self.bits = bits
+        self.inputs = weight.shape[1] if inputs is None else inputs
+        self.scales = scales  # float32: [N], or [N, groups]
+        self.zeros = zeros  # uint8 [N, groups]
+        self.group = group
+        self.block_k = tiling.block_k_for(group) if bits == 4 else tiling.block_k
+        self.shared = shared  # the memory of ``weight`` is another parameter's
+
+    @property
+    def num_bytes(self) -> int:
+        held = (None if self.shared else self.weight, self.bias, self.scales, self.zeros)
+        return sum(part.numel() * part.element_size() for part in held if part is not None)
+
+
+def can_pack(weight: QuantizedWeight) -> bool:
+    """Whether the kernel reads these codes as they are: 8 bits, or 4 bits with groups of a multiple of 32."""
+    return weight.bits == 8 or (weight.group is not None and weight.group % 32 == 0)
+
+
+def pack_quantized(
+    weight: QuantizedWeight, bias: Tensor | None, tiling: LinearTiling, device: torch.device
+) -> TritonLinear:
+    """Codes in the kernel's order; `can_pack` must hold."""
+    scales = weight.scales.float().contiguous().to(device)
+    if weight.bits == 8:
+        return TritonLinear(weight.codes.contiguous().to(device), bias, tiling, bits=8, scales=scales)
+    assert weight.group is not None and can_pack(weight)
+    return TritonLinear(
+        pack_pairs(weight.codes, tiling.block_k_for(weight.group)).to(device),
+        bias,
+        tiling,
+        bits=4,
+        inputs=weight.codes.shape[1],
+        scales=scales,
+        zeros=None if weight.zeros is None else weight.zeros.contiguous().to(device),
+        group=weight.group,
+    )
+
+
+def pack_pairs(codes: Tensor, block_k: int) -> Tensor:
+    """``codes`` [N, K] uint8 of 0..15 -> [N, ceil(K / block_k) * block_k / 2] uint8.
+
+    Example, block_k 4: codes 1 2 3 4 | 5 6 -> bytes 0x31 0x42 | 0x05 0x06 (K is padded with code 0).
+    """
+    outputs, inputs = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, -inputs % block_k)).view(outputs, -1, 2, block_k // 2)
+    return (padded[:, :, 0] | padded[:, :, 1] << 4).reshape(outputs, -1).contiguous()
+
+
+def linear(
+    x: Tensor, layer: TritonLinear, out: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x`` [T, K] (rows may be strided) -> [T, N] of ``dtype`` (default: x's)."""
+    from draftwise.kernels.triton.device import linear as device
+
+    rows, outputs = x.shape[0], layer.weight.shape[0]
+    assert x.shape[1] == layer.inputs
+    result = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device) if out is None else out
+    if rows == 0:
+        return result
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tiling = layer.tiling
+    weight = layer.weight
+    device.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m))](
+        x,
+        weight,
+        weight if layer.scales is None else layer.scales,
+        weight if layer.zeros is None else layer.zeros,
+        weight if layer.bias is None else layer.bias,
+        result,
+        rows,
+        outputs,
+        layer.inputs,
+        x.stride(0),
+        1 if layer.scales is None or layer.bits != 4 else layer.scales.shape[1],
+        GROUP=layer.group,
+        BITS=layer.bits,
+        HAS_ZEROS=layer.zeros is not None,
+        HAS_BIAS=layer.bias is not None,
+        # the interpreter's product of bfloat16 is not one
+        WIDE=interpreted() and x.dtype is torch.bfloat16,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=layer.block_k,
+    )
+    return result

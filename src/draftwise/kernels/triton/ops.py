@@ -1,0 +1,143 @@
+"""`Ops` of Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwise.attention.base import AttentionBackend
+from draftwise.attention.triton import TritonAttention
+from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.triton import rows
+from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
+from draftwise.quantization.weights import QuantizedWeight
+from draftwise.types import AttentionBatch
+
+
+class TritonNorm(Norm):
+    """``weight`` [H] float32."""
+
+    __slots__ = ("eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight.float().contiguous()
+        self.eps = eps
+
+
+class TritonRope(Rope):
+    """``table`` [positions, 2, D / 2] float32: cosines, sines."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+
+class TritonOps(Ops):
+    """On a CUDA device, or on the CPU in Triton's interpreter. No result depends on what else is in a batch."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: AttentionBackend | None = None,
+        tiling: LinearTiling | None = None,
+    ) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._attention = attention or TritonAttention()
+        self._tiling = tiling or LinearTiling()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return TritonLinear(weight.contiguous(), bias, self._tiling)
+
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
+    ) -> Linear:
+        if dynamic or not can_pack(weight):  # rows are not rounded here: the products are those of floats
+            return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
+        return pack_quantized(weight, bias, self._tiling, self._device)
+
+    def pack_tied_head(self, table: Tensor) -> Linear:
+        return TritonLinear(table, None, self._tiling, shared=True)
+
+    def pack_norm(self, weight: Tensor, eps: float) -> Norm:
+        return TritonNorm(weight, eps)
+
+    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
+        positions = torch.arange(num_positions, dtype=torch.float32, device=self._device)
+        angles = positions[:, None] * inv_freq.to(self._device)  # [positions, D / 2]
+        return TritonRope(torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1))
+
+    def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+        return rows.gather_rows(table, token_ids, out)
+
+    def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, TritonLinear)
+        return linear(x, weight, out)
+
+    def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        assert isinstance(norm, TritonNorm)
+        return rows.rms_norm(x, norm.weight, norm.eps, out=out)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        assert isinstance(norm, TritonNorm)
+        return rows.rms_norm(x, norm.weight, norm.eps, residual, out)
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        return rows.silu_mul(gate_up, out)
+
+    def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return x.clone() if out is None else out.copy_(x)
+
+    def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        assert isinstance(rope, TritonRope)
+        return rows.gather_rows(rope.table, positions, out)
+
+    def qkv_rope_write(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope_rows: Tensor,
+        kv: tuple[Tensor, ...],
+        slots: Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return rows.rope_write(qkv, heads, rope_rows, kv, slots, _parts(q_norm), _parts(k_norm), out)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        heads: HeadShape,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        kv_heads = heads.num_kv_heads
+        return self._attention.run(
+            q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
+        )
+
+    def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
+        assert isinstance(head, TritonLinear)
+        return linear(hidden, head, out, torch.float32)
+
+
+def _parts(norm: Norm | None) -> tuple[Tensor, float] | None:
+    if norm is None:
+        return None
+    assert isinstance(norm, TritonNorm)
+    return norm.weight, norm.eps

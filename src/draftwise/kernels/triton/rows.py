@@ -1,0 +1,142 @@
+"""Launchers of the kernels that treat rows one by one. Sizes of blocks depend on shapes of the model alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import HeadShape
+
+_BLOCK = 1024
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n. Example: 5 -> 8."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``x`` [T, H] (rows may be strided), ``weight`` [H] float32 -> [T, H]; ``residual`` [T, H]: += x in place, and
+    the sum is what is normalised."""
+    from draftwise.kernels.triton.device import rows as device
+
+    count, size = x.shape
+    result = torch.empty((count, size), dtype=x.dtype, device=x.device) if out is None else out
+    if count:
+        assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+        added = x if residual is None else residual
+        device.rms_norm[(count,)](
+            x,
+            added,
+            weight,
+            result,
+            x.stride(0),
+            result.stride(0),
+            size,
+            eps,
+            ADD=residual is not None,
+            BLOCK=power_of_two(size),
+        )
+    return result
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """``gate_up`` [T, 2 * I] -> silu(gate) * up, [T, I]."""
+    from draftwise.kernels.triton.device import rows as device
+
+    count, size = gate_up.shape[0], gate_up.shape[1] // 2
+    result = gate_up.new_empty((count, size)) if out is None else out
+    if count:
+        block = min(_BLOCK, power_of_two(size))
+        device.silu_mul[(count, -(-size // block))](gate_up, result, size, gate_up.stride(0), BLOCK=block)
+    return result
+
+
+def gather_rows(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """``table`` [N, ...] dense, ``index`` [T] int64 -> [T, ...]."""
+    from draftwise.kernels.triton.device import rows as device
+
+    assert table.is_contiguous()
+    count = index.shape[0]
+    result = table.new_empty((count, *table.shape[1:])) if out is None else out
+    size = table[0].numel()
+    if count and size:
+        block = min(_BLOCK, power_of_two(size))
+        device.gather_rows[(count, -(-size // block))](table, index, result, size, BLOCK=block)
+    return result
+
+
+def rope_write(
+    qkv: Tensor,
+    heads: HeadShape,
+    angles: Tensor,
+    kv: tuple[Tensor, ...],
+    slots: Tensor,
+    q_norm: tuple[Tensor, float] | None = None,
+    k_norm: tuple[Tensor, float] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `Ops.qkv_rope_write`; ``angles`` [T, 2, D / 2] float32: cosines, sines; norms: weight [D] float32, epsilon."""
+    from draftwise.kernels.triton.device import rows as device
+
+    num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    count = qkv.shape[0]
+    queries = qkv.new_empty((count, num_q, dim)) if out is None else out
+    if count:
+        q_weight, q_eps = q_norm or (angles, 0.0)
+        k_weight, k_eps = k_norm or (angles, 0.0)
+        device.rope_write[(count, num_q + 2 * num_kv)](
+            qkv,
+            angles,
+            q_weight,
+            k_weight,
+            q_eps,
+            k_eps,
+            queries,
+            kv[0],
+            kv[-1],
+            slots,
+            qkv.stride(0),
+            HEADS=num_q,
+            KV_HEADS=num_kv,
+            DIM=dim,
+            HALF=dim // 2,
+            HALF_PAD=power_of_two(dim // 2),
+            Q_NORM=q_norm is not None,
+            K_NORM=k_norm is not None,
+            CODES=len(kv) == 2,
+            CLAMP=kv[0].dtype is torch.float16,
+        )
+    return queries
+
+
+def compact_paths(pool: Tensor, slots: Tensor, paths: Tensor, accepted: Tensor) -> None:
+    """Move the entries of accepted paths up behind their roots, in all layers, without knowing the paths on the host.
+
+    Args:
+        pool: [layers, slots, ...] dense; changed in place.
+        slots: [R, 1 + N] int64, slots of the root and of each node.
+        paths: [R, N] int32, accepted nodes from the root downwards; what stands behind ``accepted`` is not read.
+        accepted: [R] int32, lengths of the paths.
+    """
+    from draftwise.kernels.triton.device import rows as device
+
+    requests, nodes = paths.shape
+    if not requests or not nodes or not pool.numel():
+        return
+    assert pool.is_contiguous() and slots.shape == (requests, nodes + 1)
+    size = pool[0, 0].numel()
+    block = min(256, power_of_two(size))
+    device.compact_paths[(requests, pool.shape[0], -(-size // block))](
+        pool,
+        slots,
+        paths,
+        accepted,
+        size,
+        pool.stride(0),
+        nodes,
+        NODES_PAD=power_of_two(nodes),
+        BLOCK=block,
+    )

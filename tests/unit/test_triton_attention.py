@@ -1,0 +1,180 @@
+"""Triton's paged attention, in its interpreter where there is no GPU, against the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from tests.unit.test_attention_torch import make_batch
+
+from draftwise.attention.base import first_key, request_keys, request_slots
+from draftwise.attention.reference import ReferenceAttention
+from draftwise.attention.triton import Tiling, TritonAttention, _tasks
+from draftwise.kernels.triton.availability import interpreted
+from draftwise.kv.storage import quantized
+from draftwise.types import AttentionBatch
+
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
+SMALL = Tiling(block_n=16, partition=32)
+
+
+def filled_cache(
+    batch: AttentionBatch, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, seed: int = 0
+) -> torch.Tensor:
+    """[slots, 2 * Hkv, D]; NaN in every slot that nobody may read."""
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.full((slots, 2 * kv_heads, dim), float("nan"), dtype=dtype)
+    for r in range(len(batch.context_len_np)):
+        own = torch.from_numpy(request_slots(batch, r, first_key(batch, r), request_keys(batch, r)))
+        kv[own] = torch.randn((len(own), 2 * kv_heads, dim), generator=generator).to(dtype)
+    return kv
+
+
+def check(
+    batch: AttentionBatch,
+    slots: int,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 8,
+    window: int | None = None,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    cache: torch.dtype | None = None,
+    tiling: Tiling = SMALL,
+    workspace: int = 1 << 20,
+    limit: float = 1e-5,
+) -> torch.Tensor:
+    kv = filled_cache(batch, slots, kv_heads, dim, dtype)
+    entries: tuple[torch.Tensor, ...] = (kv if cache is None else kv.to(cache),)
+    if cache is torch.int8:
+        entries = quantized(kv.nan_to_num(5.0))
+    generator = torch.Generator().manual_seed(1)
+    rows = int(batch.query_start_np[-1])
+    packed = torch.randn((rows, heads + 2 * kv_heads, dim), generator=generator).to(dtype)
+    entries = tuple(part.to(DEVICE) for part in entries)
+    q = packed.to(DEVICE)[:, :heads]  # strided, as the packed q/k/v buffer gives it
+    scale = dim**-0.5
+    expected = ReferenceAttention().run(
+        q, entries, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap
+    )
+    buffer = torch.full_like(expected, 7.0)
+    backend = TritonAttention(tiling, workspace)
+    actual = backend.run(
+        q, entries, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=buffer
+    )
+    assert actual is buffer
+    torch.testing.assert_close(actual.float(), expected.float(), atol=limit, rtol=limit)
+    return actual
+
+
+MIXED = [(9, 1, False), (40, 5, True), (0, 20, False), (0, 0, False), (33, 1, False), (31, 3, True)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_ragged_batches_with_gaps_and_levels(window: int | None, heads: tuple[int, int]) -> None:
+    rng = np.random.default_rng(5)
+    batch, slots = make_batch(rng, MIXED, gaps=True, levels=True)
+    check(batch, slots, heads=heads[0], kv_heads=heads[1], window=window)
+
+
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 33, 63, 64])
+def test_lengths_at_the_borders_of_tiles_and_partitions(context: int) -> None:
+    rng = np.random.default_rng(context)
+    batch, slots = make_batch(rng, [(context, 1, False), (context, 4, True)], block_size=16)
+    check(batch, slots)
+
+
+def test_sizes_that_are_no_powers_of_two() -> None:
+    batch, slots = make_batch(np.random.default_rng(2), [(21, 2, False), (8, 6, True)], block_size=5)
+    check(batch, slots, heads=6, kv_heads=2, dim=20)
+
+
+def test_a_group_wider_than_a_block() -> None:
+    batch, slots = make_batch(np.random.default_rng(2), [(21, 2, False), (8, 3, True)])
+    check(batch, slots, heads=20, kv_heads=1)
+
+
+@pytest.mark.parametrize("cache", [torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_caches_of_other_types_and_soft_caps(cache: torch.dtype, softcap: float | None) -> None:
+    batch, slots = make_batch(np.random.default_rng(8), MIXED)
+    check(batch, slots, cache=cache, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_activations(dtype: torch.dtype) -> None:
+    batch, slots = make_batch(np.random.default_rng(4), MIXED)
+    check(batch, slots, dtype=dtype, limit=2e-2)
+
+
+def test_the_default_tiles() -> None:
+    batch, slots = make_batch(np.random.default_rng(4), [(600, 1, False), (520, 5, True)], block_size=16)
+    check(batch, slots, tiling=Tiling())
+
+
+def test_a_pass_larger_than_the_workspace_is_launched_in_pieces() -> None:
+    batch, slots = make_batch(np.random.default_rng(4), MIXED)
+    whole = check(batch, slots)
+    assert torch.equal(check(batch, slots, workspace=1), whole)
+    assert torch.equal(check(batch, slots, workspace=10 * 4 * 2 * (8 + 2) * 4), whole)
+
+
+def test_empty_pass() -> None:
+    batch, slots = make_batch(np.random.default_rng(4), [(4, 0, False)])
+    assert check(batch, slots).shape == (0, 32)
+
+
+def test_tasks_by_hand() -> None:
+    counts = np.array([5, 0, 2], np.int32)
+    assert _tasks(counts, np.array([0, 5, 5, 7], np.int32), 4).tolist() == [[0, 0, 4], [0, 4, 1], [2, 5, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_token_has_the_same_bits_in_a_tree_a_chunk_and_alone(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    """A path of 7 tokens behind 28 others, across the borders of a tile and of a partition: decoded token by token,
+    as one chunk, and as nodes of a tree whose other nodes stand between them, beside another request."""
+    context, depth, dim = 28, 7, 8
+    nodes = [0, 2, 3, 7, 8, 11, 12]  # the path's rows among the 14 of the tree
+    kv = torch.randn((64, 2, dim), generator=torch.Generator().manual_seed(3)).to(dtype)
+    q = torch.randn((depth, 4, dim), generator=torch.Generator().manual_seed(4)).to(dtype)
+    backend = TritonAttention(SMALL)
+
+    def run(queries: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        return backend.run(
+            queries.to(DEVICE), (cache.to(DEVICE),), batch, num_kv_heads=1, scale=0.3, window=window
+        ).cpu()
+
+    def batch_of(
+        rows: list[int], contexts: list[int], masks: list[int] | None, tables: list[list[int]]
+    ) -> AttentionBatch:
+        return AttentionBatch(
+            query_start_np=np.cumsum([0, *rows]).astype(np.int32),
+            context_len_np=np.array(contexts, np.int32),
+            is_tree_np=np.array([masks is not None and r == 0 for r in range(len(rows))]),
+            block_tables_np=np.array(tables, np.int32),
+            ancestors_np=None if masks is None else np.array(masks, np.uint64),
+            block_size=16,
+        )
+
+    chunk = run(q, kv, batch_of([depth], [context], None, [[0, 1, 2, 3]]))
+    alone = [run(q[i : i + 1], kv, batch_of([1], [context + i], None, [[0, 1, 2, 3]])) for i in range(depth)]
+    assert torch.equal(torch.cat(alone), chunk)
+
+    scattered = torch.randn((128, 2, dim), generator=torch.Generator().manual_seed(9)).to(dtype)
+    scattered[:context] = kv[:context]
+    queries = torch.randn((16, 4, dim), generator=torch.Generator().manual_seed(10)).to(dtype)
+    masks = [1 | 1 << i for i in range(14)] + [0, 0]  # the other nodes are children of the root
+    for i, node in enumerate(nodes):
+        scattered[context + node] = kv[context + i]
+        queries[node] = q[i]
+        masks[node] = sum(1 << n for n in nodes[: i + 1])
+    batch = batch_of([14, 2], [context, 5], masks, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert torch.equal(run(queries, scattered, batch)[nodes], chunk)
