@@ -184,6 +184,9 @@ def test_accept_takes_turns_with_plain_decoding_and_draws(tmp_path: Path) -> Non
     drawing = ElementTree.fromstring((tmp_path / "plot.svg").read_text())
     bars = [e for e in drawing if e.tag.endswith("rect") and len(e)]
     assert len(bars) == 2 * len(rows) and all(float(e.attrib["height"]) > 0 for e in bars)
+    # a method and its trees share a colour, and differ in its strength
+    assert len({e.attrib["fill"] for e in bars}) == 1
+    assert len([e for e in bars if "fill-opacity" in e.attrib]) == len(bars) // 2
     for name, message in (("plot.gif", "ends in .svg or .png"), ("no/plot.svg", "there is no folder")):
         with pytest.raises(ConfigError, match=message):
             draw_accept(rows, tmp_path / name)

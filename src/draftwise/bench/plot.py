@@ -48,10 +48,11 @@ def check_plot(path: Path) -> None:
 def accept_svg(rows: Sequence[AcceptRow]) -> str:
     """The panels one above the other, as SVG text."""
     workloads, methods = _names(rows)
+    paint = _paint(methods)
     group = len(methods) * _BAR + _GAP
     width = _LEFT + max(len(workloads) * group, 420)
     panel = _TOP + _HEIGHT + _GAP
-    legend = 18 * -(-len(methods) // 4) + 8
+    legend = 18 * -(-len(methods) // 4) + 16
     height = len(_PANELS) * panel + legend
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -77,13 +78,28 @@ def accept_svg(rows: Sequence[AcceptRow]) -> str:
                 tall = round(_HEIGHT * value(row) / most, 1)
                 parts.append(
                     f'<rect x="{left + m * _BAR}" y="{round(top + _HEIGHT - tall, 1)}" width="{_BAR - 2}" '
-                    f'height="{tall}" fill="{COLOURS[m % len(COLOURS)]}">'
+                    f'height="{tall}" {paint[method]}>'
                     f"<title>{escape(method)}, {escape(workload)}: {value(row):.2f}</title></rect>"
                 )
     for m, method in enumerate(methods):
-        x, y = _LEFT + (m % 4) * (width - _LEFT) / 4, len(_PANELS) * panel + 18 * (m // 4)
-        parts.append(f'<text x="{x}" y="{y}" fill="{COLOURS[m % len(COLOURS)]}">{escape(method)}</text>')
+        x, y = _LEFT + (m % 4) * (width - _LEFT) / 4, len(_PANELS) * panel + 18 * (m // 4) + 8
+        parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" {paint[method]}/>')
+        parts.append(f'<text x="{x + 15}" y="{y}">{escape(method)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _paint(methods: Sequence[str]) -> dict[str, str]:
+    """How each variant's bars are filled: one colour per method, half as strong for its trees.
+
+    Example: "ngram", "mtp", "mtp/tree": the first colour, the second one, the second one at half strength.
+    """
+    bases = list(dict.fromkeys(method.partition("/")[0] for method in methods))
+    out: dict[str, str] = {}
+    for method in methods:
+        base, _, shape = method.partition("/")
+        strength = ' fill-opacity="0.5"' if shape else ""
+        out[method] = f'fill="{COLOURS[bases.index(base) % len(COLOURS)]}"{strength}'
+    return out
 
 
 def _names(rows: Sequence[AcceptRow]) -> tuple[list[str], list[str]]:
