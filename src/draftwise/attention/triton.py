@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
-from draftwise.kernels.triton.availability import interpreted
+from draftwise.kernels.triton.availability import LAUNCH, interpreted
 from draftwise.types import AttentionBatch
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class TritonAttention(AttentionBackend):
                 CODES=len(kv) == 2,
                 # the interpreter's product of bfloat16 is not one
                 WIDE=interpreted() and q.dtype is torch.bfloat16,
+                **LAUNCH,
             )
             combine_partitions[(piece_rows, heads)](
                 acc,
@@ -143,6 +144,7 @@ class TritonAttention(AttentionBackend):
                 DIM_PAD=dim_pad,
                 PARTITION=tiling.partition,
                 WINDOWED=window is not None,
+                **LAUNCH,
             )
         return result
 
@@ -177,7 +179,7 @@ class TritonAttention(AttentionBackend):
         positions = torch.empty(rows, dtype=torch.int32, device=device)
         paths = torch.empty((rows, 64), dtype=torch.int32, device=device)
         tree_rows[(rows,)](
-            words.view(torch.int64), row_request, query_start, context, is_tree, positions, paths
+            words.view(torch.int64), row_request, query_start, context, is_tree, positions, paths, **LAUNCH
         )
         made = _Prepared(
             tasks=flat_tasks.view(-1, 3),

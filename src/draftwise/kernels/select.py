@@ -12,6 +12,7 @@ import torch
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kernels.triton.availability import why_not_triton
 
 if TYPE_CHECKING:
     from draftwise.kernels.cpu.pool import ThreadPool
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draftwise")
 
 KERNELS_VARIABLE = "DRAFTWISE_KERNELS"
-"""``torch`` keeps models on plain torch; ``native`` insists on the native kernels; ``auto`` or nothing: native where it
-can be."""
+"""``torch`` keeps models on plain torch; ``native`` and ``triton`` insist on the native kernels or on Triton's; ``auto``
+or nothing: native on a CPU and Triton on a CUDA device, where they can be."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> Ops:
-    """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise.
+    """Native kernels on a CPU in float32 and bfloat16, Triton's on a CUDA device, plain torch otherwise.
 
     Args:
         scheme: What linear layers are rounded to as they are packed; only native kernels can.
@@ -35,6 +36,16 @@ def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None 
     Raises:
         ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or native kernels are needed that cannot be had.
     """
+    if _wanted() == "triton" or (_wanted() == "auto" and device.type == "cuda"):
+        if scheme is not None:
+            raise ConfigError(f"quantization: {scheme.name} needs the native kernels, which run on the CPU")
+        without = why_not_triton(dtype, device)
+        if without is None:
+            return _triton(dtype, device)
+        if _wanted() == "triton":
+            raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
+        _say_once(without)
+        return TorchOps(dtype, device)
     reason = native_reason(dtype, device)
     if reason is None:
         return _native(dtype, scheme)
@@ -51,8 +62,8 @@ def native_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     Raises:
         ConfigError: ``DRAFTWISE_KERNELS`` names nothing.
     """
-    if _wanted() == "torch":
-        return f"{KERNELS_VARIABLE}=torch"
+    if _wanted() in ("torch", "triton"):
+        return f"{KERNELS_VARIABLE}={_wanted()}"
     if device.type != "cpu":
         return f"native kernels run on the CPU, not on {device.type}"
     if dtype not in _NATIVE_DTYPES:
@@ -67,14 +78,20 @@ def native_reason(dtype: torch.dtype, device: torch.device) -> str | None:
 
 def _wanted() -> str:
     wanted = os.environ.get(KERNELS_VARIABLE, "").lower() or "auto"
-    if wanted not in ("auto", "torch", "native"):
-        raise ConfigError(f"{KERNELS_VARIABLE}={wanted}: must be auto, native or torch")
+    if wanted not in ("auto", "torch", "native", "triton"):
+        raise ConfigError(f"{KERNELS_VARIABLE}={wanted}: must be auto, native, torch or triton")
     return wanted
 
 
 @functools.cache
 def _say_once(reason: str) -> None:
-    logger.warning("no native CPU kernels, models run on plain torch: %s", reason)
+    logger.warning("models run on plain torch, not on kernels: %s", reason)
+
+
+def _triton(dtype: torch.dtype, device: torch.device) -> Ops:
+    from draftwise.kernels.triton.ops import TritonOps
+
+    return TritonOps(dtype, device)
 
 
 def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Final
 
 import torch
+
+LAUNCH: Final = {"enable_fp_fusion": False}
+"""Options of every launch: a product and a sum are rounded one after the other, whatever Triton's default is, so that
+the same formula gives the same bits in every kernel and every specialisation of it."""
 
 
 def interpreted() -> bool:

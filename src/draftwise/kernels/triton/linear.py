@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Linear
-from draftwise.kernels.triton.availability import interpreted
+from draftwise.kernels.triton.availability import LAUNCH, interpreted
 from draftwise.quantization.weights import QuantizedWeight
 
 
@@ -148,5 +148,6 @@ def linear(
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=layer.block_k,
+        **LAUNCH,
     )
     return result

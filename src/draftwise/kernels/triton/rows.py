@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
+from draftwise.kernels.triton.availability import LAUNCH
 
 _BLOCK = 1024
 
@@ -38,6 +39,7 @@ def rms_norm(
             eps,
             ADD=residual is not None,
             BLOCK=power_of_two(size),
+            **LAUNCH,
         )
     return result
 
@@ -50,7 +52,9 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     result = gate_up.new_empty((count, size)) if out is None else out
     if count:
         block = min(_BLOCK, power_of_two(size))
-        device.silu_mul[(count, -(-size // block))](gate_up, result, size, gate_up.stride(0), BLOCK=block)
+        device.silu_mul[(count, -(-size // block))](
+            gate_up, result, size, gate_up.stride(0), BLOCK=block, **LAUNCH
+        )
     return result
 
 
@@ -64,7 +68,7 @@ def gather_rows(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tens
     size = table[0].numel()
     if count and size:
         block = min(_BLOCK, power_of_two(size))
-        device.gather_rows[(count, -(-size // block))](table, index, result, size, BLOCK=block)
+        device.gather_rows[(count, -(-size // block))](table, index, result, size, BLOCK=block, **LAUNCH)
     return result
 
 
@@ -108,6 +112,7 @@ def rope_write(
             K_NORM=k_norm is not None,
             CODES=len(kv) == 2,
             CLAMP=kv[0].dtype is torch.float16,
+            **LAUNCH,
         )
     return queries
 
@@ -139,4 +144,5 @@ def compact_paths(pool: Tensor, slots: Tensor, paths: Tensor, accepted: Tensor) 
         nodes,
         NODES_PAD=power_of_two(nodes),
         BLOCK=block,
+        **LAUNCH,
     )

@@ -1,0 +1,91 @@
+"""A whole model on Triton kernels, in the interpreter where there is no GPU, against plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from draftwise.attention.triton import Tiling, TritonAttention
+from draftwise.errors import ConfigError
+from draftwise.kernels.base import Ops
+from draftwise.kernels.select import default_ops
+from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kernels.triton.availability import interpreted
+from draftwise.kernels.triton.linear import LinearTiling
+from draftwise.kernels.triton.ops import TritonOps
+from draftwise.kv.storage import KVStorage
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.loader import load_model
+from tests.fakes.tiny import VOCAB, save_llama
+
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
+PARENTS = (-1, -1, 0, 0, 2)
+
+
+def triton_ops() -> TritonOps:
+    """With tiles of a size for the interpreter."""
+    tiling = Tiling(block_n=16, partition=32)
+    return TritonOps(torch.float32, DEVICE, TritonAttention(tiling), LinearTiling(16, 32, 32))
+
+
+def run(folder: str, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a pass over a prompt of 20 tokens and a short one, then of a tree beside a decoding row."""
+    model = load_model(folder, dtype=torch.float32, device=DEVICE, ops=ops)
+    kv = KVStorage(model.kv_layout(), 12, 4, torch.float32, DEVICE)
+    tokens = np.random.default_rng(0).integers(3, VOCAB, 40).astype(np.int32)
+    tables = np.arange(1, 8, dtype=np.int32), np.arange(8, 12, dtype=np.int32)
+    with torch.inference_mode():
+        first = build_step_input(
+            [RowInput(tokens[:20], 0, tables[0]), RowInput(tokens[20:25], 0, tables[1])], 4, DEVICE
+        )
+        prefill = model.logits(model.forward(first, kv).hidden)
+        second = build_step_input(
+            [RowInput(tokens[25:31], 20, tables[0], PARENTS), RowInput(tokens[31:32], 5, tables[1])],
+            4,
+            DEVICE,
+        )
+        return prefill, model.logits(model.forward(second, kv).hidden)
+
+
+def test_prompts_and_a_tree_as_plain_torch_has_them(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, seed=3)
+    for actual, expected in zip(
+        run(folder, triton_ops()), run(folder, TorchOps(torch.float32, DEVICE)), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_path_of_a_tree_has_the_bits_of_plain_decoding(tmp_path: Path) -> None:
+    model = load_model(save_llama(tmp_path, seed=3), dtype=torch.float32, device=DEVICE, ops=triton_ops())
+    tokens = np.random.default_rng(0).integers(3, VOCAB, 14).astype(np.int32)
+    table = np.arange(1, 5, dtype=np.int32)
+    in_tree = (8, 9, 11, 13)  # the root and nodes 0, 2 and 4 of PARENTS: one path
+    with torch.inference_mode():
+        logits = []
+        for tree in (True, False):
+            kv = KVStorage(model.kv_layout(), 5, 4, torch.float32, DEVICE)
+            model.forward(build_step_input([RowInput(tokens[:8], 0, table)], 4, DEVICE), kv)
+            if tree:
+                batch = build_step_input([RowInput(tokens[8:], 8, table, PARENTS)], 4, DEVICE)
+                logits.append(model.logits(model.forward(batch, kv).hidden)[[i - 8 for i in in_tree]])
+                continue
+            for depth, i in enumerate(in_tree):
+                batch = build_step_input([RowInput(tokens[i : i + 1], 8 + depth, table)], 4, DEVICE)
+                logits.append(model.logits(model.forward(batch, kv).hidden))
+    assert torch.equal(logits[0], torch.cat(logits[1:]))
+
+
+@pytest.mark.skipif(not interpreted(), reason="asks for the interpreter on a CPU")
+def test_kernels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTWISE_KERNELS", "triton")
+    assert isinstance(default_ops(torch.float32, torch.device("cpu")), TritonOps)
+    with pytest.raises(ConfigError, match="no float64 activations"):
+        default_ops(torch.float64, torch.device("cpu"))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="need a CUDA device, or TRITON_INTERPRET=1"):
+        default_ops(torch.float32, torch.device("cpu"))
