@@ -21,6 +21,9 @@ from draftwise.types import RowResult, Speculation, StepResult
 
 _DEEPEST_LOSS = 4.0
 """Plain steps below which the account never falls."""
+_HOPELESS_DRAFTS = 8
+_HOPELESS_ACCEPTED = 0.3
+"""So many proposals of which less than so many drafts were accepted on average end a trial before its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class AdaptiveSettings:
     explore_steps: float = 8.0
     loss_share: float = 0.01
     loss_steps: float = 24.0
+    trial_steps: int = (
+        24  # drafting steps of a new group before times decide about it: the first ones say little
+    )
+    trial_loss: float = 5.0  # plain steps lost that end every trial
     first_steps: int = 12  # choose every step
     warm_steps: int = 48  # choose often
     warm_interval: int = 4
@@ -129,6 +136,7 @@ class AdaptiveController(Controller):
         drafter.drafted = step
         group = self._drafting.get(drafter.group)
         if group is None:
+            drafter.group.num_steps += 1
             self._drafting[drafter.group] = [1, nodes, lag]
         else:
             group[0] += 1
@@ -213,6 +221,8 @@ class AdaptiveController(Controller):
     def _observe_row(self, drafter: Drafter, row: RowResult) -> None:
         group, drafted = drafter.group, row.num_drafted
         if drafted:
+            group.num_drafts += 1
+            group.num_accepted += row.num_accepted
             if group.trees or not is_chain(row.draft_parents):
                 group.trees = True
                 group.acceptance.counts.add_tree(drafted, row.accepted_nodes)
@@ -313,7 +323,8 @@ class AdaptiveController(Controller):
         options, rate = choose(groups, prices, self.model)
         self._rate_gain = rate * plain / n
         for (group, members), option in zip(groups, options, strict=True):
-            self._carry_out(group, members, option)
+            if not self._on_trial(group):
+                self._carry_out(group, members, option)
         if self._step < settings.first_steps:
             interval = 1
         elif any(option.cap for option in options):
@@ -321,6 +332,17 @@ class AdaptiveController(Controller):
         else:
             interval = settings.idle_interval
         self._decide_at = self._step + interval
+
+    def _on_trial(self, group: Group) -> bool:
+        """Whether the group goes on drafting what it was asked for, whatever its first times look like: a machine that
+        is busy at that moment must not decide. Nearly no draft accepted is reason enough to stop."""
+        settings = self.settings
+        if self._batch > 2 or group.cap is not None or group.num_steps >= settings.trial_steps:
+            return False
+        if self._balance < settings.loss_steps - settings.trial_loss:
+            return False
+        few = group.num_accepted < _HOPELESS_ACCEPTED * group.num_drafts
+        return not (few and group.num_drafts >= _HOPELESS_DRAFTS)
 
     def _carry_out(self, group: Group, members: list[Drafter], option: Option) -> None:
         group.cap = option.cap

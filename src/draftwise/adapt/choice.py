@@ -35,6 +35,9 @@ class Group:
     hopeful: bool = True  # at this batch size, drafts that were all accepted would pay
     last_cap: int = 0  # the last one that was not 0
     last_deep: int = 0  # step of the last look beyond `cap`, or of the last trial of the whole group
+    num_steps: int = 0  # steps in which it drafted
+    num_drafts: int = 0  # proposals verified
+    num_accepted: int = 0  # drafts accepted of them
 
     @property
     def sampled(self) -> bool:
