@@ -207,16 +207,20 @@ def test_bench_throughput(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench_accept(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--prompts", "1", "--output-tokens", "16", "--prompt-tokens", "64"]
-    rows = json.loads(run(capsys, "bench", "accept", "--json", *small)[0])["results"]
+    chosen = ["--methods", "mtp", "ngram", "suffix"]
+    rows = json.loads(run(capsys, "bench", "accept", "--json", *small, *chosen)[0])["results"]
     assert [(r["workload"], r["method"]) for r in rows] == [
-        (w, m) for w in ("code", "edit", "copy", "random") for m in ("draft_model", "ngram", "suffix")
+        (w, m)
+        for w in ("code", "edit", "copy", "random")
+        for m in ("mtp", "mtp/tree", "ngram", "suffix", "suffix/tree")
     ]
     for row in rows:
         if row["num_drafts"]:
             accepted = row["acceptance_per_position"]
             assert row["mean_acceptance_length"] == pytest.approx(1 + sum(accepted))
             assert list(accepted) == sorted(accepted, reverse=True)
-    assert "copy" in run(capsys, "bench", "accept", *small, "--workloads", "copy")[0]
+    everything = run(capsys, "bench", "accept", *small, "--workloads", "copy")[0]
+    assert all(name in everything for name in ("copy", "draft_model", "eagle3", "medusa", "mtp", "hybrid"))
 
 
 # A real process.
