@@ -230,4 +230,4 @@ def _to_device(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) -
     joined = torch.from_numpy(np.concatenate([part.astype(np.int32, copy=False) for part in parts]))
     if device.type == "cuda":
         joined = joined.pin_memory()
-    return list(joined.to(device, non_blocking=True).split([len(part) for part in parts]))
+    return list(torch.split(joined.to(device, non_blocking=True), [len(part) for part in parts]))

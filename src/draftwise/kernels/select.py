@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draftwise")
 
 KERNELS_VARIABLE = "DRAFTWISE_KERNELS"
-"""``torch`` keeps models on plain torch; ``native`` and ``triton`` insist on the native kernels or on Triton's; ``auto``
-or nothing: native on a CPU and Triton on a CUDA device, where they can be."""
+"""``torch`` keeps models on plain torch; ``native`` and ``triton`` insist on the native kernels or on Triton's;
+``auto`` or nothing: native on a CPU and Triton on a CUDA device, where they can be."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
