@@ -11,7 +11,17 @@ import torch
 from scipy import stats
 
 from draftwise.sampling import noise
-from draftwise.sampling.noise import ACCEPT, DRAFT, RECOVER, SHARED, NoiseKey, gumbel, row_key, uniform
+from draftwise.sampling.noise import (
+    ACCEPT,
+    DRAFT,
+    RECOVER,
+    SHARED,
+    NoiseKey,
+    gumbel,
+    many_uniforms,
+    row_key,
+    uniform,
+)
 
 EULER = 0.5772156649015329
 N = 60_000
@@ -40,6 +50,18 @@ def test_keys_are_distinct() -> None:
     keys = [row_key(*f) for f in fields]
     shared = [row_key(s, n, SHARED, p, -1, 0) for s in (0, 1) for n in (0, 1) for p in (0, 1, 2)]
     assert len({*keys, *shared}) == len(keys) + len(shared)
+
+
+@pytest.mark.parametrize("stream", [SHARED, DRAFT, ACCEPT, RECOVER])
+def test_many_uniforms_at_once_are_the_same(stream: int) -> None:
+    seeds = [0, 1, 7, 2**63, 2**64 - 1]
+    samples, positions = [0, 1, 2, 2**16, 2**31], [0, 5, 4096, 2**31, 2**32 - 1]
+    nodes, bases = [-1, 0, 3, 63, 200], [1, 5, 4090, 2**31, 2**32 - 1]
+    one_by_one = [
+        uniform(seed, sample, stream, position, node, base)
+        for seed, sample, position, node, base in zip(seeds, samples, positions, nodes, bases, strict=True)
+    ]
+    assert many_uniforms(stream, seeds, samples, positions, nodes, bases) == one_by_one
 
 
 def test_shared_stream_ignores_node_and_base() -> None:

@@ -49,6 +49,18 @@ class TestPick:
             assert got == want or near
             assert weights[i, got] > 0
 
+    @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 128, 4096, 4099])
+    def test_a_row_is_picked_alike_alone_and_among_many(self, vocab: int) -> None:
+        gen = torch.Generator().manual_seed(vocab)
+        weights = (torch.randn(40, vocab, generator=gen) * 4).softmax(dim=-1)
+        weights[3] = 0.0
+        weights[5, : vocab // 2] = 0.0
+        us = torch.rand(40, generator=gen, dtype=torch.float64).tolist()
+        us[7], us[8] = 0.0, 1.0 - 2.0**-53
+        alone = [pick(weights[i : i + 1], [us[i]])[0] for i in range(40)]
+        assert pick(weights, us) == alone
+        assert alone[3] == -1
+
     def test_borders(self) -> None:
         weights = torch.tensor([[0.5, 0.0, 0.5, 0.0]] * 4)
         assert pick(weights, [0.0, 0.5 - 1e-12, 0.5, 1.0 - 2.0**-53]) == [0, 0, 2, 2]

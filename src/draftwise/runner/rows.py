@@ -63,5 +63,8 @@ class Row:
             grown = np.empty(end + 64, np.int32)
             grown[: self.num_tokens] = self.tokens_np[: self.num_tokens]
             self.tokens_np = grown
-        self.tokens_np[self.num_tokens : end] = token_ids
+        if len(token_ids) == 1:  # a store into a slice takes ten times as long
+            self.tokens_np[self.num_tokens] = token_ids[0]
+        else:
+            self.tokens_np[self.num_tokens : end] = token_ids
         self.num_tokens = end

@@ -105,10 +105,12 @@ def _pick_together(
     totals = sums[:, -1]
     u = np.minimum(uniforms, _BELOW_ONE)
     blocks = np.minimum((sums <= (u * totals)[:, None]).sum(axis=1), sums.shape[1] - 1)
-    # columns of each row's block, [R, 64]; of a last block that is shorter, those past the end weigh nothing
-    columns = blocks[:, None] * _BLOCK + np.arange(_BLOCK)
-    inner_weights = weights[every[:, None], np.minimum(columns, vocab - 1)]
-    if vocab % _BLOCK:
+    if vocab % _BLOCK == 0 and weights.flags.c_contiguous:
+        inner_weights = weights.reshape(rows, -1, _BLOCK)[every, blocks]
+    else:
+        # columns of each row's block, [R, 64]; of a last block that is shorter, those past the end weigh nothing
+        columns = blocks[:, None] * _BLOCK + np.arange(_BLOCK)
+        inner_weights = weights[every[:, None], np.minimum(columns, vocab - 1)]
         inner_weights[columns >= vocab] = 0.0
     inner = inner_weights.cumsum(axis=1, dtype=np.float64)
     before = np.where(blocks > 0, sums[every, blocks - 1], 0.0)

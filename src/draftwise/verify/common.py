@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftwise.sampling.noise import ACCEPT, RECOVER, uniform
+from draftwise.sampling.noise import ACCEPT, RECOVER, many_uniforms, uniform
 from draftwise.verify.base import VerifyRequest
 
 
@@ -48,3 +48,17 @@ def recover_uniform(request: VerifyRequest, node: int, depth: int) -> float:
     state = request.state
     base = state.num_tokens
     return uniform(state.seed, state.sample_index, RECOVER, base + depth, node, base)
+
+
+_FEW = 8
+"""Requests up to which uniforms are made one by one: array operations take 25 us however few there are."""
+
+
+def root_uniforms(requests: Sequence[VerifyRequest]) -> list[float]:
+    """`recover_uniform` of every request's root."""
+    if len(requests) <= _FEW:
+        return [recover_uniform(request, -1, 0) for request in requests]
+    states = [request.state for request in requests]
+    bases = [state.num_tokens for state in states]
+    seeds = [state.seed for state in states]
+    return many_uniforms(RECOVER, seeds, [s.sample_index for s in states], bases, [-1] * len(states), bases)

@@ -13,7 +13,7 @@ from draftwise.sampling.draw import pick
 from draftwise.sampling.rows import argmax_rows
 from draftwise.types import Proposal, Verification
 from draftwise.verify.base import Rule, VerifyRequest
-from draftwise.verify.common import accept_uniform, recover_uniform, rows_of, select_rows
+from draftwise.verify.common import accept_uniform, recover_uniform, root_uniforms, rows_of, select_rows
 
 
 class RejectionRule(Rule):
@@ -46,10 +46,6 @@ class End(NamedTuple):
     q: torch.Tensor | None = None  # [V]
     excluded: int = -1
     weights: torch.Tensor | None = None  # [V], unnormalised
-
-
-def _changes(end: End) -> bool:
-    return end.q is not None or end.weights is not None or end.excluded >= 0
 
 
 def gather_drafts(
@@ -175,11 +171,9 @@ def walk_tree(
 
 def finish(requests: Sequence[VerifyRequest], ends: Sequence[End], p: torch.Tensor) -> list[Verification]:
     """Draw every request's last token: one residual, one draw over all of them."""
-    p_rows = [end.p_row for end in ends]
-    if len(ends) == p.shape[0] and p_rows == list(range(len(ends))) and not any(map(_changes, ends)):
-        weights = p  # nothing was drafted: every row is drawn from as it stands
-    else:
-        weights = p.index_select(0, torch.tensor(p_rows, device=p.device))
+    weights = p
+    if len(ends) < p.shape[0]:  # else nothing was drafted: every root's row is drawn from as it stands
+        weights = p.index_select(0, torch.tensor([end.p_row for end in ends], device=p.device))
     subtracted = False
     out_rows: list[int] = []
     out_tokens: list[int] = []
@@ -196,10 +190,13 @@ def finish(requests: Sequence[VerifyRequest], ends: Sequence[End], p: torch.Tens
         weights.clamp_(min=0.0)
     if out_rows:
         weights[out_rows, out_tokens] = 0.0
-    uniforms = [
-        recover_uniform(request, end.path[-1] if end.path else -1, len(end.path))
-        for request, end in zip(requests, ends, strict=True)
-    ]
+    if weights is p:
+        uniforms = root_uniforms(requests)
+    else:
+        uniforms = [
+            recover_uniform(request, end.path[-1] if end.path else -1, len(end.path))
+            for request, end in zip(requests, ends, strict=True)
+        ]
     greedy = [r for r, request in enumerate(requests) if request.state.is_greedy]
     if greedy:  # only rules that also serve temperature 0 (typical, synthetic) get here
         best = argmax_rows(weights)
