@@ -1,0 +1,97 @@
+"""Compiles every Triton kernel for a GPU of compute capability 9.0; needs none. Run in a process of its own, without
+TRITON_INTERPRET. Prints a line per kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from draftwise.kernels.triton.availability import LAUNCH
+from draftwise.kernels.triton.device import attention, linear, rows, verify
+
+
+def build(kernel: Any, signature: str, **constants: object) -> None:
+    """``signature``: types of the arguments that are not constants, in order."""
+    names = kernel.arg_names
+    given = dict(zip([name for name in names if name not in constants], signature.split(), strict=True))
+    source = ASTSource(
+        kernel,
+        {name: given.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    made = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=dict(LAUNCH))
+    print(kernel.__name__, constants, f"{made.metadata.shared} bytes shared", flush=True)
+
+
+def main() -> None:
+    for q, kv, scales, flags in (
+        ("*bf16", "*bf16", "*bf16", (False, False, False)),
+        ("*fp16", "*i8", "*fp32", (True, True, True)),
+        ("*fp32", "*fp16", "*fp16", (False, True, False)),
+    ):
+        build(
+            attention.partial_attention,
+            f"{q} {kv} {scales} {'*i32 ' * 7} *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32",
+            **dict(zip(("CAPPED", "WINDOWED", "CODES"), flags, strict=True)),
+            PAGE=16,
+            HEADS=32,
+            KV_HEADS=8,
+            DIM=128,
+            DIM_PAD=128,
+            ROWS=4,
+            BLOCK_M=16,
+            BLOCK_N=64,
+            PARTITION=512,
+            WIDE=False,
+        )
+    build(
+        attention.combine_partitions,
+        "*fp32 *fp32 *fp32 *i32 *bf16 i32 i32 i32",
+        HEADS=32,
+        DIM=128,
+        DIM_PAD=128,
+        PARTITION=512,
+        WINDOWED=True,
+    )
+    build(attention.tree_rows, "*i64 *i32 *i32 *i32 *i32 *i32 *i32")
+    build(rows.rms_norm, "*bf16 *bf16 *fp32 *bf16 i32 i32 i32 fp32", ADD=True, BLOCK=4096)
+    build(rows.silu_mul, "*bf16 *bf16 i32 i32", BLOCK=1024)
+    build(rows.gather_rows, "*bf16 *i64 *bf16 i32", BLOCK=1024)
+    for kv, scales in (("*bf16", "*bf16"), ("*i8", "*fp32")):
+        build(
+            rows.rope_write,
+            f"*bf16 *fp32 *fp32 *fp32 fp32 fp32 *bf16 {kv} {scales} *i64 i32",
+            HEADS=32,
+            KV_HEADS=8,
+            DIM=128,
+            HALF=64,
+            HALF_PAD=64,
+            Q_NORM=True,
+            K_NORM=True,
+            CODES=kv == "*i8",
+            CLAMP=False,
+        )
+    build(rows.compact_paths, "*bf16 *i64 *i32 *i32 i32 i32 i32", NODES_PAD=64, BLOCK=256)
+    for bits, weight in ((16, "*bf16"), (8, "*i8"), (4, "*u8")):
+        build(
+            linear.linear,
+            f"*bf16 {weight} *fp32 *u8 *bf16 *bf16 i32 i32 i32 i32 i32",
+            GROUP=128,
+            BITS=bits,
+            HAS_ZEROS=bits == 4,
+            HAS_BIAS=True,
+            WIDE=False,
+            BLOCK_M=64,
+            BLOCK_N=64,
+            BLOCK_K=64,
+        )
+    build(verify.argmax_rows, "*fp32 *i64 *i64 i32 i32", NOISY=True, BLOCK=1024)
+    build(verify.walk_trees, "*i64 *i32 *i32 *i64 *i32 *i32 *i64 i32")
+    build(verify.reject_chains, "*fp32 *fp32 *i64 *i64 *i64 *i32 *fp64 *fp64 *i32 *i64 i32 i32", BLOCK=1024)
+
+
+if __name__ == "__main__":
+    main()
