@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from draftwise import LLM, SamplingParams
 from draftwise.attention.triton import Tiling, TritonAttention
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import Ops
@@ -89,3 +90,26 @@ def test_kernels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="need a CUDA device, or TRITON_INTERPRET=1"):
         default_ops(torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not interpreted(), reason="asks for the interpreter on a CPU")
+def test_an_engine_speculates_on_them_without_a_change_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTWISE_KERNELS", "triton")
+    folder = save_llama(tmp_path / "target", seed=3)
+    near = save_llama(tmp_path / "near", seed=3, noise=0.02)
+    outputs = []
+    for speculation in (None, {"method": "draft_model", "model": near, "num_speculative_tokens": 3}):
+        with LLM(
+            folder,
+            dtype="float32",
+            device="cpu",
+            skip_tokenizer_init=True,
+            num_kv_blocks=32,
+            speculative_config=speculation,
+        ) as llm:
+            prompt = {"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5, 6]}
+            done = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+            outputs.append(done[0].outputs[0].token_ids)
+    assert len(outputs[0]) == 8 and list(outputs[0]) == list(outputs[1])
