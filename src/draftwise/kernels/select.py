@@ -22,13 +22,14 @@ logger = logging.getLogger("draftwise")
 
 KERNELS_VARIABLE = "DRAFTWISE_KERNELS"
 """``torch`` keeps models on plain torch; ``native`` and ``triton`` insist on the native kernels or on Triton's;
-``auto`` or nothing: native on a CPU and Triton on a CUDA device, where they can be."""
+``auto`` or nothing: native on a CPU where they can be, else plain torch. Triton's are chosen by name only, until they
+have run on a device."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> Ops:
-    """Native kernels on a CPU in float32 and bfloat16, Triton's on a CUDA device, plain torch otherwise.
+    """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise; others where the environment names them.
 
     Args:
         scheme: What linear layers are rounded to as they are packed; only native kernels can.
@@ -36,16 +37,13 @@ def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None 
     Raises:
         ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or native kernels are needed that cannot be had.
     """
-    if _wanted() == "triton" or (_wanted() == "auto" and device.type == "cuda"):
+    if _wanted() == "triton":
         if scheme is not None:
             raise ConfigError(f"quantization: {scheme.name} needs the native kernels, which run on the CPU")
         without = why_not_triton(dtype, device)
         if without is None:
             return _triton(dtype, device)
-        if _wanted() == "triton":
-            raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
-        _say_once(without)
-        return TorchOps(dtype, device)
+        raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
     reason = native_reason(dtype, device)
     if reason is None:
         return _native(dtype, scheme)
