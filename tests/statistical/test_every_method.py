@@ -1,0 +1,92 @@
+"""Every method in every shape, sampled under the rejection rule by whole engines: the joint distribution of the first
+three tokens is the target's.
+
+The statistic and its threshold are those of `test_end_to_end`: under the null hypothesis it is passed with probability
+below 1e-9. Detectable: with 2,500 trials and df near 100, d = sum((observed - p) ** 2 / p) of 0.057, a shift of 24 % of
+the probability of every cell; what draws children in the wrong way is off by far more (`test_negative_controls`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
+from tests.statistical.test_end_to_end import LENGTH, PROMPT, chi_square, exact
+
+from draftwise import LLM, SamplingParams
+
+TRIALS = 2_500
+PARAMS = SamplingParams(max_tokens=LENGTH + 1)
+
+
+class Engines:
+    """One per family and number of requests at once, made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.target = make_target(root)
+        self.exact = exact(self.target, PARAMS)
+        self._families = make_families(root)
+        self._made: dict[tuple[str, int], LLM] = {}
+
+    def get(self, family: str, batch: int) -> LLM:
+        llm = self._made.get((family, batch))
+        if llm is None:
+            llm = LLM(
+                self.target,
+                dtype="float32",
+                device="cpu",
+                skip_tokenizer_init=True,
+                max_num_seqs=batch,
+                num_kv_blocks=512,
+                seed=21,
+                speculation_control="static",
+                speculative_config=self._families[family],
+            )
+            self._made[family, batch] = llm
+        return llm
+
+    def close(self) -> None:
+        for llm in self._made.values():
+            llm.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(tmp_path_factory.mktemp("every"))
+    yield made
+    made.close()
+
+
+def outputs_follow(engines: Engines, case: tuple[str, str, str], batch: int, trials: int) -> None:
+    family, method, shape = case
+    params = PARAMS.replace(speculation={"method": method, "rule": "rejection", **SHAPES[shape]})
+    counts = np.zeros(VOCAB**LENGTH)
+    accepted = 0
+    for output in engines.get(family, batch).generate([{"prompt_token_ids": PROMPT}] * trials, params):
+        a, b, c = output.outputs[0].token_ids[:LENGTH]
+        counts[(a * VOCAB + b) * VOCAB + c] += 1
+        accepted += output.metrics.speculation.num_accepted_tokens
+    assert accepted > 0.01 * trials, "nothing was accepted: the test would show nothing"
+    statistic, threshold = chi_square(counts, engines.exact)
+    assert statistic < threshold
+    # Negative control: the same counts are far from a slightly wrong target.
+    wrong: Any = engines.exact**1.3
+    statistic, threshold = chi_square(counts, wrong / wrong.sum())
+    assert statistic > threshold
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_outputs_follow_the_target(engines: Engines, case: tuple[str, str, str]) -> None:
+    outputs_follow(engines, case, 64, TRIALS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_alone_and_among_a_few(engines: Engines, case: tuple[str, str, str], batch: int) -> None:
+    """Smaller batches take other ways through drafters: loops in one native call."""
+    outputs_follow(engines, case, batch, TRIALS)
