@@ -59,7 +59,7 @@ def make_families(root: Path) -> dict[str, Family]:
         return save_mtp(root / name, shape, random_layers(shape, seed=3, scale=0.15), 3)
 
     inner = {"method": "draft_model", "model": draft, "num_speculative_tokens": K}
-    methods = [
+    methods: Family = [
         inner,
         {"method": "eagle", "model": head("eagle", eagle), "num_speculative_tokens": K},
         {"method": "eagle3", "model": head("eagle3", eagle3), "num_speculative_tokens": K},
@@ -75,7 +75,7 @@ def make_families(root: Path) -> dict[str, Family]:
     shutil.copytree(draft, parallel)
     config = json.loads((parallel / "config.json").read_text())
     (parallel / "config.json").write_text(json.dumps(config | {"pard_token": VOCAB - 1}))
-    forms = [
+    forms: Family = [
         {
             "method": "draft_model",
             "model": str(parallel),
