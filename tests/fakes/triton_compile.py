@@ -88,9 +88,26 @@ def main() -> None:
             BLOCK_N=64,
             BLOCK_K=64,
         )
-    build(verify.argmax_rows, "*fp32 *i64 *i64 i32 i32", NOISY=True, BLOCK=1024)
-    build(verify.walk_trees, "*i64 *i32 *i32 *i64 *i32 *i32 *i64 i32")
-    build(verify.reject_chains, "*fp32 *fp32 *i64 *i64 *i64 *i32 *fp64 *fp64 *i32 *i64 i32 i32", BLOCK=1024)
+    verification()
+
+
+def verification() -> None:
+    """The kernels of rules."""
+    for noisy in (False, True):
+        build(
+            verify.wanted_parts,
+            "*fp32 *i64 *i32 *fp32 *i32 i32 i64 i32 i32 i32",
+            NOISY=noisy,
+            PART=8192,
+            BLOCK=2048,
+        )
+    build(verify.walk_trees, "*i64 *i32 *fp32 *i32 *i32 i32 i32 i32", PARTS_PAD=16)
+    build(verify.judge_chains, "*fp32 *i64 *i32 *i32 *i64 *fp64 i32 i32 i32")
+    build(verify.block_masses, "*fp32 *i64 *i32 *fp64 i32 i32 i32", BLOCK=2048)
+    build(verify.judge_blocks, "*fp32 *i64 *i32 *fp64 *i32 *i64 *fp64 i32 i32 i32")
+    build(verify.reject_trees, "*fp32 *i64 *i32 *fp32 *i32 *i64 *fp64 i32 i32 i32", BLOCK=2048)
+    build(verify.residual_masses, "*fp32 *fp32 *i64 *fp64 *fp64 i32 i32", PART=8192, BLOCK=2048)
+    build(verify.draw_last, "*fp32 *fp32 *i64 *fp64 *fp64 *i32 *i32 i32 i32 i32", PART=8192, BLOCK=2048)
 
 
 if __name__ == "__main__":

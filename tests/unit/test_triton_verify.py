@@ -2,122 +2,193 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from draftwise.kernels.triton import verify as launchers
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kernels.triton.verify import Walk, argmax_rows, reject_chains, walk_trees
-from draftwise.sampling.draw import pick
-from draftwise.sampling.noise import SHARED, NoiseKey, gumbel, row_key
-from draftwise.types import Proposal
-from draftwise.verify.greedy import walk
+from draftwise.kernels.triton.rules import TritonRules
+from draftwise.kernels.triton.verify import DraftFields, draft_table
+from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.state import SamplingState
+from draftwise.types import EMPTY_PROPOSAL, DrawKind, Proposal, Verification, chain
+from draftwise.verify.base import VerifyRequest, get_rule, verify_batch
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
+PROMPT = np.array([1, 2, 3], np.int32)
+BINARY = (-1, -1, -1, 0, 0, 1, 3, 3)
 
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def committed(result: Walk, r: int) -> tuple[list[int], list[int]]:
-    length = int(result.accepted[r])
-    return result.paths[r, :length].tolist(), result.tokens[r, : length + 1].tolist()
-
-
-@pytest.mark.parametrize("vocab", [1, 50, 1024, 2500])
-def test_argmax_and_ties(vocab: int) -> None:
-    logits = torch.randint(0, 9, (4, vocab), generator=generator(vocab)).float()
-    logits[3] = -float("inf")
-    logits[3, vocab // 2] = -5.0
-    assert argmax_rows(logits.to(DEVICE)).tolist() == logits.argmax(-1).tolist()
-    assert argmax_rows(logits[:0].to(DEVICE)).shape == (0,)
-
-
-def test_argmax_under_shared_noise() -> None:
-    keys = [NoiseKey(seed, 0, SHARED, 7 * seed) for seed in range(8)]
-    words = [row_key(*key) for key in keys]
-    signed = torch.tensor([word - (1 << 64) if word >> 63 else word for word in words])
-    logits = torch.randn((8, 1500), generator=generator(0))
-    expected = (gumbel(keys, 1500) + logits).argmax(-1)
-    assert argmax_rows(logits.to(DEVICE), signed.to(DEVICE)).tolist() == expected.tolist()
-
-
-def test_walks_of_trees() -> None:
-    """Random trees over few tokens, so that paths of every length are accepted; chains, and no tree at all."""
-    draws = generator(1)
-    requests, nodes = 12, 9
-    counts = torch.randint(0, nodes + 1, (requests,), generator=draws, dtype=torch.int32)
-    counts[0], counts[1] = 0, nodes
-    tokens = torch.randint(0, 3, (requests, nodes), generator=draws)
-    parents = torch.stack(
-        [torch.randint(-1, max(i, 1) if i else 0, (requests,), generator=draws) for i in range(nodes)], 1
-    ).to(torch.int32)
-    wanted = torch.randint(0, 3, (requests, nodes + 1), generator=draws)
-    parents[1] = torch.arange(-1, nodes - 1)
-    wanted[1, :-1] = tokens[1]
-    result = walk_trees(tokens.to(DEVICE), parents.to(DEVICE), counts.to(DEVICE), wanted.to(DEVICE))
-    lengths = set()
-    for r in range(requests):
-        n = int(counts[r])
-        proposal = Proposal(tuple(tokens[r, :n].tolist()), tuple(parents[r, :n].tolist()))
-        expected = walk(proposal, wanted[r].tolist())
-        assert committed(result, r) == (list(expected.path), list(expected.token_ids))
-        lengths.add(len(expected.path))
-    assert len(lengths) > 2 and nodes in lengths
-
-
-@pytest.mark.parametrize("vocab", [7, 1100])
-@pytest.mark.parametrize("sampled", [True, False])
-def test_rejection_of_chains(vocab: int, sampled: bool) -> None:
-    draws = generator(vocab)
-    requests, nodes = 10, 4
-    counts = torch.tensor([0, 4, 4, 4, 3, 2, 1, 4, 4, 4], dtype=torch.int32)
-    rows = int((counts + 1).sum())
-    p = torch.randn((rows, vocab), generator=draws).mul(2).softmax(-1)
-    first_rows = torch.cumsum(torch.cat((torch.zeros(1), counts[:-1] + 1)), 0).long()
-    q = torch.randn((requests * nodes, vocab), generator=draws).mul(2).softmax(-1)
-    q_rows = torch.arange(requests) * nodes if sampled else torch.full((requests,), -1)
-    for r in range(7):  # near p, so that drafts are kept; of the last of them, p itself
-        n = int(counts[r])
-        near = p[first_rows[r] : first_rows[r] + n]
-        q[r * nodes : r * nodes + n] = near if r == 6 else 0.9 * near + 0.1 / vocab
-    tokens = torch.multinomial(q, 1, generator=draws).view(requests, nodes)
-    accept = torch.rand((requests, nodes), generator=draws, dtype=torch.float64) * (1 if sampled else 0.3)
-    recover = torch.rand((requests, nodes + 1), generator=draws, dtype=torch.float64)
-    arguments = (first_rows, q_rows, tokens, counts, accept, recover)
-    result = reject_chains(
-        p.to(DEVICE), q.to(DEVICE) if sampled else None, *[part.to(DEVICE) for part in arguments]
+def request(
+    proposal: Proposal, rule: str, first_row: int, vocab: int, seed: int, temperature: float = 1.0
+) -> VerifyRequest:
+    state = SamplingState(
+        SamplingParams(temperature=temperature),
+        seed=seed,
+        sample_index=seed % 3,
+        token_ids_np=PROMPT,
+        num_prompt=3,
+        vocab_size=vocab,
     )
-    for r in range(requests):
-        kept: list[int] = []
-        weights = p[first_rows[r] + counts[r]]
-        for i in range(int(counts[r])):
-            x = int(tokens[r, i])
-            here, drafted = p[first_rows[r] + i], q[r * nodes + i]
-            if not float(accept[r, i]) * (float(drafted[x]) if sampled else 1.0) < float(here[x]):
-                weights = (here - drafted).clamp(min=0) if sampled else here.clone()
-                if not sampled:
-                    weights[x] = 0
-                break
-            kept.append(x)
-        last = pick(weights[None], [float(recover[r, len(kept)])])
-        assert committed(result, r) == (list(range(len(kept))), kept + last)
+    return VerifyRequest(state, proposal, first_row, rule, PROMPT)
 
 
-def test_when_nothing_is_left_of_the_residual_p_is_drawn_from() -> None:
-    """A uniform that rejects although p == q."""
-    p = torch.tensor([[0.0, 0.25, 0.75], [1.0, 0.0, 0.0]], device=DEVICE)
-    zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    result = reject_chains(
-        p,
-        p[:1].clone(),
-        zero,
-        zero,
-        torch.tensor([[1]], device=DEVICE),
-        torch.ones(1, dtype=torch.int32, device=DEVICE),
-        torch.ones((1, 1), dtype=torch.float64, device=DEVICE),
-        torch.full((1, 2), 0.5, dtype=torch.float64, device=DEVICE),
+def drawn_tree(parents: tuple[int, ...], p: torch.Tensor, draw: DrawKind, seed: int) -> Proposal:
+    """A tree whose children are drawn from something near the target's rows ``p`` [1 + nodes, V]."""
+    draws = generator(seed)
+    vocab = p.shape[1]
+    with_children = sorted(set(parents))
+    near = 0.8 * p[[1 + parent for parent in with_children]] + 0.2 / vocab
+    tokens = []
+    for parent in with_children:
+        count = parents.count(parent)
+        row = near[with_children.index(parent)]
+        replace = draw == "independent"
+        tokens.append(torch.multinomial(row, count, replacement=replace, generator=draws).tolist())
+    in_order = [tokens[with_children.index(parent)].pop(0) for parent in parents]
+    if draw == "fixed":
+        return Proposal(tuple(in_order), parents, "test")
+    q_rows = tuple(with_children.index(parent) for parent in parents)
+    return Proposal(tuple(in_order), parents, "test", draw, near.to(DEVICE), q_rows)
+
+
+def decided(logits: torch.Tensor, requests: list[VerifyRequest]) -> list[Verification]:
+    """By the kernels; asserts that the rules in torch decide the same."""
+    rules = [r.rule for r in requests]
+    results = TritonRules().verify(logits.to(DEVICE), requests, rules)
+    for rule in set(rules):
+        members = [i for i, name in enumerate(rules) if name == rule]
+        expected = get_rule(rule).verify(logits.to(DEVICE), [requests[i] for i in members])
+        assert [results[i] for i in members] == expected, rule
+    return results
+
+
+SHAPES: list[tuple[str, tuple[int, ...], DrawKind]] = [
+    (rule, shape, draw)
+    for rule in ("rejection", "block")
+    for shape in ((-1, 0, 1, 2), BINARY)
+    for draw in ("independent", "without_replacement", "fixed")
+]
+
+
+@pytest.mark.parametrize("vocab", [5, 130])
+@pytest.mark.parametrize(("rule", "parents", "draw"), SHAPES)
+def test_rejection_and_block(rule: str, parents: tuple[int, ...], draw: DrawKind, vocab: int) -> None:
+    """Requests of 0 to 8 nodes with the rows of others between theirs; paths of all lengths occur."""
+    requests, first = [], 1
+    logits = torch.randn((200, vocab), generator=generator(vocab))
+    logits *= 5.0 if draw == "fixed" else 1.5  # so that point masses are accepted, too
+    for seed in range(14):
+        p = logits[first : first + 1 + len(parents)].softmax(-1)
+        proposal = EMPTY_PROPOSAL if seed == 5 else drawn_tree(parents, p, draw, seed)
+        if seed % 4 == 3:
+            proposal = proposal.prefix(seed % 5)
+        requests.append(request(proposal, rule, first, vocab, seed))
+        first += len(proposal) + 1 + seed % 2
+    assert len({len(result.path) for result in decided(logits, requests)}) > 1
+
+
+@pytest.mark.parametrize("vocab", [3, 1030])
+def test_greedy_and_coupled_chains_and_trees_together(vocab: int) -> None:
+    requests, first = [], 0
+    logits = torch.randn((120, vocab), generator=generator(vocab))
+    logits[:, 1] += 7.0 if vocab > 3 else 0.5
+    logits[2] = logits[2].round()
+    for seed in range(12):
+        parents = ((-1, 0, 1, 2), BINARY, ())[seed % 3]
+        tokens = torch.randint(0, 3, (len(parents),), generator=generator(seed)).tolist()
+        proposal = Proposal(tuple(tokens), parents, "test")
+        requests.append(request(proposal, ("greedy", "coupled")[seed % 2], first, vocab, 2**64 - 1 - seed))
+        first += len(parents) + 1
+    assert len({len(result.path) for result in decided(logits, requests)}) > 1
+
+
+def test_ties_and_exclusions() -> None:
+    logits = torch.zeros((3, 9))
+    logits[0, [4, 7]] = 1.0
+    logits[1] = -float("inf")
+    logits[1, 8] = -3.0
+    requests = [request(EMPTY_PROPOSAL, "greedy", row, 9, 0) for row in range(3)]
+    assert [result.token_ids for result in decided(logits, requests)] == [(4,), (8,), (0,)]
+    sampled = [request(EMPTY_PROPOSAL, "rejection", 1, 9, seed) for seed in range(3)]
+    assert {result.token_ids for result in decided(logits, sampled)} == {(8,)}
+
+
+@pytest.mark.parametrize("part", [16, 64])
+def test_large_vocabularies_are_cut_into_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "_PART", part)
+    monkeypatch.setattr(launchers, "_BLOCK", 16)
+    monkeypatch.setattr(launchers, "_SCRATCH_BYTES", 12 * 150)  # one tree at a time
+    logits = torch.randn((60, 150), generator=generator(3))
+    requests, first = [], 0
+    for seed, rule in enumerate(("greedy", "coupled", "rejection", "block", "rejection", "block") * 2):
+        parents = (-1, -1, 0) if seed > 5 else (-1, 0, 1)
+        p = logits[first : first + 4].softmax(-1)
+        draw: DrawKind = "fixed" if rule == "coupled" else "without_replacement"
+        requests.append(request(drawn_tree(parents, p, draw, seed), rule, first, 150, seed))
+        first += 4
+    decided(logits, requests)
+
+
+def test_a_q_that_runs_out_of_tokens() -> None:
+    """Drawn without replacement from two tokens: the third child counts as drawn uniformly from the untried."""
+    q = torch.zeros((1, 6), device=DEVICE)
+    q[0, :2] = 0.5
+    p = torch.tensor([0.02, 0.02, 0.06, 0.3, 0.3, 0.3])
+    logits = p.log().expand(4, 6)
+    proposal = Proposal((0, 1, 2), (-1, -1, -1), "test", "without_replacement", q, (0, 0, 0))
+    requests = [request(proposal, "rejection", 0, 6, seed) for seed in range(24)]
+    paths = [result.path for result in decided(logits, requests)]
+    assert (2,) in paths and () in paths
+
+
+def test_a_residual_without_weight_leaves_p() -> None:
+    """q is p: a uniform that rejects nevertheless cannot come, so q is made larger by hand."""
+    p = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
+    proposal = chain((1,), "test", torch.tensor([[0.5, 1.5]], device=DEVICE))
+    requests = [request(proposal, "rejection", 0, 2, seed) for seed in range(8)]
+    results = decided(p.log(), requests)
+    assert {result.path for result in results} == {(), (0,)}
+
+
+def test_rows_that_are_no_numbers() -> None:
+    logits = torch.zeros((2, 5), device=DEVICE)
+    logits[0] = float("nan")
+    answers = verify_batch(
+        logits,
+        [request(EMPTY_PROPOSAL, "rejection", row, 5, 1) for row in range(2)],
+        kernels=TritonRules(),
     )
-    assert committed(result, 0) == ([], [2])
+    assert isinstance(answers[0], Exception) and "not finite" in str(answers[0])
+    assert isinstance(answers[1], Verification)
+
+
+def test_a_step_with_every_rule() -> None:
+    """`verify_batch` gives the kernels what they know, and torch the rest; the answers are those of torch."""
+    logits = torch.randn((30, 40), generator=generator(9)) * 2
+    requests = []
+    for i, rule in enumerate(("rejection", "typical", "coupled", "block", "greedy", "rejection")):
+        tokens = torch.randint(0, 40, (4,), generator=generator(i)).tolist()
+        shape = (-1, -1, 0, 0) if i % 2 else (-1, 0, 1, 2)
+        proposal = Proposal(tuple(tokens), shape, "test")
+        requests.append(request(proposal, rule, 5 * i, 40, i, 0.0 if i == 5 else 0.7 + 0.1 * i))
+    with_kernels = verify_batch(logits.clone().to(DEVICE), requests, kernels=TritonRules())
+    assert with_kernels == verify_batch(logits.clone().to(DEVICE), requests)
+    plain = [r for r in requests if r.state.is_greedy]
+    assert verify_batch(logits.clone().to(DEVICE), plain, kernels=TritonRules()) == verify_batch(
+        logits.clone().to(DEVICE), plain
+    )
+
+
+def test_the_table_by_hand() -> None:
+    row = DraftFields(4, 7, 0, 10, (5, 9), (-1, 0))
+    assert draft_table([row]).tolist() == [[4, 2, 7, 0, 10, 0, 5, 9, -1, 0, 0, 0]]
+    big = DraftFields(0, 2**64 - 1, 1, 3, (8,), (-1,), (4096,), True)
+    assert draft_table([big], 2).tolist() == [[0, 1, -1, 1, 3, 1, 8, 0, -1, 0, 4096, 0]]

@@ -21,6 +21,7 @@ from draftwise.types import IntArray, Proposal, TokenLogprobs, Verification
 from draftwise.verify.rates import SyntheticAcceptance
 
 __all__ = [
+    "BatchRules",
     "Rule",
     "SyntheticAcceptance",
     "VerifyRequest",
@@ -67,6 +68,20 @@ class Rule(ABC):
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
         """``logits`` [M, V] float32, processed (softmax gives p), rows as the requests say. One result each,
         in order. Must not write to ``logits``."""
+
+
+class BatchRules(ABC):
+    """Several rules as kernels, for all requests of a step at once. They decide like the rules of the same names, up to
+    the last bits of sums."""
+
+    names: ClassVar[frozenset[str]]
+    """Rules that it has; others are decided one by one in torch."""
+
+    @abstractmethod
+    def verify(
+        self, logits: torch.Tensor, requests: Sequence[VerifyRequest], rules: Sequence[str]
+    ) -> list[Verification]:
+        """As `Rule.verify`; ``rules``: each request's, one of ``names``."""
 
 
 RuleFactory = Callable[[], Rule]
@@ -122,13 +137,18 @@ def get_rule(name: str) -> Rule:
 
 
 def verify_batch(
-    logits: torch.Tensor, requests: Sequence[VerifyRequest], *, synthetic: SyntheticAcceptance | None = None
+    logits: torch.Tensor,
+    requests: Sequence[VerifyRequest],
+    *,
+    synthetic: SyntheticAcceptance | None = None,
+    kernels: BatchRules | None = None,
 ) -> list[Verification | Exception]:
     """Decide every request of a step. ``logits`` [M, V] float32: the target's raw logits, **overwritten**.
 
     One result per request, in order: what it commits, or the exception of a request that fails alone (its
     logits processor raised, or its parameters exclude every token, at a position on the accepted path).
     ``synthetic``: acceptance rates for requests under rule ``synthetic``.
+    ``kernels``: decide the requests whose rule they have.
     Raises `ConfigError` for an unknown rule, or rule ``synthetic`` without rates.
     """
     if not requests:
@@ -146,18 +166,28 @@ def verify_batch(
             plain = False
             break
     if plain:
+        if kernels is not None:
+            return list(kernels.verify(logits, requests, ["greedy"] * len(requests)))
         return list(get_rule("greedy").verify(logits, requests))
 
     raw = {r: _rows(logits, q).clone() for r, q in enumerate(requests) if q.state.params.logprobs is not None}
     failures = _process(logits, requests)
     groups: dict[str, list[int]] = {}
+    names: list[str] = []
     for r, request in enumerate(requests):
         forced = not request.state.is_greedy or request.rule in _FORCED
-        groups.setdefault(request.rule if forced else "greedy", []).append(r)
+        name = request.rule if forced else "greedy"
+        names.append(name)
+        groups.setdefault(_KERNELS if kernels is not None and name in kernels.names else name, []).append(r)
     results: list[Verification | Exception] = [_NOTHING] * len(requests)
     for name, members in groups.items():
-        rule = get_rule(name) if name != "synthetic" else _synthetic_rule(synthetic)
-        decided = rule.verify(logits, [requests[r] for r in members])
+        own = [requests[r] for r in members]
+        if name == _KERNELS:
+            assert kernels is not None
+            decided = kernels.verify(logits, own, [names[r] for r in members])
+        else:
+            rule = get_rule(name) if name != "synthetic" else _synthetic_rule(synthetic)
+            decided = rule.verify(logits, own)
         for r, verification in zip(members, decided, strict=True):
             broken = verification.token_ids[-1] < 0  # nothing could be drawn: not even p has weight
             results[r] = RequestError("the model's logits are not finite") if broken else verification
@@ -175,6 +205,7 @@ def verify_batch(
 
 
 _NOTHING = Verification((), ())
+_KERNELS = ""  # the group of requests that kernels decide; no rule has this name
 
 
 def _rows(logits: torch.Tensor, request: VerifyRequest) -> torch.Tensor:

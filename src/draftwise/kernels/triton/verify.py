@@ -1,124 +1,270 @@
-"""Verification over [requests, nodes] without a round trip to the host: rules greedy, coupled and rejection (chains).
+"""Verification over [requests, nodes] without a round trip to the host: rules greedy, coupled, rejection and block, on
+chains and trees.
 
-Requests are padded to N nodes. Results stay on the device: lengths of accepted paths, and the tokens that are
-committed. The rules, and why they are lossless, are in `verify`; noise is that of `sampling.noise`.
+What the kernels know of the requests stands in one table on the device; uniforms are made there, from the keys of
+`sampling.noise`. Results stay there too: lengths of accepted paths, the paths, and the tokens that are committed. The
+rules, and why they are lossless, are in `verify`, whose plain-torch code is the oracle of these.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftwise.kernels.triton.availability import LAUNCH
+from draftwise.kernels.triton.rows import power_of_two
 
-_BLOCK = 1024
+FIELDS: Final = 6
+"""Of a request in `DraftBatch.table`, before its nodes."""
+
+_BLOCK: Final = 2048
+_PART: Final = 8192
+"""Tokens of the vocabulary that one program looks through; the order of every sum follows from it alone."""
+_SCRATCH_BYTES: Final = 64 << 20
+"""For what is left of p and q while trees are rejected, at most (unless one request needs more)."""
+
+
+class DraftBatch(NamedTuple):
+    """R requests with up to N nodes each. ``table`` [R, 6 + 3 N] int64: see `draft_table`."""
+
+    table: Tensor
+    num_nodes: int
 
 
 class Walk(NamedTuple):
-    """What requests commit. Entries behind a path's length, or behind the last token, mean nothing."""
+    """What requests commit: ``packed`` [R, 2 N + 2] int32. Entries behind a path's length, or behind the last token,
+    mean nothing."""
 
-    accepted: Tensor  # [R] int32, lengths of the accepted paths
-    paths: Tensor  # [R, N] int32, their nodes
-    tokens: Tensor  # [R, N + 1] int64, their tokens, then the one that follows
+    packed: Tensor
+    num_nodes: int
+
+    @property
+    def accepted(self) -> Tensor:
+        """[R] lengths of the accepted paths."""
+        return self.packed[:, 0]
+
+    @property
+    def paths(self) -> Tensor:
+        """[R, N] their nodes."""
+        return self.packed[:, 1 : 1 + self.num_nodes]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R, N + 1] their tokens, then the one that follows; -1: the target's distribution has no weight."""
+        return self.packed[:, 1 + self.num_nodes :]
 
 
-def argmax_rows(logits: Tensor, noise_keys: Tensor | None = None) -> Tensor:
-    """``logits`` [M, V] float32 -> the most likely token of each row, int64 [M]; ties go to the lowest id.
+class DraftFields(NamedTuple):
+    """One request on the host. ``first_row``: of its root in the logits; its nodes' rows follow.
 
-    ``noise_keys`` [M] int64: `sampling.noise.row_key` of each row as a signed word; the Gumbel noise of each token is
-    added to its logit first (rule ``coupled``, with keys of the SHARED stream).
+    ``q_at``: per node the address of the row of q [V] float32, on the device, that it was drawn from; 0: a point mass.
     """
-    from draftwise.kernels.triton.device import verify as device
 
-    rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        assert logits.stride(1) == 1
-        keys = out if noise_keys is None else noise_keys
-        device.argmax_rows[(rows,)](
-            logits, keys, out, vocab, logits.stride(0), NOISY=noise_keys is not None, BLOCK=_BLOCK, **LAUNCH
+    first_row: int
+    seed: int
+    sample_index: int
+    num_tokens: int  # committed when the step began
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()  # -1: the root
+    q_at: Sequence[int] = ()  # empty: all are point masses
+    without_replacement: bool = False
+
+
+def draft_table(requests: Sequence[DraftFields], num_nodes: int | None = None) -> npt.NDArray[np.int64]:
+    """The table of a `DraftBatch`, [R, 6 + 3 N] int64: first row, nodes, seed (as a signed word), sample index,
+    committed tokens, whether siblings were drawn without replacement; then tokens, parents and addresses, N each.
+
+    ``num_nodes``: N; default: as many as the largest request has.
+
+    Example: one request with first row 4, seed 7 and 10 tokens, nodes (5, 9) below each other, N 2:
+    4 2 7 0 10 0 | 5 9 | -1 0 | 0 0.
+    """
+    most = max((len(request.tokens) for request in requests), default=0)
+    nodes = most if num_nodes is None else num_nodes
+    assert nodes >= most
+    table = np.zeros((len(requests), FIELDS + 3 * nodes), np.int64)
+    for row, request in zip(table, requests, strict=True):
+        count = len(request.tokens)
+        seed = request.seed
+        row[:FIELDS] = (
+            request.first_row,
+            count,
+            seed - (1 << 64) if seed >> 63 else seed,
+            request.sample_index,
+            request.num_tokens,
+            request.without_replacement,
         )
-    return out
+        if count:
+            row[FIELDS : FIELDS + count] = request.tokens
+            row[FIELDS + nodes : FIELDS + nodes + count] = request.parents
+            if request.q_at:
+                row[FIELDS + 2 * nodes : FIELDS + 2 * nodes + count] = request.q_at
+    return table
 
 
-def walk_trees(tokens: Tensor, parents: Tensor, counts: Tensor, wanted: Tensor) -> Walk:
+def new_walk(batch: DraftBatch) -> Walk:
+    """Room for the results of a batch."""
+    requests, nodes = batch.table.shape[0], batch.num_nodes
+    return Walk(
+        torch.zeros((requests, 2 * nodes + 2), dtype=torch.int32, device=batch.table.device), batch.num_nodes
+    )
+
+
+def walk_trees(logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, coupled: bool) -> None:
     """Rules ``greedy`` and ``coupled``: keep drafts while they are the token that the target wants.
 
     Args:
-        tokens: [R, N] int64, draft tokens.
-        parents: [R, N] int32, node indices, -1 for children of the root.
-        counts: [R] int32, nodes of each request.
-        wanted: [R, N + 1] int64, the target's token after the root and after each node (`argmax_rows`).
+        logits: [M, V] float32, processed.
+        batch: the requests.
+        members: [n] int32, which of them are decided.
+        walk: where their results go.
+        coupled: the target wants argmax(logit + shared Gumbel noise), else argmax(logit); ties go to the lowest id.
     """
     from draftwise.kernels.triton.device import verify as device
 
-    requests, nodes = tokens.shape
-    walk = _empty(tokens)
-    if requests:
-        device.walk_trees[(requests,)](
-            tokens, parents, counts, wanted, walk.paths, walk.accepted, walk.tokens, nodes, **LAUNCH
-        )
-    return walk
+    count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
+    if not count:
+        return
+    assert logits.stride(1) == 1 and batch.table.is_contiguous()
+    parts = -(-vocab // _PART)
+    shape = (batch.table.shape[0], nodes + 1, parts)
+    best = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    token = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    stride = batch.table.stride(0)
+    device.wanted_parts[(count, nodes + 1, parts)](
+        logits,
+        batch.table,
+        members,
+        best,
+        token,
+        vocab,
+        logits.stride(0),
+        stride,
+        nodes,
+        parts,
+        NOISY=coupled,
+        PART=_PART,
+        BLOCK=min(_BLOCK, power_of_two(vocab)),
+        **LAUNCH,
+    )
+    device.walk_trees[(count,)](
+        batch.table,
+        members,
+        best,
+        token,
+        walk.packed,
+        stride,
+        nodes,
+        parts,
+        PARTS_PAD=power_of_two(parts),
+        **LAUNCH,
+    )
 
 
-def reject_chains(
-    p: Tensor,
-    q: Tensor | None,
-    first_rows: Tensor,
-    q_rows: Tensor,
-    tokens: Tensor,
-    counts: Tensor,
-    accept: Tensor,
-    recover: Tensor,
-) -> Walk:
-    """Rule ``rejection`` on chains (Leviathan et al., arXiv:2211.17192).
+def reject_chains(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, block: bool) -> None:
+    """Rules ``rejection`` (Leviathan et al., arXiv:2211.17192) and ``block`` (Sun et al., arXiv:2403.10444) on chains,
+    and plain sampling of requests without nodes.
 
     Args:
-        p: [M, V] float32, the target's distributions; request r's root has row ``first_rows[r]``, nodes follow.
-        q: [Q, V] float32, the drafter's; node i of request r was drawn from row ``q_rows[r] + i``.
-        first_rows: [R] int64.
-        q_rows: [R] int64; -1: the drafts of this request are point masses.
-        tokens: [R, N] int64, draft tokens.
-        counts: [R] int32, drafts of each request.
-        accept: [R, N] float64, the uniform in [0, 1) that judges each draft.
-        recover: [R, N + 1] float64, the uniform that draws the last token if so many drafts were kept.
-
-    Returns:
-        Chains: ``paths`` are 0, 1, 2, ... A last token of -1: the target's distribution has no weight.
+        p: [M, V] float32, dense, the target's distributions.
+        batch: the requests; the rows of q that they name must stay until the device has done this.
+        members: [n] int32, which of them are decided.
+        walk: where their results go.
+        block: rule ``block``.
     """
     from draftwise.kernels.triton.device import verify as device
 
-    requests, nodes = tokens.shape
-    walk = _empty(tokens)
-    walk.paths.copy_(torch.arange(nodes, dtype=torch.int32, device=tokens.device).expand(requests, nodes))
-    if requests:
-        vocab = p.shape[1]
-        assert p.is_contiguous() and (q is None or (q.is_contiguous() and q.shape[1] == vocab))
-        device.reject_chains[(requests,)](
+    count, nodes, vocab = members.shape[0], batch.num_nodes, p.shape[1]
+    if not count:
+        return
+    assert p.is_contiguous() and batch.table.is_contiguous()
+    ends, numbers = _new_ends(count, p.device)
+    stride = batch.table.stride(0)
+    if not block:
+        device.judge_chains[(count,)](
+            p, batch.table, members, walk.packed, ends, numbers, vocab, stride, nodes, **LAUNCH
+        )
+    else:
+        masses = torch.empty((count, max(1, nodes)), dtype=torch.float64, device=p.device)
+        if nodes > 1:
+            device.block_masses[(count, nodes - 1)](
+                p, batch.table, members, masses, vocab, stride, nodes, BLOCK=_block(vocab), **LAUNCH
+            )
+        device.judge_blocks[(count,)](
+            p, batch.table, members, masses, walk.packed, ends, numbers, vocab, stride, nodes, **LAUNCH
+        )
+    _draw(p, p, ends, numbers, members, walk)
+
+
+def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk) -> None:
+    """Rejection among siblings (SpecInfer, arXiv:2305.09781; without replacement: Sequoia, arXiv:2402.12374), for trees
+    under rules ``rejection`` and ``block``; arguments as in `reject_chains`."""
+    from draftwise.kernels.triton.device import verify as device
+
+    nodes, vocab = batch.num_nodes, p.shape[1]
+    assert p.is_contiguous() and batch.table.is_contiguous()
+    together = max(1, _SCRATCH_BYTES // (12 * vocab))
+    for some in torch.split(members, together) if members.shape[0] else ():
+        count = some.shape[0]
+        scratch = torch.empty((count, 3, vocab), dtype=torch.float32, device=p.device)
+        ends, numbers = _new_ends(count, p.device)
+        device.reject_trees[(count,)](
             p,
-            p if q is None else q,
-            first_rows,
-            q_rows,
-            tokens,
-            counts,
-            accept,
-            recover,
-            walk.accepted,
-            walk.tokens,
+            batch.table,
+            some,
+            scratch,
+            walk.packed,
+            ends,
+            numbers,
             vocab,
+            batch.table.stride(0),
             nodes,
-            BLOCK=_BLOCK,
+            BLOCK=_block(vocab),
             **LAUNCH,
         )
-    return walk
+        _draw(p, scratch, ends, numbers, some, walk)
 
 
-def _empty(tokens: Tensor) -> Walk:
-    requests, nodes = tokens.shape
-    return Walk(
-        torch.zeros(requests, dtype=torch.int32, device=tokens.device),
-        torch.zeros((requests, nodes), dtype=torch.int32, device=tokens.device),
-        torch.zeros((requests, nodes + 1), dtype=torch.int64, device=tokens.device),
+def _block(vocab: int) -> int:
+    return min(_BLOCK, power_of_two(vocab))
+
+
+def _new_ends(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What each last token is drawn from: row of p, or of the scratch (-1, -2, ...), address of the row of q that is
+    taken away (0: none), token that is left out (-1: none); and float64: the uniform, a factor of p."""
+    return (
+        torch.empty((count, 3), dtype=torch.int64, device=device),
+        torch.empty((count, 2), dtype=torch.float64, device=device),
+    )
+
+
+def _draw(p: Tensor, scratch: Tensor, ends: Tensor, numbers: Tensor, members: Tensor, walk: Walk) -> None:
+    """Draw the last tokens by inverse CDF: which part of the vocabulary, then which token in it."""
+    from draftwise.kernels.triton.device import verify as device
+
+    count, vocab = members.shape[0], p.shape[1]
+    parts = -(-vocab // _PART)
+    masses = torch.empty((count, parts, 2), dtype=torch.float64, device=p.device)
+    device.residual_masses[(count, parts)](
+        p, scratch, ends, numbers, masses, vocab, parts, PART=_PART, BLOCK=_block(vocab), **LAUNCH
+    )
+    device.draw_last[(count,)](
+        p,
+        scratch,
+        ends,
+        numbers,
+        masses,
+        members,
+        walk.packed,
+        vocab,
+        walk.num_nodes,
+        parts,
+        PART=_PART,
+        BLOCK=_block(vocab),
+        **LAUNCH,
     )

@@ -1,127 +1,428 @@
-"""Verification of a whole batch on the device. Launched by `..verify`, which says what the arguments are."""
+"""Verification of a whole batch on the device. Launched by `..verify`, which says what the arguments are.
+
+A request's fields in ``table`` (int64, `..verify.DraftBatch`): 0 first row, 1 nodes, 2 seed, 3 sample index,
+4 committed tokens, 5 whether siblings were drawn without replacement (then none is a point mass); from 6 on its nodes'
+tokens, parents, and addresses of the rows of q they were drawn from (0: point mass), N each. A request's part of
+``walk`` (int32): length of the accepted path, the path [N], committed tokens [N + 1].
+"""
 
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.noise import gumbel, row_key, uniform
+
 
 @triton.jit
-def argmax_rows(logits, keys, out, vocab, stride, NOISY: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: its largest logit's token, the lowest of equals; NOISY: of logit + Gumbel noise (`sampling.noise`)."""
-    row = tl.program_id(0).to(tl.int64)
+def wanted_parts(
+    logits,
+    table,
+    members,
+    part_best,
+    part_token,
+    vocab,
+    row_stride,
+    table_stride,
+    num_nodes,
+    num_parts,
+    NOISY: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One part of the vocabulary behind one node of one request (0: the root): its largest logit and that token, the
+    lowest of equals; NOISY: of logit + shared Gumbel noise."""
+    r = tl.load(members + tl.program_id(0)).to(tl.int64)
+    j = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    fields = table + r * table_stride
+    if j > tl.load(fields + 1):
+        return
+    row = tl.load(fields) + j
+    key = row * 0
+    if NOISY:
+        base = tl.load(fields + 4)
+        position = base
+        node = j - 1
+        while node >= 0:
+            position += 1
+            node = tl.load(fields + 6 + num_nodes + node)
+        key = row_key(tl.load(fields + 2), tl.load(fields + 3), 0, position, position * 0 - 1, position * 0)
     best = float("-inf")
-    token = 0
-    for start in range(0, vocab, BLOCK):
+    token = part * PART
+    end = tl.minimum(part * PART + PART, vocab)
+    for start in range(part * PART, end, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + row * stride + v, mask=v < vocab, other=float("-inf"))
+        values = tl.load(logits + row * row_stride + v, mask=v < end, other=float("-inf"))
         if NOISY:
-            # splitmix64 in signed words: a right shift copies the sign, so what it shifts in is masked off
-            z = (v.to(tl.int64) + 1) * -7046029254386353131 + tl.load(keys + row)
-            z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-            z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-            z = z ^ ((z >> 31) & 0x1FFFFFFFF)
-            bits = ((z >> 24) & 0xFFFFFFFFFF).to(tl.float32)
-            u = tl.minimum((bits + 0.5) * 9.094947017729282e-13, 0.99999994)  # 2^-40; below 1
-            # log(1 - u) to the last bits for small u: log(w) u / (1 - w) with w the rounded 1 - u
-            w = 1.0 - u
-            taken = 1.0 - w
-            exponential = tl.where(taken == 0.0, u, -tl.log(w) * (u / tl.where(taken == 0.0, 1.0, taken)))
-            values += -tl.log(exponential)
+            values += gumbel(key, v)
+            values = tl.where(v < end, values, float("-inf"))
+        values = tl.where(values == values, values, float("-inf"))  # not a number: never the largest
         top = tl.max(values, 0)
         first = tl.min(tl.where(values == top, v, 2147483647), 0)
         token = tl.where(top > best, first, token)
         best = tl.maximum(best, top)
-    tl.store(out + row, token)
+    at = (r * (num_nodes + 1) + j) * num_parts + part
+    tl.store(part_best + at, best)
+    tl.store(part_token + at, token)
 
 
 @triton.jit
-def walk_trees(tokens, parents, counts, wanted, paths, accepted, out_tokens, num_nodes):
+def best_of_parts(part_best, part_token, at, num_parts, PARTS_PAD: tl.constexpr):
+    """The token of the largest part; of equals the lowest, which is the first part's."""
+    s = tl.arange(0, PARTS_PAD)
+    values = tl.load(part_best + at * num_parts + s, mask=s < num_parts, other=float("-inf"))
+    tokens = tl.load(part_token + at * num_parts + s, mask=s < num_parts, other=2147483647)
+    return tl.min(tl.where(values == tl.max(values, 0), tokens, 2147483647), 0)
+
+
+@triton.jit
+def walk_trees(
+    table, members, part_best, part_token, walk, table_stride, num_nodes, num_parts, PARTS_PAD: tl.constexpr
+):
     """One request: follow the tokens that the target wants; parents precede their children, so one pass will do."""
-    r = tl.program_id(0)
-    base = r * num_nodes
+    r = tl.load(members + tl.program_id(0)).to(tl.int64)
+    fields = table + r * table_stride
+    out = walk + r * (2 * num_nodes + 2)
     rows = r * (num_nodes + 1)
-    node = -1
+    node = tl.load(fields) * 0 - 1
     length = 0
-    want = tl.load(wanted + rows)
-    for i in range(tl.load(counts + r)):
-        fits = tl.where(tl.load(parents + base + i) == node, 1, 0)
-        hit = tl.where(tl.load(tokens + base + i) == want, fits, 0)
+    want = best_of_parts(part_best, part_token, rows, num_parts, PARTS_PAD)
+    for i in range(tl.load(fields + 1)):
+        fits = tl.where(tl.load(fields + 6 + num_nodes + i) == node, 1, 0)
+        hit = tl.where(tl.load(fields + 6 + i) == want, fits, 0)
         if hit == 1:
-            tl.store(paths + base + length, i)
-            tl.store(out_tokens + rows + length, want)
+            tl.store(out + 1 + length, i)
+            tl.store(out + 1 + num_nodes + length, want)
             length += 1
-            node = i
-            want = tl.load(wanted + rows + 1 + i)
-    tl.store(accepted + r, length)
-    tl.store(out_tokens + rows + length, want)
+            node = node * 0 + i
+            want = best_of_parts(part_best, part_token, rows + 1 + i, num_parts, PARTS_PAD)
+    tl.store(out, length)
+    tl.store(out + 1 + num_nodes + length, want)
 
 
 @triton.jit
-def reject_chains(
+def drafted(fields, i, num_nodes):
+    """Token of node i, and the address of the row of q that it was drawn from; 0: a point mass."""
+    return tl.load(fields + 6 + i), tl.load(fields + 6 + 2 * num_nodes + i)
+
+
+@triton.jit
+def q_of(q_at, token):
+    """q(token) in float64; 1 of a point mass."""
+    row = q_at.to(tl.pointer_type(tl.float32))
+    return tl.load(row + token, mask=q_at != 0, other=1.0).to(tl.float64)
+
+
+@triton.jit
+def end_chain(fields, out, ends, end_numbers, m, kept, count, scale, num_nodes):
+    """A chain of which ``kept`` drafts stay: write its path and what its last token is drawn from, see `residual`."""
+    for i in range(kept):
+        tl.store(out + 1 + i, i)
+        tl.store(out + 1 + num_nodes + i, tl.load(fields + 6 + i))
+    tl.store(out, kept)
+    rejected = kept < count
+    token = tl.load(fields + 6 + kept, mask=rejected, other=-1)
+    q_at = tl.load(fields + 6 + 2 * num_nodes + kept, mask=rejected, other=0)
+    base = tl.load(fields + 4)
+    deep = base + kept
+    tl.store(ends + m * 3, tl.load(fields) + kept)
+    tl.store(ends + m * 3 + 1, q_at)
+    tl.store(ends + m * 3 + 2, tl.where(q_at == 0, token, -1))
+    drawn = uniform(tl.load(fields + 2), tl.load(fields + 3), 3, deep, deep - base - 1, base)
+    tl.store(end_numbers + m * 2, drawn)
+    tl.store(end_numbers + m * 2 + 1, tl.where(q_at == 0, 1.0, scale))
+
+
+@triton.jit
+def judge_chains(p, table, members, walk, ends, end_numbers, vocab, table_stride, num_nodes):
+    """One chain under rule ``rejection``: keep drafts while u < p / q."""
+    m = tl.program_id(0).to(tl.int64)
+    r = tl.load(members + m).to(tl.int64)
+    fields = table + r * table_stride
+    first = tl.load(fields)
+    count = tl.load(fields + 1)
+    seed = tl.load(fields + 2)
+    sample = tl.load(fields + 3)
+    base = tl.load(fields + 4)
+    kept = count * 0
+    for i in range(count):
+        token, q_at = drafted(fields, i, num_nodes)
+        p_x = tl.load(p + (first + i) * vocab + token).to(tl.float64)
+        # u < p / q, without dividing by a q that rounded to 0
+        passed = uniform(seed, sample, 2, base + i, base * 0 + i, base) * q_of(q_at, token) < p_x
+        kept += tl.where(kept == i, tl.where(passed, 1, 0), 0)
+    one = uniform(seed, sample, 2, base, base, base) * 0.0 + 1.0
+    end_chain(fields, walk + r * (2 * num_nodes + 2), ends, end_numbers, m, kept, count, one, num_nodes)
+
+
+@triton.jit
+def next_scale(p, fields, first, i, scale, vocab, num_nodes):
+    """min(1, scale p(x) / q(x)) of node i of a chain: p_{i+1} of block verification, float64."""
+    token, q_at = drafted(fields, i, num_nodes)
+    p_x = tl.load(p + (first + i) * vocab + token).to(tl.float64)
+    q_x = q_of(q_at, token)
+    # q = 0 cannot have been drawn but by rounding; the ratio is then infinite unless p is 0, too
+    ratio = tl.where(q_x > 0.0, p_x / tl.where(q_x > 0.0, q_x, 1.0), tl.where(p_x > 0.0, 1.0, 0.0))
+    return tl.minimum(scale * ratio, 1.0)
+
+
+@triton.jit
+def block_masses(p, table, members, masses, vocab, table_stride, num_nodes, BLOCK: tl.constexpr):
+    """Z_i of one chain, i = 1..n-1: what is left of p_i p after its node i - 1, less the q of node i."""
+    m = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) + 1
+    fields = table + tl.load(members + m).to(tl.int64) * table_stride
+    if i >= tl.load(fields + 1):
+        return
+    first = tl.load(fields)
+    scale = q_of(first * 0, first * 0)  # 1
+    for j in range(i):
+        scale = next_scale(p, fields, first, j, scale, vocab, num_nodes)
+    token, q_at = drafted(fields, i, num_nodes)
+    row = p + (first + i) * vocab
+    mass = scale * (1.0 - tl.load(row + token).to(tl.float64))
+    if q_at != 0:
+        q_row = q_at.to(tl.pointer_type(tl.float32))
+        narrow = scale.to(tl.float32)
+        mass = mass * 0.0
+        for start in range(0, vocab, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            left = tl.load(row + v, mask=v < vocab, other=0.0) * narrow
+            left -= tl.load(q_row + v, mask=v < vocab, other=0.0)
+            mass += tl.sum(tl.maximum(left, 0.0).to(tl.float64), 0)
+    tl.store(masses + m * num_nodes + i, mass)
+
+
+@triton.jit
+def judge_blocks(p, table, members, masses, walk, ends, end_numbers, vocab, table_stride, num_nodes):
+    """One chain under rule ``block``: the longest prefix whose uniform is below its chance; see `verify.block`."""
+    m = tl.program_id(0).to(tl.int64)
+    r = tl.load(members + m).to(tl.int64)
+    fields = table + r * table_stride
+    first = tl.load(fields)
+    count = tl.load(fields + 1)
+    seed = tl.load(fields + 2)
+    sample = tl.load(fields + 3)
+    base = tl.load(fields + 4)
+    kept = count * 0
+    scale = q_of(count * 0, count * 0)  # 1
+    kept_scale = scale
+    for i in range(1, count + 1):
+        scale = next_scale(p, fields, first, i - 1, scale, vocab, num_nodes)
+        z = tl.load(masses + m * num_nodes + i, mask=i < count, other=0.0)
+        rest = z + 1.0 - scale
+        # p == q from here on: nothing to correct
+        chance = tl.where(rest > 0.0, z / tl.where(rest > 0.0, rest, 1.0), 1.0)
+        chance = tl.where(i < count, chance, scale)
+        passed = uniform(seed, sample, 2, base - 1 + i, base * 0 + i - 1, base) < chance
+        kept = tl.where(passed, count * 0 + i, kept)
+        kept_scale = tl.where(passed, scale, kept_scale)
+    end_chain(
+        fields, walk + r * (2 * num_nodes + 2), ends, end_numbers, m, kept, count, kept_scale, num_nodes
+    )
+
+
+@triton.jit
+def reject_trees(
     p,
-    q,
-    first_rows,
-    q_rows,
-    tokens,
-    counts,
-    accept,
-    recover,
-    accepted,
-    out_tokens,
+    table,
+    members,
+    scratch,
+    walk,
+    ends,
+    end_numbers,
     vocab,
+    table_stride,
     num_nodes,
     BLOCK: tl.constexpr,
 ):
-    """One request: judge its drafts in order, then draw from what the rejected one leaves of p, or from p."""
-    r = tl.program_id(0)
-    first = tl.load(first_rows + r)
-    q_first = tl.load(q_rows + r)
-    count = tl.load(counts + r)
-    base = r * num_nodes
-    out = out_tokens + r * (num_nodes + 1)
-    length = 0
-    going = 1
+    """One tree under rules ``rejection`` and ``block``: children of a node are tried in drawing order, each rejected
+    one is taken away from p; see `verify.rejection.walk_tree`.
+
+    ``scratch`` [members, 3, V]: two rows that the rest of p is in by turns, one for the rest of q. A child of the node
+    that was kept last comes after it, so one pass over the nodes will do.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    r = tl.load(members + m).to(tl.int64)
+    fields = table + r * table_stride
+    out = walk + r * (2 * num_nodes + 2)
+    first = tl.load(fields)
+    count = tl.load(fields + 1)
+    seed = tl.load(fields + 2)
+    sample = tl.load(fields + 3)
+    base = tl.load(fields + 4)
+    without = tl.load(fields + 5)
+    own = scratch + m * 3 * vocab
+    node = count * 0 - 1
+    length = count * 0
+    turn = count * 0 - 1  # which scratch row holds the rest of p; -1: p is whole
+    worn = count * 0  # whether the rest of q is in its scratch row
+    one = uniform(seed, sample, 2, base, base, base) * 0.0 + 1.0
+    left_total = one
+    q_total = one
     for i in range(count):
-        token = tl.load(tokens + base + i)
-        p_x = tl.load(p + (first + i) * vocab + token).to(tl.float64)
-        q_x = tl.load(q + (q_first + i) * vocab + token, mask=q_first >= 0, other=1.0).to(tl.float64)
-        # u < p / q, without dividing by a q that rounded to 0
-        going = tl.where(tl.load(accept + base + i) * q_x < p_x, going, 0)
-        if going == 1:
-            tl.store(out + i, token)
-            length += 1
-    rejected = length < count
-    p_row = p + (first + length) * vocab
-    q_row = q + (q_first + length) * vocab
-    # bounds instead of scalar masks: which tokens q is subtracted from, which token is left out
-    q_end = tl.where(q_first >= 0, tl.where(rejected, vocab, 0), 0)
-    left_out = tl.load(tokens + base + length, mask=rejected, other=-1)
-    left_out = tl.where(q_first >= 0, -1, left_out)
-    uniform = tl.load(recover + r * (num_nodes + 1) + length)
-    total = uniform * 0.0  # float64, as what is added in the loop
-    p_total = uniform * 0.0
-    for start in range(0, vocab, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        whole = tl.load(p_row + v, mask=v < vocab, other=0.0)
-        weights = tl.maximum(whole - tl.load(q_row + v, mask=v < q_end, other=0.0), 0.0)
-        weights = tl.where(v == left_out, 0.0, weights)
-        total += tl.sum(weights.to(tl.float64), 0)
-        p_total += tl.sum(whole.to(tl.float64), 0)
+        if tl.load(fields + 6 + num_nodes + i) == node:
+            token, q_at = drafted(fields, i, num_nodes)
+            left = tl.where(turn < 0, p + (first + 1 + node) * vocab, own + turn * vocab)
+            q_row = tl.where(worn != 0, own + 2 * vocab, q_at.to(tl.pointer_type(tl.float32)))
+            p_x = tl.load(left + token).to(tl.float64) / left_total
+            q_x = tl.load(q_row + token, mask=q_at != 0, other=1.0).to(tl.float64) / q_total
+            judged = uniform(seed, sample, 2, base + length, base * 0 + i, base)
+            if judged * q_x < p_x:
+                tl.store(out + 1 + length, i)
+                tl.store(out + 1 + num_nodes + length, token)
+                length += 1
+                node = node * 0 + i
+                turn = turn * 0 - 1
+                worn = worn * 0
+                left_total = one
+                q_total = one
+            else:
+                other = tl.where(turn == 0, 1, 0)
+                after = own + other * vocab
+                total = one * 0.0
+                p_scale = left_total.to(tl.float32)
+                q_scale = q_total.to(tl.float32)
+                q_end = tl.where(q_at != 0, vocab, 0)
+                left_out = tl.where(q_at != 0, -1, token)
+                for start in range(0, vocab, BLOCK):
+                    v = start + tl.arange(0, BLOCK)
+                    rest = tl.load(left + v, mask=v < vocab, other=0.0)
+                    if q_at != 0:  # a point mass leaves the sum as it is, and takes one token away
+                        rest = rest / p_scale
+                    rest = tl.maximum(rest - tl.load(q_row + v, mask=v < q_end, other=0.0) / q_scale, 0.0)
+                    rest = tl.where(v == left_out, 0.0, rest)
+                    tl.store(after + v, rest, mask=v < vocab)
+                    total += tl.sum(rest.to(tl.float64), 0)
+                if without != 0:
+                    worn = worn * 0 + 1
+                    rest_row = own + 2 * vocab
+                    q_total = one * 0.0
+                    for start in range(0, vocab, BLOCK):
+                        v = start + tl.arange(0, BLOCK)
+                        rest = tl.load(q_row + v, mask=v < vocab, other=0.0)
+                        rest = tl.where(v == token, 0.0, rest)
+                        tl.store(rest_row + v, rest, mask=v < vocab)
+                        q_total += tl.sum(rest.to(tl.float64), 0)
+                    if q_total <= 0.0:  # the others were drawn uniformly from what was not tried
+                        tl.debug_barrier()
+                        for start in range(0, vocab, BLOCK):
+                            v = start + tl.arange(0, BLOCK)
+                            tl.store(rest_row + v, v.to(tl.float32) * 0.0 + 1.0, mask=v < vocab)
+                        tl.debug_barrier()
+                        q_total = one * vocab
+                        for s in range(i + 1):
+                            tried = tl.load(fields + 6 + s)
+                            if tl.load(fields + 6 + num_nodes + s) == node:
+                                q_total -= tl.load(rest_row + tried).to(tl.float64)
+                                tl.debug_barrier()
+                                tl.store(rest_row + tried, 0.0)
+                                tl.debug_barrier()
+                # else rejection had probability 0 up to rounding: go on with p as it was
+                turn = tl.where(total > 0.0, other, turn)
+                left_total = tl.where(total > 0.0, total, left_total)
+                tl.debug_barrier()  # what the rows hold now is read by every thread
+    tl.store(out, length)
+    deep = base + length
+    tl.store(ends + m * 3, tl.where(turn < 0, first + 1 + node, -1 - (3 * m + turn)))
+    tl.store(ends + m * 3 + 1, first * 0)
+    tl.store(ends + m * 3 + 2, first * 0 - 1)
+    tl.store(end_numbers + m * 2, uniform(seed, sample, 3, deep, node, base))
+    tl.store(end_numbers + m * 2 + 1, one)
+
+
+@triton.jit
+def residual(row, q_at, left_out, scale, v, end):
+    """What the last token is drawn from, at tokens v < end: max(scale p - q, 0), or p without one token."""
+    whole = tl.load(row + v, mask=v < end, other=0.0)
+    q_row = q_at.to(tl.pointer_type(tl.float32))
+    q_end = tl.where(q_at != 0, end, 0)
+    rest = tl.maximum(whole * scale - tl.load(q_row + v, mask=v < q_end, other=0.0), 0.0)
+    return whole, tl.where(v == left_out, 0.0, rest)
+
+
+@triton.jit
+def residual_masses(
+    p, scratch, ends, end_numbers, masses, vocab, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One part of the vocabulary of one request: mass of the residual, and of the whole row."""
+    m = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    at = tl.load(ends + m * 3)
+    row = tl.where(at >= 0, p + at * vocab, scratch + (-1 - at) * vocab)
+    q_at = tl.load(ends + m * 3 + 1)
+    left_out = tl.load(ends + m * 3 + 2)
+    scale64 = tl.load(end_numbers + m * 2 + 1)
+    scale = scale64.to(tl.float32)
+    total = scale64 * 0.0
+    whole_total = scale64 * 0.0
+    end = tl.minimum(part * PART + PART, vocab)
+    for start in range(part * PART, end, BLOCK):
+        whole, rest = residual(row, q_at, left_out, scale, start + tl.arange(0, BLOCK), end)
+        total += tl.sum(rest.to(tl.float64), 0)
+        whole_total += tl.sum(whole.to(tl.float64), 0)
+    to = masses + (m * num_parts + part) * 2
+    tl.store(to, total)
+    tl.store(to + 1, whole_total)
+
+
+@triton.jit
+def draw_last(
+    p,
+    scratch,
+    ends,
+    end_numbers,
+    masses,
+    members,
+    walk,
+    vocab,
+    num_nodes,
+    num_parts,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One request: which part, then which token; -1 where there is no weight at all."""
+    m = tl.program_id(0).to(tl.int64)
+    at = tl.load(ends + m * 3)
+    row = tl.where(at >= 0, p + at * vocab, scratch + (-1 - at) * vocab)
+    q_at = tl.load(ends + m * 3 + 1)
+    left_out = tl.load(ends + m * 3 + 2)
+    drawn = tl.load(end_numbers + m * 2)
+    scale = tl.load(end_numbers + m * 2 + 1).to(tl.float32)
+    own = masses + m * num_parts * 2
+    total = drawn * 0.0
+    whole_total = drawn * 0.0
+    for s in range(num_parts):
+        total += tl.load(own + 2 * s)
+        whole_total += tl.load(own + 2 * s + 1)
     # p == q up to rounding: nothing is left, and p itself is drawn from
-    nothing = total <= 0.0
-    q_end = tl.where(nothing, 0, q_end)
-    left_out = tl.where(nothing, -1, left_out)
-    total = tl.where(nothing, p_total, total)
-    limit = uniform * total
-    running = total * 0.0
+    whole_only = tl.where(total > 0.0, 0, 1)
+    limit = drawn * tl.where(total > 0.0, total, whole_total)
+    running = drawn * 0.0
+    before = drawn * 0.0
+    part = 0
+    found_part = 0
+    for s in range(num_parts):
+        mass = tl.load(own + 2 * s + whole_only)
+        # the last part with mass, if rounding leaves none above the limit
+        better = tl.where(mass > 0.0, 1 - found_part, 0)
+        part = tl.where(better == 1, s, part)
+        before = tl.where(better == 1, running, before)
+        running += mass
+        found_part = tl.where(better == 1, tl.where(running > limit, 1, 0), found_part)
+    q_at = tl.where(whole_only == 1, q_at * 0, q_at)
+    left_out = tl.where(whole_only == 1, left_out * 0 - 1, left_out)
+    scale = tl.where(whole_only == 1, scale * 0.0 + 1.0, scale)
+    running = before
     found = 2147483647
-    for start in range(0, vocab, BLOCK):
+    last = -1
+    end = tl.minimum(part * PART + PART, vocab)
+    for start in range(part * PART, end, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        whole = tl.load(p_row + v, mask=v < vocab, other=0.0)
-        weights = tl.maximum(whole - tl.load(q_row + v, mask=v < q_end, other=0.0), 0.0)
-        weights = tl.where(v == left_out, 0.0, weights).to(tl.float64)
-        sums = running + tl.cumsum(weights, 0)
-        above = tl.min(tl.where(sums > limit, tl.where(weights > 0.0, v, 2147483647), 2147483647), 0)
-        found = tl.minimum(found, above)
-        running += tl.sum(weights, 0)
-    tl.store(accepted + r, length)
-    tl.store(out + length, tl.where(found == 2147483647, -1, found))
+        _, rest = residual(row, q_at, left_out, scale, v, end)
+        sums = running + tl.cumsum(rest.to(tl.float64), 0)
+        above = tl.where(rest > 0.0, v, 2147483647)
+        found = tl.minimum(found, tl.min(tl.where(sums > limit, above, 2147483647), 0))
+        last = tl.maximum(last, tl.max(tl.where(rest > 0.0, v, -1), 0))
+        running += tl.sum(rest.to(tl.float64), 0)
+    out = walk + tl.load(members + m).to(tl.int64) * (2 * num_nodes + 2)
+    tl.store(out + 1 + num_nodes + tl.load(out), tl.where(found == 2147483647, last, found))

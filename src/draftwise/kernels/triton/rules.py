@@ -1,0 +1,94 @@
+"""The verification rules of a step as kernels: one table goes to the device, one answer comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwise.kernels.triton.verify import (
+    DraftBatch,
+    DraftFields,
+    Walk,
+    draft_table,
+    new_walk,
+    reject_chains,
+    reject_trees,
+    walk_trees,
+)
+from draftwise.types import Verification
+from draftwise.verify.base import BatchRules, VerifyRequest
+from draftwise.verify.rejection import is_sampled
+
+
+class TritonRules(BatchRules):
+    """Decides like the rules of the same names in `verify`, up to the last bits of sums."""
+
+    names = frozenset({"greedy", "coupled", "rejection", "block"})
+
+    def verify(
+        self,
+        logits: Tensor,
+        requests: Sequence[VerifyRequest],
+        rules: Sequence[str],
+        launched: Callable[[Walk], None] | None = None,
+    ) -> list[Verification]:
+        fields: list[DraftFields] = []
+        kept: list[Tensor] = []  # what the table holds addresses of
+        groups: dict[str, list[int]] = {}
+        for r, (request, rule) in enumerate(zip(requests, rules, strict=True)):
+            fields.append(_fields(request, kept))
+            tree = rule in ("rejection", "block") and not request.proposal.is_chain
+            groups.setdefault("tree" if tree else rule, []).append(r)
+        table_np = draft_table(fields)
+        members_np = np.concatenate([np.asarray(group, np.int64) for group in groups.values()])
+        joined = torch.from_numpy(np.concatenate((table_np.reshape(-1), members_np)))
+        if logits.device.type == "cuda":
+            joined = joined.pin_memory()
+        joined = joined.to(logits.device, non_blocking=True)
+        nodes = max(len(f.tokens) for f in fields)
+        batch = DraftBatch(joined[: table_np.size].view(table_np.shape), nodes)
+        order = torch.split(
+            joined[table_np.size :].to(torch.int32), [len(group) for group in groups.values()]
+        )
+        walk = new_walk(batch)
+        p = logits.softmax(dim=-1) if groups.keys() - {"greedy", "coupled"} else logits
+        for name, members in zip(groups, order, strict=True):
+            if name in ("greedy", "coupled"):
+                walk_trees(logits, batch, members, walk, coupled=name == "coupled")
+            elif name == "tree":
+                reject_trees(p, batch, members, walk)
+            else:
+                reject_chains(p, batch, members, walk, block=name == "block")
+        if launched is not None:
+            launched(walk)
+        results = []
+        for row in walk.packed.tolist():
+            length = row[0]
+            first = 1 + nodes
+            results.append(Verification(tuple(row[1 : 1 + length]), tuple(row[first : first + length + 1])))
+        return results
+
+
+def _fields(request: VerifyRequest, kept: list[Tensor]) -> DraftFields:
+    state, proposal = request.state, request.proposal
+    at: list[int] = []
+    if is_sampled(proposal):
+        q = proposal.q
+        assert q is not None and q.dtype is torch.float32
+        q = q.contiguous()
+        kept.append(q)
+        start, width = q.data_ptr(), q.shape[1] * q.element_size()
+        at = [start + row * width for row in proposal.q_rows]
+    return DraftFields(
+        first_row=request.first_row,
+        seed=state.seed,
+        sample_index=state.sample_index,
+        num_tokens=state.num_tokens,
+        tokens=proposal.tokens,
+        parents=proposal.parents,
+        q_at=at,
+        without_replacement=bool(at) and proposal.draw == "without_replacement",
+    )
