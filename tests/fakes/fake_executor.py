@@ -8,6 +8,8 @@ block table, a stale cached block or a missed compaction shows as a wrong hash.
 from __future__ import annotations
 
 import random
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from draftwise.runner.executor import Executor
@@ -45,7 +47,10 @@ class _Row:
 
 
 class FakeExecutor(Executor):
-    def __init__(self, num_blocks: int, block_size: int, seed: int, max_rows: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, seed: int, max_rows: int, ahead: bool = False
+    ) -> None:
+        self.ahead = ahead  # plans may be made before the step before them was taken in
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.max_rows = max_rows
@@ -69,8 +74,15 @@ class FakeExecutor(Executor):
             self.rows[planned.rid].blocks.extend(planned.new_block_ids)
         assert sum(p.num_new + p.num_draft for p in plan.rows) <= self.max_rows
         self._check_blocks()
+        rows = plan.rows
+        if self.ahead:
+            rows = tuple(
+                p._replace(num_draft=min(p.num_draft, len(self.rows[p.rid].drafts)))
+                for p in rows
+                if len(self.rows[p.rid].tokens) < self.rows[p.rid].max_total
+            )
         return StepResult(
-            plan.step, tuple(self._run(p.rid, p.num_new, p.num_draft, p.draft_budget) for p in plan.rows)
+            plan.step, tuple(self._run(p.rid, p.num_new, p.num_draft, p.draft_budget) for p in rows)
         )
 
     def _check_blocks(self) -> None:
@@ -160,3 +172,44 @@ class FakeExecutor(Executor):
 
     def close(self) -> None:
         self.rows.clear()
+
+
+class _Late(Future[StepResult]):
+    def __init__(self, executor: LateExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        while not self.done():
+            self._executor.run_one()
+        return super().result()
+
+
+class LateExecutor(Executor):
+    """A device that runs a step when somebody waits for it, as late as can be; steps in their order."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.queue: deque[tuple[StepPlan, _Late]] = deque()
+        self.most = 0  # steps that have been on their way at once
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        future = _Late(self)
+        self.queue.append((plan, future))
+        self.most = max(self.most, len(self.queue))
+        return future
+
+    def run_one(self) -> None:
+        plan, future = self.queue.popleft()
+        future.set_result(self.inner.execute(plan))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan).result()
+
+    def forget(self) -> None:
+        while self.queue:
+            self.run_one()
+        self.inner.forget()
+
+    def close(self) -> None:
+        self.inner.close()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.fakes.fake_executor import VOCAB, FakeExecutor, expected_output
+from tests.fakes.fake_executor import VOCAB, FakeExecutor, LateExecutor, expected_output
 
 from draftwise.adapt.controller import StaticController
 from draftwise.engine.core import EngineCore
@@ -27,20 +27,24 @@ class Engine(RuleBasedStateMachine):
         seqs=st.integers(1, 6),
         seed=st.integers(0, 1000),
         caching=st.booleans(),
+        mode=st.sampled_from(["in step", "ahead", "late"]),
     )
     def start(
-        self, extra_blocks: int, block_size: int, budget: int, seqs: int, seed: int, caching: bool
+        self, extra_blocks: int, block_size: int, budget: int, seqs: int, seed: int, caching: bool, mode: str
     ) -> None:
+        """``mode``: steps are taken in at once, or one later; and then the device may be late, too."""
         num_blocks = -(-MAX_LEN // block_size) + extra_blocks  # one request fits alone, two seldom do
         self.time = 0.0
-        self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs))
+        ahead = mode != "in step"
+        self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs), ahead)
         self.scheduler = Scheduler(
             SchedulerConfig(seqs, max(budget, seqs)),
             KVManager(num_blocks, block_size, caching),
             StaticController(),
             self.clock,
         )
-        self.core = EngineCore(self.scheduler, self.executor, self.clock)
+        device = LateExecutor(self.executor) if mode == "late" else self.executor
+        self.core = EngineCore(self.scheduler, device, self.clock, ahead=ahead)
         self.requests: list[Request] = []
         self.added: dict[int, int] = {}
 
@@ -102,6 +106,8 @@ class Engine(RuleBasedStateMachine):
         self.core.check_integrity()
         assert self.scheduler.kv.num_used == 0
         self._one_step()  # the executor learns of the last ones
+        while self.core.has_work:
+            self._one_step()
         assert not self.executor.rows, "the executor keeps finished requests"
         for request in self.requests:
             prompt = request.tokens_np[: request.num_prompt].tolist()

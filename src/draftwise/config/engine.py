@@ -107,7 +107,9 @@ class EngineConfig:
         "adaptive: draft only where it pays; static: what each request asks for",
     )
     enforce_eager: bool = option(False, to.boolean, "do not capture graphs")
-    async_scheduling: bool = option(False, to.boolean, "schedule ahead of the device")
+    async_scheduling: bool = option(
+        False, to.boolean, "plan each step while the one before it runs (speculation_control static)"
+    )
     tensor_parallel_size: int = option(1, to.integer(1), "ranks that share the model; 1")
     data_parallel_size: int = option(1, to.integer(1), "replicas of the model; 1")
     pipeline_parallel_size: int = option(1, to.integer(1), "stages of the model; 1")
@@ -189,6 +191,11 @@ class EngineConfig:
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is under "
                 f"max_num_seqs = {self.max_num_seqs}; a step needs a token per request"
             )
+        if self.async_scheduling and self.speculation_control != "static":
+            raise ConfigError(
+                f"async_scheduling: speculation_control {self.speculation_control!r} contradicts it: it learns from what "
+                "each step takes, and steps that overlap cannot be told apart; use static"
+            )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("tokenizer and skip_tokenizer_init contradict each other: give one of them")
         methods = [spec.method for spec in self.speculative]
@@ -254,6 +261,8 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
         if target in options:
             raise ConfigError(f"{name}: is the same option as {target}; give one of them")
         options[target] = value
+    if "async_scheduling" in options and to.boolean("async_scheduling", options["async_scheduling"]):
+        options.setdefault("speculation_control", "static")
     if CONTROL_VARIABLE in os.environ:
         options.setdefault("speculation_control", os.environ[CONTROL_VARIABLE])
     device = _resolve_device(_device("device", options.get("device", "auto")))
@@ -381,8 +390,6 @@ def _notes(
     notes = []
     if config.enforce_eager:
         notes.append("enforce_eager has no effect: nothing is captured in graphs")
-    if config.async_scheduling:
-        notes.append("async_scheduling has no effect: a step is scheduled when the one before it is done")
     if config.cudagraph_capture_sizes is not None:
         notes.append("cudagraph_capture_sizes has no effect: nothing is captured in graphs")
     if config.disable_log_stats:

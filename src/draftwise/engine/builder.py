@@ -28,7 +28,8 @@ from draftwise.models.loader import load_model
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.propose.base import Proposer
 from draftwise.propose.registry import ProposerContext, resolve_proposer
-from draftwise.runner.executor import LocalExecutor
+from draftwise.runner.executor import Executor, LocalExecutor
+from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.structured.grammars import Grammars
 from draftwise.structured.proposer import GrammarProposer
@@ -101,7 +102,7 @@ def build_engine(
         proposer.use_target_storage(storage)
 
     grammars = Grammars(tokenizer, model.config.vocab_size, end_tokens(model.config, tokenizer))
-    executor = LocalExecutor(
+    executor: Executor = LocalExecutor(
         model,
         storage,
         proposers,
@@ -112,6 +113,8 @@ def build_engine(
         grammars=grammars,
         clock=clock,
     )
+    if config.async_scheduling:
+        executor = ThreadedExecutor(executor)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs or 64,
@@ -138,7 +141,7 @@ def build_engine(
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")
     return Engine(
         config=config,
-        core=EngineCore(scheduler, executor, clock),
+        core=EngineCore(scheduler, executor, clock, ahead=config.async_scheduling),
         processor=processor,
         model=model,
         guarantees=_guarantees(model, config),

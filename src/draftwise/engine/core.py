@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from draftwise.runner.executor import Executor
@@ -34,18 +36,29 @@ class EngineCore:
 
     ``lock`` guards requests and scheduler: it is held while a step is planned and taken in, not while it runs on
     the device, so that others may add, cancel and read requests meanwhile.
+
+    Ahead, a step is planned and handed over while the one before it runs, and its results are taken in one call of
+    `step` later. What comes out is the same: the executor knows at once what was accepted, and the scheduler needs it
+    only to deliver (`sched.ahead`). A request that turns out to have ended has then computed a row for nothing, which
+    is dropped.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float], *, ahead: bool = False
+    ) -> None:
+        """``ahead``: plan steps while the ones before them run; for executors whose `Executor.submit` does not wait."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.lock = threading.RLock()
         self.totals = Totals()
+        self._ahead = ahead
+        self._flights: deque[Future[StepResult]] = deque()  # handed over, not taken in: two at most
+        self._taken_in = clock()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError if it can never be served."""
@@ -58,7 +71,9 @@ class EngineCore:
             return self.scheduler.cancel(rid)
 
     def step(self) -> list[RequestUpdate]:
-        """Compute one step for everybody who can take part in it."""
+        """Compute one step for everybody who can take part in it; ahead, answers what the step before it did."""
+        if self._ahead:
+            return self._step_ahead()
         start = self.clock()
         with self.lock:
             plan = self.scheduler.schedule()
@@ -68,6 +83,24 @@ class EngineCore:
             seconds = self.clock() - start
             if result.rows:
                 self.scheduler.learn(result, seconds)
+            self._count(result, updates, seconds)
+        return updates
+
+    def _step_ahead(self) -> list[RequestUpdate]:
+        start = self.clock()
+        with self.lock:
+            plan = self.scheduler.schedule()
+        if plan.rows or plan.removed or plan.trimmed or not self._flights:
+            self._flights.append(self.executor.submit(plan))
+            if len(self._flights) == 1:
+                return []
+        # An empty plan means that nothing can be planned before the step that runs is taken in.
+        result = self._flights.popleft().result()
+        with self.lock:
+            updates = self.scheduler.commit(result)
+            now = self.clock()
+            seconds = now - max(start, self._taken_in) if not self._flights else now - self._taken_in
+            self._taken_in = now
             self._count(result, updates, seconds)
         return updates
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +42,20 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the diff, run one step, answer what each row committed. Raises only if the engine is broken."""
+        """Apply the diff, run one step, answer what each row committed. Raises only if the engine is broken.
+
+        A plan may have been made before the result of the step before it was looked at (`sched.ahead`): then
+        ``num_draft`` is the most that may wait, and a row whose request has all its tokens is to be passed over.
+        """
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """`execute`, without waiting for it where that is possible; steps run in the order of the calls."""
+        future: Future[StepResult] = Future()
+        try:
+            future.set_result(self.execute(plan))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
     def forget(self) -> None:  # noqa: B027
         """Let the drafters forget what they learned from past requests; between two steps."""
@@ -107,7 +121,9 @@ class LocalExecutor(Executor):
         if not plan.rows:
             return StepResult(plan.step, ())
         start = self._clock()
-        steps = [self._step_row(planned) for planned in plan.rows]
+        steps = [self._step_row(p) for p in plan.rows if not self._rows[p.rid].is_full]
+        if not steps:
+            return StepResult(plan.step, ())
         batch = build_step_input([self._row_input(s) for s in steps], self._block_size, self._device)
         starts = batch.attention.query_start_np.tolist()
         wanted = self._logit_rows(steps, starts)

@@ -43,6 +43,11 @@ class Row:
     fill: dict[str, DrafterFill] = field(default_factory=dict)
 
     @property
+    def is_full(self) -> bool:
+        """Whether the request has all its tokens, which the scheduler may not know yet."""
+        return self.num_tokens >= self.max_total
+
+    @property
     def blocks_np(self) -> IntArray:
         """[num_blocks] view of the request's block ids."""
         return self.block_table_np[: self.num_blocks]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
 from draftwise.errors import RequestError
 from draftwise.kv.manager import KVManager
+from draftwise.sched.ahead import outlook
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult
 
@@ -44,7 +45,8 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._running: list[Request] = []  # sorted by Request.order
         self._removed: list[int] = []  # the executor still has them
-        self._planned: dict[int, RowPlan] = {}
+        self._planned: dict[int, RowPlan] = {}  # rows of the newest plan
+        self._flying: dict[int, RowPlan] = {}  # of the one before it, while that was not taken in
         self._trimmed: dict[int, int] = {}
         self._batch_size = 0
         self._shape = StepShape()
@@ -102,9 +104,14 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ schedule
 
     def schedule(self) -> StepPlan:
-        """Plan a step: running requests first, in order of priority and arrival, then waiting ones."""
+        """Plan a step: running requests first, in order of priority and arrival, then waiting ones.
+
+        One plan may be made ahead: before the step of the newest one was taken in. Who cannot be planned without
+        knowing what that step does waits for the next plan, which may then be empty.
+        """
         self._step += 1
-        self._planned = {}
+        assert not self._flying, "two steps have not been taken in"
+        self._flying, self._planned = self._planned, {}
         self._trimmed = {}
         # What will run once everybody who can is admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
@@ -133,25 +140,31 @@ class Scheduler:
             trimmed=tuple(self._trimmed.items()),
         )
         self._removed = []
-        assert plan.rows or not self._requests, "work is waiting but nothing could be planned"
+        assert plan.rows or self._flying or not self._requests, "work is waiting but nothing could be planned"
         return plan
 
     def _plan_running(self, request: Request, left: int) -> int:
         """Plan one running request with at most ``left`` rows; preempts others, or it, when the cache is full."""
-        missing = request.num_tokens - request.num_computed
+        flying = self._flying.get(request.rid)
+        expected = outlook(request, flying)
+        if expected is None:
+            return 0
+        missing, proposed, before = expected
         num_new = min(missing, left)
         if num_new < missing and not self.config.chunked_prefill:
             return 0
         num_draft = budget = 0
         if num_new == missing:
-            if request.num_proposed:
-                num_draft = self._controller.nodes_to_verify(request.rid, request.num_proposed)
+            if proposed:
+                num_draft = self._controller.nodes_to_verify(request.rid, proposed)
                 num_draft = min(num_draft, left - num_new)
             budget = self._controller.draft_budget(request.rid, request.speculation, self._batch_size)
         while True:
-            blocks = self.kv.reserve(request.rid, num_new + num_draft + budget)
+            blocks = self.kv.reserve(request.rid, before + num_new + num_draft + budget)
             if blocks is not None:
                 break
+            if flying is not None:
+                return 0
             # Cheapest first: what others reserved ahead, then drafting, then somebody's place.
             if self._trim_others(request):
                 continue
@@ -177,7 +190,7 @@ class Scheduler:
         """Take back lookahead blocks of requests that have no row in this step yet."""
         gained = False
         for other in self._running:
-            if other.rid in self._planned or other is request or other.rid in self._trimmed:
+            if other is request or any(other.rid in t for t in (self._planned, self._flying, self._trimmed)):
                 continue
             before = len(self.kv.block_ids(other.rid))
             kept = self.kv.trim(other.rid)
@@ -275,9 +288,11 @@ class Scheduler:
         cancelled meanwhile are ignored."""
         updates, self._finished = self._finished, []
         now = self._clock()
+        # Steps are taken in in their order: the one before the newest plan first.
+        planned = self._flying if result.step < self._step else self._planned
         for row in result.rows:
             request = self._requests.get(row.rid)
-            plan = self._planned.get(row.rid)
+            plan = planned.get(row.rid)
             if request is None or plan is None or request.status is not RequestStatus.RUNNING:
                 continue
             if row.error is not None:
@@ -286,6 +301,7 @@ class Scheduler:
                 updates.append(RequestUpdate(request, 0, True))
                 continue
             updates.append(self._commit_row(request, plan, row, now))
+        planned.clear()
         return updates
 
     def learn(self, result: StepResult, seconds: float) -> None:

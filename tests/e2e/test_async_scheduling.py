@@ -1,0 +1,163 @@
+"""Steps planned while the ones before them run: the text is that of the engine that waits, with every method, through
+preemption, chunked prompts, stop tokens, and cancellations in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftwise import LLM, AsyncLLM, SamplingParams
+from draftwise.errors import ConfigError, EngineDeadError
+from draftwise.runner.threaded import ThreadedExecutor
+from tests.e2e.conftest import token_ids
+from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
+from tests.fakes.fake_executor import LateExecutor
+
+TIGHT: dict[str, Any] = {"max_num_seqs": 8, "num_kv_blocks": 52, "max_num_batched_tokens": 48}
+RULES = {
+    "greedy": [SamplingParams(temperature=0.0, max_tokens=5 + i, ignore_eos=True) for i in range(10)],
+    "coupled": [
+        SamplingParams(temperature=0.9, max_tokens=12, stop_token_ids=[i % VOCAB], min_tokens=3, seed=i)
+        for i in range(10)
+    ],
+}
+
+
+class Engines:
+    def __init__(self, root: Path) -> None:
+        self.target = make_target(root)
+        self.families = make_families(root)
+        rng = np.random.default_rng(7)
+        prompts = [rng.integers(0, VOCAB, int(rng.integers(3, 30))).tolist() for _ in range(8)]
+        prompts += [prompts[2], [*prompts[5], 1]]  # prefix hits
+        self.prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        with LLM(self.target, **self.options()) as llm:
+            self.plain = {rule: token_ids(llm.generate(self.prompts, RULES[rule])) for rule in RULES}
+        self._made: dict[tuple[str, bool], LLM] = {}
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        base = {
+            "dtype": "float32",
+            "device": "cpu",
+            "skip_tokenizer_init": True,
+            "block_size": 4,
+            "num_kv_blocks": 256,
+            "speculation_control": "static",
+        }
+        return base | more
+
+    def get(self, family: str, late: bool) -> LLM:
+        """``late``: the device runs a step when its result is waited for, and not before."""
+        llm = self._made.get((family, late))
+        if llm is None:
+            options = self.options(speculative_config=self.families[family], async_scheduling=True, **TIGHT)
+            llm = self._made[family, late] = LLM(self.target, **options)
+            core = llm._engine.core  # type: ignore[union-attr]
+            assert isinstance(core.executor, ThreadedExecutor)
+            if late:
+                core.executor = LateExecutor(core.executor.inner)
+        return llm
+
+    def close(self) -> None:
+        for llm in self._made.values():
+            llm.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(tmp_path_factory.mktemp("engines"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_text_is_that_of_plain_decoding(engines: Engines, case: tuple[str, str, str]) -> None:
+    family, method, shape = case
+    for late in (False, True):
+        llm = engines.get(family, late)
+        for rule, params in RULES.items():
+            speculation = {"method": method, **SHAPES[shape]}
+            outputs = llm.generate(engines.prompts, [p.replace(speculation=speculation) for p in params])
+            assert token_ids(outputs) == engines.plain[rule], (rule, late)
+            llm.check_integrity()
+            drafts = [o.metrics.speculation.num_drafts for o in outputs]
+            assert sum(drafts) > 0
+
+
+def test_steps_do_overlap_and_nothing_is_left(engines: Engines) -> None:
+    llm = engines.get("methods", True)
+    llm.generate(engines.prompts, RULES["greedy"])
+    core = llm._engine.core  # type: ignore[union-attr]
+    assert isinstance(core.executor, LateExecutor) and core.executor.most == 2
+    while core.has_work:
+        core.step()
+    assert not core.executor.queue and core.scheduler.kv.num_used == 0
+    assert llm.stats().num_preemptions > 0
+
+
+def test_rejection_draws_the_same(engines: Engines) -> None:
+    """Noise depends on what was committed, which a late scheduler does not change."""
+    params = [
+        SamplingParams(
+            temperature=1.0, max_tokens=12, seed=i, speculation={"method": "draft_model", "rule": "rejection"}
+        )
+        for i in range(10)
+    ]
+    options = engines.options(speculative_config=engines.families["methods"][:1])
+    with (
+        LLM(engines.target, **options) as llm,
+        LLM(engines.target, async_scheduling=True, **options) as ahead,
+    ):
+        assert token_ids(llm.generate(engines.prompts, params)) == token_ids(
+            ahead.generate(engines.prompts, params)
+        )
+
+
+def test_cancelling_in_the_middle_disturbs_nobody(engines: Engines) -> None:
+    options = engines.options(
+        speculative_config=engines.families["methods"][:1], async_scheduling=True, **TIGHT
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, output_kind="delta")
+
+    async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
+        got: list[int] = []
+        stop_at = 3 if i % 2 else 99
+        async for output in llm.generate(engines.prompts[i], params):
+            got += output.outputs[0].token_ids
+            if len(got) >= stop_at:
+                break
+        return tuple(got)
+
+    async def run() -> list[tuple[int, ...]]:
+        async with AsyncLLM(engines.target, **options) as llm:
+            got = await asyncio.gather(*(one(llm, i) for i in range(10)))
+            llm.check_integrity()
+            return got
+
+    with LLM(engines.target, **engines.options()) as llm:
+        wanted = token_ids(llm.generate(engines.prompts, params.replace(output_kind="cumulative")))
+    for i, got in enumerate(asyncio.run(run())):
+        assert got == wanted[i][: len(got)] and len(got) >= (3 if i % 2 else 14)
+
+
+def test_a_failing_step_kills_the_engine(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(engines.target, **engines.options(async_scheduling=True))
+    executor = llm._engine.core.executor  # type: ignore[union-attr]
+    assert isinstance(executor, ThreadedExecutor)
+
+    def broken(plan: object) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(executor.inner, "execute", broken)
+    with pytest.raises(EngineDeadError, match="no device"):
+        llm.generate(engines.prompts, RULES["greedy"])
+
+
+def test_adaptive_control_contradicts_it(engines: Engines) -> None:
+    with pytest.raises(ConfigError, match="async_scheduling"):
+        LLM(engines.target, async_scheduling=True, speculation_control="adaptive", device="cpu")
