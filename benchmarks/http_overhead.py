@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import select
 import selectors
+import shlex
 import socket
 import statistics
 import subprocess
@@ -113,6 +115,7 @@ class Served:
         self._args = args
         self._connections: list[socket.socket] = []
         command = [sys.executable, "-m", "draftwise", "serve", "--port", "0", "--log-interval", "0"]
+        command += shlex.split(args.serve_options)
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self._port = int(self._process.stdout.readline().rpartition(":")[2])
@@ -135,7 +138,8 @@ class Served:
         return head.encode() + body
 
     def run(self, many: list[list[int]]) -> dict[str, Any]:
-        """Connections are kept from run to run, as clients keep them."""
+        """Connections are kept from run to run, as clients keep them, unless the server closed them meanwhile."""
+        self._connections = [c for c in self._connections if not select.select([c], [], [], 0)[0]]
         while len(self._connections) < len(many):
             connection = socket.create_connection(("127.0.0.1", self._port))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -237,6 +241,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="generated per request (128)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="(64)")
     parser.add_argument("--method", default="none", help="speculation method (none: plain decoding)")
+    parser.add_argument("--serve-options", default="", help="more options of draftwise serve, in one string")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:

@@ -110,6 +110,9 @@ class ScriptedStream:
                 raise EngineDeadError("the engine failed: scripted")
             yield self._output("", "abort")
 
+    def pieces(self) -> AsyncIterator[RequestOutput]:
+        return self.__aiter__()
+
     def _output(self, text: str, finish: str | None) -> RequestOutput:
         completions = tuple(
             CompletionOutput(i, text, tuple(text.encode()), finish) for i in range(self.params.n)

@@ -60,6 +60,11 @@ def add_parser(subparsers: Subparsers) -> None:
     add("max-queue", "most samples waiting for the engine, more get a 429 (1024)", int)
     add("max-samples", "most samples (prompts times n) of a request (256)", int)
     add("max-logprobs", "most alternatives per token (20)", int)
+    add(
+        "max-chunk-rate",
+        "most chunks of streams per second; above, one carries several steps (1250 per core; 0: no limit)",
+        float,
+    )
     add("request-timeout", "deadline of a request in seconds (none)", float, metavar="SECONDS")
     add("send-timeout", "give up clients that leave a stream unread so long (120)", float, metavar="SECONDS")
     add("drain-timeout", "finish requests for so long after SIGTERM (30)", float, metavar="SECONDS")
@@ -127,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         from draftwise.server.app import create_app
         from draftwise.server.run import run as run_server
 
-        llm = AsyncLLM(**engine_options)
+        llm = AsyncLLM(max_chunk_rate=server_config.chunk_rate, **engine_options)
         try:
             return run_server(create_app(llm, server_config, spans=spans), server_config, bound)
         finally:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
-from draftwise.engine.group import OutputKind, RequestGroup
+from draftwise.engine.group import RequestGroup, TextPiece
 from draftwise.engine.llm import engine_stats, render_chat
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Prompt
+from draftwise.engine.readers import Readers
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
@@ -34,10 +34,13 @@ class RequestStream:
     piles up for it.
     """
 
-    def __init__(self, llm: AsyncLLM, group: RequestGroup, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, llm: AsyncLLM, group: RequestGroup, readers: Readers) -> None:
         self.group = group
-        self.loop = loop
-        self.event = asyncio.Event()  # set in `loop`: there is something new
+        self.readers = readers
+        self.event = asyncio.Event()  # set in the readers' loop: there is something new
+        self.due = 0.0  # the loop's time before which `Readers` may hold news back
+        self.wants_pieces = group.params.output_kind != "final_only"
+        self.text_only = False  # `pieces` was called
         self._llm = llm
         self._ended = False
 
@@ -50,35 +53,41 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         """The next output. Raises EngineDeadError if the engine failed."""
+        output = await self._next()
+        assert not isinstance(output, TextPiece)
+        return output
+
+    async def pieces(self) -> AsyncIterator[RequestOutput | TextPiece]:
+        """Outputs, of which those that bring nothing but text come as a `TextPiece`: half the work for whoever sends
+        them on. Only with ``output_kind`` "delta"."""
+        assert self.group.params.output_kind == "delta"
+        self.text_only = True
+        while not self._ended:
+            yield await self._next()
+
+    async def _next(self) -> RequestOutput | TextPiece:
         if self._ended:
             raise StopAsyncIteration
-        kind = self.group.params.output_kind
         while True:
             await self.event.wait()
             self.event.clear()
-            output = self._llm._read(self.group, kind)
+            output = self._llm._read(self)
             if output is not None:
-                self._ended = output.finished
+                self._ended = not isinstance(output, TextPiece) and output.finished
                 return output
 
     def close(self) -> None:
         """Abort what still runs and forget the request. Closing twice is fine."""
-        self._llm._forget(self.group)
+        self._llm._forget(self)
 
 
-def _set_all(events: Sequence[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
-
-
-def _wake(streams: Iterable[RequestStream]) -> None:
-    """Wake readers from the engine's thread, with one call for each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-    for stream in streams:
-        by_loop.setdefault(stream.loop, []).append(stream.event)
-    for loop, events in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the readers' event loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_set_all, events)
+def _wake(touched: Mapping[RequestStream, bool]) -> None:
+    """Wake readers from the engine's thread, with one call for each event loop. Value: nothing will follow."""
+    by_loop: dict[Readers, tuple[list[RequestStream], list[RequestStream]]] = {}
+    for stream, ended in touched.items():
+        by_loop.setdefault(stream.readers, ([], []))[ended].append(stream)
+    for readers, (news, ends) in by_loop.items():
+        readers.tell(news, ends)
 
 
 class AsyncLLM:
@@ -88,12 +97,23 @@ class AsyncLLM:
         print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str | None = None, *, keep_trace: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        keep_trace: bool = False,
+        max_chunk_rate: float | None = None,
+        **options: Any,
+    ) -> None:
+        """``max_chunk_rate``: most outputs per second that the readers of an event loop are woken for; with more than
+        a few readers, the tokens of several steps then come in one output (None: every step is told)."""
         self._engine: Engine = build_engine(
             resolve_engine_config(model=model, **options), keep_trace=keep_trace
         )
         self._streams: dict[str, RequestStream] = {}
         self._by_rid: dict[int, RequestStream] = {}
+        self._readers: dict[asyncio.AbstractEventLoop, Readers] = {}
+        self._max_chunk_rate = max_chunk_rate
         self._observers: tuple[StepObserver, ...] = ()
         self._forgets = False  # drafters are to forget before the next step
         self._wakeup = threading.Condition(self._engine.core.lock)
@@ -152,7 +172,13 @@ class AsyncLLM:
                 raise RequestError(f"request id {group.request_id!r} is in use")
             for request in group.requests:
                 self._engine.core.scheduler.check(request.num_prompt, request.max_total)
-            stream = RequestStream(self, group, asyncio.get_running_loop())
+            loop = asyncio.get_running_loop()
+            readers = self._readers.get(loop)
+            if readers is None:
+                readers = self._readers[loop] = Readers(loop, self._max_chunk_rate)
+            stream = RequestStream(self, group, readers)
+            readers.num_open += 1
+            readers.num_telling += stream.wants_pieces
             self._streams[group.request_id] = stream
             for request in group.requests:
                 self._by_rid[request.rid] = stream
@@ -160,25 +186,33 @@ class AsyncLLM:
             self._wakeup.notify()
         return stream
 
-    def _read(self, group: RequestGroup, kind: OutputKind) -> RequestOutput | None:
+    def _read(self, stream: RequestStream) -> RequestOutput | TextPiece | None:
         """What a woken reader gets; None: nothing yet."""
+        group = stream.group
         with self._engine.core.lock:
+            if stream.text_only and self._failure is None and (piece := group.text_piece()) is not None:
+                return piece
             finished = group.finished
             if self._failure is not None and not finished:
                 raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
-            if not finished and kind == "final_only":
+            if not finished and not stream.wants_pieces:
                 return None
-            return group.output(kind)
+            return group.output(group.params.output_kind)
 
     def observe(self, observer: StepObserver) -> None:
         """Have ``observer`` called with the updates of every step. One that raises is dropped and logged."""
         self._observers = (*self._observers, observer)
 
-    def _forget(self, group: RequestGroup) -> None:
+    def _forget(self, stream: RequestStream) -> None:
         """The reader is gone: abort what still runs."""
+        readers = stream.readers
         with self._wakeup:
-            self._streams.pop(group.request_id, None)
-            for request in group.requests:
+            if self._streams.pop(stream.request_id, None) is not None:
+                readers.num_open -= 1
+                readers.num_telling -= stream.wants_pieces
+                if not readers.num_open:
+                    self._readers.pop(readers.loop, None)
+            for request in stream.group.requests:
                 self._by_rid.pop(request.rid, None)
                 self._engine.core.cancel(request.rid)
             self._wakeup.notify()
@@ -190,7 +224,7 @@ class AsyncLLM:
             if stream is None:
                 return False
             stopped = [self._engine.core.cancel(r.rid) for r in stream.group.requests]
-            _wake([stream])
+            _wake({stream: True})
             self._wakeup.notify()
             return any(stopped)
 
@@ -230,9 +264,7 @@ class AsyncLLM:
                     core.executor.forget()
                     continue
                 updates = core.step()
-                with self._wakeup:
-                    touched = {self._by_rid.get(u.request.rid) for u in updates if u.num_new or u.finished}
-                _wake(stream for stream in touched if stream is not None)
+                self._announce(updates)
                 if self._observers:
                     self._tell(updates)
         except BaseException as error:
@@ -242,7 +274,18 @@ class AsyncLLM:
         finally:
             with self._wakeup:
                 streams = list(self._streams.values())
-            _wake(streams)
+            _wake(dict.fromkeys(streams, True))
+
+    def _announce(self, updates: Sequence[RequestUpdate]) -> None:
+        touched: dict[RequestStream, bool] = {}
+        with self._wakeup:
+            for update in updates:
+                if not (update.num_new or update.finished):
+                    continue
+                stream = self._by_rid.get(update.request.rid)
+                if stream is not None and (update.finished or stream.wants_pieces):
+                    touched[stream] = update.finished or touched.get(stream, False)
+        _wake(touched)
 
     def _tell(self, updates: Sequence[RequestUpdate]) -> None:
         for observer in self._observers:

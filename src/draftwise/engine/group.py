@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from draftwise.engine.detokenizer import IncrementalDetokenizer
 from draftwise.engine.outputs import (
@@ -20,6 +20,14 @@ from draftwise.sched.request import Request, SpeculationCounts
 from draftwise.types import TokenLogprobs
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
+
+
+class TextPiece(NamedTuple):
+    """What is new in the one sample of a prompt, where that is text and nothing else. ``text`` may be empty: a
+    character is not complete."""
+
+    text: str
+    num_tokens: int
 
 
 class TokenText(Protocol):
@@ -67,6 +75,25 @@ class RequestGroup:
     @property
     def num_output(self) -> int:
         return sum(sample.request.num_output for sample in self._samples)
+
+    def text_piece(self) -> TextPiece | None:
+        """What is new since the last "delta", if it is text alone and not the first or the last of it; else None, and
+        `output` has it."""
+        sample = self._samples[0]
+        request, detokenizer = sample.request, sample.detokenizer
+        if (
+            not sample.sent_tokens
+            or request.finish_reason is not None
+            or detokenizer is None
+            or request.logprobs is not None
+            or request.trace is not None
+            or len(self._samples) > 1
+        ):
+            return None
+        num_output = request.num_output
+        piece = TextPiece(detokenizer.delta(), num_output - sample.sent_tokens)
+        sample.sent_tokens = num_output
+        return piece
 
     def output(self, kind: OutputKind = "cumulative") -> RequestOutput:
         """The state now ("cumulative", "final_only"), or what is new since the last "delta"."""

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import CompletionOutput, RequestOutput
 from draftwise.errors import RequestError
 from draftwise.server.context import Context, metrics_of, new_id, usage, usage_of
@@ -218,7 +219,13 @@ class _Answer:
         begun: set[int] = set()
         done: set[int] = set()
         prompt_tokens = completion_tokens = cached = 0
-        async for _, output in generation.outputs():
+        plain = _texts(head, 0, with_usage)
+        async for _, output in generation.pieces() if short else generation.outputs():
+            if isinstance(output, TextPiece):
+                completion_tokens += output.num_tokens
+                if output.text:
+                    yield plain(output.text)
+                continue
             prompt_tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens
             for completion in output.outputs:
                 index, finish = completion.index, completion.finish_reason

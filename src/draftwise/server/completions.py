@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import CompletionOutput, RequestOutput
 from draftwise.server.context import Context, metrics_of, new_id, usage, usage_of
 from draftwise.server.errors import bad_request
@@ -157,7 +158,13 @@ class _Answer:
         echoed: set[int] = set()
         prompt_tokens: dict[int, tuple[int, int]] = {}
         completion_tokens = 0
-        async for i, output in generation.outputs():
+        plain = self._texts(0, with_usage)
+        async for i, output in generation.pieces() if short else generation.outputs():
+            if isinstance(output, TextPiece):
+                completion_tokens += output.num_tokens
+                if output.text:
+                    yield plain(output.text)
+                continue
             prompt_tokens[i] = (len(output.prompt_token_ids), output.num_cached_tokens)
             for completion in output.outputs:
                 index = i * n + completion.index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,9 @@ class ServerConfig:
     max_samples: int = 256  # prompts times n of one request
     max_logprobs: int = 20
     request_timeout: float | None = None  # deadline of a request that names none
+    max_chunk_rate: float | None = (
+        None  # chunks per second over all streams; None: 1250 per core, 0: no limit
+    )
     send_timeout: float = 120.0  # how long a client may leave a stream unread
     drain_timeout: float = 30.0  # how long running requests may go on after SIGTERM
     chat_template: str | None = None  # text of a Jinja template; None: the model's
@@ -45,6 +49,13 @@ class ServerConfig:
     log_interval: float = 10.0  # between log lines of statistics; 0: none
     access_log: bool = False
     log_level: str = "info"
+
+    @property
+    def chunk_rate(self) -> float | None:
+        """Chunks per second; None: no limit. A chunk costs some 30 us: the default is a small share of the cores."""
+        if self.max_chunk_rate is None:
+            return 1250.0 * len(os.sched_getaffinity(0))
+        return self.max_chunk_rate or None
 
     def __post_init__(self) -> None:
         for name in ("max_body_size", "max_concurrent", "max_queue", "max_samples", "max_logprobs"):
@@ -57,6 +68,8 @@ class ServerConfig:
         for name in ("send_timeout", "drain_timeout", "log_interval"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected seconds >= 0, got {getattr(self, name):g}")
+        if self.max_chunk_rate is not None and self.max_chunk_rate < 0:
+            raise ConfigError(f"max_chunk_rate: expected chunks per second >= 0, got {self.max_chunk_rate:g}")
         if not self.model_names or not all(self.model_names):
             raise ConfigError("served_model_name: expected at least one name")
         if any(not key for key in self.api_keys):

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from draftwise.config import EngineConfig
+from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
@@ -15,6 +16,7 @@ class OutputStream(Protocol):
     """Outputs of one prompt. Closing it aborts what still runs."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def pieces(self) -> AsyncIterator[RequestOutput | TextPiece]: ...
     def close(self) -> None: ...
 
 

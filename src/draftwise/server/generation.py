@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import RequestOutput
 from draftwise.errors import EngineDeadError
 from draftwise.sampling.params import SamplingParams
@@ -90,6 +91,21 @@ class Generation:
                 self._last[i] = output
                 self._check(output)
                 yield i, output
+        except EngineDeadError:
+            raise engine_dead() from None
+
+    async def pieces(self) -> AsyncIterator[tuple[int, RequestOutput | TextPiece]]:
+        """`outputs`, of which those of one prompt that bring text alone come as a `TextPiece`."""
+        if len(self._streams) > 1:
+            async for item in self.outputs():
+                yield item
+            return
+        try:
+            async for output in self._streams[0].pieces():
+                if not isinstance(output, TextPiece):
+                    self._last[0] = output
+                    self._check(output)
+                yield 0, output
         except EngineDeadError:
             raise engine_dead() from None
 
