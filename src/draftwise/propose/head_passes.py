@@ -15,7 +15,8 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.chain_drafts import ChainDraft
-from draftwise.propose.head_state import HeadState
+from draftwise.propose.head_features import FeatureSource
+from draftwise.propose.head_state import Features, HeadState
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
 
 _PASS_ROWS = 2048
@@ -70,6 +71,7 @@ class HeadPasses:
         self._time = 0.0
         self._storage: KVStorage | None = None
         self._block_features: Tensor  # [blocks, depths, F] of each block's last token, as each depth reads it
+        self.source: FeatureSource  # see `allocate`
 
     def memory_per_block(self) -> int:
         """Bytes: K/V and features."""
@@ -87,6 +89,7 @@ class HeadPasses:
         self._storage = KVStorage(head.kv_layout(), total, self.block_size, head.dtype, head.device)
         shape = (num_blocks, head.num_depths, head.feature_size)
         self._block_features = torch.zeros(shape, dtype=head.dtype, device=head.device)
+        self.source = FeatureSource(head, self._block_features)
 
     @property
     def kv(self) -> KVStorage:
@@ -104,22 +107,26 @@ class HeadPasses:
         """The state of a request whose first ``computed`` tokens are cached, and ``filled`` of them filled here."""
         stored = None
         if computed and filled == computed:
+            self.source.compute()
             stored = self._block_features[int(block_table_np[computed // self.block_size - 1])]
         return HeadState.opened(self.head.num_depths, computed, filled, stored)
 
-    def keep(self, depth: int, first_token: int, features: Tensor, block_table_np: IntArray) -> None:
-        """Of ``features`` [m, F], of tokens first_token ..., keep those of blocks' last tokens beside their blocks.
+    def ends(self, first_token: int, count: int, block_table_np: IntArray) -> list[tuple[int, int]]:
+        """Which of the tokens first_token ... are the last of their blocks: (how far behind the first, block).
 
-        Example: block size 4, tokens 6..12: tokens 7 and 11, of the request's blocks 1 and 2.
+        Example: block size 4, 7 tokens from number 6 on: tokens 7 and 11, of the request's blocks 1 and 2; [(1,
+        block_table_np[1]), (5, block_table_np[2])].
         """
         size = self.block_size
-        count = features.shape[0]
-        start = -(first_token + 1) % size  # index of the first of them
-        if start >= count:
-            return
-        last_np = np.arange(first_token + start, first_token + count, size)
-        blocks = torch.from_numpy(block_table_np[last_np // size].astype(np.int64)).to(features.device)
-        self._block_features[blocks, depth] = features[start::size]
+        start = -(first_token + 1) % size
+        return [(i, int(block_table_np[(first_token + i) // size])) for i in range(start, count, size)]
+
+    def keep(self, depth: int, first_token: int, features: Tensor, block_table_np: IntArray) -> None:
+        """Of ``features`` [m, F], of tokens first_token ..., keep those of blocks' last tokens beside their blocks."""
+        ends = self.ends(first_token, features.shape[0], block_table_np)
+        if ends:
+            blocks = torch.tensor([block for _, block in ends], device=features.device)
+            self._block_features[blocks, depth] = features[ends[0][0] :: self.block_size]
 
     # ---------------------------------------------------------------------------------------------- passes
 
@@ -295,7 +302,8 @@ class HeadPasses:
             queue = state.tracks[depth + 1].queue
             assert queue.end >= job.first, "a row of this depth was computed without its feature being kept"
             if queue.end < stop:
-                queue.append(given[queue.end - stop :])
+                new = given[queue.end - stop :]
+                queue.append(Features.of(new), 0, new.shape[0])
         state.tracks[depth].advance(stop)
 
     def _forward(

@@ -9,10 +9,52 @@ A head with several depths (MTP layers that take turns) has a `Track` for each: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+MANY_FEATURES = 256
+"""Rows of features; a few that are left of more must not keep all of them alive."""
+
+
+class Features:
+    """Rows of features, of one request or of several, which somebody computes when they are asked for."""
+
+    __slots__ = ("_compute", "_value")
+
+    def __init__(self, compute: Callable[[], None] | None = None) -> None:
+        """``compute``: calls `give`."""
+        self._compute = compute
+        self._value: Tensor | None = None
+
+    @classmethod
+    def of(cls, value: Tensor) -> Features:
+        """Features that are there, [n, F]."""
+        found = cls()
+        found.give(value)
+        return found
+
+    def give(self, value: Tensor) -> None:
+        self._value = value
+        self._compute = None
+
+    @property
+    def value(self) -> Tensor:
+        """[n, F]"""
+        if self._compute is not None:
+            self._compute()
+        assert self._value is not None, "features that could not be computed"
+        return self._value
+
+
+class _Piece(NamedTuple):
+    """Rows start..stop-1 of some features."""
+
+    features: Features
+    start: int
+    stop: int
 
 
 class FeatureQueue:
@@ -23,33 +65,45 @@ class FeatureQueue:
     def __init__(self, first: int) -> None:
         self.first = first
         self.end = first
-        self._pieces: list[Tensor] = []  # each [m, F]
+        self._pieces: list[_Piece] = []
 
-    def append(self, features: Tensor) -> None:
-        """``features`` [m, F] of the next m tokens."""
-        self._pieces.append(features)
-        self.end += features.shape[0]
+    def append(self, features: Features, start: int, stop: int) -> None:
+        """Rows start..stop-1 of ``features`` are those of the next tokens."""
+        self._pieces.append(_Piece(features, start, stop))
+        self.end += stop - start
 
     def of(self, start: int, stop: int) -> list[Tensor]:
-        """Views that together are the features of tokens start..stop-1."""
+        """Views [m, F] that together are the features of tokens start..stop-1."""
         assert self.first <= start <= stop <= self.end, (self.first, start, stop, self.end)
         found = []
         first = self.first
         for piece in self._pieces:
-            end = first + piece.shape[0]
+            end = first + piece.stop - piece.start
             if first < stop and end > start:
-                found.append(piece[max(start - first, 0) : stop - first])
+                # Example: rows 4..6 of a step's features are tokens 20..22; of tokens 21..29 these are rows 5 and 6.
+                begin = piece.start + max(start - first, 0)
+                found.append(piece.features.value[begin : piece.start + min(stop, end) - first])
             first = end
         return found
 
     def drop(self, start: int) -> None:
-        """Forget the features of tokens before ``start``. What is left is copied, so that a prompt's are freed."""
+        """Forget the features of tokens before ``start``. What is left of many is copied, so that a prompt's are
+        freed."""
         start = min(start, self.end)
-        if start <= self.first:
-            return
-        rest = self.of(start, self.end)
-        self._pieces = [torch.cat(rest)] if rest else []
-        self.first = start
+        left: list[_Piece] = []
+        for piece in self._pieces:
+            count = piece.stop - piece.start
+            gone = min(max(start - self.first, 0), count)
+            self.first += gone
+            start_of_rest = piece.start + gone
+            if gone == count:
+                continue
+            if gone and count > MANY_FEATURES:
+                rest = piece.features.value[start_of_rest : piece.stop].clone()
+                left.append(_Piece(Features.of(rest), 0, count - gone))
+            else:
+                left.append(_Piece(piece.features, start_of_rest, piece.stop))
+        self._pieces = left
 
 
 @dataclass(slots=True)
@@ -99,7 +153,7 @@ class HeadState:
             assert stored is not None
             tracks = [Track.at(1 + depth, computed) for depth in range(depths)]
             for depth, track in enumerate(tracks):
-                track.queue.append(stored[depth : depth + 1].clone())
+                track.queue.append(Features.of(stored[depth : depth + 1].clone()), 0, 1)
             return cls(tracks)
         # depth d + 1 starts one row after depth d, whose first output it reads
         tracks = [Track.at(computed + 1 + depth, computed + 1 + depth) for depth in range(depths)]

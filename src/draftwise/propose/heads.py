@@ -16,7 +16,7 @@ from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.chain_drafts import chain_draws, draw_next, longest_chain, uniform_kind
 from draftwise.propose.head_passes import Fill, HeadDraft, HeadPasses
-from draftwise.propose.head_state import HeadState
+from draftwise.propose.head_state import MANY_FEATURES, Features, HeadState
 from draftwise.propose.registry import ProposerContext
 from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.tree_growth import TreeLevel, TreeTask
@@ -33,10 +33,10 @@ features."""
 class HeadProposer(Proposer, TreeModel):
     """Runs a head autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
-    What the target computed for tokens that were committed (`committed`) becomes features, which wait until the head
-    drafts, or until there are many. Then the head computes the rows of all committed tokens that it has not seen, and
-    goes on from its own output. K/V of drafts is not kept: it came from the head's own features, and is computed again
-    from the target's once the tokens are accepted.
+    What the target computed for tokens that were committed (`committed`) waits (`FeatureSource`) until the head drafts,
+    or until there is much of it, and becomes features then. The head computes the rows of all committed tokens that it
+    has not seen, and goes on from its own output. K/V of drafts is not kept: it came from the head's own features, and
+    is computed again from the target's once the tokens are accepted.
 
     The feature of the last token of every full block is kept beside the block, so that a prefix-cache hit whose blocks
     are filled continues as if it had never left; see `HeadState` for one whose blocks are not.
@@ -100,24 +100,36 @@ class HeadProposer(Proposer, TreeModel):
         output, self._output = self._output, None
         assert output is not None, "observe comes before committed"
         rows_np = parts[0].rows_np if len(parts) == 1 else np.concatenate([p.rows_np for p in parts])
-        rows = torch.from_numpy(rows_np.astype(np.int64)).to(self._head.device)
-        features = self._head.combine(output, rows)
+        passes, source = self._passes, self._passes.source
+        ends: list[tuple[int, int]] = []
+        first = 0
+        for part in parts:
+            if part.rid not in self._states:
+                self._states[part.rid] = passes.open(part.first_token, part.filled, part.block_table_np)
+            count = len(part.rows_np)
+            ends += [
+                (first + i, block) for i, block in passes.ends(part.first_token, count, part.block_table_np)
+            ]
+            first += count
+        features = source.wait(output, rows_np, ends)
+        crowd = len(parts) > 1 and len(rows_np) > MANY_FEATURES
         many: list[Fill] = []
         first = 0
         for part in parts:
-            own = features[first : first + len(part.rows_np)]
-            first += len(part.rows_np)
-            state = self._states.get(part.rid)
-            if state is None:
-                state = self._passes.open(part.first_token, part.filled, part.block_table_np)
-                self._states[part.rid] = state
-            state.tracks[0].queue.append(own)
-            self._passes.keep(0, part.first_token, own, part.block_table_np)
-            read = part.first_token + len(part.rows_np)
+            count = len(part.rows_np)
+            state = self._states[part.rid]
+            if crowd:
+                own = Features.of(features.value[first : first + count].clone())
+                state.tracks[0].queue.append(own, 0, count)
+            else:
+                state.tracks[0].queue.append(features, first, first + count)
+            first += count
+            read = part.first_token + count
             # A chunk of a prompt is filled at once, too: the next request may share it before this one drafts.
             if state.pending >= _PENDING_ROWS or read + 1 < len(part.token_ids_np):
                 # not the row of the first token that was not read: its slot need not be the request's yet
                 many.append(Fill(state, part.token_ids_np, part.block_table_np, read))
+        source.bound()
         if not many:
             return None
         self._passes.fill(many)
@@ -174,7 +186,7 @@ class HeadProposer(Proposer, TreeModel):
         if kind is None or any(draft.tokens for draft in drafts):
             return False
         vocab_map = self._head.target_ids
-        draws = chain_draws(drafts, drafts[0].length, kind, self._vocab_size, vocab_map)
+        draws = chain_draws(drafts, kind)
         chains = self._passes.chains(drafts, drafts[0].length, draws)
         if chains is None:
             return False

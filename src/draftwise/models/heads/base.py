@@ -45,6 +45,11 @@ class HeadOutput:
     features: Tensor  # [T, F]
 
 
+def pick_rows(x: Tensor, rows: Tensor | slice) -> Tensor:
+    """Rows of ``x`` [T, ...]: int64 [n] of them, copied, or a slice, as a view."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
 class HeadModel(ABC):
     """A draft head. Immutable once `finish` was called; run it inside ``torch.inference_mode()``.
 
@@ -56,6 +61,8 @@ class HeadModel(ABC):
     device: torch.device
     same_bits: bool = False
     """Whether a row's results are the same bits in any batch, chunk or tree."""
+    pads: bool = False
+    """As `DecoderModel.pads`."""
     feature_size: int
     """F: width of a feature."""
     feature_layers: tuple[int, ...] | None = None
@@ -73,17 +80,26 @@ class HeadModel(ABC):
     max_model_len: int
     """No row at this position or later can be computed."""
 
+    @property
+    def inputs_on(self) -> torch.device:
+        """As `DecoderModel.inputs_on`; features always lie on the head's own device."""
+        return self.device
+
     @abstractmethod
     def finish(self) -> None:
         """Every parameter is filled: pack them for the kernels."""
+
+    def prepare(self, kv: KVStorage) -> None:  # noqa: B027
+        """As `DecoderModel.prepare`."""
 
     @abstractmethod
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         """What each layer stores per token, of all depths."""
 
     @abstractmethod
-    def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
-        """The features of some of the target's rows: ``rows`` int64 [n] of a pass -> [n, F], a fresh tensor."""
+    def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
+        """The features of some of the target's rows: ``rows`` int64 [n] of a pass, or a slice of them -> [n, F]. Of a
+        slice they may be views of ``output``."""
 
     @abstractmethod
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:

@@ -34,7 +34,7 @@ from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
 from draftwise.models.dense import DenseLayer, DenseNames, LayerPass, LayerWeights, load_linear
-from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink
+from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
 from draftwise.models.heads.vocabulary import check_target_ids
 from draftwise.models.weights import QuantizedLinear, WeightPlan
 from draftwise.types import StepInput, TargetOutput
@@ -214,10 +214,10 @@ class Eagle3Head(HeadModel):
         spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)
         return (spec,) * self.config.num_layers
 
-    def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
+    def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         if self.feature_layers is None:
-            return output.hidden.index_select(0, rows)
-        return self._join([output.captured[layer].index_select(0, rows) for layer in self.feature_layers])
+            return pick_rows(output.hidden, rows)
+        return self._join([pick_rows(output.captured[layer], rows) for layer in self.feature_layers])
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         """Features [n, F] of some rows, of the target's hidden states [n, Ht] that enter each of ``feature_layers``."""

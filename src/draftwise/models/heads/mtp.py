@@ -26,7 +26,7 @@ from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
 from draftwise.models.dense import DenseLayer, LayerPass, LayerWeights, load_linear
-from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink
+from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.heads.mtp_names import MtpForm
 from draftwise.models.weights import WeightPlan
@@ -125,8 +125,8 @@ class MtpHead(HeadModel):
         spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)
         return (spec,) * self.config.num_layers
 
-    def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
-        return output.hidden.index_select(0, rows)
+    def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
+        return pick_rows(output.hidden, rows)
 
     def recordable(self, batch: StepInput) -> bool:
         return not (self.form.zero_first and len(first_rows(batch.attention)))

@@ -65,7 +65,7 @@ class RecordedHead(HeadModel):
     def weight_bytes(self) -> int:
         return self.inner.weight_bytes()
 
-    def combine(self, output: TargetOutput, rows: Tensor) -> Tensor:
+    def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         return self.inner.combine(output, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,108 @@
+"""Features of tokens that the target has read, computed when a head needs them and not before.
+
+In steps without drafting a head computes nothing: what it will need of them are a few rows of tensors that the target's
+pass made anyway. They are kept as they are, and made into features for many steps in one go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwise.models.heads.base import HeadModel
+from draftwise.propose.head_state import Features
+from draftwise.types import IntArray, TargetOutput
+
+_WAITING_STEPS = 32
+_WAITING_ROWS = 512
+"""Steps, and rows of their passes, whose results may be kept: it bounds their memory. A pass of more rows is long, and
+gathering from it at once costs little in comparison."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """One step, see `FeatureSource.wait`."""
+
+    features: Features
+    output: TargetOutput
+    rows_np: IntArray
+    ends: list[tuple[int, int]]
+
+
+class FeatureSource:
+    """All that waits of one head."""
+
+    def __init__(self, head: HeadModel, block_features: Tensor) -> None:
+        """``block_features`` [blocks, depths, F]: where those of blocks' last tokens are written, at depth 0."""
+        self._head = head
+        self._blocks = block_features
+        self._waiting: list[_Waiting] = []
+        self._rows = 0  # of the passes that wait
+
+    def wait(self, output: TargetOutput, rows_np: IntArray, ends: list[tuple[int, int]]) -> Features:
+        """The features [n, F] of rows ``rows_np`` [n] of a pass; `Features.value` computes them.
+
+        ``ends``: which of the n are of tokens that are the last of their blocks, and these blocks.
+        """
+        features = Features(self.compute)
+        self._waiting.append(_Waiting(features, output, rows_np, ends))
+        self._rows += output.hidden.shape[0]
+        return features
+
+    def bound(self) -> None:
+        """Compute if too much waits."""
+        if len(self._waiting) >= _WAITING_STEPS or self._rows > _WAITING_ROWS:
+            self.compute()
+
+    def compute(self) -> None:
+        """Nothing waits any longer."""
+        waiting, self._waiting, self._rows = self._waiting, [], 0
+        if not waiting:
+            return
+        if len(waiting) == 1:
+            output, rows_np = waiting[0].output, waiting[0].rows_np
+        else:
+            output = _side_by_side(self._head, [step.output for step in waiting])
+            first_np = np.cumsum([0, *(step.output.hidden.shape[0] for step in waiting[:-1])])
+            rows_np = np.concatenate(
+                [step.rows_np + first for step, first in zip(waiting, first_np, strict=True)]
+            )
+        features = self._head.combine(output, _index(rows_np, output.hidden))
+        ends: dict[
+            int, int
+        ] = {}  # block -> row of `features`; a block that was handed on has its new owner's
+        first = 0
+        for step in waiting:
+            count = len(step.rows_np)
+            step.features.give(features[first : first + count])
+            for row, block in step.ends:
+                ends[block] = first + row
+            first += count
+        if ends:
+            rows = torch.tensor(list(ends.values()), device=features.device)
+            blocks = torch.tensor(list(ends), device=features.device)
+            self._blocks[blocks, 0] = features.index_select(0, rows)
+
+
+def _index(rows_np: IntArray, hidden: Tensor) -> Tensor | slice:
+    """Rows of a pass, ascending, for `HeadModel.combine`; a slice if that is what they are, unless it would keep a long
+    pass alive.
+
+    Example: rows 5, 6 and 7 are 5:8.
+    """
+    first, stop = int(rows_np[0]), int(rows_np[-1]) + 1
+    if stop - first == len(rows_np) and hidden.shape[0] <= _WAITING_ROWS:
+        return slice(first, stop)
+    return torch.from_numpy(rows_np.astype(np.int64)).to(hidden.device)
+
+
+def _side_by_side(head: HeadModel, outputs: list[TargetOutput]) -> TargetOutput:
+    """The passes as one, as far as the head looks at it."""
+    layers = head.feature_layers
+    if layers is None:
+        return TargetOutput(torch.cat([output.hidden for output in outputs]))
+    captured = {layer: torch.cat([output.captured[layer] for output in outputs]) for layer in layers}
+    return TargetOutput(captured[layers[0]], captured)  # the hidden states of the last norm are not looked at
