@@ -274,14 +274,23 @@ class TargetOutput:
     captured: Mapping[int, torch.Tensor] = field(default_factory=dict)  # layer -> [T, H]
 
 
+class ChainKey(NamedTuple):
+    """One request's place in the noise of `sampling.noise`, and its temperature."""
+
+    seed: int
+    sample_index: int
+    base: int  # committed tokens
+    node: int  # of the first token that is drawn; it stands at position base + node
+    scale: float  # one over the temperature
+
+
 @dataclass(frozen=True, slots=True)
 class ChainDraws:
-    """How `DecoderModel.draft_chains` draws: by inverse CDF of softmax(scale * logits) at ``uniforms_np``, or as the
-    argmax of scale * logits + ``noise``. Exactly one of the two is given; arrays are contiguous."""
+    """How `DecoderModel.draft_chains` draws: by inverse CDF of softmax(scale * logits) (stream "draft"), or as the
+    argmax of scale * logits + noise (stream "shared"), with the keys that `sampling.draw.draft_tokens` would use."""
 
-    scales_np: npt.NDArray[np.float32]  # [R] one over the temperature
-    uniforms_np: npt.NDArray[np.float64] | None = None  # [R, steps] in [0, 1)
-    noise: torch.Tensor | None = None  # [R, steps, V] float32
+    stream: Literal["draft", "shared"]
+    keys: tuple[ChainKey, ...]  # one per request
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.heads.recorded import RecordedHead, recorded_head
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.types import ChainDraws, StepInput, TargetOutput
+from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.types import ChainDraws, ChainKey, StepInput, TargetOutput
 
 CPU = torch.device("cpu")
 VOCAB, DRAFT_VOCAB, SIZE = 50, 23, 32
@@ -165,21 +166,18 @@ def test_chains_equal_pass_by_pass(kind: Kind, rows: list[int]) -> None:
     steps, temperature = 6, np.array([0.7, 1.0, 2.5], np.float32)[: len(rows)]
     head = make(kind, torch.bfloat16)
     vocab = head.draft_vocab_size
-    scales = (1 / temperature).astype(np.float32)
-    rng = np.random.default_rng(1)
-    uniforms = rng.random((len(rows), steps))
-    noise = torch.from_numpy(rng.gumbel(size=(len(rows), steps, vocab)).astype(np.float32))
+    keys = tuple(ChainKey(7 + i, 0, 30 + i, 0, float(1 / t)) for i, t in enumerate(temperature))
     parts = [ROWS[r] for r in rows]
     batch = build_step_input(
         [RowInput(ROWS[r][0], ROWS[r][1], TABLES[r], first_key=1) for r in rows], 4, CPU, -1
     )
     last = (np.cumsum([len(tokens) for tokens, _ in parts]) - 1).tolist()
     given = features(head, last[-1] + 1, 9)
-    for draws in (
-        None,
-        ChainDraws(scales, uniforms_np=uniforms),
-        ChainDraws(scales, noise=noise),
-    ):
+
+    def noise_keys(stream: int, step: int) -> list[NoiseKey]:
+        return [NoiseKey(key.seed, 0, stream, key.base + step, step, key.base) for key in keys]
+
+    for draws in (None, ChainDraws("draft", keys), ChainDraws("shared", keys)):
         one, other = storage(head), storage(head)
         for kv in (one, other):
             fill(head, kv)
@@ -191,15 +189,17 @@ def test_chains_equal_pass_by_pass(kind: Kind, rows: list[int]) -> None:
         fed = output.features[last]
         for step in range(steps):
             scaled = logits / torch.from_numpy(temperature)[:, None]
-            if draws is not None and draws.noise is not None:
-                ids = (scaled + noise[:, step]).argmax(-1)
+            if draws is not None and draws.stream == "shared":
+                # a drafter with a vocabulary of its own reads the noise of the target's tokens
+                ids = (scaled + gumbel(noise_keys(SHARED, step), VOCAB, token_ids=head.target_ids)).argmax(-1)
             elif draws is None:
                 ids = logits.argmax(-1)
             else:
                 assert q is not None and q.shape == (len(rows), steps, vocab)
                 torch.testing.assert_close(q[:, step], scaled.softmax(-1), rtol=1e-5, atol=1e-7)
                 sums = q[:, step].double().cumsum(-1)
-                targets = torch.from_numpy(uniforms[:, step]) * sums[:, -1]
+                uniforms = [uniform(*key) for key in noise_keys(DRAFT, step)]
+                targets = torch.tensor(uniforms, dtype=torch.float64) * sums[:, -1]
                 ids = torch.searchsorted(sums, targets[:, None], right=True)[:, 0].clamp(max=vocab - 1)
             if head.target_ids is not None:
                 ids = head.target_ids[ids]

@@ -23,7 +23,8 @@ from draftwise.models.llama import LlamaModel
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder, recorded
 from draftwise.models.registry import register_model
-from draftwise.types import ChainDraws, StepInput, TargetOutput
+from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.types import ChainDraws, ChainKey, StepInput, TargetOutput
 
 CPU = torch.device("cpu")
 
@@ -168,23 +169,27 @@ def test_draft_chains_in_one_call(folder: str) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sampled_chains_draw_from_what_they_report(folder: str, rows: int) -> None:
-    """q is the softmax at the request's temperature, a token the inverse CDF of its uniform; with noise the argmax of
-    both together. K/V as pass by pass."""
+    """q is the softmax at the request's temperature, a token the inverse CDF of its uniform; with shared noise the
+    argmax of both together, keys those of `draft_tokens`. K/V as pass by pass."""
     model = load(folder)
     tables = torch.arange(3, 63, dtype=torch.int32).view(3, 20).numpy()
     steps, temperature = 5, np.array([0.7, 1.0, 2.5], np.float32)[:rows]
-    rng = np.random.default_rng(rows)
-    uniforms = rng.random((rows, steps))
-    uniforms[0, 0] = 1.0 - 2.0**-53
-    noise = torch.from_numpy(rng.gumbel(size=(rows, steps, VOCAB)).astype(np.float32))
+    keys = tuple(
+        ChainKey(seed, seed % 7, 40 + i, 2 * i, float(1 / t))
+        for i, (seed, t) in enumerate(zip((2**64 - 1, 5, 11), temperature, strict=False))
+    )
 
     def first() -> StepInput:
         return build_step_input([RowInput([5 + r], 0, tables[r]) for r in range(rows)], 4, CPU)
 
-    for draws in (
-        ChainDraws(1 / temperature, uniforms_np=uniforms),
-        ChainDraws(1 / temperature, noise=noise),
-    ):
+    def noise_keys(stream: int, step: int) -> list[NoiseKey]:
+        nodes = [key.node + step for key in keys]
+        return [
+            NoiseKey(key.seed, key.sample_index, stream, key.base + node, node, key.base)
+            for key, node in zip(keys, nodes, strict=True)
+        ]
+
+    for draws in (ChainDraws("draft", keys), ChainDraws("shared", keys)):
         one, other = storage(model), storage(model)
         chains = model.draft_chains(first(), one, None, steps, draws)
         assert chains is not None
@@ -192,14 +197,17 @@ def test_sampled_chains_draw_from_what_they_report(folder: str, rows: int) -> No
         logits = model.forward_logits(first(), other)[1]
         for step in range(steps):
             scaled = logits / torch.from_numpy(temperature)[:, None]
-            if draws.noise is not None:
+            if draws.stream == "shared":
                 assert q is None
-                wanted = (scaled + noise[:, step]).argmax(-1).tolist()
+                wanted = (scaled + gumbel(noise_keys(SHARED, step), VOCAB)).argmax(-1).tolist()
             else:
                 assert q is not None
                 torch.testing.assert_close(q[:, step], scaled.softmax(-1), rtol=1e-5, atol=1e-7)
                 sums = q[:, step].double().cumsum(-1)
-                targets = torch.from_numpy(uniforms[:, step]) * sums[:, -1]
+                uniforms = torch.tensor(
+                    [uniform(*key) for key in noise_keys(DRAFT, step)], dtype=torch.float64
+                )
+                targets = uniforms * sums[:, -1]
                 wanted = (
                     torch.searchsorted(sums, targets[:, None], right=True)
                     .squeeze(1)

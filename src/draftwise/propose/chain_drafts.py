@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 import torch
 
 from draftwise.propose.base import DraftRow
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
-from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
 from draftwise.structured.cursor import mask_drafts
-from draftwise.types import EMPTY_PROPOSAL, ChainDraws, Proposal, chain
+from draftwise.types import EMPTY_PROPOSAL, ChainDraws, ChainKey, Proposal, chain
 
 ChainKind = Literal["argmax", "coupled", "sampled"]
 
@@ -87,33 +85,18 @@ def uniform_kind(drafts: Sequence[ChainDraft], method: DraftSampleMethod) -> Cha
     return kind
 
 
-def chain_draws(
-    drafts: Sequence[ChainDraft],
-    steps: int,
-    kind: ChainKind,
-    vocab_size: int,
-    vocab_map: torch.Tensor | None = None,
-) -> ChainDraws | None:
-    """The noise of the next ``steps`` draws of each row, by the keys that `draft_tokens` would use; None: they need
-    none. ``vocab_size``: the target's; ``vocab_map``: see `draft_tokens`."""
+def chain_draws(drafts: Sequence[ChainDraft], kind: ChainKind) -> ChainDraws | None:
+    """How the next tokens of each row are drawn, by the keys that `draft_tokens` would use; None: without noise."""
     if kind == "argmax":
         return None
-    scales_np = np.array([1.0 / d.row.sampling.temperature for d in drafts], np.float32)
-    keys = [
-        NoiseKey(
-            d.row.sampling.seed,
-            d.row.sampling.sample_index,
-            SHARED if kind == "coupled" else DRAFT,
-            d.row.num_tokens + node,
-            node,
-            d.row.num_tokens,
+    keys = []
+    for draft in drafts:
+        state = draft.row.sampling
+        base = draft.row.num_tokens
+        keys.append(
+            ChainKey(state.seed, state.sample_index, base, len(draft.tokens), 1.0 / state.temperature)
         )
-        for d in drafts
-        for node in range(len(d.tokens), len(d.tokens) + steps)
-    ]
-    if kind == "coupled":
-        return ChainDraws(scales_np, noise=gumbel(keys, vocab_size, token_ids=vocab_map))
-    return ChainDraws(scales_np, uniforms_np=np.array([uniform(*key) for key in keys]))
+    return ChainDraws("shared" if kind == "coupled" else "draft", tuple(keys))
 
 
 def draw_next(

@@ -209,7 +209,7 @@ class DraftModelProposer(Proposer, TreeModel):
             inputs.append(RowInput(draft.context_np[first:], first, draft.row.block_table_np))
         batch = build_step_input(inputs, self._block_size, self._model.device)
         last = None if rows == len(active) else (batch.attention.query_start_np[1:] - 1).tolist()
-        draws = chain_draws(active, steps, kind, self._model.config.vocab_size)
+        draws = chain_draws(active, kind)
         chains = self._model.draft_chains(batch, self._storage, last, steps, draws)
         if chains is None:
             return False

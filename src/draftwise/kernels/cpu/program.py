@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from draftwise.kernels.cpu.attention import BatchView, address, fill_view
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
+from draftwise.sampling.noise import DRAFT, SHARED
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -74,16 +76,22 @@ class _ChainOutput(ctypes.Structure):
         ("vocab", _I64),
         ("tokens", _PTR),
         ("positions", _PTR),
-        ("scales", _PTR),
-        ("uniforms", _PTR),
-        ("noise", _PTR),
+        ("keys", ctypes.c_char_p),
         ("q", _PTR),
         ("target_ids", _PTR),
         ("key_offset", _I64),
         ("feature_bytes", _I64),
         ("feature_in", _I32),
         ("feature_out", _I32),
+        ("stream", _I32),
     )
+
+
+_CHAIN_KEY = struct.Struct("=QIiif")
+"""``dw::ChainKey`` of ``csrc/sample.h``."""
+_WORD = (1 << 64) - 1
+_NO_NOISE = -1
+_STREAMS = {"shared": SHARED, "draft": DRAFT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +218,15 @@ class Program:
         if feedback is not None:
             self._feed_back(out, feedback, features)
         q = None
+        out.stream = _NO_NOISE
         if draws is not None:
-            out.scales = address(draws.scales_np)
-            if draws.uniforms_np is not None:
+            assert len(draws.keys) == len(tokens)
+            out.stream = _STREAMS[draws.stream]
+            packed = [_CHAIN_KEY.pack(key[0] & _WORD, *key[1:]) for key in draws.keys]
+            out.keys = b"".join(packed)
+            if draws.stream == "draft":
                 q = torch.empty((len(tokens), steps, self._logits[0]))
-                out.uniforms, out.q = address(draws.uniforms_np), q.data_ptr()
-            else:
-                assert draws.noise is not None
-                out.noise = draws.noise.data_ptr()
+                out.q = q.data_ptr()
         self._chains(self._pointer, self._pool.pointer, self._input, out)
         del kept, hidden, captured, logits
         return tokens, q

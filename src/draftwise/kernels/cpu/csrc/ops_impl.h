@@ -87,10 +87,13 @@ void silu_mul_rows(const void* gate_up, void* out, int64_t width, int64_t begin,
 }
 
 void softmax_row(const float* x, float scale, float* out, int64_t width) {
-  float top = x[0];
-  for (int64_t i = 1; i < width; i++) top = x[i] > top ? x[i] : top;
-  vf total = {};
+  vf high = splat(x[0]);
   int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) high = max(load(x + i), high);
+  float top = max_lanes(high);
+  for (; i < width; i++) top = x[i] > top ? x[i] : top;
+  vf total = {};
+  i = 0;
   for (; i + LANES <= width; i += LANES) {
     vf e = exp((load(x + i) - top) * scale);
     store(out + i, e);

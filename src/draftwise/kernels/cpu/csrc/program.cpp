@@ -184,68 +184,30 @@ DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::Pa
   run_pass(program, pool, pass);
 }
 
-// The lowest of the largest.
-static int64_t argmax(const float* x, int64_t n) {
-  int64_t best = 0;
-  for (int64_t i = 1; i < n; i++)
-    if (x[i] > x[best]) best = i;
-  return best;
-}
-
-static int64_t argmax_with_noise(const float* x, float scale, const float* noise, int64_t n) {
-  int64_t best = 0;
-  float top = x[0] * scale + noise[0];
-  for (int64_t i = 1; i < n; i++) {
-    float value = x[i] * scale + noise[i];
-    if (value > top) {
-      top = value;
-      best = i;
-    }
-  }
-  return best;
-}
-
-// Inverse CDF, sums in double so that the smallest weight keeps its share: first the block of 64, then the token in it.
-// A token of weight 0 is never drawn. Example: weights (.5, 0, .5), u = .5 -> index 2.
-static int64_t pick(const float* weights, int64_t n, double u) {
-  constexpr int64_t BLOCK = 64;
-  const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-  std::vector<double> sums((size_t)blocks);
-  double total = 0.0;
-  for (int64_t b = 0; b < blocks; b++) {
-    double part[4] = {};
-    const int64_t end = (b + 1) * BLOCK < n ? (b + 1) * BLOCK : n;
-    for (int64_t i = b * BLOCK; i < end; i++) part[i & 3] += (double)weights[i];
-    total += (part[0] + part[1]) + (part[2] + part[3]);
-    sums[(size_t)b] = total;
-  }
-  const double target = u * total;
-  int64_t block = 0;
-  while (block + 1 < blocks && !(sums[(size_t)block] > target)) block++;
-  double running = block ? sums[(size_t)block - 1] : 0.0;
-  const int64_t end = (block + 1) * BLOCK < n ? (block + 1) * BLOCK : n;
-  int64_t last = -1;
-  for (int64_t i = block * BLOCK; i < end; i++) {
-    if (!(weights[i] > 0.0f)) continue;
-    running += (double)weights[i];
-    last = i;
-    if (running > target) return i;
-  }
-  if (last >= 0) return last;  // the block's sum was larger than the running one by rounding
-  for (int64_t i = block * BLOCK - 1; i >= 0; i--)
-    if (weights[i] > 0.0f) return i;
-  return 0;
-}
-
-static int64_t draw(const float* logits, const dw::ChainOutput* out, int64_t request, int64_t step) {
-  const int64_t place = request * out->steps + step;
-  if (out->uniforms) {
-    float* q = out->q + place * out->vocab;
-    dw::softmax(logits, out->scales[request], q, out->vocab);
-    return pick(q, out->vocab, out->uniforms[place]);
-  }
-  if (out->noise) return argmax_with_noise(logits, out->scales[request], out->noise + place * out->vocab, out->vocab);
-  return argmax(logits, out->vocab);
+// The next token of every request.
+static void draw_all(dw::Pool* pool, const float* logits, const dw::ChainOutput* out, int64_t requests, int64_t step) {
+  struct Context {
+    const float* logits;
+    const dw::ChainOutput* out;
+    int64_t step;
+  } context{logits, out, step};
+  constexpr int64_t SHARED_WORK = 1 << 15;  // logits from which a second thread brings more than it costs
+  dw::parallel_for(
+      requests * out->vocab < SHARED_WORK ? nullptr : pool, (int)requests,
+      [](void* arg, int request, int) {
+        const Context& c = *(const Context*)arg;
+        const dw::ChainOutput* o = c.out;
+        const int64_t place = request * o->steps + c.step;
+        const float* row = c.logits + request * o->vocab;
+        int64_t token;
+        if (o->stream == dw::NO_NOISE)
+          token = dw::sample_kernels().argmax(row, o->vocab);
+        else
+          token = dw::draw_draft(row, o->keys[request], o->stream, c.step, o->target_ids,
+                                 o->q != nullptr ? o->q + place * o->vocab : nullptr, o->vocab);
+        o->tokens[place] = o->target_ids != nullptr ? o->target_ids[token] : token;
+      },
+      &context);
 }
 
 // The first pass is the caller's, with one head row per request; in the others each request has one row. The external
@@ -263,10 +225,9 @@ DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw:
   const float* logits = (const float*)externals.back();
   for (int64_t step = 0; step < out->steps; step++) {
     run_pass(program, pool, &pass);
+    draw_all(pool, logits, out, (int64_t)requests, step);
     for (size_t r = 0; r < requests; r++) {
-      ids[r] = draw(logits + (int64_t)r * out->vocab, out, (int64_t)r, step);
-      if (out->target_ids != nullptr) ids[r] = out->target_ids[ids[r]];
-      out->tokens[(int64_t)r * out->steps + step] = ids[r];
+      ids[r] = out->tokens[(int64_t)r * out->steps + step];
       const int64_t key = out->positions[r] + step;
       positions[r] = key - out->key_offset;
       contexts[r] = (int32_t)key;

@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "ops.h"
 #include "pool.h"
+#include "sample.h"
 
 namespace dw {
 
@@ -56,24 +57,24 @@ struct PassInput {
   BatchView batch;
 };
 
-// A continuation: a token is drawn behind each request's last row and fed to the next pass, `steps` times. Which one:
-// with `uniforms`, by inverse CDF of q = softmax(scale * logits), which is reported; with `noise`, the largest of
-// scale * logits + noise; else the most likely. A draft head also reads a row of features, its own output for the row
-// before, and may speak a vocabulary of its own. Mirrored by program.py.
+// A continuation: a token is drawn behind each request's last row and fed to the next pass, `steps` times. Which one is
+// said by `stream` (sample.h: draw_draft), or, with NO_NOISE, the most likely. A draft head also reads a row of features,
+// its own output for the row before, and may speak a vocabulary of its own. Mirrored by program.py.
+constexpr int32_t NO_NOISE = -1;
+
 struct ChainOutput {
   int64_t steps;
   int64_t vocab;
   int64_t* tokens;            // [requests, steps]
   const int64_t* positions;  // [requests] which key the first of them is
-  const float* scales;        // [requests] one over the temperature, or null
-  const double* uniforms;     // [requests, steps] in [0, 1), or null
-  const float* noise;         // [requests, steps, vocab], or null
-  float* q;                   // [requests, steps, vocab] float32, or null
+  const ChainKey* keys;       // [requests], or null
+  float* q;                   // [requests, steps, vocab] float32: what tokens were drawn from; or null
   const int64_t* target_ids;  // [vocab] the token that each drawn id stands for, or null
   int64_t key_offset;         // by how much a row's position is less than its key
   int64_t feature_bytes;      // of a row
   int32_t feature_in;         // the external buffer of the rows of features; -1: none
   int32_t feature_out;        // where a pass leaves those of the next one
+  int32_t stream;             // NoiseStream or NO_NOISE
 };
 
 struct Program;

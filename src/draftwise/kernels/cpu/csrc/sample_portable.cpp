@@ -1,0 +1,2 @@
+#define DW_TABLE sample_kernels_portable
+#include "sample_impl.h"
