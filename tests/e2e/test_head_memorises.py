@@ -4,12 +4,18 @@ Features that got lost, stale or shifted would show as an acceptance that collap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from draftwise import LLM, SamplingParams
+from draftwise.propose.head_features import FeatureSource
+from draftwise.propose.head_passes import HeadDraft, HeadPasses, Rows
+from draftwise.propose.head_state import Features
+from draftwise.types import IntArray, TargetOutput
 from tests.e2e.conftest import random_prompts
 from tests.e2e.test_heads import Target
 from tests.fakes.heads import HeadShape, ReferenceHead, memorise, random_weights, save_head
@@ -129,3 +135,55 @@ def test_trees_accept_as_much(
     assert sum(len(step.accepted_nodes) for step in steps) / len(steps) >= 0.95 * K
     if shape == "static":
         assert any(step.accepted_nodes == (0, 3, 6, 8) for step in steps)
+
+
+# ------------------------------------------------------------------------------------------ negative controls
+
+
+def _only_the_last_row(patch: pytest.MonkeyPatch) -> None:
+    """No catching up: rows of tokens that came without drafting, or in chunks, stay empty."""
+    real = HeadPasses.missing
+
+    def missing(self: HeadPasses, draft: HeadDraft) -> Rows:
+        rows = real(self, draft)
+        left = len(rows.tokens) - 1
+        features = [torch.cat(rows.features)[left:]]
+        return replace(rows, first=rows.first + left, tokens=rows.tokens[left:], features=features)
+
+    patch.setattr(HeadPasses, "missing", missing)
+    patch.setattr(HeadPasses, "fill", lambda self, requests: None)
+
+
+def _another_tokens_features(patch: pytest.MonkeyPatch) -> None:
+    """Rows of the batch are mistaken for their neighbours."""
+    real = FeatureSource.wait
+
+    def wait(self: FeatureSource, output: TargetOutput, rows_np: IntArray, ends: Any) -> Features:
+        return real(self, output, np.maximum(rows_np - 1, 0), ends)
+
+    patch.setattr(FeatureSource, "wait", wait)
+
+
+BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], float]] = {
+    "no catching up": (_only_the_last_row, {"max_num_batched_tokens": 9}, 0.6),
+    "other rows": (_another_tokens_features, {}, 0.6),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_acceptance_collapses_if_features_are_lost(
+    make_llm: Callable[..., LLM],
+    trained: tuple[str, str],
+    texts: Sequence[tuple[list[int], list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The tests above see what they look for; the text is the same whatever the drafts."""
+    method, folder = trained
+    breaks, options, most = BREAKS[name]
+    breaks(monkeypatch)
+    spec = {"method": method, "model": folder, "num_speculative_tokens": K}
+    llm = make_llm(speculative_config=spec, speculation_control="static", keep_trace=True, **options)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in texts], greedy())
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [answer for _, answer in texts]
+    assert acceptance(outputs) < most
