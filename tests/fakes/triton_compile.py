@@ -74,7 +74,7 @@ def main() -> None:
             CODES=kv == "*i8",
             CLAMP=False,
         )
-    build(rows.compact_paths, "*bf16 *i64 *i32 *i32 i32 i32 i32", NODES_PAD=64, BLOCK=256)
+    build(rows.compact_paths, "*bf16 *i64 *i64 *i32 i32 i64 i32", NODES_PAD=64, BLOCK=256)
     for bits, weight in ((16, "*bf16"), (8, "*i8"), (4, "*u8")):
         build(
             linear.linear,

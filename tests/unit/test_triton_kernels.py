@@ -108,14 +108,16 @@ def test_a_float16_cache_holds_its_largest_number_instead_of_infinity() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_paths_are_compacted_as_by_moves(dtype: torch.dtype) -> None:
     pool = (random(2, 40, 3, 5) * 50).to(dtype)
-    slots = torch.tensor([[3, 9, 1, 7, 30], [11, 12, 13, 14, 15], [20, 21, 22, 23, 24]], device=DEVICE)
-    paths = torch.tensor([[1, 3, 9, 9], [0, 1, 2, 3], [9, 9, 9, 9]], dtype=torch.int32, device=DEVICE)
-    accepted = torch.tensor([2, 4, 0], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([39, 3, 9, 1, 7, 30, 11, 12, 13, 14, 15, 38, 20, 21], device=DEVICE)
+    roots = torch.tensor([1, 6, 12], device=DEVICE)
+    # length, path, tokens of each request
+    packed = [[2, 1, 3, 9, 9] + [0] * 5, [4, 0, 1, 2, 3] + [0] * 5, [0, 9, 9, 9, 9] + [0] * 5]
+    walk = rows.Walk(torch.tensor(packed, dtype=torch.int32, device=DEVICE), 4)
     expected = pool.clone()
     expected[:, [9, 1]] = pool[:, [1, 30]]
-    rows.compact_paths(pool, slots, paths, accepted)
+    rows.compact_paths(pool, slots, roots, walk)
     assert torch.equal(pool, expected)
-    rows.compact_paths(pool, slots[:0], paths[:0], accepted[:0])
+    rows.compact_paths(pool, slots, roots[:0], rows.Walk(walk.packed[:0], 4))
     assert torch.equal(pool, expected)
 
 

@@ -20,7 +20,7 @@ from draftwise.engine.core import EngineCore
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
 from draftwise.errors import ConfigError
-from draftwise.kernels.select import native_reason
+from draftwise.kernels.select import default_rules, native_reason
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -110,6 +110,7 @@ def build_engine(
         block_size=config.block_size,
         device=device,
         synthetic=_synthetic(config),
+        rules=default_rules(device),
         grammars=grammars,
         clock=clock,
     )

@@ -17,6 +17,7 @@ from draftwise.kernels.triton.availability import why_not_triton
 if TYPE_CHECKING:
     from draftwise.kernels.cpu.pool import ThreadPool
     from draftwise.quantization.scheme import Scheme
+    from draftwise.verify.base import BatchRules
 
 logger = logging.getLogger("draftwise")
 
@@ -52,6 +53,15 @@ def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None 
     if _wanted() == "native":
         raise ConfigError(f"{KERNELS_VARIABLE}=native: {reason}")
     return TorchOps(dtype, device)
+
+
+def default_rules(device: torch.device) -> BatchRules | None:
+    """Kernels that verify, where models run on Triton's; None: the rules in torch do."""
+    if _wanted() != "triton" or why_not_triton(torch.float32, device) is not None:
+        return None
+    from draftwise.kernels.triton.rules import TritonRules
+
+    return TritonRules()
 
 
 def native_reason(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -119,6 +119,11 @@ class KVStorage:
             pool.index_copy_(1, dst, pool.index_select(1, src))
 
     @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """What `move` moves: runs of equal layers, each [layers, slots, ...]."""
+        return tuple(self._pools)
+
+    @property
     def nbytes(self) -> int:
         """Bytes held by all layers."""
         return sum(pool.numel() * pool.element_size() for pool in self._pools)

@@ -48,6 +48,11 @@ class Drafting:
         self._observers = {n: p for n, p in self._proposers.items() if p.capture_layers or p.observes}
         self.observes = bool(self._observers)
         self._moves: tuple[list[int], list[int]] = ([], [])  # slots: from, to
+        self._drafter_moves: tuple[list[int], list[int]] = (
+            [],
+            [],
+        )  # the same, of entries that the target moved
+        self._movers = [p for p in self._proposers.values() if type(p).move_slots is not Proposer.move_slots]
         self._warnings: list[str] = []
 
     # -------------------------------------------------------------------------------------- block changes
@@ -138,10 +143,13 @@ class Drafting:
                 for (row, _), tokens in zip(members, filled, strict=True):
                     self._fill(name, row, tokens)
 
-    def accepted(self, row: Row, proposal: Proposal, path: Sequence[int], base: int) -> None:
+    def accepted(
+        self, row: Row, proposal: Proposal, path: Sequence[int], base: int, *, moved: bool = False
+    ) -> None:
         """Nodes ``path`` of the proposal become tokens base, base + 1, ... (base: tokens with K/V before them).
 
-        Node i stands in key base + i and must come to key base + k, k its place in the path.
+        Node i stands in key base + i and must come to key base + k, k its place in the path. ``moved``: in the target's
+        storage they were moved already.
         Example: base 10, path (1, 3): keys 11 -> 10 and 13 -> 11.
         """
         if not row.fill and not path:
@@ -151,28 +159,30 @@ class Drafting:
             if fill.drafts and fill.tokens == base:
                 fill.tokens += min(len(path), fill.drafts)
             fill.drafts = 0
-        if proposal.is_chain:
+        if proposal.is_chain or (moved and not self._movers):
             return
+        source, target = self._drafter_moves if moved else self._moves
         size = self._block_size
         table = row.block_table_np
         for k, node in enumerate(path):
             if node != k:
                 src, dst = base + node, base + k
-                self._moves[0].append(int(table[src // size]) * size + src % size)
-                self._moves[1].append(int(table[dst // size]) * size + dst % size)
+                source.append(int(table[src // size]) * size + src % size)
+                target.append(int(table[dst // size]) * size + dst % size)
 
     def compact(self) -> None:
         """Carry out the moves of this step's accepted paths, in every storage."""
-        src, dst = self._moves
-        if not src:
-            return
-        self._moves = ([], [])
-        source = torch.tensor(src, device=self._device)
-        target = torch.tensor(dst, device=self._device)
-        self._storage.move(source, target)
-        for proposer in self._proposers.values():
-            if proposer.has_storage:
-                proposer.move_slots(source, target)
+        for whose, moves in (("all", self._moves), ("drafters", self._drafter_moves)):
+            if not moves[0]:
+                continue
+            source = torch.tensor(moves[0], device=self._device)
+            target = torch.tensor(moves[1], device=self._device)
+            if whose == "all":
+                self._storage.move(source, target)
+            for proposer in self._movers:
+                if proposer.has_storage:
+                    proposer.move_slots(source, target)
+        self._moves, self._drafter_moves = ([], []), ([], [])
 
     # -------------------------------------------------------------------------------------------- propose
 

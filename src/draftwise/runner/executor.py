@@ -34,7 +34,7 @@ from draftwise.types import (
     TokenLogprobs,
     Verification,
 )
-from draftwise.verify.base import SyntheticAcceptance, VerifyRequest, verify_batch
+from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, VerifyRequest, verify_batch
 
 
 class Executor(ABC):
@@ -78,15 +78,19 @@ class LocalExecutor(Executor):
         block_size: int,
         device: torch.device,
         synthetic: SyntheticAcceptance | None = None,
+        rules: BatchRules | None = None,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``grammars``: makes the cursors of requests with structured outputs; without it there may be none."""
+        """``grammars``: makes the cursors of requests with structured outputs; without it there may be none.
+        ``rules``: kernels that verify; None: torch does."""
         self._model = model
         self._storage = storage
         self._block_size = block_size
         self._device = device
         self._synthetic = synthetic
+        self._rules = rules
+        self._compacting = rules if rules is not None and rules.compacts else None
         self._grammars = grammars
         self._clock = clock
         self._vocab_size = model.config.vocab_size
@@ -140,7 +144,7 @@ class LocalExecutor(Executor):
         self._drafting.observe([s.row.rid for s in steps], batch, output)
         answers: list[Verification | Exception] = []
         if wanted.requests:
-            answers = self._verify(logits, wanted, steps)
+            answers = self._verify(logits, wanted, steps, PassSlots(self._storage, batch.slots))
         by_step = dict(zip(wanted.owners, answers, strict=True))
         read: list[tuple[Row, int, IntArray]] = []
         if self._drafting.observes:
@@ -272,6 +276,7 @@ class LocalExecutor(Executor):
                     first_row=len(rows),
                     rule=row.speculation.rule,
                     token_ids_np=row.tokens_np[: row.num_tokens],
+                    pass_row=starts[i] + planned.num_new - 1,
                 )
             )
             if step.proposal.tokens:
@@ -299,7 +304,7 @@ class LocalExecutor(Executor):
         return tuple(entries)
 
     def _verify(
-        self, logits: torch.Tensor, wanted: _LogitRows, steps: Sequence[_StepRow]
+        self, logits: torch.Tensor, wanted: _LogitRows, steps: Sequence[_StepRow], stored: PassSlots
     ) -> list[Verification | Exception]:
         """Decide all requests, each structured one under its grammar's masks; made while a GPU still computes."""
         requests = wanted.requests
@@ -316,7 +321,9 @@ class LocalExecutor(Executor):
                 failed[j] = error
                 continue
             requests[j] = requests[j]._replace(masks=masks)
-        answers = verify_batch(logits, requests, synthetic=self._synthetic)
+        answers = verify_batch(
+            logits, requests, synthetic=self._synthetic, kernels=self._rules, stored=stored
+        )
         for j, failure in failed.items():
             answers[j] = failure
         return answers
@@ -337,7 +344,8 @@ class LocalExecutor(Executor):
         if isinstance(answer, Exception):
             return RowResult(row.rid, error=f"{type(answer).__name__}: {answer}")
         base = row.num_computed + step.planned.num_new
-        self._drafting.accepted(row, proposal, answer.path, base)
+        moved = self._compacting is not None and self._compacting.decides(row.state, row.speculation.rule)
+        self._drafting.accepted(row, proposal, answer.path, base, moved=moved)
         row.num_computed = base + len(answer.path)
         row.append(answer.token_ids)
         row.state.commit(answer.token_ids)

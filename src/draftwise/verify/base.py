@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from draftwise.errors import ConfigError, RequestError, suggest
+from draftwise.kv.storage import KVStorage
 from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.masks import Words, exclude
@@ -22,6 +23,7 @@ from draftwise.verify.rates import SyntheticAcceptance
 
 __all__ = [
     "BatchRules",
+    "PassSlots",
     "Rule",
     "SyntheticAcceptance",
     "VerifyRequest",
@@ -47,6 +49,7 @@ class VerifyRequest(NamedTuple):
     masks: Words | None = (
         None  # [1 + nodes, W] int32, packed: what a grammar allows after the root and each node
     )
+    pass_row: int = -1  # the root's row in the target's pass; see `PassSlots`
 
     @property
     def num_rows(self) -> int:
@@ -70,6 +73,14 @@ class Rule(ABC):
         in order. Must not write to ``logits``."""
 
 
+class PassSlots(NamedTuple):
+    """Where the target's pass stored its rows: ``slots`` [T] int64 of ``storage``. Kernels that are given it compact
+    accepted paths (see `KVStorage.move`) at once, before anybody has read which they are."""
+
+    storage: KVStorage
+    slots: torch.Tensor
+
+
 class BatchRules(ABC):
     """Several rules as kernels, for all requests of a step at once. They decide like the rules of the same names, up to
     the last bits of sums."""
@@ -77,11 +88,22 @@ class BatchRules(ABC):
     names: ClassVar[frozenset[str]]
     """Rules that it has; others are decided one by one in torch."""
 
+    compacts: ClassVar[bool] = True
+    """Whether it compacts accepted paths; else the executor does, as for rules in torch."""
+
+    def decides(self, state: SamplingState, rule: str) -> bool:
+        """Whether it decides a request of this rule."""
+        return _effective_rule(state, rule) in self.names
+
     @abstractmethod
     def verify(
-        self, logits: torch.Tensor, requests: Sequence[VerifyRequest], rules: Sequence[str]
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[VerifyRequest],
+        rules: Sequence[str],
+        stored: PassSlots | None = None,
     ) -> list[Verification]:
-        """As `Rule.verify`; ``rules``: each request's, one of ``names``."""
+        """As `Rule.verify`; ``rules``: each request's, one of ``names``. With ``stored``, paths are compacted, too."""
 
 
 RuleFactory = Callable[[], Rule]
@@ -142,13 +164,14 @@ def verify_batch(
     *,
     synthetic: SyntheticAcceptance | None = None,
     kernels: BatchRules | None = None,
+    stored: PassSlots | None = None,
 ) -> list[Verification | Exception]:
     """Decide every request of a step. ``logits`` [M, V] float32: the target's raw logits, **overwritten**.
 
     One result per request, in order: what it commits, or the exception of a request that fails alone (its
     logits processor raised, or its parameters exclude every token, at a position on the accepted path).
     ``synthetic``: acceptance rates for requests under rule ``synthetic``.
-    ``kernels``: decide the requests whose rule they have.
+    ``kernels``: decide the requests whose rule they have; with ``stored`` they compact the paths of these.
     Raises `ConfigError` for an unknown rule, or rule ``synthetic`` without rates.
     """
     if not requests:
@@ -167,7 +190,7 @@ def verify_batch(
             break
     if plain:
         if kernels is not None:
-            return list(kernels.verify(logits, requests, ["greedy"] * len(requests)))
+            return list(kernels.verify(logits, requests, ["greedy"] * len(requests), stored))
         return list(get_rule("greedy").verify(logits, requests))
 
     raw = {r: _rows(logits, q).clone() for r, q in enumerate(requests) if q.state.params.logprobs is not None}
@@ -175,8 +198,7 @@ def verify_batch(
     groups: dict[str, list[int]] = {}
     names: list[str] = []
     for r, request in enumerate(requests):
-        forced = not request.state.is_greedy or request.rule in _FORCED
-        name = request.rule if forced else "greedy"
+        name = _effective_rule(request.state, request.rule)
         names.append(name)
         groups.setdefault(_KERNELS if kernels is not None and name in kernels.names else name, []).append(r)
     results: list[Verification | Exception] = [_NOTHING] * len(requests)
@@ -184,7 +206,7 @@ def verify_batch(
         own = [requests[r] for r in members]
         if name == _KERNELS:
             assert kernels is not None
-            decided = kernels.verify(logits, own, [names[r] for r in members])
+            decided = kernels.verify(logits, own, [names[r] for r in members], stored)
         else:
             rule = get_rule(name) if name != "synthetic" else _synthetic_rule(synthetic)
             decided = rule.verify(logits, own)
@@ -206,6 +228,10 @@ def verify_batch(
 
 _NOTHING = Verification((), ())
 _KERNELS = ""  # the group of requests that kernels decide; no rule has this name
+
+
+def _effective_rule(state: SamplingState, rule: str) -> str:
+    return rule if not state.is_greedy or rule in _FORCED else "greedy"
 
 
 def _rows(logits: torch.Tensor, request: VerifyRequest) -> torch.Tensor:

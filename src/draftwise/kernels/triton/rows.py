@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,29 @@ from draftwise.kernels.base import HeadShape
 from draftwise.kernels.triton.availability import LAUNCH
 
 _BLOCK = 1024
+
+
+class Walk(NamedTuple):
+    """What requests commit: ``packed`` [R, 2 N + 2] int32. Entries behind a path's length, or behind the last token,
+    mean nothing."""
+
+    packed: Tensor
+    num_nodes: int
+
+    @property
+    def accepted(self) -> Tensor:
+        """[R] lengths of the accepted paths."""
+        return self.packed[:, 0]
+
+    @property
+    def paths(self) -> Tensor:
+        """[R, N] their nodes."""
+        return self.packed[:, 1 : 1 + self.num_nodes]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R, N + 1] their tokens, then the one that follows; -1: the target's distribution has no weight."""
+        return self.packed[:, 1 + self.num_nodes :]
 
 
 def power_of_two(n: int) -> int:
@@ -117,28 +142,28 @@ def rope_write(
     return queries
 
 
-def compact_paths(pool: Tensor, slots: Tensor, paths: Tensor, accepted: Tensor) -> None:
+def compact_paths(pool: Tensor, slots: Tensor, roots: Tensor, walk: Walk) -> None:
     """Move the entries of accepted paths up behind their roots, in all layers, without knowing the paths on the host.
 
     Args:
         pool: [layers, slots, ...] dense; changed in place.
-        slots: [R, 1 + N] int64, slots of the root and of each node.
-        paths: [R, N] int32, accepted nodes from the root downwards; what stands behind ``accepted`` is not read.
-        accepted: [R] int32, lengths of the paths.
+        slots: [T] int64, slots of a pass's rows.
+        roots: [R] int64, rows of the requests' roots; their nodes follow.
+        walk: the accepted paths of R requests.
     """
     from draftwise.kernels.triton.device import rows as device
 
-    requests, nodes = paths.shape
+    requests, nodes = roots.shape[0], walk.num_nodes
     if not requests or not nodes or not pool.numel():
         return
-    assert pool.is_contiguous() and slots.shape == (requests, nodes + 1)
+    assert pool.is_contiguous() and walk.packed.is_contiguous() and walk.packed.shape[0] == requests
     size = pool[0, 0].numel()
     block = min(256, power_of_two(size))
     device.compact_paths[(requests, pool.shape[0], -(-size // block))](
         pool,
         slots,
-        paths,
-        accepted,
+        roots,
+        walk.packed,
         size,
         pool.stride(0),
         nodes,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftwise.kernels.triton.rows import compact_paths
 from draftwise.kernels.triton.verify import (
     DraftBatch,
     DraftFields,
-    Walk,
     draft_table,
     new_walk,
     reject_chains,
@@ -19,7 +19,7 @@ from draftwise.kernels.triton.verify import (
     walk_trees,
 )
 from draftwise.types import Verification
-from draftwise.verify.base import BatchRules, VerifyRequest
+from draftwise.verify.base import BatchRules, PassSlots, VerifyRequest
 from draftwise.verify.rejection import is_sampled
 
 
@@ -33,7 +33,7 @@ class TritonRules(BatchRules):
         logits: Tensor,
         requests: Sequence[VerifyRequest],
         rules: Sequence[str],
-        launched: Callable[[Walk], None] | None = None,
+        stored: PassSlots | None = None,
     ) -> list[Verification]:
         fields: list[DraftFields] = []
         kept: list[Tensor] = []  # what the table holds addresses of
@@ -44,15 +44,15 @@ class TritonRules(BatchRules):
             groups.setdefault("tree" if tree else rule, []).append(r)
         table_np = draft_table(fields)
         members_np = np.concatenate([np.asarray(group, np.int64) for group in groups.values()])
-        joined = torch.from_numpy(np.concatenate((table_np.reshape(-1), members_np)))
+        roots_np = np.array([request.pass_row for request in requests], np.int64)
+        joined = torch.from_numpy(np.concatenate((table_np.reshape(-1), roots_np, members_np)))
         if logits.device.type == "cuda":
             joined = joined.pin_memory()
         joined = joined.to(logits.device, non_blocking=True)
         nodes = max(len(f.tokens) for f in fields)
-        batch = DraftBatch(joined[: table_np.size].view(table_np.shape), nodes)
-        order = torch.split(
-            joined[table_np.size :].to(torch.int32), [len(group) for group in groups.values()]
-        )
+        table, roots, every = torch.split(joined, [table_np.size, len(roots_np), len(members_np)])
+        batch = DraftBatch(table.view(table_np.shape), nodes)
+        order = torch.split(every.to(torch.int32), [len(group) for group in groups.values()])
         walk = new_walk(batch)
         p = logits.softmax(dim=-1) if groups.keys() - {"greedy", "coupled"} else logits
         for name, members in zip(groups, order, strict=True):
@@ -62,8 +62,9 @@ class TritonRules(BatchRules):
                 reject_trees(p, batch, members, walk)
             else:
                 reject_chains(p, batch, members, walk, block=name == "block")
-        if launched is not None:
-            launched(walk)
+        if stored is not None and not all(request.proposal.is_chain for request in requests):
+            for pool in stored.storage.pools:
+                compact_paths(pool, stored.slots, roots, walk)
         results = []
         for row in walk.packed.tolist():
             length = row[0]

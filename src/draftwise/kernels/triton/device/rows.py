@@ -123,7 +123,7 @@ def rope_write(
 
 @triton.jit
 def compact_paths(
-    pool, slots, paths, accepted, size, layer_stride, num_nodes, NODES_PAD: tl.constexpr, BLOCK: tl.constexpr
+    pool, slots, roots, walk, size, layer_stride, num_nodes, NODES_PAD: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One request, one layer, one block of an entry: the accepted path's entries move up behind the root's.
 
@@ -134,9 +134,10 @@ def compact_paths(
     layer = tl.program_id(1).to(tl.int64)
     e = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, NODES_PAD)
-    moved = n < tl.load(accepted + r)
-    row = slots + r * (num_nodes + 1)
-    node = tl.load(paths + r * num_nodes + n, mask=moved, other=0)
+    path = walk + r * (2 * num_nodes + 2)
+    node = tl.load(path + 1 + n, mask=n < tl.load(path), other=-1)
+    moved = (node >= 0) & (node != n)  # what stands where it should is not touched
+    row = slots + tl.load(roots + r)
     source = tl.load(row + 1 + node, mask=moved, other=0)
     target = tl.load(row + 1 + n, mask=moved, other=0)
     base = pool + layer * layer_stride
