@@ -224,6 +224,28 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StaticRows:
+    """What an `AttentionBatch` says, where a device finds it: for passes that are captured once and replayed.
+
+    R requests of N rows each, whatever a request has: its rows stand first, what follows fills up. Row i of request r
+    is row ``r * N + i`` of the pass. Its key is ``context[r] + i`` (of a tree that is computed in several passes: the
+    row of the lowest bit that is its own). Rows that fill up are written to a slot that nobody reads, and what comes
+    out of them is thrown away; a filled-up row of a tree has ancestors 1.
+
+    Tensors stay where they are; their contents change between replays. Reading anything else of a batch, such as its
+    host arrays, would freeze it.
+    """
+
+    rows: int  # N
+    max_keys: int  # no row has so many keys or more before it; the tables reach so far and 64 + N further
+    context: torch.Tensor  # [R] int32
+    first_key: torch.Tensor  # [R] int32
+    is_tree: torch.Tensor  # [R] int32, 0 or 1
+    tables: torch.Tensor  # [R, blocks] int32, of valid blocks all
+    ancestors: torch.Tensor  # [R * N] int64
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where the rows of a ragged batch look. Rows of request r: ``query_start_np[r]:query_start_np[r+1]``.
 
@@ -252,6 +274,7 @@ class AttentionBatch:
     block_size: int
     first_key_np: IntArray | None = None  # [R]
     tree_start_np: IntArray | None = None  # [R]
+    static: StaticRows | None = None  # then the arrays above say nothing but how many requests there are
     cache: dict[str, object] = field(default_factory=dict)  # a backend's per-pass preparation, made once
 
 

@@ -23,6 +23,7 @@ stands in must not influence the result, even if it holds NaN: other requests' d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,9 @@ MAX_TREE_ROWS = 64
 
 class AttentionBackend(ABC):
     """Computes softmax(q k^T * scale + mask) v for a ragged batch over paged keys and values."""
+
+    reads_static: ClassVar[bool] = False
+    """Whether `run` takes batches that have `AttentionBatch.static` and then reads that alone."""
 
     @abstractmethod
     def run(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
-from draftwise.types import AttentionBatch
+from draftwise.types import AttentionBatch, StaticRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,12 +55,26 @@ class _Prepared:
     num_keys: int  # the largest position + 1 that any row may have
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the rows of R requests of N rows each stand, on the device; int32."""
+
+    tasks_np: npt.NDArray[np.int32]
+    tasks: Tensor  # [tasks, 3]
+    starts: Tensor  # [R + 1]
+    owners: Tensor  # [R * N]
+
+
 class TritonAttention(AttentionBackend):
     """On a CUDA device, or on the CPU in Triton's interpreter."""
+
+    reads_static = True
 
     def __init__(self, tiling: Tiling | None = None, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
         self._tiling = tiling or Tiling()
         self._workspace_bytes = workspace_bytes
+        # Of static batches, by (requests, rows, rows of a task, device): made before anything is captured, and kept.
+        self._layouts: dict[tuple[int, int, int, torch.device], _Layout] = {}
 
     def run(
         self,
@@ -156,6 +170,10 @@ class TritonAttention(AttentionBackend):
             return found
         from draftwise.kernels.triton.device.attention import tree_rows
 
+        if batch.static is not None:
+            made = self._prepare_static(batch.static, rows_per_task, device)
+            batch.cache[key] = made
+            return made
         starts = batch.query_start_np.astype(np.int32)
         counts = np.diff(starts)
         requests, rows = len(counts), int(starts[-1])
@@ -194,6 +212,44 @@ class TritonAttention(AttentionBackend):
         )
         batch.cache[key] = made
         return made
+
+    def _prepare_static(self, static: StaticRows, rows_per_task: int, device: torch.device) -> _Prepared:
+        """One small kernel; nothing is read of the host but what is the same in every replay. The first call with a
+        layout copies it to the device: run a pass once before it is captured."""
+        from draftwise.kernels.triton.device.attention import tree_rows
+
+        requests, n = static.context.shape[0], static.rows
+        layout = self._layouts.get((requests, n, rows_per_task, device))
+        if layout is None:
+            starts = np.arange(0, requests * n + 1, n, dtype=np.int32)
+            tasks = _tasks(np.diff(starts), starts, rows_per_task)
+            owners = np.repeat(np.arange(requests, dtype=np.int32), n)
+            copies = [torch.from_numpy(part).to(device) for part in (tasks, starts, owners)]
+            layout = _Layout(tasks, *copies)
+            self._layouts[requests, n, rows_per_task, device] = layout
+        positions = torch.empty(requests * n, dtype=torch.int32, device=device)
+        paths = torch.empty((requests * n, 64), dtype=torch.int32, device=device)
+        tree_rows[(requests * n,)](
+            static.ancestors,
+            layout.owners,
+            layout.starts,
+            static.context,
+            static.is_tree,
+            positions,
+            paths,
+            **LAUNCH,
+        )
+        return _Prepared(
+            tasks=layout.tasks,
+            tasks_np=layout.tasks_np,
+            context=static.context,
+            first_key=static.first_key,
+            is_tree=static.is_tree,
+            tables=static.tables,
+            positions=positions,
+            paths=paths,
+            num_keys=static.max_keys + n,
+        )
 
     def _pieces(self, tasks: npt.NDArray[np.int32], bytes_per_row: int) -> list[tuple[int, int]]:
         """Runs of tasks whose partial results fit the workspace."""

@@ -189,6 +189,11 @@ class Ops(ABC):
     ) -> Tensor:
         """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window and soft cap as in `attention.base`."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a pass over a batch that has `AttentionBatch.static` reads nothing of the host."""
+        return False
+
     # --------------------------------------------------------------------------------------------- logits
 
     @abstractmethod

@@ -205,6 +205,10 @@ class TorchOps(Ops):
             q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
         )
 
+    @property
+    def capturable(self) -> bool:
+        return self._attention.reads_static
+
     def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
         if self._dtype is torch.float32:
             return self.linear(hidden, head, out)

@@ -65,6 +65,9 @@ class KVStorage:
 
     Consecutive layers of equal layout share one allocation [layers, slots, ...]: `move` then costs two operations
     for all of them, whatever their number.
+
+    With a spare slot, every layer has one more than its blocks hold, `spare_slot`. Rows that fill up a captured batch
+    are written there; nobody reads it.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class KVStorage:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        spare: bool = False,
     ) -> None:
         assert num_blocks > 0 and block_size > 0
         self.layout = tuple(layout)
@@ -81,7 +86,8 @@ class KVStorage:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        slots = num_blocks * block_size
+        self.spare_slot = num_blocks * block_size if spare else None
+        slots = num_blocks * block_size + spare
         self._pools: list[Tensor] = []  # each [layers of the run, slots, ...]
         self._layers: list[tuple[Tensor, ...]] = []
         start = 0
@@ -100,8 +106,8 @@ class KVStorage:
             start = end
 
     def layer(self, i: int) -> tuple[Tensor, ...]:
-        """The tensors of layer i in the order of its `KVLayerSpec`, each [num_blocks * block_size, ...], with scales
-        behind each if the dtype is int8."""
+        """The tensors of layer i in the order of its `KVLayerSpec`, each [num_blocks * block_size, ...] (one row more
+        with a spare slot), with scales behind each if the dtype is int8."""
         return self._layers[i]
 
     def move(self, src: Tensor, dst: Tensor) -> None:

@@ -42,6 +42,14 @@ class DecoderModel(ABC):
     device: torch.device
     same_bits: bool = False
     """Whether a row's hidden states and logits are the same bits in any batch, chunk or tree."""
+    pads: bool = False
+    """Whether passes fill up batches with rows that go to `KVStorage.spare_slot`: storage for it must have one."""
+
+    @property
+    def inputs_on(self) -> torch.device:
+        """Where the tensors of a `StepInput` are best put: a model that replays captured passes takes them from the
+        host and moves all in one copy."""
+        return self.device
 
     @classmethod
     @abstractmethod
@@ -54,6 +62,10 @@ class DecoderModel(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Every parameter is filled: pack them for the kernels."""
+
+    def prepare(self, kv: KVStorage, capture: Sequence[int] = ()) -> None:  # noqa: B027
+        """Called once before the first pass over a storage, with the layers that will be captured: the time to record
+        or capture what is replayed later."""
 
     @abstractmethod
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:

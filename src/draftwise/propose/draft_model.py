@@ -99,6 +99,8 @@ class DraftModelProposer(Proposer, TreeModel):
                 f"the draft model {config.model!r} has a vocabulary of {model.config.vocab_size} tokens, the target "
                 f"one of {context.vocab_size}; they must be the same (or use_heterogeneous_vocab given)"
             )
+        elif context.graphs is not None:
+            model = context.graphs.draft_model(model, config.num_speculative_tokens)
         limit = min(config.max_model_len or context.max_model_len, context.max_model_len)
         return cls(
             model,
@@ -169,7 +171,7 @@ class DraftModelProposer(Proposer, TreeModel):
             RowInput(d.context_np[start:], start, self._scratch.table(i, d.row.block_table_np))
             for i, (d, start) in enumerate(zip(drafts, starts, strict=True))
         ]
-        batch = build_step_input(inputs, self._block_size, self._model.device)
+        batch = build_step_input(inputs, self._block_size, self._model.inputs_on)
         last = None if rows == len(drafts) else (batch.attention.query_start_np[1:] - 1).tolist()
         trees = self._model.draft_trees(batch, self._storage, last, draws)
         if trees is None:
@@ -207,7 +209,7 @@ class DraftModelProposer(Proposer, TreeModel):
         for draft in active:
             first = min(draft.fed, len(draft.context_np) - 1)
             inputs.append(RowInput(draft.context_np[first:], first, draft.row.block_table_np))
-        batch = build_step_input(inputs, self._block_size, self._model.device)
+        batch = build_step_input(inputs, self._block_size, self._model.inputs_on)
         last = None if rows == len(active) else (batch.attention.query_start_np[1:] - 1).tolist()
         draws = chain_draws(active, kind)
         chains = self._model.draft_chains(batch, self._storage, last, steps, draws)
@@ -266,7 +268,7 @@ class DraftModelProposer(Proposer, TreeModel):
         """One pass; logits of the last row of each request [R, V], or of all rows."""
         start = time.perf_counter()
         assert self._storage is not None, "allocate comes before propose"
-        batch = build_step_input(inputs, self._block_size, self._model.device)
+        batch = build_step_input(inputs, self._block_size, self._model.inputs_on)
         rows = None
         if not all_rows and batch.token_ids.shape[0] != len(inputs):
             rows = (batch.attention.query_start_np[1:] - 1).tolist()
@@ -298,9 +300,11 @@ class DraftModelProposer(Proposer, TreeModel):
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
         total = num_blocks + self._scratch.count
+        model = self._model
         self._storage = KVStorage(
-            self._model.kv_layout(), total, self._block_size, self._model.dtype, self._model.device
+            model.kv_layout(), total, self._block_size, model.dtype, model.device, spare=model.pads
         )
+        model.prepare(self._storage)
 
 
 def _mapped(model: DecoderModel, context: ProposerContext) -> DecoderModel:

@@ -86,7 +86,10 @@ class HeadPasses:
         """Make the storage: ``num_blocks`` of the cache, then scratch ones."""
         head = self.head
         total = num_blocks + scratch_blocks
-        self._storage = KVStorage(head.kv_layout(), total, self.block_size, head.dtype, head.device)
+        self._storage = KVStorage(
+            head.kv_layout(), total, self.block_size, head.dtype, head.device, spare=head.pads
+        )
+        head.prepare(self._storage)
         shape = (num_blocks, head.num_depths, head.feature_size)
         self._block_features = torch.zeros(shape, dtype=head.dtype, device=head.device)
         self.source = FeatureSource(head, self._block_features)
@@ -323,7 +326,7 @@ class HeadPasses:
         inputs = [
             RowInput(job.tokens, job.first, job.block_table_np, first_key=job.first_key) for job in jobs
         ]
-        batch = build_step_input(inputs, self.block_size, self.head.device, position_offset=-1)
+        batch = build_step_input(inputs, self.block_size, self.head.inputs_on, position_offset=-1)
         if features is None:
             pieces = [piece for job in jobs for piece in job.features]
             features = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

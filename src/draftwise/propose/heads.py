@@ -82,8 +82,11 @@ class HeadProposer(Proposer, TreeModel):
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
         config = context.speculative
+        head = cls.load(context)
+        if context.graphs is not None:
+            head = context.graphs.head(head, config.num_speculative_tokens)
         return cls(
-            cls.load(context),
+            head,
             vocab_size=context.vocab_size,
             block_size=context.block_size,
             max_model_len=min(config.max_model_len or context.max_model_len, context.max_model_len),
@@ -286,7 +289,7 @@ class HeadProposer(Proposer, TreeModel):
             )
             for level in levels
         ]
-        batch = build_step_input(inputs, self._block_size, self._head.device, position_offset=-1)
+        batch = build_step_input(inputs, self._block_size, self._head.inputs_on, position_offset=-1)
         # Rows of `_nodes` as one matrix. Example: with places for 4 nodes behind each root, node 2 of member 1 is in
         # row 1 * (1 + 4) + 1 + 2 = 8.
         width = 1 + MAX_FED_NODES

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from draftwise.config import SpeculativeConfig
+    from draftwise.graphs.setup import GraphSetup
     from draftwise.models.base import DecoderModel, ModelConfig
     from draftwise.propose.base import Proposer
 
@@ -34,6 +35,7 @@ class ProposerContext:
     transfer_folder: str | None = None  # where hidden states are written to (kv_transfer_config)
     target_path: str | None = None  # where the target was loaded from: folder or hub id
     target_revision: str | None = None
+    graphs: GraphSetup | None = None  # captures a drafter's passes; None: nothing is captured
 
 
 ALIASES: dict[str, str] = {

@@ -128,7 +128,7 @@ class LocalExecutor(Executor):
         steps = [self._step_row(p) for p in plan.rows if not self._rows[p.rid].is_full]
         if not steps:
             return StepResult(plan.step, ())
-        batch = build_step_input([self._row_input(s) for s in steps], self._block_size, self._device)
+        batch = build_step_input([self._row_input(s) for s in steps], self._block_size, self._model.inputs_on)
         starts = batch.attention.query_start_np.tolist()
         wanted = self._logit_rows(steps, starts)
 

@@ -134,6 +134,22 @@ def gumbel(
     return _gumbel_of_bits(u)
 
 
+def token_counters(vocab: int, device: torch.device, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """What `gumbel_of_keys` needs to know of the columns, int64 [V]; made once. ``token_ids`` as in `gumbel`."""
+    return _tokens_torch(vocab, token_ids, device)
+
+
+def gumbel_of_keys(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """`gumbel` without the host: ``keys`` int64 [M] are `row_key` of each row as a signed word (`signed_word`).
+    float32 [M, V]."""
+    return _gumbel_of_bits(_hashed(keys, counters).to(torch.float32))
+
+
+def signed_word(x: int) -> int:
+    """64 bits as int64 has them."""
+    return _signed(x)
+
+
 def _gumbel_of_bits(u: torch.Tensor) -> torch.Tensor:
     """Integers in [0, 2^40) as float32 -> Gumbel, in place. 1 - 2^-24 is the largest float32 below 1."""
     u.add_(0.5).mul_(2.0**-40).clamp_(max=1.0 - 2.0**-24)
@@ -194,9 +210,13 @@ def _tokens_torch(vocab: int, token_ids: torch.Tensor | None, device: torch.devi
 
 
 def _bits_torch(rows: Sequence[int], counters: torch.Tensor) -> torch.Tensor:
-    """The same 40 bits on any device, int64 [M, V]. int64 wraps around like uint64; its right shift copies
-    the sign, so the shifted-in bits are masked off."""
+    """The same 40 bits on any device, int64 [M, V]."""
     keys = torch.tensor([_signed(row) for row in rows], dtype=torch.int64, device=counters.device)
+    return _hashed(keys, counters)
+
+
+def _hashed(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """int64 wraps around like uint64; its right shift copies the sign, so the shifted-in bits are masked off."""
     z = keys[:, None] + counters
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_MUL1)
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_MUL2)

@@ -131,6 +131,10 @@ class TritonOps(Ops):
             q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
         )
 
+    @property
+    def capturable(self) -> bool:
+        return self._attention.reads_static
+
     def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
         assert isinstance(head, TritonLinear)
         return linear(hidden, head, out, torch.float32)

@@ -1,0 +1,164 @@
+"""Where a captured pass finds its rows: buffers on the device that are filled before every replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.graphs.backend import GraphBackend
+from draftwise.types import AttentionBatch, IntArray, StaticRows, StepInput
+
+_BEYOND = 128
+"""Keys past a pass's longest context that its tables reach: rows of its own, drafts behind them, nodes of a tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A captured pass: ``requests`` of ``rows`` rows each, none with more than ``keys`` keys, its own rows included."""
+
+    requests: int
+    rows: int
+    keys: int
+
+    @property
+    def size(self) -> int:
+        return self.requests * self.rows
+
+
+class Tables:
+    """Block tables of the requests in a pass, shared by all passes of a model."""
+
+    def __init__(self, requests: int, keys: int, block_size: int, backend: GraphBackend) -> None:
+        self.width = -(-(keys + _BEYOND) // block_size)
+        device = backend.device
+        self.tables = torch.zeros((requests, self.width), dtype=torch.int32, device=device)
+        self._flat = torch.zeros(requests * self.width, dtype=torch.int32, device=device)
+        self._host = backend.host_buffer((requests * self.width + 1) // 2).view(torch.int32)
+        self._host_np: IntArray = self._host.numpy()
+
+    def fill(self, tables_np: IntArray) -> None:
+        """``tables_np`` [r, w], w at most `width`. What stands in other places stays: blocks of earlier passes, which
+        are read by rows that do not count, and are blocks."""
+        r, w = tables_np.shape
+        count = r * w
+        self._host_np[:count].reshape(r, w)[:] = tables_np
+        flat = self._flat[:count]
+        flat.copy_(self._host[:count], non_blocking=True)
+        self.tables[:r, :w].copy_(flat.view(r, w))
+
+
+class PassBuffers:
+    """The rows of one shape, filled up. One copy to the device, and two operations for the tables.
+
+    Example: shape 2 x 3, requests of 2 and 1 rows: rows 0, 1 and 3 of the pass are theirs (``place`` 0, 1, 3); rows 2,
+    4 and 5 are written to the spare slot.
+    """
+
+    def __init__(
+        self, shape: Shape, tables: Tables, block_size: int, spare_slot: int, backend: GraphBackend
+    ) -> None:
+        self.shape = shape
+        self._tables = tables
+        self._spare_slot = spare_slot
+        n, requests = shape.size, shape.requests
+        small = (requests + 1) // 2  # int32 entries, two to a word
+        sizes = [n, n, n, n, n, n, small, small, small]
+        self._host = backend.host_buffer(sum(sizes))
+        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=backend.device)
+        host = [part.numpy() for part in torch.split(self._host, sizes)]
+        parts = torch.split(self._device, sizes)
+        self._tokens, self._positions, self._slots, self._masks, self._place, self._picks = host[:6]
+        self._context, self._first_key, self._is_tree = (part.view(np.int32)[:requests] for part in host[6:])
+        context, first_key, is_tree = (part.view(torch.int32)[:requests] for part in parts[6:])
+        self.place, self.picks = parts[4], parts[5]  # [n] int64, of rows that count; see `fill`
+        self.batch = StepInput(
+            token_ids=parts[0],
+            positions=parts[1],
+            slots=parts[2],
+            attention=AttentionBatch(
+                query_start_np=np.arange(0, n + 1, shape.rows, dtype=np.int32),
+                context_len_np=np.zeros(requests, np.int32),
+                is_tree_np=np.zeros(requests, np.bool_),
+                block_tables_np=np.zeros((requests, 1), np.int32),
+                ancestors_np=None,
+                block_size=block_size,
+                static=StaticRows(
+                    rows=shape.rows,
+                    max_keys=shape.keys,
+                    context=context,
+                    first_key=first_key,
+                    is_tree=is_tree,
+                    tables=tables.tables[:requests],
+                    ancestors=parts[3],
+                ),
+            ),
+        )
+        self.clear()
+
+    def clear(self) -> None:
+        """Rows that fill up, and nothing else: for captures."""
+        self._tokens[:] = self._positions[:] = self._place[:] = self._picks[:] = 0
+        self._slots[:] = self._spare_slot
+        self._masks[:] = 1
+        self._context[:] = self._first_key[:] = self._is_tree[:] = 0
+        self._device.copy_(self._host)
+
+    def fits(self, batch: StepInput) -> bool:
+        """Whether the batch's rows can be filled in."""
+        attention = batch.attention
+        counts = np.diff(attention.query_start_np)
+        own = counts if attention.tree_start_np is None else counts + attention.tree_start_np
+        return (
+            len(counts) <= self.shape.requests
+            and 0 < int(counts.max(initial=0)) <= self.shape.rows
+            and int((attention.context_len_np + own).max()) <= self.shape.keys
+            and attention.block_tables_np.shape[1] <= self._tables.width
+        )
+
+    def fill(self, batch: StepInput, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """Take the rows of a ragged batch, whose tensors lie on the host. It must fit.
+
+        Args:
+            rows: some of the batch's rows: where they stand in the pass is in `picks` then.
+
+        Returns:
+            Row of the pass of each row of the batch, int64 [T]; on the device they are in `place`.
+        """
+        attention, width = batch.attention, self.shape.rows
+        starts = attention.query_start_np
+        counts = np.diff(starts)
+        count, total = len(counts), int(starts[-1])
+        place = np.arange(total) + np.repeat(np.arange(count) * width - starts[:-1], counts)
+        if total < self.shape.size:
+            self._tokens[:] = self._positions[:] = 0
+            self._slots[:] = self._spare_slot
+        self._tokens[place] = batch.token_ids.numpy()
+        self._positions[place] = batch.positions.numpy()
+        self._slots[place] = batch.slots.numpy()
+        self._masks[:] = 1
+        if attention.ancestors_np is not None:
+            masks = attention.ancestors_np.view(np.int64)  # bit 63 is the sign
+            self._masks[place] = np.where(masks == 0, 1, masks)  # of a causal request they say nothing
+        self._place[:total] = place
+        if rows is not None:
+            self._picks[: len(rows)] = place[rows]
+        self._context[:count] = attention.context_len_np
+        self._context[count:] = 0
+        self._first_key[:] = 0
+        if attention.first_key_np is not None:
+            self._first_key[:count] = attention.first_key_np
+        self._is_tree[:count] = attention.is_tree_np
+        self._is_tree[count:] = 0
+        self._device.copy_(self._host, non_blocking=True)
+        self._tables.fill(attention.block_tables_np)
+        return place
+
+
+def at_rows(x: Tensor, count: int, index: Tensor, first: bool) -> Tensor:
+    """Rows of a captured result, copied: the next replay writes over it. ``index`` [>= count] int64; ``first``: they
+    are the first ``count`` ones."""
+    return x[:count].clone() if first else x.index_select(0, index[:count])

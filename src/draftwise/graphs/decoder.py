@@ -1,0 +1,238 @@
+"""A decoder whose passes over few rows, and whole draft loops, are captured as graphs and replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.graphs.backend import Fence, Graph, GraphBackend
+from draftwise.graphs.buffers import PassBuffers, Shape, Tables, at_rows
+from draftwise.graphs.loop import ChainLoop, Drafter, capture_loops
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import DecoderModel, SharedWeights
+from draftwise.models.config import ModelConfig, RawConfig
+from draftwise.types import ChainDraws, StepInput, TargetOutput
+
+logger = logging.getLogger("draftwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """What is captured of a model: ``passes``, and loops of ``steps`` drafts (0: none) for the requests of ``loops``,
+    whose first pass has as many rows as there."""
+
+    passes: tuple[Shape, ...]
+    loops: tuple[Shape, ...] = ()
+    steps: int = 0
+
+    @property
+    def max_requests(self) -> int:
+        return max((shape.requests for shape in (*self.passes, *self.loops)), default=0)
+
+    @property
+    def max_keys(self) -> int:
+        return max((shape.keys for shape in (*self.passes, *self.loops)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    rows: PassBuffers
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What passes leave behind, one set for all of them: the memory of one graph's own results would be no other's."""
+
+    hidden: Tensor  # [rows of the largest pass, H]
+    captured: dict[int, Tensor]  # layer -> the same shape
+    logits: Tensor  # [rows of the largest pass, V] float32
+
+
+class GraphedDecoder(DecoderModel):
+    """Behaves as the model it wraps. Passes that fit no captured shape, such as prompts, run as they would without it.
+
+    A pass is filled up to the next captured shape with rows that touch nothing but the spare slot of the storage. The
+    graphs belong to one storage and one set of layers, those of `prepare`.
+    """
+
+    pads = True
+
+    def __init__(
+        self, inner: DecoderModel, captures: Captures, block_size: int, backend: GraphBackend
+    ) -> None:
+        self.inner = inner
+        self.config = inner.config
+        self.dtype = inner.dtype
+        self.device = inner.device
+        self.same_bits = inner.same_bits
+        self.captures = captures
+        self._block_size = block_size
+        self._backend = backend
+        self._passes: list[_Pass] = []
+        self._loops: list[ChainLoop] = []
+        self._results: _Results
+        self._kv: KVStorage | None = None
+        self._layers: tuple[int, ...] = ()
+        self._filled: Fence | None = None  # the host's buffers may be written again
+        self.num_replays = 0
+
+    @property
+    def inputs_on(self) -> torch.device:
+        return torch.device("cpu")
+
+    @torch.inference_mode()
+    def prepare(self, kv: KVStorage, capture: Sequence[int] = ()) -> None:
+        """Capture everything, the largest first: smaller graphs then fit into its memory."""
+        assert kv.spare_slot is not None, "storage of a model that pads has a spare slot"
+        self._kv, self._layers = kv, tuple(capture)
+        self._passes.clear()
+        self._loops.clear()
+        if not self.captures.max_requests:
+            return
+        backend, size = self._backend, self._block_size
+        tables = Tables(self.captures.max_requests, self.captures.max_keys, size, backend)
+        most = max((shape.size for shape in self.captures.passes), default=0)
+        hidden = (most, self.config.hidden_size)
+        self._results = _Results(
+            torch.zeros(hidden, dtype=self.dtype, device=backend.device),
+            {i: torch.zeros(hidden, dtype=self.dtype, device=backend.device) for i in self._layers},
+            torch.zeros((most, self.config.vocab_size), dtype=torch.float32, device=backend.device),
+        )
+        for shape in sorted(self.captures.passes, key=lambda s: (s.size, s.keys), reverse=True):
+            rows = PassBuffers(shape, tables, size, kv.spare_slot, backend)
+            graph, _ = backend.capture(partial(self._whole_pass, rows.batch))
+            self._passes.append(_Pass(rows, graph))
+        self._passes.reverse()
+        loops = self.captures
+        if loops.loops:
+            self._loops = capture_loops(
+                loops.loops,
+                loops.steps,
+                self._drafter(kv),
+                tables,
+                size,
+                kv.spare_slot,
+                backend,
+            )
+
+    def forward_logits(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None, capture: Sequence[int] = ()
+    ) -> tuple[TargetOutput, Tensor]:
+        found = self._pass_for(batch, kv, capture)
+        if found is None:
+            return self.inner.forward_logits(on_device(batch, self.device), kv, rows, capture)
+        picked = None if rows is None else np.asarray(rows, np.int64)
+        self._wait()
+        place = found.rows.fill(batch, picked)
+        self._filled = self._backend.fence()
+        found.graph.replay()
+        self.num_replays += 1
+        total = len(place)
+        first = total == 0 or int(place[-1]) == total - 1  # no gaps before the last row
+        index, results = found.rows.place, self._results
+        output = TargetOutput(
+            at_rows(results.hidden, total, index, first),
+            {layer: at_rows(results.captured[layer], total, index, first) for layer in capture},
+        )
+        if picked is None:
+            # not copied: they are large, and read before the next pass
+            return output, results.logits[:total] if first else results.logits.index_select(0, index[:total])
+        return output, results.logits.index_select(0, found.rows.picks[: len(picked)])
+
+    def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
+        return self.inner.forward(on_device(batch, self.device), kv, capture)
+
+    def draft_chains(
+        self,
+        batch: StepInput,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        loop = self._loop_for(batch, kv, steps, draws)
+        if loop is None:
+            return None
+        self._wait()
+        self.num_replays += 1
+        return loop.run(batch, None, steps, draws)
+
+    def _pass_for(self, batch: StepInput, kv: KVStorage, capture: Sequence[int]) -> _Pass | None:
+        if kv is not self._kv or not set(capture) <= set(self._layers):
+            return None
+        if batch.token_ids.device.type != "cpu":
+            return None
+        return next((p for p in self._passes if p.rows.fits(batch)), None)
+
+    def _loop_for(
+        self, batch: StepInput, kv: KVStorage, steps: int, draws: ChainDraws | None
+    ) -> ChainLoop | None:
+        if kv is not self._kv or batch.token_ids.device.type != "cpu":
+            return None
+        return next((loop for loop in self._loops if loop.takes(batch, steps, draws)), None)
+
+    def _wait(self) -> None:
+        if self._filled is not None:
+            self._filled.synchronize()
+            self._filled = None
+
+    def _whole_pass(self, batch: StepInput) -> None:
+        assert self._kv is not None
+        output, logits = self.inner.forward_logits(batch, self._kv, None, self._layers)
+        rows, results = logits.shape[0], self._results
+        results.hidden[:rows].copy_(output.hidden)
+        for layer, x in output.captured.items():
+            results.captured[layer][:rows].copy_(x)
+        results.logits[:rows].copy_(logits)
+
+    def _drafter(self, kv: KVStorage) -> Drafter:
+        def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, None]:
+            return self.inner.forward(batch, kv).hidden, None
+
+        return Drafter(
+            advance, self.inner.logits, self.config.vocab_size, max_position=self.config.max_model_len - 1
+        )
+
+    # ------------------------------------------------------------------------------- what is handed through
+
+    @classmethod
+    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        raise NotImplementedError("the wrapped model parses")
+
+    def finish(self) -> None:
+        raise NotImplementedError("the wrapped model is finished before it is wrapped")
+
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        return self.inner.kv_layout()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.inner.logits(hidden)
+
+    def shared_weights(self) -> SharedWeights:
+        return self.inner.shared_weights()
+
+    def first_layers(self, count: int) -> DecoderModel:
+        return self.inner.first_layers(count)
+
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes()
+
+
+def on_device(batch: StepInput, device: torch.device) -> StepInput:
+    """The batch with its tensors there."""
+    if batch.token_ids.device == device:
+        return batch
+    return StepInput(
+        batch.token_ids.to(device, non_blocking=True),
+        batch.positions.to(device, non_blocking=True),
+        batch.slots.to(device, non_blocking=True),
+        batch.attention,
+    )

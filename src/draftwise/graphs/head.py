@@ -1,0 +1,125 @@
+"""A draft head whose loop of K passes is captured as one graph and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.graphs.backend import GraphBackend
+from draftwise.graphs.buffers import Tables
+from draftwise.graphs.decoder import Captures, on_device
+from draftwise.graphs.loop import ChainLoop, Drafter, capture_loops
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.heads.base import HeadModel, HeadOutput
+from draftwise.types import ChainDraws, StepInput, TargetOutput
+
+
+class GraphedHead(HeadModel):
+    """Behaves as the head it wraps, which must have one depth for its loops to be captured. All else, such as the rows
+    of a prompt and the levels of a tree, runs as it would without it."""
+
+    pads = True
+
+    def __init__(self, inner: HeadModel, captures: Captures, block_size: int, backend: GraphBackend) -> None:
+        self.inner = inner
+        self.dtype = inner.dtype
+        self.device = inner.device
+        self.same_bits = inner.same_bits
+        self.feature_size = inner.feature_size
+        self.feature_layers = inner.feature_layers
+        self.num_depths = inner.num_depths
+        self.target_ids = inner.target_ids
+        self.draft_vocab_size = inner.draft_vocab_size
+        self.mask_token = inner.mask_token
+        self.mask_feature = inner.mask_feature
+        self.max_model_len = inner.max_model_len
+        self.captures = captures
+        self._block_size = block_size
+        self._backend = backend
+        self._kv: KVStorage | None = None
+        self._loops: list[ChainLoop] = []
+        self.num_replays = 0
+
+    @property
+    def inputs_on(self) -> torch.device:
+        return torch.device("cpu")
+
+    @torch.inference_mode()
+    def prepare(self, kv: KVStorage) -> None:
+        assert kv.spare_slot is not None, "storage of a head that pads has a spare slot"
+        self._kv = kv
+        self._loops.clear()
+        captures, backend, size = self.captures, self._backend, self._block_size
+        if not captures.loops or self.num_depths > 1 or self.mask_token is not None:
+            return
+        tables = Tables(captures.max_requests, captures.max_keys, size, backend)
+        self._loops = capture_loops(
+            captures.loops,
+            captures.steps,
+            self._drafter(kv),
+            tables,
+            size,
+            kv.spare_slot,
+            backend,
+        )
+
+    def draft_chains(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
+            return None
+        loop = next((x for x in self._loops if x.takes(batch, steps, draws)), None)
+        if loop is None:
+            return None
+        self.num_replays += 1
+        return loop.run(batch, features, steps, draws)
+
+    def _drafter(self, kv: KVStorage) -> Drafter:
+        def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor]:
+            assert features is not None
+            output = self.inner.forward(batch, features, kv)
+            return output.hidden, output.features
+
+        return Drafter(
+            advance,
+            self.inner.logits,
+            self.draft_vocab_size,
+            max_position=self.max_model_len - 1,
+            position_offset=-1,
+            target_ids=self.target_ids,
+            feature_size=self.feature_size,
+            dtype=self.dtype,
+        )
+
+    # ------------------------------------------------------------------------------- what is handed through
+
+    def finish(self) -> None:
+        raise NotImplementedError("the wrapped head is finished before it is wrapped")
+
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        return self.inner.kv_layout()
+
+    def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
+        return self.inner.combine(output, rows)
+
+    def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
+        return self.inner.forward(on_device(batch, self.device), features, kv, depth)
+
+    def recordable(self, batch: StepInput) -> bool:
+        return self.inner.recordable(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.inner.logits(hidden)
+
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes()

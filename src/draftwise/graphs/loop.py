@@ -1,0 +1,259 @@
+"""The whole draft loop as one captured graph: K passes, with the draws between them on the device.
+
+What a drafter needs of the host is known before the loop begins: the rows that it has not seen, where each request's
+drafts will stand, and the uniforms of its draws. Tokens go from one pass into the next without leaving the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.graphs.backend import Graph, GraphBackend
+from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.sampling.noise import (
+    DRAFT,
+    SHARED,
+    gumbel_of_keys,
+    row_key,
+    signed_word,
+    token_counters,
+    uniform,
+)
+from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
+
+LoopKind = Literal["argmax", "draft", "shared"]
+"""How tokens are drawn: the most likely ones, or as the streams of `ChainDraws` say."""
+KINDS: tuple[LoopKind, ...] = ("argmax", "draft", "shared")
+
+Advance = Callable[[StepInput, Tensor | None], tuple[Tensor, Tensor | None]]
+"""One pass: its rows, and their features if the drafter is a head -> hidden states [T, H], the next rows' features."""
+
+_BELOW_ONE = 1.0 - 2.0**-52
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What a loop calls.
+
+    ``position_offset``: from a row's key to its position, -1 for heads. ``target_ids`` [Vd] int64: the target's id of
+    each of its tokens; None: they are the same.
+    """
+
+    advance: Advance
+    logits: Callable[[Tensor], Tensor]
+    vocab_size: int
+    max_position: int
+    position_offset: int = 0
+    target_ids: Tensor | None = None
+    feature_size: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class LoopMemory:
+    """What the loops of a drafter read and leave behind, one set for all of them: ``features`` [rows of the largest
+    first pass, F], ``tokens`` [R, steps] int64, ``q`` [R, steps, Vd] float32, ``counters`` [Vd] of the noise."""
+
+    def __init__(self, shapes: Sequence[Shape], steps: int, drafter: Drafter, device: torch.device) -> None:
+        requests = max(shape.requests for shape in shapes)
+        self.tokens = torch.zeros((requests, steps), dtype=torch.int64, device=device)
+        self.q = torch.zeros((requests, steps, drafter.vocab_size), dtype=torch.float32, device=device)
+        self.counters = token_counters(drafter.vocab_size, device, drafter.target_ids)
+        self.features: Tensor | None = None
+        if drafter.feature_size is not None:
+            rows = max(shape.size for shape in shapes)
+            self.features = torch.zeros((rows, drafter.feature_size), dtype=drafter.dtype, device=device)
+
+
+class ChainLoop:
+    """Chains of up to ``steps`` drafts below every request of a pass. Made with everything it needs, captured, then run
+    any number of times.
+
+    A request that drafts fewer has its later tokens thrown away, and nothing of them is stored: their K/V goes to the
+    spare slot, as that of rows past the model's length does.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        steps: int,
+        kind: LoopKind,
+        drafter: Drafter,
+        rows: PassBuffers,
+        memory: LoopMemory,
+        spare_slot: int,
+        backend: GraphBackend,
+    ) -> None:
+        """``rows``: of the first pass, which catches up on tokens that the drafter has not seen."""
+        self.shape, self.steps, self.kind = shape, steps, kind
+        self._drafter = drafter
+        self._rows = rows
+        self._spare_slot = spare_slot
+        requests, device = shape.requests, backend.device
+        sizes = [requests, requests, requests, requests, requests * steps]
+        self._host = backend.host_buffer(sum(sizes))
+        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        host = [part.numpy() for part in torch.split(self._host, sizes)]
+        parts = torch.split(self._device, sizes)
+        self._last_np, self._start_np, self._length_np = host[:3]
+        self._scale_np = host[3].view(np.float64)
+        self._noise_np = host[4].reshape(requests, steps)
+        self._last, self._start, self._length = parts[:3]  # [R] int64
+        self._scale = parts[3].view(torch.float64)  # [R]
+        self._noise = parts[4].view(requests, steps)  # int64 keys, or the bits of float64 uniforms
+        self._features: Tensor | None = None  # [R * N, F] of the first pass's rows
+        if memory.features is not None:
+            self._features = memory.features[: shape.size]
+        self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._ones = torch.ones(requests, dtype=torch.int64, device=device)
+        self._tokens = memory.tokens[:requests]
+        self._q = memory.q[:requests] if kind == "draft" else None  # [R, steps, Vd]
+        self._counters = memory.counters
+        self._graph: Graph | None = None
+
+    def capture(self, backend: GraphBackend) -> None:
+        """Capture it, with rows that only fill up."""
+        self._rows.clear()
+        self._host.zero_()
+        self._device.copy_(self._host)
+        self._graph, _ = backend.capture(self._run)
+
+    def takes(self, batch: StepInput, steps: int, draws: ChainDraws | None) -> bool:
+        """Whether it can draft for these requests."""
+        kind = "argmax" if draws is None else draws.stream
+        return steps <= self.steps and kind == self.kind and self._rows.fits(batch)
+
+    def run(
+        self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
+        """As `DecoderModel.draft_chains`; the loop must take it."""
+        assert self._graph is not None, "capture comes first"
+        starts = batch.attention.query_start_np
+        counts = np.diff(starts)
+        count, total = len(counts), int(starts[-1])
+        self._rows.fill(batch)
+        if self._features is not None:
+            assert features is not None
+            if total == self.shape.size or count == 1:
+                self._features[:total].copy_(features)
+            else:
+                self._features.index_copy_(0, self._rows.place[:total], features)
+        self._last_np[:] = np.arange(self.shape.requests) * self.shape.rows
+        self._last_np[:count] += counts - 1
+        self._start_np[:] = self._length_np[:] = 0
+        self._start_np[:count] = batch.attention.context_len_np + counts
+        self._length_np[:count] = steps
+        if draws is not None:
+            self._take_noise(draws, steps)
+        self._device.copy_(self._host, non_blocking=True)
+        self._graph.replay()
+        drafted = self._tokens[:count, :steps].cpu().numpy()
+        return drafted, None if self._q is None else self._q[:count, :steps].clone()
+
+    def _take_noise(self, draws: ChainDraws, steps: int) -> None:
+        uniforms_np = self._noise_np.view(np.float64)
+        for r, key in enumerate(draws.keys):
+            self._scale_np[r] = key.scale
+            for node in range(key.node, key.node + steps):
+                place = key.base + node
+                if draws.stream == "draft":
+                    u = uniform(key.seed, key.sample_index, DRAFT, place, node, key.base)
+                    uniforms_np[r, node - key.node] = u
+                else:
+                    word = row_key(key.seed, key.sample_index, SHARED, place, node, key.base)
+                    self._noise_np[r, node - key.node] = signed_word(word)
+
+    # ----------------------------------------------------------------------------------- what is captured
+
+    def _run(self) -> None:
+        hidden, features = self._drafter.advance(self._rows.batch, self._features)
+        hidden = hidden.index_select(0, self._last)
+        if features is not None:
+            features = features.index_select(0, self._last)
+        for step in range(self.steps):
+            tokens = self._draw(self._drafter.logits(hidden), step)
+            self._tokens[:, step].copy_(tokens)
+            if step + 1 < self.steps:
+                hidden, features = self._drafter.advance(self._next(tokens, step), features)
+
+    def _draw(self, logits: Tensor, step: int) -> Tensor:
+        """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
+        if self.kind != "argmax":
+            logits = logits * self._scale[:, None].float()
+        if self.kind == "shared":
+            logits = logits + gumbel_of_keys(self._noise[:, step], self._counters)
+        if self._q is None:
+            drawn = logits.argmax(-1)
+        else:
+            q = logits.softmax(-1)
+            self._q[:, step].copy_(q)
+            sums = q.cumsum(-1, dtype=torch.float64)
+            # the first sum above u * total: a token of weight 0 is never drawn, u being below 1
+            uniforms = self._noise.view(torch.float64)[:, step : step + 1]
+            targets = uniforms.clamp(max=_BELOW_ONE) * sums[:, -1:]
+            drawn = torch.searchsorted(sums, targets, right=True).squeeze(1)
+            drawn = drawn.clamp(max=q.shape[1] - 1)
+        ids = self._drafter.target_ids
+        return drawn if ids is None else ids.index_select(0, drawn)
+
+    def _next(self, tokens: Tensor, step: int) -> StepInput:
+        """The pass of draft ``step`` of every request: key start + step, stored if another draft of it follows."""
+        drafter, first = self._drafter, self._rows.batch.attention
+        static = first.static
+        assert static is not None
+        keys = self._start + step
+        positions = (keys + drafter.position_offset).clamp(0, drafter.max_position)
+        size = first.block_size
+        pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
+        slots = static.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
+        stored = (step + 1 < self._length) & (keys + drafter.position_offset <= drafter.max_position)
+        requests = self.shape.requests
+        return StepInput(
+            token_ids=tokens,
+            positions=positions,
+            slots=torch.where(stored, slots, self._spare_slot),
+            attention=AttentionBatch(
+                query_start_np=np.arange(requests + 1, dtype=np.int32),
+                context_len_np=np.zeros(requests, np.int32),
+                is_tree_np=np.zeros(requests, np.bool_),
+                block_tables_np=np.zeros((requests, 1), np.int32),
+                ancestors_np=None,
+                block_size=size,
+                static=StaticRows(
+                    rows=1,
+                    max_keys=static.max_keys + self.steps,
+                    context=keys.to(torch.int32),
+                    first_key=static.first_key,
+                    is_tree=self._zeros,
+                    tables=static.tables,
+                    ancestors=self._ones,
+                ),
+            ),
+        )
+
+
+def capture_loops(
+    shapes: Sequence[Shape],
+    steps: int,
+    drafter: Drafter,
+    tables: Tables,
+    block_size: int,
+    spare_slot: int,
+    backend: GraphBackend,
+) -> list[ChainLoop]:
+    """Loops of all shapes, the smallest first. The largest is captured first: the others then fit into its memory."""
+    memory = LoopMemory(shapes, steps, drafter, backend.device)
+    loops: list[ChainLoop] = []
+    for shape in sorted(shapes, key=lambda s: (s.size, s.keys), reverse=True):
+        rows = PassBuffers(shape, tables, block_size, spare_slot, backend)
+        for kind in KINDS:
+            loop = ChainLoop(shape, steps, kind, drafter, rows, memory, spare_slot, backend)
+            loop.capture(backend)
+            loops.append(loop)
+    return loops[::-1]

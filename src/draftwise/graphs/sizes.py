@@ -1,0 +1,67 @@
+"""Which passes are captured: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftwise.graphs.buffers import Shape
+
+SHORT_KEYS = 8192
+"""Models that reach further have their passes captured twice: for contexts up to this, and for all. A captured pass
+looks into every part of the longest context it may have, if only to find nothing there."""
+
+
+def request_counts(most: int) -> tuple[int, ...]:
+    """Numbers of requests worth a graph of their own: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ..., and ``most``.
+
+    Example: 40 -> 1, 2, 4, 8, 16, 24, 32, 40. A batch is filled up to the next one.
+    """
+    counts = [1, 2, 4]
+    step = 8
+    while counts[-1] + step < most:
+        counts.append(counts[-1] + (4 if counts[-1] == 4 else step))
+        if counts[-1] >= 4 * step:
+            step *= 2
+    return tuple(sorted({min(c, most) for c in (*counts, most)}))
+
+
+def pass_shapes(
+    *,
+    widths: Sequence[int],
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    sizes: Sequence[int] | None = None,
+) -> tuple[Shape, ...]:
+    """The shapes to capture.
+
+    Args:
+        widths: rows of a request: 1 for plain decoding, 1 + K for a verification of K nodes.
+        sizes: rows of whole passes, vLLM's ``cudagraph_capture_sizes``; each is cut into requests of every width that
+            divides it. None: a choice for `request_counts`.
+
+    Example: sizes 5, 10 and widths 1, 5: 5 x 1, 1 x 5, 10 x 1 and 2 x 5 (requests x rows).
+    """
+    found: set[tuple[int, int]] = set()
+    for width in sorted(set(widths)):
+        if sizes is None:
+            counts: Sequence[int] = request_counts(max_num_seqs)
+        else:
+            counts = [size // width for size in sizes if size % width == 0]
+        for count in counts:
+            if count <= max_num_seqs and count * width <= max(max_num_batched_tokens, width):
+                found.add((count, width))
+    reach = key_limits(max_model_len)
+    return tuple(Shape(count, width, keys) for keys in reach for count, width in sorted(found))
+
+
+def loop_shapes(*, rows: int, max_num_seqs: int, max_model_len: int) -> tuple[Shape, ...]:
+    """Draft loops whose first pass has up to ``rows`` rows of each request."""
+    reach = key_limits(max_model_len)
+    return tuple(Shape(count, rows, keys) for keys in reach for count in request_counts(max_num_seqs))
+
+
+def key_limits(max_model_len: int) -> tuple[int, ...]:
+    """Longest contexts for which passes are captured, ascending. The last one leaves room for 64 nodes of a tree."""
+    longest = max_model_len + 64
+    return (SHORT_KEYS, longest) if longest > SHORT_KEYS else (longest,)
