@@ -22,7 +22,7 @@ from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import DrawKind, IntArray, Proposal, Verification
-from draftwise.verify.base import VerifyRequest, verify_batch
+from draftwise.verify.base import BatchRules, VerifyRequest, verify_batch
 
 PROMPT = np.zeros(1, dtype=np.int32)  # the chains start in token 0
 CHAINS = {k: tuple(range(-1, k - 1)) for k in (1, 2, 3, 4)}
@@ -99,11 +99,13 @@ def simulate(
     cut: Callable[[int, int], int] | None = None,
     drop: DropRule | None = None,
     drafter: Drafter | None = None,
+    kernels: BatchRules | None = None,
     first_seed: int = 0,
 ) -> Outcome:
     """Generate ``length`` tokens per trial. Step s verifies a tree of shape ``shapes[s % len(shapes)]`` (node
     parents). ``draw``: how siblings are drawn. ``cut(trial, step)``: how many nodes of the proposal are
-    verified. ``drop``: a (biased) filter for negative controls. ``drafter``: makes the proposals instead."""
+    verified. ``drop``: a (biased) filter for negative controls. ``drafter``: makes the proposals instead.
+    ``kernels``: verify instead of torch."""
     params = params or SamplingParams()
     states = [new_state(world, params, first_seed + i) for i in range(trials)]
     outputs: list[list[int]] = [[] for _ in range(trials)]
@@ -127,7 +129,7 @@ def simulate(
         for a, proposal, ids in zip(active, proposals, known, strict=True):
             requests.append(VerifyRequest(states[a], proposal, len(last), rule, ids))
             last.extend((int(ids[-1]), *proposal.tokens))
-        results = verify_batch(world.target[last], requests)
+        results = verify_batch(world.target[last], requests, kernels=kernels)
         outcome.steps += len(active)
         for a, proposal, result in zip(active, proposals, results, strict=True):
             assert isinstance(result, Verification)

@@ -56,7 +56,9 @@ def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None 
 
 
 def default_rules(device: torch.device) -> BatchRules | None:
-    """Kernels that verify, where models run on Triton's; None: the rules in torch do."""
+    """Kernels that verify, where models run on kernels; None: the rules in torch do."""
+    if native_reason(torch.float32, device) is None:
+        return _native_rules()
     if _wanted() != "triton" or why_not_triton(torch.float32, device) is not None:
         return None
     from draftwise.kernels.triton.rules import TritonRules
@@ -114,6 +116,15 @@ def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:
     from draftwise.kernels.cpu.quantized import QuantizedOps
 
     return QuantizedOps(library, pool, dtype, scheme)
+
+
+def _native_rules() -> BatchRules:
+    from draftwise.kernels.cpu.library import native_library
+    from draftwise.kernels.cpu.verify import NativeRules
+
+    library = native_library()
+    assert library is not None
+    return NativeRules(library, _shared_pool(torch.get_num_threads()))
 
 
 @functools.cache

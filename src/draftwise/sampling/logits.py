@@ -43,33 +43,30 @@ def process(
     A custom logits processor that raises, or returns something else than float logits [V], is recorded in
     ``errors`` under its row's index (the row keeps its other processing); without ``errors`` it is raised.
     """
+    adjust(logits, rows, errors)
+    return shape(logits, rows)
+
+
+def adjust(
+    logits: torch.Tensor, rows: Sequence[LogitsRow], errors: MutableMapping[int, Exception] | None = None
+) -> None:
+    """The first part of `process`, in place: all that comes before the temperature."""
     assert logits.shape[0] == len(rows)
     history: list[int] = []
     masked: list[int] = []
     static: list[int] = []
     custom: list[int] = []
-    scaled: list[int] = []
-    min_p: list[int] = []
-    truncated: list[int] = []
     for i, row in enumerate(rows):
         state = row.state
         if row.mask is not None:
             masked.append(i)
-        if state.needs_processing:
-            params = state.params
+        if state.adjusts:
             if state.needs_history:
                 history.append(i)
-                if params.logits_processors:
+                if state.params.logits_processors:
                     custom.append(i)
             if state.has_static:
                 static.append(i)
-            if not state.is_greedy:
-                if params.min_p > 0.0:
-                    min_p.append(i)
-                if state.top_k or params.top_p < 1.0:
-                    truncated.append(i)
-        if state.temperature != 1.0:
-            scaled.append(i)
 
     if history:
         _apply_history(logits, rows, history)
@@ -80,6 +77,22 @@ def process(
         _put(logits, static, _take(logits, static).add_(torch.stack([_bias_of(rows[i]) for i in static])))
     for i in custom:
         _apply_processors(logits, i, rows[i], errors)
+
+
+def shape(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> torch.Tensor:
+    """The second part of `process`: temperature, min_p, top_k, top_p. Native kernels do this themselves."""
+    scaled: list[int] = []
+    min_p: list[int] = []
+    truncated: list[int] = []
+    for i, row in enumerate(rows):
+        state = row.state
+        if state.needs_processing and not state.is_greedy:
+            if state.params.min_p > 0.0:
+                min_p.append(i)
+            if state.top_k or state.params.top_p < 1.0:
+                truncated.append(i)
+        if state.temperature != 1.0:
+            scaled.append(i)
     if scaled:
         temperatures = [row.state.temperature for row in rows]
         if len(scaled) == len(rows) and len(set(temperatures)) == 1:

@@ -25,7 +25,9 @@ class SamplingState:
     ``min_tokens`` tokens are out. ``bad_words_ids``: from `resolve_bad_words`.
 
     ``needs_processing``: anything besides temperature changes the logits. ``needs_history``: what came before
-    a position matters. ``can_exclude``: processing might leave no token at all.
+    a position matters. ``can_exclude``: processing might leave no token at all. ``adjusts``: something changes the
+    logits before they are divided by the temperature. ``draw_fields``: what native kernels must know of a request
+    besides: seed (64 bits), top_p, one over the temperature, log min_p, top_k, sample index.
 
     Raises `RequestError` if a parameter names a token id outside the vocabulary.
     """
@@ -37,8 +39,10 @@ class SamplingState:
         "_penalty_np",
         "_seen_dev",
         "_seen_np",
+        "adjusts",
         "bad_words",
         "can_exclude",
+        "draw_fields",
         "has_penalty",
         "has_repetition",
         "has_static",
@@ -90,6 +94,15 @@ class SamplingState:
         # top_k over the whole vocabulary keeps everything
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else 0
 
+        self.draw_fields = (
+            seed & ((1 << 64) - 1),
+            params.top_p,
+            1.0 / self.temperature,
+            math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+            self.top_k,
+            sample_index,
+        )
+
         self.bad_words = tuple(seq for seq in bad_words_ids if len(seq) > 1)
         self.max_bad_word = max((len(seq) for seq in self.bad_words), default=0)
         self.static_bias = self._make_static_bias({seq[0] for seq in bad_words_ids if len(seq) == 1})
@@ -126,7 +139,8 @@ class SamplingState:
             or short
         )
         truncates = not self.is_greedy and (self.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
-        self.needs_processing = self.needs_history or self.has_static or truncates
+        self.adjusts = self.needs_history or self.has_static
+        self.needs_processing = self.adjusts or truncates
         self.can_exclude = self.has_static or bool(self.bad_words) or bool(params.logits_processors) or short
 
     def commit(self, token_ids: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import ClassVar, NamedTuple
@@ -14,7 +14,7 @@ import torch
 
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.kv.storage import KVStorage
-from draftwise.sampling.logits import LogitsRow, process
+from draftwise.sampling.logits import LogitsRow, adjust, process
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.masks import Words, exclude
 from draftwise.sampling.state import SamplingState
@@ -87,7 +87,8 @@ class BatchRules(ABC):
 
     names: ClassVar[frozenset[str]]
     """Rules that it has; others are decided one by one in torch."""
-
+    shapes: ClassVar[bool] = False
+    """Whether it takes logits before temperature, min_p, top_k and top_p, and does these itself."""
     compacts: ClassVar[bool] = True
     """Whether it compacts accepted paths; else the executor does, as for rules in torch."""
 
@@ -176,6 +177,8 @@ def verify_batch(
     """
     if not requests:
         return []
+    if kernels is not None and kernels.shapes:
+        return _verify_unshaped(logits, requests, kernels, synthetic, stored)
     plain = True
     for request in requests:
         state = request.state
@@ -214,16 +217,68 @@ def verify_batch(
             broken = verification.token_ids[-1] < 0  # nothing could be drawn: not even p has weight
             results[r] = RequestError("the model's logits are not finite") if broken else verification
     if failures:
-        for r, request in enumerate(requests):
-            result = results[r]
-            for node in (-1, *result.path) if isinstance(result, Verification) else ():
-                error = failures.get(request.row_of(node))
-                if error is not None:
-                    results[r] = error
-                    break
+        _put_failures(results, requests, failures)
     if raw:
         _add_logprobs(results, requests, raw)
     return results
+
+
+def _verify_unshaped(
+    logits: torch.Tensor,
+    requests: Sequence[VerifyRequest],
+    kernels: BatchRules,
+    synthetic: SyntheticAcceptance | None,
+    stored: PassSlots | None,
+) -> list[Verification | Exception]:
+    """`verify_batch` with kernels that shape the distributions themselves. Who decides a request follows from its rule
+    alone, so that its tokens depend on nothing else in the batch."""
+    rules: list[str] = []
+    adjusts = reports = False
+    for request in requests:
+        state = request.state
+        rules.append(_effective_rule(state, request.rule))
+        adjusts = adjusts or state.adjusts or request.masks is not None
+        reports = reports or state.params.logprobs is not None
+    if not kernels.names.issuperset(rules):
+        results: list[Verification | Exception] = [_NOTHING] * len(requests)
+        for own in (True, False):  # the others' rules write to rows that are not theirs
+            members = [r for r, rule in enumerate(rules) if (rule in kernels.names) is own]
+            part = [requests[r] for r in members]
+            decided = verify_batch(
+                logits, part, synthetic=synthetic, kernels=kernels if own else None, stored=stored
+            )
+            for r, result in zip(members, decided, strict=True):
+                results[r] = result
+        return results
+    raw: dict[int, torch.Tensor] = {}
+    if reports:
+        logprobs = [r for r, q in enumerate(requests) if q.state.params.logprobs is not None]
+        raw = {r: _rows(logits, requests[r]).clone() for r in logprobs}
+    failures = _process(logits, requests, shaped=False) if adjusts else {}
+    results = [
+        result if result.token_ids[-1] >= 0 else RequestError("the model's logits are not finite")
+        for result in kernels.verify(logits, requests, rules, stored)
+    ]
+    if failures:
+        _put_failures(results, requests, failures)
+    if raw:
+        _add_logprobs(results, requests, raw)
+    return results
+
+
+def _put_failures(
+    results: list[Verification | Exception],
+    requests: Sequence[VerifyRequest],
+    failures: Mapping[int, Exception],
+) -> None:
+    """A request fails that meets a failure (by row of the logits) on its accepted path."""
+    for r, request in enumerate(requests):
+        result = results[r]
+        for node in (-1, *result.path) if isinstance(result, Verification) else ():
+            error = failures.get(request.row_of(node))
+            if error is not None:
+                results[r] = error
+                break
 
 
 _NOTHING = Verification((), ())
@@ -246,9 +301,14 @@ def _synthetic_rule(rates: SyntheticAcceptance | None) -> Rule:
     return SyntheticRule(rates)
 
 
-def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[int, Exception]:
-    """Process all rows in place; returns what went wrong, by row of ``logits``."""
-    if not any(request.state.needs_processing or request.masks is not None for request in requests):
+def _process(
+    logits: torch.Tensor, requests: Sequence[VerifyRequest], *, shaped: bool = True
+) -> dict[int, Exception]:
+    """Process all rows in place; returns what went wrong, by row of ``logits``. ``shaped`` off: without temperature,
+    min_p, top_k and top_p."""
+    if shaped and not any(
+        request.state.needs_processing or request.masks is not None for request in requests
+    ):
         _scale(logits, requests)
         return {}
     order: list[int] = []  # the logits row of each entry of `rows`
@@ -271,7 +331,11 @@ def _process(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> dict[in
     errors: dict[int, Exception] = {}
     whole = order == list(range(logits.shape[0]))
     part = logits if whole else logits[order]
-    done = process(part, rows, errors)
+    if shaped:
+        done = process(part, rows, errors)
+    else:
+        adjust(part, rows, errors)
+        done = part
     failures = {order[i]: error for i, error in errors.items()}
     if can_exclude:
         dead = done.amax(dim=-1) == -math.inf
