@@ -6,7 +6,11 @@
 namespace dw {
 namespace {
 
-constexpr int64_t kAhead = 64;  // units (128 bytes each) that are prefetched ahead, of all panels together
+constexpr int64_t kAhead = 128;  // units (128 bytes each) that are prefetched ahead, of all panels together
+// Into the second-level cache: prefetching into the first takes its few miss buffers, too few for the latency of memory that
+// others use too, and then a step of eight rows costs what reading and computing cost one after the other (measured: 1.4 to
+// 1.7 times one row instead of 1.0 to 1.2). From the second to the first level the processor's own prefetcher is enough.
+constexpr _mm_hint kInto = _MM_HINT_T2;
 
 // Where weights come from: read at `w`, prefetched ahead of it, in the end from what will be read after this tile.
 template <int P>
@@ -23,7 +27,7 @@ struct Stream {
     const uint8_t* ahead = w + (w < edge ? near : far);
     for (int p = 0; p < P; ++p)
       for (int i = 0; i < bytes; i += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + p * stride + i), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + p * stride + i), kInto);
   }
 };
 
