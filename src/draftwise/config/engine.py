@@ -52,11 +52,17 @@ def _quantization(name: str, value: Any) -> str:
     return parse_scheme(to.string(name, value), name).name
 
 
+_GRAPH_MODES = ("none", "full", "full_decode_only", "piecewise", "full_and_piecewise")
+
+
 def _compilation(name: str, value: Any) -> Any:
     """A mapping, its JSON text, or a level 0..3."""
     if isinstance(value, int | str) and str(value).strip() in ("0", "1", "2", "3"):
         return int(value)
-    return to.mapping(name, value)
+    found = to.mapping(name, value)
+    if found.get("cudagraph_mode") is not None:
+        to.choice(*_GRAPH_MODES)(f"{name}.cudagraph_mode", str(found["cudagraph_mode"]).lower())
+    return found
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -159,6 +165,13 @@ class EngineConfig:
         return self.speculative[0].method if self.speculative else "none"
 
     @property
+    def graph_mode(self) -> str:
+        """What ``compilation_config`` says of graphs: none, or full (decoding and verification in one graph each)."""
+        given = self.compilation_config
+        mode = given.get("cudagraph_mode") if isinstance(given, Mapping) else None
+        return "none" if str(mode).lower() == "none" and mode is not None else "full"
+
+    @property
     def drafters(self) -> tuple[SpeculativeConfig, ...]:
         """Every drafter a request may name: those configured, and n-gram and suffix look-up, which cost nothing
         until a request uses them."""
@@ -170,6 +183,14 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not supported yet; only 1")
+        mode = ""
+        if isinstance(self.compilation_config, Mapping):
+            mode = str(self.compilation_config.get("cudagraph_mode")).lower()
+        if "piecewise" in mode and self.device.startswith("cuda"):
+            raise ConfigError(
+                f"compilation_config.cudagraph_mode: {mode!r} is not supported: no graphs are captured between the "
+                "attention layers of prompts; use FULL (decoding and verification are captured whole) or NONE"
+            )
         if self.enable_expert_parallel:
             raise ConfigError("enable_expert_parallel: not supported yet")
         if self.quantization is not None and not self.device.startswith(("cpu", "auto")):
@@ -193,8 +214,8 @@ class EngineConfig:
             )
         if self.async_scheduling and self.speculation_control != "static":
             raise ConfigError(
-                f"async_scheduling: speculation_control {self.speculation_control!r} contradicts it: it learns from what "
-                "each step takes, and steps that overlap cannot be told apart; use static"
+                f"async_scheduling: speculation_control {self.speculation_control!r} contradicts it: it learns from "
+                "what each step takes, and steps that overlap cannot be told apart; use static"
             )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("tokenizer and skip_tokenizer_init contradict each other: give one of them")
@@ -388,14 +409,15 @@ def _notes(
     config: EngineConfig, given: Mapping[str, Any], speculative: tuple[SpeculativeConfig, ...]
 ) -> list[str]:
     notes = []
-    if config.enforce_eager:
-        notes.append("enforce_eager has no effect: nothing is captured in graphs")
-    if config.cudagraph_capture_sizes is not None:
-        notes.append("cudagraph_capture_sizes has no effect: nothing is captured in graphs")
+    if config.enforce_eager and config.device == "cpu":
+        notes.append("enforce_eager has no effect: nothing is captured in graphs on a CPU")
+    if config.cudagraph_capture_sizes is not None and config.device == "cpu":
+        notes.append("cudagraph_capture_sizes has no effect: nothing is captured in graphs on a CPU")
     if config.disable_log_stats:
         notes.append("disable_log_stats has no effect: only draftwise serve logs statistics")
     if config.compilation_config is not None:
-        notes.append("compilation_config has no effect: models are not compiled")
+        rest = "" if config.device == "cpu" else " (but for cudagraph_mode)"
+        notes.append(f"compilation_config has no effect{rest}: models are not compiled")
     if config.distributed_executor_backend is not None:
         notes.append("distributed_executor_backend has no effect: there is one rank")
     if config.served_model_name is not None:

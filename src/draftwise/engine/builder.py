@@ -17,9 +17,11 @@ from draftwise.adapt.controller import Controller, StaticController
 from draftwise.config import EngineConfig
 from draftwise.config.extraction import transfer_folder
 from draftwise.engine.core import EngineCore
+from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
 from draftwise.errors import ConfigError
+from draftwise.graphs.setup import GraphSetup, backend_for, capturable
 from draftwise.kernels.select import default_rules, native_reason
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
@@ -75,6 +77,9 @@ def build_engine(
         quantization_cache=_quantization_cache(config),
     )
     max_model_len = model.config.max_model_len
+    graphs = _graphs(config, model, device)
+    if graphs is not None:
+        model = graphs.target(model, _widths(config))
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(
@@ -82,8 +87,10 @@ def build_engine(
             revision=config.tokenizer_revision or config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-    proposers = _load_proposers(config, model, tokenizer, max_model_len, device)
-    num_blocks, cache_bytes = _num_blocks(config, model, list(proposers.values()), max_model_len, device)
+    proposers = _load_proposers(config, model, tokenizer, max_model_len, device, graphs)
+    num_blocks, cache_bytes = _num_blocks(
+        config, model, list(proposers.values()), max_model_len, device, graphs
+    )
     capacity = num_blocks * config.block_size
     if capacity < max_model_len:
         if config.max_model_len is not None:
@@ -96,10 +103,13 @@ def build_engine(
             max_model_len = capacity
     scratch = max((p.target_scratch_blocks() for p in proposers.values()), default=0)
     cache_dtype = _cache_dtype(config, model)
-    storage = KVStorage(model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device)
+    storage = KVStorage(
+        model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device, spare=model.pads
+    )
     for proposer in proposers.values():
         proposer.allocate(num_blocks)
         proposer.use_target_storage(storage)
+    model.prepare(storage, sorted({i for p in proposers.values() for i in p.capture_layers}))
 
     grammars = Grammars(tokenizer, model.config.vocab_size, end_tokens(model.config, tokenizer))
     executor: Executor = LocalExecutor(
@@ -180,7 +190,12 @@ def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | Non
 
 
 def _load_proposers(
-    config: EngineConfig, model: DecoderModel, tokenizer: Any, max_model_len: int, device: torch.device
+    config: EngineConfig,
+    model: DecoderModel,
+    tokenizer: Any,
+    max_model_len: int,
+    device: torch.device,
+    graphs: GraphSetup | None,
 ) -> dict[str, Proposer]:
     proposers: dict[str, Proposer] = {}
     for spec in config.drafters:
@@ -198,6 +213,7 @@ def _load_proposers(
             transfer_folder=transfer_folder(config.kv_transfer_config),
             target_path=config.model,
             target_revision=config.revision,
+            graphs=graphs,
         )
         proposer = resolve_proposer(spec.method)
         if spec.speculative_dynamic_tree is not None and not proposer.drafts_dynamic_trees:
@@ -206,6 +222,28 @@ def _load_proposers(
             )
         proposers[spec.method] = proposer.create(context)
     return proposers
+
+
+def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> GraphSetup | None:
+    """What is captured; None: nothing is. Kernels that cannot be captured run as they are."""
+    if config.enforce_eager or config.graph_mode == "none":
+        return None
+    backend = backend_for(device)
+    if backend is None or not capturable(model):
+        return None
+    return GraphSetup(
+        backend,
+        config.block_size,
+        config.max_num_seqs or 64,
+        config.max_num_batched_tokens,
+        model.config.max_model_len,
+        config.cudagraph_capture_sizes,
+    )
+
+
+def _widths(config: EngineConfig) -> list[int]:
+    """Rows of a request in a step: 1, or a root with the drafts of a configured drafter."""
+    return sorted({1, *(1 + spec.num_speculative_tokens for spec in config.speculative)})
 
 
 def _quantization_cache(config: EngineConfig) -> Path | None:
@@ -232,6 +270,7 @@ def _num_blocks(
     proposers: Sequence[Proposer],
     max_model_len: int,
     device: torch.device,
+    graphs: GraphSetup | None,
 ) -> tuple[int, int]:
     """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
     ConfigError if none fits."""
@@ -250,17 +289,28 @@ def _num_blocks(
                 f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, "
                 f"which takes {block_bytes} bytes{scratch}"
             )
+    elif device.type == "cuda":
+        plan = plan_gpu(
+            model,
+            utilization=config.gpu_memory_utilization,
+            rows=config.max_num_batched_tokens,
+            logit_rows=(config.max_num_seqs or 64) * _widths(config)[-1],
+            block_size=config.block_size,
+            block_bytes=block_bytes,
+            fixed=fixed,
+            drafter_bytes=sum(p.memory_static() for p in proposers),
+            num_graphs=0 if graphs is None else graphs.count(_widths(config), len(config.speculative)),
+            most_blocks=useful,
+        )
+        blocks = plan.num_blocks
     else:
-        memory = _free_memory(config, device) - fixed
+        memory = _free_memory() - fixed
         blocks = max(1, min(useful, memory // block_bytes))
     return blocks, blocks * block_bytes + fixed
 
 
-def _free_memory(config: EngineConfig, device: torch.device) -> int:
-    """Bytes the cache may take when the user does not say."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - config.gpu_memory_utilization) * total))
+def _free_memory() -> int:
+    """Bytes the cache may take on a CPU when the user does not say."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(_CPU_CACHE_LIMIT, available // 4)
 

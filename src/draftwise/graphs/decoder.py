@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables, at_rows
-from draftwise.graphs.loop import ChainLoop, Drafter, capture_loops
+from draftwise.graphs.loop import KINDS, ChainLoop, Drafter, capture_loops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig
@@ -35,6 +35,19 @@ class Captures:
     @property
     def max_requests(self) -> int:
         return max((shape.requests for shape in (*self.passes, *self.loops)), default=0)
+
+    @property
+    def count(self) -> int:
+        """Graphs."""
+        return len(self.passes) + len(KINDS) * len(self.loops)
+
+    def loop_bytes(self, vocab_size: int, feature_bytes: int = 0) -> int:
+        """Bytes of a `LoopMemory`; ``feature_bytes``: of one row's features."""
+        if not self.loops:
+            return 0
+        requests = max(shape.requests for shape in self.loops)
+        rows = max(shape.size for shape in self.loops)
+        return 8 * vocab_size + requests * self.steps * (8 + 4 * vocab_size) + rows * feature_bytes
 
     @property
     def max_keys(self) -> int:
@@ -224,6 +237,12 @@ class GraphedDecoder(DecoderModel):
 
     def weight_bytes(self) -> int:
         return self.inner.weight_bytes()
+
+    def static_bytes(self) -> int:
+        # captured layers, of which there are four at most, are counted whether they will be or not
+        most = max((shape.size for shape in self.captures.passes), default=0)
+        row = 4 * self.config.vocab_size + 5 * self.config.hidden_size * self.dtype.itemsize
+        return most * row + self.captures.loop_bytes(self.config.vocab_size)
 
 
 def on_device(batch: StepInput, device: torch.device) -> StepInput:

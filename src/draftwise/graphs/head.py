@@ -123,3 +123,6 @@ class GraphedHead(HeadModel):
 
     def weight_bytes(self) -> int:
         return self.inner.weight_bytes()
+
+    def static_bytes(self) -> int:
+        return self.captures.loop_bytes(self.draft_vocab_size, self.feature_size * self.dtype.itemsize)

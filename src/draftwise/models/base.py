@@ -67,6 +67,10 @@ class DecoderModel(ABC):
         """Called once before the first pass over a storage, with the layers that will be captured: the time to record
         or capture what is replayed later."""
 
+    def static_bytes(self) -> int:
+        """Bytes that `prepare` will take for buffers of a fixed size, graphs' own memory aside."""
+        return 0
+
     @abstractmethod
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         """What each layer stores per token."""

@@ -165,6 +165,10 @@ class Proposer(ABC):
         """Bytes of storage besides, whatever the number of blocks, such as scratch space for trees."""
         return 0
 
+    def memory_static(self) -> int:
+        """Bytes that captured passes of its models will keep, on a GPU."""
+        return 0
+
     def target_scratch_blocks(self) -> int:
         """Blocks behind those of the cache that the target's storage should have for this proposer to write to, while
         it is in `propose`."""

@@ -297,6 +297,9 @@ class DraftModelProposer(Proposer, TreeModel):
     def memory_fixed(self) -> int:
         return self.memory_per_block() * ScratchBlocks(0, self._block_size, self._max_num_seqs).count
 
+    def memory_static(self) -> int:
+        return self._model.static_bytes()
+
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
         total = num_blocks + self._scratch.count

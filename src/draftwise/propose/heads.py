@@ -317,6 +317,9 @@ class HeadProposer(Proposer, TreeModel):
         scratch = ScratchBlocks(0, self._block_size, self._max_num_seqs)
         return scratch.count * self._passes.kv_bytes_per_block()
 
+    def memory_static(self) -> int:
+        return self._head.static_bytes()
+
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
         self._passes.allocate(num_blocks, self._scratch.count)

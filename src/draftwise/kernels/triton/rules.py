@@ -64,7 +64,7 @@ class TritonRules(BatchRules):
                 reject_chains(p, batch, members, walk, block=name == "block")
         if stored is not None and not all(request.proposal.is_chain for request in requests):
             for pool in stored.storage.pools:
-                compact_paths(pool, stored.slots, roots, walk)
+                compact_paths(pool, stored.slots.to(pool.device), roots, walk)
         results = []
         for row in walk.packed.tolist():
             length = row[0]

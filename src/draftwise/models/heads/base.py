@@ -92,6 +92,10 @@ class HeadModel(ABC):
     def prepare(self, kv: KVStorage) -> None:  # noqa: B027
         """As `DecoderModel.prepare`."""
 
+    def static_bytes(self) -> int:
+        """As `DecoderModel.static_bytes`."""
+        return 0
+
     @abstractmethod
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         """What each layer stores per token, of all depths."""

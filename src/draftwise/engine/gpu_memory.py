@@ -1,0 +1,84 @@
+"""How many blocks of K/V a GPU has room for: measured passes, then `graphs.memory.plan_memory`."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from draftwise.graphs.memory import MemoryNeeds, MemoryPlan, plan_memory
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.inputs import RowInput, build_step_input
+
+logger = logging.getLogger("draftwise")
+
+_GRAPH_BYTES = 4 << 20
+"""Of one captured pass, besides the memory that its tensors share with all others': what the driver keeps of it."""
+
+
+@torch.inference_mode()
+def measure_pass(model: DecoderModel, rows: int, logit_rows: int, block_size: int) -> int:
+    """The most bytes that a pass over ``rows`` rows of prompts with logits of ``logit_rows`` of them takes on the GPU,
+    besides weights and cache. Runs one."""
+    device = model.device
+    length = min(rows, model.config.max_model_len)
+    requests = -(-rows // length)
+    blocks = -(-length // block_size)
+    kv = KVStorage(model.kv_layout(), blocks, block_size, model.dtype, device, spare=model.pads)
+    table = np.arange(blocks, dtype=np.int32)
+    batch = build_step_input([RowInput([0] * length, 0, table)] * requests, block_size, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    model.forward_logits(batch, kv, list(range(min(logit_rows, rows))))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kv, batch
+    torch.cuda.empty_cache()
+    return peak
+
+
+def plan_gpu(
+    model: DecoderModel,
+    *,
+    utilization: float,
+    rows: int,
+    logit_rows: int,
+    block_size: int,
+    block_bytes: int,
+    fixed: int,
+    drafter_bytes: int,
+    num_graphs: int,
+    most_blocks: int,
+) -> MemoryPlan:
+    """Divide the model's GPU. Everything that has weights must be loaded.
+
+    Args:
+        rows: of the largest pass.
+        logit_rows: of them, those with logits: roots and nodes of all requests.
+        block_bytes: one block, in all storages.
+        fixed: bytes of storage besides.
+        drafter_bytes: what drafters' loops keep.
+        num_graphs: how many passes and loops will be captured.
+        most_blocks: more would never be used.
+
+    Raises:
+        ConfigError: nothing is left for the cache.
+    """
+    device = model.device
+    activations = measure_pass(model, rows, logit_rows, block_size)
+    free, total = torch.cuda.mem_get_info(device)
+    needs = MemoryNeeds(
+        used=total - free,
+        activations=activations,
+        logits=model.static_bytes(),
+        drafts=drafter_bytes,
+        graphs=(activations if num_graphs else 0) + num_graphs * _GRAPH_BYTES,
+        fixed=fixed,
+        block=block_bytes,
+    )
+    plan = plan_memory(total, utilization, needs, most_blocks)
+    logger.info("GPU memory: %s; %s", needs, plan)
+    return plan

@@ -1,0 +1,134 @@
+"""Engines whose passes and draft loops are captured and replayed: the text of the same engine without graphs, with
+every method, alone and among others, through chunked prompts and preemption. The graphs here need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftwise import LLM, SamplingParams
+from draftwise.attention.torch_static import TorchStaticAttention
+from draftwise.errors import ConfigError
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.head import GraphedHead
+from draftwise.kernels.torch_ops import TorchOps
+from tests.e2e.conftest import token_ids
+from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
+from tests.fakes.fake_graphs import FakeGraphs
+
+RULES = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    "coupled": SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True, seed=5),
+    "rejection": SamplingParams(
+        temperature=0.9, max_tokens=12, ignore_eos=True, seed=6, speculation={"rule": "rejection"}
+    ),
+}
+METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "early_exit", "ngram"]
+
+
+class Engines:
+    def __init__(self, root: Path) -> None:
+        self.target = make_target(root)
+        self.families = make_families(root)
+        rng = np.random.default_rng(7)
+        prompts = [rng.integers(0, VOCAB, int(rng.integers(3, 30))).tolist() for _ in range(5)]
+        self.prompts = [{"prompt_token_ids": ids} for ids in [*prompts, prompts[2]]]
+        chosen = [s for s in self.families["methods"] if s["method"] in METHODS]
+        self.backends: list[FakeGraphs] = []
+        self.made = {
+            eager: self.make(enforce_eager=eager, speculative_config=chosen) for eager in (True, False)
+        }
+
+    def make(self, **options: Any) -> LLM:
+        base: dict[str, Any] = {
+            "dtype": "float32",
+            "device": "cpu",
+            "skip_tokenizer_init": True,
+            "block_size": 4,
+            "num_kv_blocks": 52,
+            "max_num_seqs": 4,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 48,
+            "speculation_control": "static",
+        }
+        return LLM(self.target, **(base | options))
+
+    def backend(self, device: torch.device) -> FakeGraphs:
+        self.backends.append(FakeGraphs())
+        return self.backends[-1]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    def ops(dtype: torch.dtype, device: torch.device, scheme: object = None) -> TorchOps:
+        return TorchOps(dtype, device, TorchStaticAttention())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftwise.models.loader.default_ops", ops)
+        made = Engines.__new__(Engines)
+        patch.setattr("draftwise.engine.builder.backend_for", lambda device: made.backend(device))
+        made.__init__(tmp_path_factory.mktemp("graphs"))  # type: ignore[misc]
+        yield made
+        for llm in made.made.values():
+            llm.close()
+
+
+def replays(llm: LLM) -> dict[str, int]:
+    """Of the target and of each drafter."""
+    assert llm._engine is not None
+    executor: Any = llm._engine.core.executor
+    model = executor._model
+    found = {"target": model.num_replays if isinstance(model, GraphedDecoder) else 0}
+    for name, proposer in executor._drafting._proposers.items():
+        part = getattr(proposer, "_model", None) or getattr(proposer, "_head", None)
+        if isinstance(part, GraphedDecoder | GraphedHead):
+            found[name] = part.num_replays
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", RULES)
+def test_text_is_that_without_graphs(engines: Engines, method: str, rule: str) -> None:
+    params = RULES[rule]
+    given = {**(params.speculation or {}), "method": method}
+    params = params.replace(
+        speculation=given if method != "none" or rule != "rejection" else {"method": "none"}
+    )
+    before = replays(engines.made[False])
+    wanted = token_ids(engines.made[True].generate(engines.prompts, params))
+    assert token_ids(engines.made[False].generate(engines.prompts, params)) == wanted
+    for prompt, expected in zip(engines.prompts[:2], wanted, strict=False):
+        if rule == "greedy":  # alone
+            assert token_ids(engines.made[False].generate([prompt], params)) == [expected]
+    after = replays(engines.made[False])
+    assert after["target"] > before["target"]
+    if method in before and method != "early_exit":
+        assert after[method] > before[method], "the draft loop was replayed"
+
+
+@pytest.mark.parametrize("shape", ["static", "dynamic"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_trees(engines: Engines, method: str, shape: str) -> None:
+    params = RULES["greedy"].replace(speculation={"method": method, **SHAPES[shape]})
+    wanted = token_ids(engines.made[True].generate(engines.prompts, params))
+    assert token_ids(engines.made[False].generate(engines.prompts, params)) == wanted
+
+
+def test_what_is_captured(engines: Engines) -> None:
+    assert engines.backends and engines.backends[0].num_graphs > 0
+    sized = engines.make(cudagraph_capture_sizes=[4, 8], speculative_config=engines.families["methods"][:1])
+    assert sized._engine is not None
+    target = sized._engine.model
+    assert isinstance(target, GraphedDecoder)
+    assert [(s.requests, s.rows) for s in target.captures.passes] == [(1, 4), (2, 4), (4, 1)]
+    sized.close()
+    none = engines.make(compilation_config={"cudagraph_mode": "NONE"})
+    assert none._engine is not None and not isinstance(none._engine.model, GraphedDecoder)
+    none.close()
+    with pytest.raises(ConfigError, match="cudagraph_mode"):
+        engines.make(compilation_config={"cudagraph_mode": "sideways"})
