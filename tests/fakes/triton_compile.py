@@ -75,7 +75,7 @@ def main() -> None:
             CLAMP=False,
         )
     build(rows.compact_paths, "*bf16 *i64 *i64 *i32 i32 i64 i32", NODES_PAD=64, BLOCK=256)
-    for bits, weight in ((16, "*bf16"), (8, "*i8"), (4, "*u8")):
+    for bits, weight in ((16, "*bf16"), (8, "*i8"), (8, "*fp8e4nv"), (4, "*u8")):
         build(
             linear.linear,
             f"*bf16 {weight} *fp32 *u8 *bf16 *bf16 i32 i32 i32 i32 i32",
@@ -88,7 +88,23 @@ def main() -> None:
             BLOCK_N=64,
             BLOCK_K=64,
         )
+    codes()
     verification()
+
+
+def codes() -> None:
+    """Products of weights and rows that are both rounded."""
+    for kind, floats in (("*i8", False), ("*fp8e4nv", True)):
+        build(linear.quantize_rows, f"*bf16 {kind} *fp32 i32 i32", FLOATS=floats, BLOCK=4096)
+        build(
+            linear.linear_codes,
+            f"{kind} *fp32 {kind} *fp32 *bf16 *bf16 i32 i32 i32",
+            FLOATS=floats,
+            HAS_BIAS=True,
+            BLOCK_M=64,
+            BLOCK_N=64,
+            BLOCK_K=64,
+        )
 
 
 def verification() -> None:

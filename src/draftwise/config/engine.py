@@ -126,7 +126,12 @@ class EngineConfig:
     quantization: str | None = option(
         None,
         _quantization,
-        "weights in int8, int8_dynamic, int4 or int4_dynamic (as the checkpoint has them)",
+        "weights in int8, int8_dynamic, int4, int4_dynamic or, on CUDA, fp8 (as the checkpoint has them)",
+    )
+    batch_invariant: bool = option(
+        False,
+        to.boolean,
+        "on CUDA: products whose bits do not depend on the batch (native CPU kernels have no others)",
     )
     quantization_cache: str | None = option(
         None, to.string, "folder that keeps rounded weights for the next start, or auto (they are not kept)"
@@ -193,8 +198,8 @@ class EngineConfig:
             )
         if self.enable_expert_parallel:
             raise ConfigError("enable_expert_parallel: not supported yet")
-        if self.quantization is not None and not self.device.startswith(("cpu", "auto")):
-            raise ConfigError(f"quantization: {self.quantization!r} needs device cpu, not {self.device}")
+        if self.quantization_cache is not None and self.quantization == "fp8":
+            raise ConfigError("quantization_cache: keeps weights in int8 and int4, not in fp8; leave it out")
         if self.quantization_cache is not None and self.quantization is None:
             raise ConfigError("quantization_cache: keeps weights that quantization= rounds; give that, too")
         transfer_folder(self.kv_transfer_config)

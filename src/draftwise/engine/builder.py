@@ -75,6 +75,7 @@ def build_engine(
         max_model_len=config.max_model_len,
         quantization=config.quantization,
         quantization_cache=_quantization_cache(config),
+        batch_invariant=config.batch_invariant,
     )
     max_model_len = model.config.max_model_len
     graphs = _graphs(config, model, device)

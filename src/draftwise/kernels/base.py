@@ -201,6 +201,12 @@ class Ops(ABC):
         """``hidden`` [M, H] -> [M, V] float32."""
 
     @property
+    def same_bits(self) -> bool:
+        """Whether a row's bits depend on that row alone, whatever the number of rows. Kernels that record a pass say
+        it of the recording; see `DecoderModel.same_bits`."""
+        return False
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""

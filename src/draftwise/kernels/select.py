@@ -23,28 +23,38 @@ logger = logging.getLogger("draftwise")
 
 KERNELS_VARIABLE = "DRAFTWISE_KERNELS"
 """``torch`` keeps models on plain torch; ``native`` and ``triton`` insist on the native kernels or on Triton's;
-``auto`` or nothing: native on a CPU where they can be, else plain torch. Triton's are chosen by name only, until they
-have run on a device."""
+``auto`` or nothing: native on a CPU where they can be, Triton's on a CUDA device for what only they have (quantised
+weights, ``batch_invariant``), else plain torch. Otherwise Triton's are chosen by name only, until they have run on a
+device."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> Ops:
-    """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise; others where the environment names them.
+def default_ops(
+    dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None, *, batch_invariant: bool = False
+) -> Ops:
+    """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise; others where the environment names them
+    or something is asked for that only they have.
 
     Args:
-        scheme: What linear layers are rounded to as they are packed; only native kernels can.
+        scheme: What linear layers are rounded to as they are packed; plain torch cannot.
+        batch_invariant: A row's bits may not depend on the rows that are computed with it.
 
     Raises:
-        ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or native kernels are needed that cannot be had.
+        ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or kernels are needed that cannot be had.
     """
-    if _wanted() == "triton":
-        if scheme is not None:
-            raise ConfigError(f"quantization: {scheme.name} needs the native kernels, which run on the CPU")
+    needed = None if scheme is None else f"quantization: {scheme.name}"
+    if batch_invariant and needed is None:
+        needed = "batch_invariant"
+    if _wanted() == "triton" or (_wanted() == "auto" and device.type == "cuda" and needed):
         without = why_not_triton(dtype, device)
         if without is None:
-            return _triton(dtype, device)
-        raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
+            return _triton(dtype, device, scheme, batch_invariant)
+        if _wanted() == "triton":
+            raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
+        raise ConfigError(f"{needed} needs Triton's kernels: {without}")
+    if scheme is not None and scheme.floats:
+        raise ConfigError(f"{needed} needs Triton's kernels, on a CUDA device")
     reason = native_reason(dtype, device)
     if reason is None:
         return _native(dtype, scheme)
@@ -52,6 +62,11 @@ def default_ops(dtype: torch.dtype, device: torch.device, scheme: Scheme | None 
         raise ConfigError(f"quantization: {scheme.name} needs the native kernels: {reason}")
     if _wanted() == "native":
         raise ConfigError(f"{KERNELS_VARIABLE}=native: {reason}")
+    if batch_invariant:
+        raise ConfigError(
+            "batch_invariant: plain torch's products round differently for different numbers of rows, and there are no "
+            f"native kernels: {reason}"
+        )
     return TorchOps(dtype, device)
 
 
@@ -98,10 +113,10 @@ def _say_once(reason: str) -> None:
     logger.warning("models run on plain torch, not on kernels: %s", reason)
 
 
-def _triton(dtype: torch.dtype, device: torch.device) -> Ops:
+def _triton(dtype: torch.dtype, device: torch.device, scheme: Scheme | None, batch_invariant: bool) -> Ops:
     from draftwise.kernels.triton.ops import TritonOps
 
-    return TritonOps(dtype, device)
+    return TritonOps(dtype, device, scheme=scheme, batch_invariant=batch_invariant)
 
 
 def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:

@@ -197,6 +197,7 @@ class DenseDecoder(DecoderModel):
         self.config = config
         self.dtype = ops.dtype
         self.device = ops.device
+        self.same_bits = ops.same_bits
         self._ops = ops
         self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._scale = config.head_dim**-0.5

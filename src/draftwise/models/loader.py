@@ -102,6 +102,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     quantization_cache: Path | None = None,
+    batch_invariant: bool = False,
     ops: Ops | None = None,
 ) -> DecoderModel:
     """Load a model. Peak memory is the weights, as the kernels pack them, plus the largest layer or some 20 MiB:
@@ -114,6 +115,7 @@ def load_model(
         max_model_len: see `load_config`.
         quantization: a format of `quantization.scheme` that linear layers are rounded to; None: none.
         quantization_cache: folder in which rounded weights are kept, see `quantization.cache`; None: they are not.
+        batch_invariant: a row's bits may not depend on the rows computed with it; see `kernels.select.default_ops`.
         ops: the kernels to run on; None: `kernels.select.default_ops`.
 
     Raises:
@@ -130,7 +132,7 @@ def load_model(
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
     scheme = parse_scheme(quantization) if quantization else None
     if ops is None:
-        ops = default_ops(chosen, device, scheme)
+        ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant)
     entries, plan, model = _declare(folder, config, cls, chosen, device, layout, ops)
     if scheme is not None and quantization_cache is not None:
         kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)

@@ -15,6 +15,8 @@ from torch import Tensor
 from draftwise.quantization.scheme import Scheme
 
 INT8_MAX = 127
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class QuantizedWeight:
     """A linear layer's weight [out, in]: ``w = (codes - zeros) * scales``, group by group of inputs."""
 
     bits: int  # 8 or 4
-    codes: Tensor  # [out, in]; 8 bits: int8, -127..127; 4 bits: uint8, 0..15
+    codes: Tensor  # [out, in]; 8 bits: int8, -127..127, or float8_e4m3fn; 4 bits: uint8, 0..15
     scales: Tensor  # 8 bits: [out] float32; 4 bits: [out, ceil(in / group)] float32
     zeros: Tensor | None = None  # 4 bits: [out, ceil(in / group)] uint8, 0..15; None: all 8
     group: int | None = None  # 4 bits: inputs that share a scale
@@ -30,11 +32,16 @@ class QuantizedWeight:
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
         if self.bits == 8:
-            assert self.codes.dtype is torch.int8 and self.scales.shape == (outputs,) and self.zeros is None
+            assert self.codes.dtype in (torch.int8, FP8) and self.scales.shape == (outputs,)
+            assert self.zeros is None
             return
         assert self.bits == 4 and self.codes.dtype is torch.uint8 and self.group is not None
         assert self.scales.shape == (outputs, -(-inputs // self.group))
         assert self.zeros is None or self.zeros.shape == self.scales.shape
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.codes.dtype is FP8
 
     def dequantize(self) -> Tensor:
         """The weight that the codes stand for, [out, in] float32."""
@@ -72,17 +79,17 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     """Round a float weight [out, in] to a scheme's codes, to the nearest.
 
-    int8: symmetric, one scale per output, ``max |w| / 127``. int4: one scale per group of inputs; the element of
-    largest magnitude gets code 0, which stands for -8 (the scale is negative if that element is positive), so that
-    all sixteen codes are in use, as in ggml's Q4_0. Scales are rounded to float16 first, and the codes are those
-    nearest for the rounded scale.
+    int8: symmetric, one scale per output, ``max |w| / 127``. fp8 (e4m3): the same with 448. int4: one scale per group
+    of inputs; the element of largest magnitude gets code 0, which stands for -8 (the scale is negative if that element
+    is positive), so that all sixteen codes are in use, as in ggml's Q4_0. Scales are rounded to float16 first, and the
+    codes are those nearest for the rounded scale.
     """
     weight = weight.detach()
     outputs, inputs = weight.shape
     step = max(1, _CHUNK // inputs)
     pieces = [weight[start : start + step] for start in range(0, outputs, step)]
     if scheme.bits == 8:
-        parts = [_to_int8(piece.float()) for piece in pieces]
+        parts = [(_to_fp8 if scheme.floats else _to_int8)(piece.float()) for piece in pieces]
         return QuantizedWeight(8, torch.cat([codes for codes, _ in parts]), torch.cat([s for _, s in parts]))
     group = scheme.group
     assert group is not None
@@ -103,6 +110,13 @@ def _to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = values.abs().amax(dim=1) / INT8_MAX
     codes = values.div(_not_zero(scales)[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
     return codes.to(torch.int8), scales
+
+
+def _to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, in] float32 -> codes [n, in] float8_e4m3fn, scales [n]."""
+    scales = values.abs().amax(dim=1) / FP8_MAX
+    codes = values.div(_not_zero(scales)[:, None]).clamp_(-FP8_MAX, FP8_MAX)
+    return codes.to(FP8), scales
 
 
 def _in_groups(values: Tensor, group: int) -> Tensor:
@@ -140,10 +154,14 @@ def _as_float16(scales: Tensor) -> Tensor:
     return (scales * factor).half().float() / factor
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows to int8 with a scale per row, as the dynamic kernels do: [T, K] -> codes [T, K] int8, scales [T] float32."""
+def quantize_rows(x: Tensor, kind: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Rows to int8 or fp8 with a scale per row, as the dynamic kernels do: [T, K] -> codes [T, K] of ``kind``, scales
+    [T] float32."""
     values = x.float()
     top = values.abs().amax(dim=1)
+    largest = FP8_MAX if kind is FP8 else INT8_MAX
     # torch.div of two tensors: a number over a tensor would be the reciprocal times the number, rounded twice
-    inverse = torch.where(top == 0, torch.zeros_like(top), torch.div(torch.full_like(top, INT8_MAX), top))
-    return (values * inverse[:, None]).round_().to(torch.int8), top / INT8_MAX
+    inverse = torch.where(top == 0, torch.zeros_like(top), torch.div(torch.full_like(top, largest), top))
+    scaled = values * inverse[:, None]
+    codes = scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8) if kind is FP8 else scaled.round_().to(torch.int8)
+    return codes, top / largest

@@ -2,6 +2,9 @@
 
 A tile has a fixed size, whatever the shape of the input: a row's sum runs over the same blocks of k in the same order
 alone and among 500 others. Up to ``block_m`` rows cost one pass over the weights.
+
+A layer that need not promise that is left to torch (cuBLAS) where its weights are floats, or fp8 codes that meet fp8
+rows on a device with such products.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
+from draftwise.kernels.triton.rows import power_of_two
 from draftwise.quantization.weights import QuantizedWeight
 
 
@@ -33,14 +37,16 @@ class LinearTiling:
 
 
 class TritonLinear(Linear):
-    """``weight`` as the kernel reads it: [N, K] floats or int8, or packed pairs [N, K' / 2] uint8."""
+    """``weight`` as the kernel reads it: [N, K] floats, int8 or fp8, or packed pairs [N, K' / 2] uint8."""
 
     __slots__ = (
         "bias",
         "bits",
         "block_k",
+        "dynamic",
         "group",
         "inputs",
+        "invariant",
         "scales",
         "shared",
         "tiling",
@@ -60,6 +66,8 @@ class TritonLinear(Linear):
         zeros: Tensor | None = None,
         group: int = 1,
         shared: bool = False,
+        dynamic: bool = False,
+        invariant: bool = True,
     ) -> None:
         self.weight = weight
         self.bias = bias
@@ -71,6 +79,8 @@ class TritonLinear(Linear):
         self.group = group
         self.block_k = tiling.block_k_for(group) if bits == 4 else tiling.block_k
         self.shared = shared  # the memory of ``weight`` is another parameter's
+        self.dynamic = dynamic  # rows are rounded to codes of the weight's kind, each with a scale of its own
+        self.invariant = invariant  # whether a row's bits may not depend on the number of rows
 
     @property
     def num_bytes(self) -> int:
@@ -84,12 +94,20 @@ def can_pack(weight: QuantizedWeight) -> bool:
 
 
 def pack_quantized(
-    weight: QuantizedWeight, bias: Tensor | None, tiling: LinearTiling, device: torch.device
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    tiling: LinearTiling,
+    device: torch.device,
+    *,
+    dynamic: bool = False,
+    invariant: bool = True,
 ) -> TritonLinear:
-    """Codes in the kernel's order; `can_pack` must hold."""
+    """Codes in the kernel's order; `can_pack` must hold. ``dynamic``: rows are rounded, too; of 8-bit weights only."""
     scales = weight.scales.float().contiguous().to(device)
     if weight.bits == 8:
-        return TritonLinear(weight.codes.contiguous().to(device), bias, tiling, bits=8, scales=scales)
+        codes = weight.codes.contiguous().to(device)
+        return TritonLinear(codes, bias, tiling, bits=8, scales=scales, dynamic=dynamic, invariant=invariant)
+    assert not dynamic
     assert weight.group is not None and can_pack(weight)
     return TritonLinear(
         pack_pairs(weight.codes, tiling.block_k_for(weight.group)).to(device),
@@ -121,10 +139,15 @@ def linear(
 
     rows, outputs = x.shape[0], layer.weight.shape[0]
     assert x.shape[1] == layer.inputs
+    if layer.bits == 16 and not layer.invariant:
+        product = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        return product.to(dtype or x.dtype) if out is None else out.copy_(product)
     result = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return result
     x = x if x.stride(1) == 1 else x.contiguous()
+    if layer.dynamic:
+        return _linear_codes(x, layer, result)
     tiling = layer.tiling
     weight = layer.weight
     device.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m))](
@@ -151,3 +174,70 @@ def linear(
         **LAUNCH,
     )
     return result
+
+
+def quantize_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``x`` [T, K] -> codes [T, K] of ``kind`` (int8 or float8_e4m3fn), scales [T] float32, one per row; see
+    `quantization.weights.quantize_rows`."""
+    from draftwise.kernels.triton.device import linear as device
+
+    rows, size = x.shape
+    codes = torch.empty((rows, size), dtype=kind, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        floats = kind is torch.float8_e4m3fn
+        device.quantize_rows[(rows,)](
+            x, codes, scales, size, x.stride(0), FLOATS=floats, BLOCK=power_of_two(size), **LAUNCH
+        )
+    return codes, scales
+
+
+def _linear_codes(x: Tensor, layer: TritonLinear, out: Tensor) -> Tensor:
+    from draftwise.kernels.triton.device import linear as device
+
+    assert layer.scales is not None and layer.bits == 8
+    codes, x_scales = quantize_rows(x, layer.weight.dtype)
+    if not layer.invariant and scaled_product_serves(x, layer):
+        product = torch._scaled_mm(
+            codes,
+            layer.weight.t(),
+            scale_a=x_scales[:, None],
+            scale_b=layer.scales[None, :],
+            bias=layer.bias,
+            out_dtype=torch.bfloat16,
+        )
+        return out.copy_(product)
+    tiling = layer.tiling
+    rows, outputs = out.shape
+    device.linear_codes[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m))](
+        codes,
+        x_scales,
+        layer.weight,
+        layer.scales,
+        layer.scales if layer.bias is None else layer.bias,
+        out,
+        rows,
+        outputs,
+        layer.inputs,
+        FLOATS=layer.weight.dtype is torch.float8_e4m3fn,
+        HAS_BIAS=layer.bias is not None,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        **LAUNCH,
+    )
+    return out
+
+
+def scaled_product_serves(x: Tensor, layer: TritonLinear) -> bool:
+    """Whether torch's product of fp8 codes with a scale per row and output takes the layer: sizes of a multiple of 16,
+    bfloat16 results, compute capability 9.0 or more."""
+    return (
+        layer.weight.dtype is torch.float8_e4m3fn
+        and x.dtype is torch.bfloat16
+        and (layer.bias is None or layer.bias.dtype is torch.bfloat16)
+        and layer.inputs % 16 == 0
+        and layer.weight.shape[0] % 16 == 0
+        and x.device.type == "cuda"
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )

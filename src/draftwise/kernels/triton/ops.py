@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend
 from draftwise.attention.triton import TritonAttention
+from draftwise.errors import ConfigError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
 from draftwise.kernels.triton import rows
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
-from draftwise.quantization.weights import QuantizedWeight
+from draftwise.quantization.scheme import Scheme
+from draftwise.quantization.weights import QuantizedWeight, quantize
 from draftwise.types import AttentionBatch
 
 
@@ -34,7 +38,16 @@ class TritonRope(Rope):
 
 
 class TritonOps(Ops):
-    """On a CUDA device, or on the CPU in Triton's interpreter. No result depends on what else is in a batch."""
+    """On a CUDA device, or on the CPU in Triton's interpreter.
+
+    ``batch_invariant``: no result depends on what else is in a batch. Else products of floats are torch's (cuBLAS),
+    those of fp8 too where the device has them; everything else is as it is.
+
+    ``scheme``: what linear layers are rounded to as they are packed; the output layer has eight bits in all of them.
+
+    Raises:
+        ConfigError: int4 weights with rounded rows; there is no kernel for them.
+    """
 
     def __init__(
         self,
@@ -42,11 +55,20 @@ class TritonOps(Ops):
         device: torch.device,
         attention: AttentionBackend | None = None,
         tiling: LinearTiling | None = None,
+        *,
+        batch_invariant: bool = True,
+        scheme: Scheme | None = None,
     ) -> None:
+        if scheme is not None and scheme.bits == 4 and scheme.dynamic:
+            raise ConfigError(
+                f"quantization: {scheme.name} is for CPUs; on a GPU use int4, int8_dynamic or fp8"
+            )
         self._dtype = dtype
         self._device = device
         self._attention = attention or TritonAttention()
         self._tiling = tiling or LinearTiling()
+        self._batch_invariant = batch_invariant
+        self._scheme = scheme
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,18 +78,39 @@ class TritonOps(Ops):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def same_bits(self) -> bool:
+        return self._batch_invariant
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return TritonLinear(weight.contiguous(), bias, self._tiling)
+        return self._pack(weight, bias, self._scheme)
+
+    def pack_head(self, weight: Tensor) -> Linear:
+        return self._pack(weight, None, self._scheme and replace(self._scheme, bits=8, group=None))
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None) -> TritonLinear:
+        if scheme is None:
+            return TritonLinear(weight.contiguous(), bias, self._tiling, invariant=self._batch_invariant)
+        rounded = quantize(weight, scheme)
+        invariant = self._batch_invariant
+        return pack_quantized(
+            rounded, bias, self._tiling, self._device, dynamic=scheme.dynamic, invariant=invariant
+        )
 
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        if dynamic or not can_pack(weight):  # rows are not rounded here: the products are those of floats
-            return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
-        return pack_quantized(weight, bias, self._tiling, self._device)
+        if not can_pack(weight):  # the products are those of floats
+            values = weight.dequantize().to(dtype=self._dtype, device=self._device)
+            return self._pack(values, bias, None)
+        dynamic = dynamic and weight.bits == 8
+        invariant = self._batch_invariant
+        return pack_quantized(weight, bias, self._tiling, self._device, dynamic=dynamic, invariant=invariant)
 
     def pack_tied_head(self, table: Tensor) -> Linear:
-        return TritonLinear(table, None, self._tiling, shared=True)
+        if self._scheme is not None:
+            return self.pack_head(table)
+        return TritonLinear(table, None, self._tiling, shared=True, invariant=self._batch_invariant)
 
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return TritonNorm(weight, eps)

@@ -28,8 +28,8 @@ def linear(
 ):
     """One tile of the output; k in blocks of fixed size, first to last, summed in float32.
 
-    BITS 16: weight [N, K] floats; 8: int8 codes [N, K], one scale per output; 4: two codes per byte [N, K' / 2]: byte
-    j of a block of BLOCK_K inputs holds input j of the block (low half) and input BLOCK_K / 2 + j (high half); a
+    BITS 16: weight [N, K] floats; 8: int8 or fp8 codes [N, K], one scale per output; 4: two codes per byte [N, K' / 2]:
+    byte j of a block of BLOCK_K inputs holds input j of the block (low half) and input BLOCK_K / 2 + j (high half); a
     scale, and a zero or 8, per output and group, of which a block is a part.
     """
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -71,7 +71,7 @@ def linear(
             k = start + i
             values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
             at = n.to(tl.int64)[None, :] * inputs + k[:, None]
-            w = tl.load(weight + at, mask=in_n[None, :] & (k < inputs)[:, None], other=0)
+            w = tl.load(weight + at, mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
             if WIDE:
                 values = values.to(tl.float32)
             acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee")
@@ -81,3 +81,72 @@ def linear(
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def quantize_rows(x, codes, scales, size, stride, FLOATS: tl.constexpr, BLOCK: tl.constexpr):
+    """One row to int8, or to fp8 (FLOATS: four binary digits, exponents from -6), with a scale of its own: its largest
+    magnitude becomes 127 or 448."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    values = tl.load(x + row * stride + i, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(values), 0)
+    largest = 448.0 if FLOATS else 127.0
+    values = values * tl.where(top > 0, largest / tl.where(top > 0, top, 1.0), 0.0)
+    if FLOATS:
+        # to the nearest, halves to even, by hand, for interpreter and devices convert differently. Large ones: of
+        # c = x (2^20 + 1) what c - x rounds away leaves 24 - 20 digits of x. Small ones: multiples of 2^-9.
+        spread = values * 1048577.0
+        large = spread - (spread - values)
+        small = (values + 24576.0) - 24576.0
+        values = tl.where(tl.abs(values) < 0.015625, small, large)
+        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
+    else:
+        values = (values + 12582912.0) - 12582912.0
+    tl.store(codes + row * size + i, values.to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + row, top / largest)
+
+
+@triton.jit
+def linear_codes(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    rows,
+    outputs,
+    inputs,
+    FLOATS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of a product of codes, [T, K] and [N, K], both int8 (summed exactly) or both fp8 (FLOATS; widened to
+    float16, which holds them all, and summed in float32), times a scale per row and one per output."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_m = m < rows
+    in_n = n < outputs
+    i = tl.arange(0, BLOCK_K)
+    x_row = x + m.to(tl.int64)[:, None] * inputs
+    w_row = weight + n.to(tl.int64)[None, :] * inputs
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32 if FLOATS else tl.int32)
+    for start in range(0, inputs, BLOCK_K):
+        k = start + i
+        values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
+        w = tl.load(w_row + k[:, None], mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
+        if FLOATS:
+            acc = tl.dot(values.to(tl.float16), w.to(tl.float16), acc)
+        else:
+            acc = tl.dot(values, w, acc, out_dtype=tl.int32)
+    x_scale = tl.load(x_scales + m, mask=in_m, other=0.0)
+    w_scale = tl.load(scales + n, mask=in_n, other=0.0)
+    result = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
