@@ -167,53 +167,65 @@ void tile_i8(const Tile& t) {
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
 
-// Ends a group: total += scale * group (+ shift * sum of the row's values), for one vector of 16 outputs and all rows. `header`
-// points at the group's scales.
-template <int R, int P>
-inline void end_group(const Tile& t, const uint8_t* header, int v, bool start, const __m512 (&group)[R],
-                      const float (&x_sum)[R]) {
-  __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(header + v % 2 * 32)));
-  __m512 shift = _mm512_setzero_ps();
-  if (t.zeros) {
-    __m128i z = _mm_loadu_si128(reinterpret_cast<const __m128i*>(header + kHeader + v % 2 * 16));
-    shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), scale), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(z)));
-  }
-  for (int r = 0; r < R; ++r) {
-    float* at = t.sums + (r * P * 2 + v) * 16;
-    __m512 total = start ? _mm512_setzero_ps() : _mm512_loadu_ps(at);
-    total = _mm512_fmadd_ps(group[r], scale, total);
-    if (t.zeros) total = _mm512_fmadd_ps(shift, _mm512_set1_ps(x_sum[r]), total);
-    _mm512_storeu_ps(at, total);
+// Ends a group: total += scale * group (+ shift * sum of the row's values), for all rows and vectors of 16 outputs. `header`
+// points at the first panel's scales; `x_sums` are read only where groups have zero points, where shift = -scale * zero point.
+template <bool kZeros, int R, int P>
+inline void end_group(float* sums, const uint8_t* header, int64_t stride, const __m512 (&group)[R][2 * P],
+                      const float (&x_sums)[R]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < 2 * P; ++v) {  // unrolled, or all accumulators go through memory
+    const uint8_t* at = header + v / 2 * stride;
+    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + v % 2 * 32)));
+    __m512 shift = _mm512_setzero_ps();
+    if (kZeros) {
+      __m128i z = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + kHeader + v % 2 * 16));
+      shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), scale), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(z)));
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      float* to = sums + (r * P * 2 + v) * 16;
+      __m512 total = _mm512_fmadd_ps(group[r][v], scale, _mm512_loadu_ps(to));
+      if (kZeros) total = _mm512_fmadd_ps(shift, _mm512_set1_ps(x_sums[r]), total);
+      _mm512_storeu_ps(to, total);
+    }
   }
 }
 
+// Totals of a tile that does not go on from earlier ones.
 template <int R, int P>
-void tile_i4(const Tile& t) {
-  const int header = t.zeros ? 2 * kHeader : kHeader;
+inline void start_totals(const Tile& t) {
+  if (t.load) return;
+  for (int i = 0; i < R * 2 * P; ++i) _mm512_storeu_ps(t.sums + i * 16, _mm512_setzero_ps());
+}
+
+template <bool kZeros, int R, int P>
+void tile_i4_groups(const Tile& t) {
+  constexpr int header = kZeros ? 2 * kHeader : kHeader;
   const __m512i low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_low)));
   const __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_high)));
   const __m512i mask = _mm512_set1_epi8(15);
   const auto* x_sums = static_cast<const float*>(t.x_sums);
+  start_totals<R, P>(t);
   Stream<P> s(t);
   const uint32_t* x = t.x;
+  const int64_t stride = t.panel_stride;
   const int group_units = t.group_units;
-  const int64_t groups = t.units / group_units;
-  for (int64_t g = 0; g < groups; ++g, x_sums += R) {
+  int64_t groups = t.units / group_units;
+  float* sums = t.sums;
+  do {
     const uint8_t* group = s.w;
-    float x_sum[R];
-    for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
-    s.prefetch(t.panel_stride, header);
+    s.prefetch(stride, header);
     __m512 acc[R][2 * P];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_setzero_ps();
     s.w += header;
     int u = group_units;
     do {  // at least once: a loop that may not run makes the compiler spill
-      s.prefetch(t.panel_stride, kUnitBytes);
+      s.prefetch(stride, kUnitBytes);
       for (int half = 0; half < 2; ++half) {
         __m512i first[2 * P], second[2 * P];
         for (int v = 0; v < 2 * P; ++v) {
-          __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
+          __m512i w = load_w(s.w + v / 2 * stride + v % 2 * 64);
           __m512i q = _mm512_and_si512(half == 0 ? w : _mm512_srli_epi16(w, 4), mask);
           __m512i lows = _mm512_shuffle_epi8(low, q), highs = _mm512_shuffle_epi8(high, q);
           first[v] = _mm512_unpacklo_epi8(lows, highs);
@@ -225,40 +237,40 @@ void tile_i4(const Tile& t) {
       s.w += kUnitBytes;
       x += 4 * R;
     } while (--u > 0);
-    for (int v = 0; v < 2 * P; ++v) {
-      __m512 sums[R];
-      for (int r = 0; r < R; ++r) sums[r] = acc[r][v];
-      end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, sums, x_sum);
-    }
-  }
+    float x_sum[R];
+    if (kZeros)
+      for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
+    end_group<kZeros, R, P>(sums, group, stride, acc, x_sum);
+    x_sums += R;
+  } while (--groups > 0);
 }
 
-template <int R, int P>
-void tile_i4_dynamic(const Tile& t) {
-  const int header = t.zeros ? 2 * kHeader : kHeader;
+template <bool kZeros, int R, int P>
+void tile_i4_dynamic_groups(const Tile& t) {
+  constexpr int header = kZeros ? 2 * kHeader : kHeader;
   const __m512i mask = _mm512_set1_epi8(15);
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
+  start_totals<R, P>(t);
   Stream<P> s(t);
   const uint32_t* x = t.x;
+  const int64_t stride = t.panel_stride;
   const int group_units = t.group_units;
-  const int64_t groups = t.units / group_units;
-  for (int64_t g = 0; g < groups; ++g, x_sums += R) {
+  int64_t groups = t.units / group_units;
+  float* sums = t.sums;
+  do {
     const uint8_t* group = s.w;
-    float x_sum[R];
     __m512i acc[R][2 * P];
-    for (int r = 0; r < R; ++r) {
-      x_sum[r] = float(x_sums[r]) * -0.125f;
-      // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
+    // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
+    for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_set1_epi32(x_sums[r]);
-    }
-    s.prefetch(t.panel_stride, header);
+    s.prefetch(stride, header);
     s.w += header;
     int u = group_units;
     do {
-      s.prefetch(t.panel_stride, kUnitBytes);
+      s.prefetch(stride, kUnitBytes);
       __m512i first[2 * P], second[2 * P];
       for (int v = 0; v < 2 * P; ++v) {
-        __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
+        __m512i w = load_w(s.w + v / 2 * stride + v % 2 * 64);
         first[v] = _mm512_and_si512(w, mask);
         second[v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
       }
@@ -267,12 +279,25 @@ void tile_i4_dynamic(const Tile& t) {
       s.w += kUnitBytes;
       x += 2 * R;
     } while (--u > 0);
-    for (int v = 0; v < 2 * P; ++v) {
-      __m512 sums[R];
-      for (int r = 0; r < R; ++r) sums[r] = _mm512_cvtepi32_ps(acc[r][v]);
-      end_group<R, P>(t, group + v / 2 * t.panel_stride, v, g == 0 && !t.load, sums, x_sum);
-    }
-  }
+    __m512 values[R][2 * P];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2 * P; ++v) values[r][v] = _mm512_cvtepi32_ps(acc[r][v]);
+    float x_sum[R];
+    if (kZeros)
+      for (int r = 0; r < R; ++r) x_sum[r] = float(x_sums[r]) * -0.125f;
+    end_group<kZeros, R, P>(sums, group, stride, values, x_sum);
+    x_sums += R;
+  } while (--groups > 0);
+}
+
+template <int R, int P>
+void tile_i4(const Tile& t) {
+  t.zeros ? tile_i4_groups<true, R, P>(t) : tile_i4_groups<false, R, P>(t);
+}
+
+template <int R, int P>
+void tile_i4_dynamic(const Tile& t) {
+  t.zeros ? tile_i4_dynamic_groups<true, R, P>(t) : tile_i4_dynamic_groups<false, R, P>(t);
 }
 
 #define DW_ROWS(kernel)                                                                                               \
