@@ -23,6 +23,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from tests.fakes.tiny import VOCAB, save_llama
+from tests.unit.test_quantized_checkpoints import write
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 PARENTS = (-1, -1, 0, 0, 2)
@@ -113,3 +114,19 @@ def test_an_engine_speculates_on_them_without_a_change_of_tokens(
             done = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
             outputs.append(done[0].outputs[0].token_ids)
     assert len(outputs[0]) == 8 and list(outputs[0]) == list(outputs[1])
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+def test_checkpoints_with_rounded_rows(tmp_path: Path, name: str) -> None:
+    """Rows are rounded, too: close to the model of the weights as floats, not equal to it."""
+    quantized, plain = write(tmp_path, name)
+    reference = load_model(plain, dtype=torch.float32, device=DEVICE, ops=TorchOps(torch.float32, DEVICE))
+    model = load_model(quantized, dtype=torch.float32, device=DEVICE, ops=triton_ops())
+    batch = build_step_input([RowInput([5, 6, 7], 0, np.array([1], np.int32))], 4, DEVICE)
+    with torch.inference_mode():
+        actual, expected = (
+            m.logits(m.forward(batch, KVStorage(m.kv_layout(), 2, 4, torch.float32, DEVICE)).hidden)
+            for m in (model, reference)
+        )
+    error = float((actual - expected).abs().max() / expected.abs().max())
+    assert 1e-5 < error < 0.1

@@ -128,6 +128,12 @@ def int_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[s
     return {".weight": codes.to(torch.int8), ".weight_scale": scales}, codes * scales
 
 
+def fp_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.rand(outputs, 1, generator=generator) * 0.0004 + 0.0004
+    return {".weight": codes, ".weight_scale": scales.bfloat16()}, codes.float() * scales.bfloat16().float()
+
+
 def tensors_config(layout: str, rows: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     defaults = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     scheme = {"targets": ["Linear"], "weights": {**defaults, **weights}, "input_activations": rows}
@@ -140,6 +146,7 @@ def tensors_config(layout: str, rows: dict[str, Any] | None = None, **weights: A
 
 
 PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
+FP8_ROWS = {**PER_TOKEN, "type": "float"}
 CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
     "awq": (
         awq,
@@ -152,6 +159,10 @@ CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
     "w8a8": (
         int_8,
         tensors_config("int-quantized", PER_TOKEN, num_bits=8, strategy="channel", group_size=None),
+    ),
+    "fp8": (
+        fp_8,
+        tensors_config("float-quantized", FP8_ROWS, type="float", num_bits=8, strategy="channel"),
     ),
 }
 
@@ -239,7 +250,8 @@ def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
         ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "fp8"}, "fp8"),
-        (tensors_config("float-quantized", type="float", num_bits=8), "float"),
+        (tensors_config("float-quantized", type="float", num_bits=8), "type float with 8 bits by group"),
+        (tensors_config("float-quantized", type="float", num_bits=8, strategy="channel"), "fp8 per token"),
         (tensors_config("pack-quantized", actorder="group"), "actorder"),
         (tensors_config("pack-quantized", num_bits=8), "8-bit weights by group"),
         (tensors_config("int-quantized", None, num_bits=8, strategy="channel"), "activations"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.quantization.weights import QuantizedWeight
+from draftwise.quantization.weights import FP8, QuantizedWeight
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AutoAWQ's "gemm" layout: nibble i of a word holds column ``_AWQ_ORDER[i]`` of its eight."""
@@ -37,7 +37,7 @@ class CheckpointFormat(ABC):
     """How one kind of checkpoint stores a quantised linear layer [outputs, inputs]."""
 
     dynamic = False
-    """Whether rows are quantised to int8 as they come."""
+    """Whether rows are quantised as they come: to int8, those of fp8 weights to fp8."""
 
     @property
     @abstractmethod
@@ -187,6 +187,26 @@ class Int8Format(CheckpointFormat):
         return QuantizedWeight(8, raw[".weight"], raw[".weight_scale"][:, 0])
 
 
+@dataclass(frozen=True)
+class Fp8Format(CheckpointFormat):
+    """compressed-tensors "float-quantized": fp8 (e4m3) with a scale per output, rows with dynamic scales per token.
+
+    Kernels without products of fp8 take the weights as floats, and the rows as they are.
+    """
+
+    dynamic = True
+    marker = ".weight_scale"
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        return {
+            ".weight": RawTensor((outputs, inputs), FP8, ("F8_E4M3",)),
+            ".weight_scale": RawTensor((outputs, 1), torch.float32, _SCALES),
+        }
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        return QuantizedWeight(8, raw[".weight"], raw[".weight_scale"][:, 0])
+
+
 def _grouped(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> QuantizedWeight:
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
@@ -238,6 +258,8 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
         raise _unsupported(method, f"targets {scheme['targets']}")
     weights, rows = scheme.get("weights") or {}, scheme.get("input_activations")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    if kind == "float" and bits == 8:
+        return _fp8(raw, scheme, rows or {}, strategy)
     if kind != "int" or bits not in (4, 8):
         raise _unsupported(method, f"weights of type {kind} with {bits} bits")
     if weights.get("actorder") not in (None, "weight", "static"):
@@ -258,10 +280,23 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
     raise _unsupported(method, f"{bits}-bit weights by {strategy} in format {layout}")
 
 
+def _fp8(
+    raw: Mapping[str, Any], scheme: Mapping[str, Any], rows: Mapping[str, Any], strategy: Any
+) -> CheckpointFormat:
+    method = "compressed-tensors"
+    layout = raw.get("format", scheme.get("format"))
+    if layout != "float-quantized" or strategy != "channel":
+        raise _unsupported(method, f"weights of type float with 8 bits by {strategy} in format {layout}")
+    per_token = rows.get("dynamic") and rows.get("strategy") == "token"
+    if not per_token or rows.get("type") != "float" or rows.get("num_bits") != 8:
+        raise _unsupported(method, "fp8 weights whose activations are not fp8 per token as they come")
+    return Fp8Format()
+
+
 def _unsupported(method: str, what: str) -> ModelLoadError:
     return ModelLoadError(
         f"quantised checkpoint ({method}): {what} is not supported; supported are awq and gptq with 4 bits (gptq "
-        "without desc_act), compressed-tensors w4a16, w8a16 and w8a8"
+        "without desc_act), compressed-tensors w4a16, w8a16 and w8a8 (int8 or fp8)"
     )
 
 
