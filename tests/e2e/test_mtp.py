@@ -166,20 +166,63 @@ def test_mimo(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", ["DeepSeek", "3 layers"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "coupled"])
 def test_trees_change_nothing(
-    make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, tree: str, seeded: bool
+    make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, name: str, tree: str, seeded: bool
 ) -> None:
     prompts = random_prompts(6, seed=54)
     params = GREEDY.replace(temperature=0.9, seed=3) if seeded else GREEDY
     plain = token_ids(make_llm().generate(prompts, params))
-    shape = SHAPES["DeepSeek"]
+    shape = SHAPES[name]
     llm = engine(make_llm, save_mtp(tmp_path, shape, random_layers(shape)), max_num_batched_tokens=64)
     asked = params.replace(speculation={"method": "mtp", **TREES[tree]})
     outputs = llm.generate(prompts, asked)
     assert token_ids(outputs) == plain
     shapes = {step.draft_parents for o in outputs for step in o.outputs[0].trace or ()}
     assert any(parents != tuple(range(-1, len(parents) - 1)) for parents in shapes)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("options", ["roomy", "chunks"])
+def test_nodes_of_a_tree_are_the_best_of_their_depths_layers(
+    make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, layers: int, options: str
+) -> None:
+    """Level l is read by layer min(l, layers - 1), which has to know the whole path and all that came before it."""
+    target, shape = Target(tiny.target), MtpShape("mimo", layers=layers)
+    weights = random_layers(shape, seed=5)
+    reference = ReferenceMtp(shape, weights, target.embedding, target.output)
+    llm = engine(make_llm, save_mtp(tmp_path, shape, weights), **OPTIONS[options])
+    tree = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
+    asked = {"method": "mtp", "speculative_token_tree": tree}
+    prompts = [{"prompt_token_ids": [5, 6]}, *random_prompts(5, seed=57, low=5)]
+    steps = 0
+    for output in llm.generate(prompts, GREEDY.replace(max_tokens=10, speculation=asked)):
+        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        hidden = target.hidden(ids)
+        known = len(output.prompt_token_ids)
+        for step in output.outputs[0].trace or ():
+            if step.draft_tokens and known > layers:  # of fewer tokens the first layer alone drafts trees
+                _check_tree(
+                    reference, ids[:known], hidden[: known - 1], step.draft_tokens, step.draft_parents
+                )
+                steps += 1
+            known += len(step.token_ids)
+    assert steps > 25
+
+
+def _check_tree(
+    reference: ReferenceMtp, known: list[int], hidden: Tensor, tokens: Sequence[int], parents: Sequence[int]
+) -> None:
+    paths: list[tuple[int, ...]] = []
+    children: dict[tuple[int, ...], list[int]] = {}
+    for token, parent in zip(tokens, parents, strict=True):
+        path = () if parent < 0 else paths[parent]
+        children.setdefault(path, []).append(token)
+        paths.append((*path, token))
+    for path, found in children.items():
+        best = reference.next_logits(known, hidden, path).topk(len(found)).indices
+        assert best.tolist() == found, path
 
 
 def test_default_number_of_drafts_and_errors(

@@ -205,14 +205,26 @@ class ReferenceMtp:
 
     def draft(self, tokens: Sequence[int], hidden: Tensor, count: int) -> list[int]:
         """Greedy drafts behind known ``tokens`` [n], from the target's ``hidden`` [n - 1, H] after its final norm."""
-        known, drafts = list(tokens), []
+        drafts: list[int] = []
+        self._follow(tokens, hidden, count, drafts)
+        return drafts
+
+    def next_logits(self, tokens: Sequence[int], hidden: Tensor, drafts: Sequence[int]) -> Tensor:
+        """Logits [V] behind known ``tokens`` and these drafts."""
+        return self._follow(tokens, hidden, len(drafts) + 1, list(drafts))
+
+    def _follow(self, tokens: Sequence[int], hidden: Tensor, count: int, drafts: list[int]) -> Tensor:
+        """``count`` passes; the logits of the last one. ``drafts`` are taken as they are and go on with the best ones."""
         features, first, depth = hidden, 1, 0  # of tokens first - 1 ..
-        for _ in range(count):
-            fed = torch.tensor((known + drafts)[first:])
-            logits, given = self.rows(depth, fed, features, first)
-            drafts.append(int(logits[-1].argmax()))
+        logits = torch.empty(0)
+        for step in range(count):
+            fed = torch.tensor([*tokens, *drafts[:step]][first:])
+            rows, given = self.rows(depth, fed, features, first)
+            logits = rows[-1]
+            if len(drafts) == step:
+                drafts.append(int(logits.argmax()))
             if depth + 1 < self.shape.layers:
                 depth, first, features = depth + 1, first + 1, given
             else:  # the last layer again, on its own output
                 features = torch.cat([features, given[-1:]])
-        return drafts
+        return logits

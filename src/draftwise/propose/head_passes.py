@@ -104,6 +104,10 @@ class HeadPasses:
         spent, self._time = self._time, 0.0
         return spent
 
+    def add_time(self, start: float) -> None:
+        """Count what passed since ``start``, for a pass that somebody else runs."""
+        self._time += time.perf_counter() - start
+
     # ------------------------------------------------------------------------------------ blocks' features
 
     def open(self, computed: int, filled: int, block_table_np: IntArray) -> HeadState:
@@ -160,6 +164,8 @@ class HeadPasses:
         self, drafts: Sequence[HeadDraft], tables: Sequence[IntArray], draws: Sequence[TreeDraws]
     ) -> list[DraftedTree] | None:
         """`HeadModel.draft_trees` for these requests, if the head can. ``tables``: their blocks, with scratch ones."""
+        if self.head.num_depths > 1:
+            return None
         start = time.perf_counter()
         jobs = [
             replace(self.missing(draft), block_table_np=table)
@@ -182,6 +188,25 @@ class HeadPasses:
             self._stored(draft.state, 0, job, output.features[end + 1 - len(job.tokens) : end + 1])
         features = output.features if len(last) == output.features.shape[0] else output.features[last]
         return logits, features
+
+    def catch_up_deeper(self, drafts: Sequence[HeadDraft], depth: int) -> Tensor:
+        """Feed all rows of known tokens that are missing at ``depth`` > 0, and that the depth before has seen: features
+        [R, F] that it gives for the last one of each request."""
+        jobs = []
+        for draft in drafts:
+            track, stop = draft.state.tracks[depth], draft.row.num_tokens
+            first = min(track.next, stop - 1)
+            features = track.queue.of(first - 1, stop - 1)
+            tokens = draft.tokens_of(first, stop)
+            jobs.append(Rows(first, tokens, features, track.first_key, draft.row.block_table_np))
+        start = time.perf_counter()
+        batch, joined, last = self.batch(jobs)
+        given = self.head.forward(batch, joined, self.kv, depth).features
+        self._time += time.perf_counter() - start
+        ends = last if last is not None else list(range(len(jobs)))
+        for draft, job, end in zip(drafts, jobs, ends, strict=True):
+            self._stored(draft.state, depth, job, given[end + 1 - len(job.tokens) : end + 1])
+        return given[ends]
 
     def masked(self, wanted: Sequence[tuple[HeadDraft, int, int]]) -> Tensor:
         """Feed all rows that are missing and mask rows behind them: logits of drafts ``first .. stop - 1`` of each

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from draftwise.models.heads.base import HeadModel
-from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.chain_drafts import chain_draws, draw_next, longest_chain, uniform_kind
 from draftwise.propose.head_passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.head_state import MANY_FEATURES, Features, HeadState
+from draftwise.propose.head_trees import HeadTrees
 from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
-from draftwise.propose.tree_growth import TreeLevel, TreeTask
+from draftwise.propose.tree_expansion import ScratchBlocks, draft_trees, is_tree
+from draftwise.propose.tree_growth import TreeTask
 from draftwise.propose.tree_native import as_proposal, native_draws
-from draftwise.propose.tree_spec import MAX_FED_NODES
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
 
@@ -30,7 +26,7 @@ _PENDING_ROWS = 32
 features."""
 
 
-class HeadProposer(Proposer, TreeModel):
+class HeadProposer(Proposer):
     """Runs a head autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
     What the target computed for tokens that were committed (`committed`) waits (`FeatureSource`) until the head drafts,
@@ -71,8 +67,6 @@ class HeadProposer(Proposer, TreeModel):
         self._scratch: ScratchBlocks  # see `allocate`
         self._states: dict[int, HeadState] = {}
         self._output: TargetOutput | None = None  # of the step's target pass, until `committed`
-        self._expanding: Sequence[HeadDraft] = ()  # whose trees are being drafted
-        self._nodes = torch.empty(0)  # [requests, 1 + fed nodes, F] features of their roots and nodes
 
     @classmethod
     @abstractmethod
@@ -224,31 +218,18 @@ class HeadProposer(Proposer, TreeModel):
     # ----------------------------------------------------------------------------------------------- trees
 
     def _draft_trees(self, drafts: Sequence[HeadDraft]) -> None:
-        """Draft the trees of as many requests as there are scratch blocks for.
-
-        A head with several depths drafts them with the first one alone: a later one would have to read the whole path
-        again at its depth.
-        """
+        """Draft the trees of as many requests as there are scratch blocks for."""
         tasks = [
             TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
             for d in drafts
         ]
         if self._draft_trees_at_once(drafts, tasks):
             return
-        logits, features = self._passes.catch_up(drafts)
-        nodes = features.new_empty((len(drafts), 1 + MAX_FED_NODES, features.shape[1]))
-        nodes[:, 0] = features
-        for step in range(1, 1 + max(len(draft.tokens) for draft in drafts)):
-            forced = [i for i, draft in enumerate(drafts) if len(draft.tokens) >= step]
-            members = [drafts[i] for i in forced]
-            logits[forced], nodes[forced, 0] = self._passes.advance(
-                members, nodes[forced, 0], step, deeper=False
-            )
-        self._expanding, self._nodes = drafts, nodes
+        model = HeadTrees(self._passes, self._scratch, drafts)
         trees = draft_trees(
-            self,
+            model,
             tasks,
-            logits,
+            model.roots(),
             name=self.name,
             method=self._sample_method,
             vocab_map=self._head.target_ids,
@@ -275,34 +256,6 @@ class HeadProposer(Proposer, TreeModel):
         for draft, task, tree in zip(drafts, tasks, trees, strict=True):
             draft.tree = as_proposal(task, tree, self.name)
         return True
-
-    def expand(self, levels: Sequence[TreeLevel]) -> Tensor:
-        start = time.perf_counter()
-        inputs = [
-            RowInput(
-                level.tokens,
-                level.task.context_len,
-                self._scratch.table(level.member, level.task.row.block_table_np),
-                ancestors=level.ancestors,
-                tree_start=level.start,
-                first_key=self._expanding[level.member].state.tracks[0].first_key,
-            )
-            for level in levels
-        ]
-        batch = build_step_input(inputs, self._block_size, self._head.inputs_on, position_offset=-1)
-        # Rows of `_nodes` as one matrix. Example: with places for 4 nodes behind each root, node 2 of member 1 is in
-        # row 1 * (1 + 4) + 1 + 2 = 8.
-        width = 1 + MAX_FED_NODES
-        parents = [level.member * width + 1 + parent for level in levels for parent in level.parents]
-        places = [
-            level.member * width + 1 + level.start + i for level in levels for i in range(len(level.tokens))
-        ]
-        nodes = self._nodes.view(-1, self._nodes.shape[-1])
-        features = nodes.index_select(0, torch.tensor(parents, device=nodes.device))
-        output, logits = self._head.forward_logits(batch, features, self._passes.kv)
-        nodes.index_copy_(0, torch.tensor(places, device=nodes.device), output.features)
-        self.forward_time += time.perf_counter() - start
-        return logits
 
     # ------------------------------------------------------------------------------------------ state kept
 
