@@ -214,7 +214,7 @@ class ReferenceMtp:
         return self._follow(tokens, hidden, len(drafts) + 1, list(drafts))
 
     def _follow(self, tokens: Sequence[int], hidden: Tensor, count: int, drafts: list[int]) -> Tensor:
-        """``count`` passes; the logits of the last one. ``drafts`` are taken as they are and go on with the best ones."""
+        """``count`` passes: logits of the last one. ``drafts`` are taken as they are and go on with the best ones."""
         features, first, depth = hidden, 1, 0  # of tokens first - 1 ..
         logits = torch.empty(0)
         for step in range(count):
