@@ -54,7 +54,7 @@ def test_what_a_format_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("int4_g48", "32, 64, 128"), ("int8_dynamc", "int8_dynamic"), ("fp8", "int8")]
+    ("name", "hint"), [("int4_g48", "32, 64, 128"), ("int8_dynamc", "int8_dynamic"), ("fp8", "Triton")]
 )
 def test_unknown_formats(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
