@@ -42,6 +42,12 @@ DRAFTERS: list[dict[str, Any]] = [
     {"method": "suffix", "num_speculative_tokens": 4},
     {"method": "synthetic", "num_speculative_tokens": 4},
 ]
+HEADS: list[dict[str, Any]] = [
+    {"method": "eagle3", "num_speculative_tokens": 4},
+    {"method": "mtp", "num_speculative_tokens": 4},
+    {"method": "medusa", "num_speculative_tokens": 3},
+]
+"""Those that are shipped for the embedded target."""
 PLAIN = {"method": "none"}
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
@@ -305,27 +311,53 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": kind}
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_100_schemas_at_temperature_1(make_llm: Callable[..., LLM], method: str) -> None:
-    """With both methods 200 requests: every answer is valid."""
-    rng = random.Random(method)
-    schemas = [random_schema(rng) for _ in range(100)]
+def check_random_schemas(llm: LLM, count: int, seed: str, methods: Sequence[str]) -> None:
+    """``count`` requests at temperature 1, one after the other with the methods and the lossless rules: every answer is
+    valid, and drafts were of use."""
+    rng = random.Random(seed)
+    schemas = [random_schema(rng) for _ in range(count)]
     rules = ("rejection", "block", "coupled")
     spaced, compact = {"whitespace_pattern": " ?"}, {"disable_any_whitespace": True}
     wanted = [
         params(
-            method,
-            rules[i % 3],
+            methods[i % len(methods)],
+            rules[i // len(methods) % 3],
             temperature=1.0,
             max_tokens=400,
             structured_outputs={"json": schema} | (spaced if i % 2 else compact),
         )
         for i, schema in enumerate(schemas)
     ]
-    outputs = make_llm(max_num_seqs=32).generate([PROMPTS[i % 3] for i in range(100)], wanted)
+    outputs = llm.generate([PROMPTS[i % 3] for i in range(count)], wanted)
     for schema, output in zip(schemas, outputs, strict=True):
         check_json([output], schema)
-    assert sum(o.metrics.speculation.num_accepted_tokens for o in outputs) > 200
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in outputs) > 2 * count
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_100_schemas_at_temperature_1(make_llm: Callable[..., LLM], method: str) -> None:
+    """With both methods 200 requests."""
+    check_random_schemas(make_llm(max_num_seqs=32), 100, method, [method])
+
+
+def test_draft_heads_side_by_side_and_schemas_at_temperature_1(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=32, speculative_config=HEADS)
+    check_random_schemas(llm, 24, "heads", ["eagle3", "mtp", "medusa"])
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+def test_200_schemas_at_temperature_1_with_a_draft_head(make_llm: Callable[..., LLM], method: str) -> None:
+    check_random_schemas(make_llm(max_num_seqs=32, speculative_config=HEADS), 200, method, [method])
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+def test_draft_heads_change_no_token_of_a_structured_answer(
+    make_llm: Callable[..., LLM], method: str
+) -> None:
+    llm = make_llm(max_num_seqs=32, speculative_config=HEADS)
+    for changes in ({}, {"temperature": 1.0, "seed": 5}):  # a seed: the coupled rule
+        plain = llm.generate(PROMPTS, params("none", **changes))
+        assert ids(llm.generate(PROMPTS, params(method, **changes))) == ids(plain)
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
