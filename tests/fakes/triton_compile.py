@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.device import attention, linear, rows, verify
+from draftwise.kernels.triton.device import attention, inputs, linear, rows, verify
 
 
 def build(kernel: Any, signature: str, **constants: object) -> None:
@@ -90,6 +90,7 @@ def main() -> None:
         )
     codes()
     verification()
+    between_passes()
 
 
 def codes() -> None:
@@ -124,6 +125,37 @@ def verification() -> None:
     build(verify.reject_trees, "*fp32 *i64 *i32 *fp32 *i32 *i64 *fp64 i32 i32 i32", BLOCK=2048)
     build(verify.residual_masses, "*fp32 *fp32 *i64 *fp64 *fp64 i32 i32", PART=8192, BLOCK=2048)
     build(verify.draw_last, "*fp32 *fp32 *i64 *fp64 *fp64 *i32 *i32 i32 i32 i32", PART=8192, BLOCK=2048)
+
+
+def between_passes() -> None:
+    """What makes the rows of a drafter's next pass."""
+    build(inputs.next_rows, "*i64 *i64 *i32 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32 i32", PAGE=16, BLOCK=64)
+    build(
+        inputs.committed_rows,
+        "*i32 *i64 *i64 *i32 *i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32 i32",
+        PAGE=16,
+        BLOCK=8,
+    )
+    for noisy, count in ((True, 1), (False, 10)):
+        build(
+            inputs.part_of_best,
+            "*fp32 *fp32 *i64 *i64 *fp32 *i32 *fp32 i32 i64 i32",
+            NOISY=noisy,
+            MAPPED=noisy,
+            SUMS=not noisy,
+            K=count,
+            K_PAD=16,
+            PART=4096,
+        )
+        build(
+            inputs.best_of_all,
+            "*fp32 *i32 *fp32 *i64 *fp32 *i64 *fp32 i32",
+            MAPPED=noisy,
+            SUMS=not noisy,
+            K=count,
+            K_PAD=16,
+            PARTS_PAD=32,
+        )
 
 
 if __name__ == "__main__":

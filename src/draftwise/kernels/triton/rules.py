@@ -63,8 +63,11 @@ class TritonRules(BatchRules):
             else:
                 reject_chains(p, batch, members, walk, block=name == "block")
         if stored is not None and not all(request.proposal.is_chain for request in requests):
+            slots = stored.slots.to(
+                logits.device, non_blocking=True
+            )  # of captured passes they lie on the host
             for pool in stored.storage.pools:
-                compact_paths(pool, stored.slots.to(pool.device), roots, walk)
+                compact_paths(pool, slots, roots, walk)
         results = []
         for row in walk.packed.tolist():
             length = row[0]

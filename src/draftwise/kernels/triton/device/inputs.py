@@ -1,0 +1,172 @@
+"""Rows of a drafter's passes, made from what only the device knows. Launched by `..inputs`, which says what the
+arguments are."""
+
+import triton
+import triton.language as tl
+
+from draftwise.kernels.triton.device.noise import gumbel
+
+
+@triton.jit
+def next_rows(
+    start,
+    length,
+    tables,
+    positions,
+    slots,
+    context,
+    requests,
+    step,
+    table_stride,
+    num_pages,
+    offset,
+    max_position,
+    spare_slot,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The rows of draft ``step`` of all requests, one each."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < requests
+    key = tl.load(start + r, mask=inside, other=0) + step
+    position = key + offset
+    page = tl.minimum(key // PAGE, num_pages - 1)
+    slot = tl.load(tables + r * table_stride + page, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
+    followed = tl.load(length + r, mask=inside, other=0) > step + 1
+    slot = tl.where(followed & (position <= max_position), slot, spare_slot)
+    tl.store(slots + r, slot, mask=inside)
+    tl.store(positions + r, tl.minimum(tl.maximum(position, 0), max_position), mask=inside)
+    tl.store(context + r, key.to(tl.int32), mask=inside)
+
+
+@triton.jit
+def committed_rows(
+    walk,
+    roots,
+    start,
+    tables,
+    tokens,
+    source,
+    positions,
+    slots,
+    last,
+    num_nodes,
+    table_stride,
+    num_pages,
+    offset,
+    max_position,
+    spare_slot,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One request: a row for each token that it committed, and padding behind them."""
+    r = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    rows = num_nodes + 1
+    inside = j < rows
+    own = walk + r * (2 * num_nodes + 2)
+    accepted = tl.load(own)
+    real = inside & (j <= accepted)
+    token = tl.load(own + 1 + num_nodes + j, mask=real, other=0)
+    node = tl.load(own + j, mask=real & (j > 0), other=-1)  # the j-th accepted node; the root for j = 0
+    key = tl.load(start + r) + j
+    position = key + offset
+    page = tl.minimum(key // PAGE, num_pages - 1)
+    slot = tl.load(tables + r * table_stride + page, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
+    slot = tl.where(real & (position <= max_position), slot, spare_slot)
+    at = r * rows + j
+    tl.store(tokens + at, token.to(tl.int64), mask=inside)
+    tl.store(source + at, tl.load(roots + r) + 1 + node.to(tl.int64), mask=inside)
+    tl.store(slots + at, slot, mask=inside)
+    tl.store(positions + at, tl.minimum(tl.maximum(position, 0), max_position), mask=inside)
+    tl.store(last + r, r * rows + accepted)
+
+
+@triton.jit
+def part_of_best(
+    logits,
+    scales,
+    keys,
+    ids,
+    values,
+    tokens,
+    sums,
+    vocab,
+    stride,
+    num_parts,
+    NOISY: tl.constexpr,
+    MAPPED: tl.constexpr,
+    SUMS: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """One part of a row: its K largest scores and their tokens, best first, the lowest token of equals; SUMS: and the
+    sum of exp(score - largest)."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    v = part * PART + tl.arange(0, PART)
+    inside = v < vocab
+    score = tl.load(logits + row * stride + v, mask=inside, other=float("-inf"))
+    score = score * tl.load(scales + row)
+    if NOISY:
+        token = v.to(tl.int64)
+        if MAPPED:
+            token = tl.load(ids + v, mask=inside, other=0)
+        score += gumbel(tl.load(keys + row), token)
+    score = tl.where(inside & (score == score), score, float("-inf"))
+    at = (row * num_parts + part) * K_PAD
+    if SUMS:
+        top = tl.max(score, 0)
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(sums + row * num_parts + part, tl.sum(tl.exp(score - floor), 0))
+    left = tl.where(inside, 1, 0)
+    for k in range(K):
+        best = tl.max(tl.where(left == 1, score, float("-inf")), 0)
+        found = tl.min(tl.where((left == 1) & (score == best), v, 2147483647), 0)
+        left = tl.where(v == found, 0, left)
+        tl.store(values + at + k, best)
+        tl.store(tokens + at + k, found)
+
+
+@triton.jit
+def best_of_all(
+    values,
+    tokens,
+    sums,
+    ids,
+    out_values,
+    out_tokens,
+    totals,
+    num_parts,
+    MAPPED: tl.constexpr,
+    SUMS: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+):
+    """One row: the K best of what its parts found; SUMS: and the logarithm of the sum of exp(score)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PARTS_PAD * K_PAD)
+    inside = (i < num_parts * K_PAD) & (i % K_PAD < K)
+    score = tl.load(values + row * num_parts * K_PAD + i, mask=inside, other=float("-inf"))
+    token = tl.load(tokens + row * num_parts * K_PAD + i, mask=inside, other=2147483647)
+    if SUMS:
+        s = tl.arange(0, PARTS_PAD)
+        # the first of a part is its largest
+        tops = tl.load(values + (row * num_parts + s) * K_PAD, mask=s < num_parts, other=float("-inf"))
+        mass = tl.load(sums + row * num_parts + s, mask=s < num_parts, other=0.0)
+        top = tl.max(tops, 0)
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.where(tops == float("-inf"), 0.0, mass * tl.exp(tops - floor)), 0)
+        tl.store(totals + row, floor + tl.log(total))
+    left = tl.where(token == 2147483647, 0, 1)
+    for k in range(K):
+        best = tl.max(tl.where(left == 1, score, float("-inf")), 0)
+        found = tl.min(tl.where((left == 1) & (score == best), token, 2147483647), 0)
+        left = tl.where(token == found, 0, left)
+        tl.store(out_values + row * K + k, best)
+        if MAPPED:
+            tl.store(out_tokens + row * K + k, tl.load(ids + found))
+        else:
+            tl.store(out_tokens + row * K + k, found.to(tl.int64))

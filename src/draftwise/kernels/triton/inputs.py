@@ -1,0 +1,212 @@
+"""What stands between two passes of a drafter, without the host: rows of the next pass, and the tokens that it reads.
+
+Shapes are those of the largest case, so that a loop over them can be captured: what is too much is padding, whose K/V
+goes to a slot that nobody reads, as that of rows past the model's length does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.triton.availability import LAUNCH
+from draftwise.kernels.triton.rows import Walk, power_of_two
+
+_PART = 4096
+
+
+class DraftSlots(NamedTuple):
+    """Where R requests' tokens stand. ``tables`` [R, pages] int32 block ids; a page past them belongs to nobody."""
+
+    tables: Tensor
+    block_size: int
+    spare_slot: int
+    max_position: int  # no row at a later position is stored
+    position_offset: int = 0  # from a key to its position; -1 for heads
+
+
+class NextRows(NamedTuple):
+    """One row per request. ``context`` [R] int32: keys before it."""
+
+    positions: Tensor  # [R] int64
+    slots: Tensor  # [R] int64
+    context: Tensor
+
+
+class CommittedRows(NamedTuple):
+    """N + 1 rows per request, for the first pass of its drafter: the tokens that it committed, then padding.
+
+    ``source``: the row of the target's pass whose hidden state each is computed from (of padding: the root's).
+    ``last`` [R] int64: the row of each request's last token, from which it drafts.
+    """
+
+    tokens: Tensor  # [R * (N + 1)] int64; of padding 0
+    source: Tensor  # [R * (N + 1)] int64
+    positions: Tensor  # [R * (N + 1)] int64
+    slots: Tensor  # [R * (N + 1)] int64
+    last: Tensor
+
+
+def next_rows(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:
+    """The rows that feed draft ``step`` (from 0) of every request: at key ``start + step``.
+
+    Args:
+        start: [R] int64, the key of each request's first draft.
+        length: [R] int64, drafts that each makes; what is fed behind the last but one is not stored, for it is never
+            read.
+        step: which draft.
+        where: the requests' slots.
+    """
+    from draftwise.kernels.triton.device import inputs as device
+
+    requests = start.shape[0]
+    positions, slots = torch.empty((2, requests), dtype=torch.int64, device=start.device)
+    context = torch.empty(requests, dtype=torch.int32, device=start.device)
+    if requests:
+        block = 64
+        device.next_rows[(-(-requests // block),)](
+            start,
+            length,
+            where.tables,
+            positions,
+            slots,
+            context,
+            requests,
+            step,
+            where.tables.stride(0),
+            where.tables.shape[1],
+            where.position_offset,
+            where.max_position,
+            where.spare_slot,
+            PAGE=where.block_size,
+            BLOCK=block,
+            **LAUNCH,
+        )
+    return NextRows(positions, slots, context)
+
+
+def committed_rows(walk: Walk, roots: Tensor, start: Tensor, where: DraftSlots) -> CommittedRows:
+    """What a drafter has to read after a verification: rejected drafts become padding.
+
+    Args:
+        walk: what R requests committed.
+        roots: [R] int64, the rows of their roots in the target's pass; their nodes follow.
+        start: [R] int64, keys before the first committed token (the number of tokens that were known).
+        where: the requests' slots.
+
+    Example: root in row 5, nodes (0, 1, 2) of which 1 is accepted, 10 known tokens, tokens 7 and 9 committed:
+    tokens 7 9 0 0, source rows 5 7 5 5, keys 10 11, last row 1.
+    """
+    from draftwise.kernels.triton.device import inputs as device
+
+    requests, rows = walk.packed.shape[0], walk.num_nodes + 1
+    tokens, source, positions, slots = torch.empty(
+        (4, requests * rows), dtype=torch.int64, device=start.device
+    )
+    last = torch.empty(requests, dtype=torch.int64, device=start.device)
+    if requests:
+        device.committed_rows[(requests,)](
+            walk.packed,
+            roots,
+            start,
+            where.tables,
+            tokens,
+            source,
+            positions,
+            slots,
+            last,
+            walk.num_nodes,
+            where.tables.stride(0),
+            where.tables.shape[1],
+            where.position_offset,
+            where.max_position,
+            where.spare_slot,
+            PAGE=where.block_size,
+            BLOCK=power_of_two(rows),
+            **LAUNCH,
+        )
+    return CommittedRows(tokens, source, positions, slots, last)
+
+
+class BestTokens(NamedTuple):
+    """The K best of each row, best first; of equals the lowest token first."""
+
+    values: Tensor  # [R, K] float32; -inf: no such token
+    tokens: Tensor  # [R, K] int64
+    log_totals: Tensor | None  # [R] float32, logarithms of the sums of exp(score)
+
+
+def best_tokens(
+    logits: Tensor,
+    count: int = 1,
+    *,
+    scales: Tensor | None = None,
+    keys: Tensor | None = None,
+    ids: Tensor | None = None,
+    totals: bool = False,
+) -> BestTokens:
+    """The best tokens of a drafter's rows: draws of chains (``count`` 1), children and candidates of a tree's level.
+
+    Args:
+        logits: [R, V] float32; scores are ``scale * logit``, plus noise.
+        count: K, 1 to V.
+        scales: [R] float32; None: 1.
+        keys: [R] int64, `sampling.noise.row_key` as signed words: the Gumbel noise of each token is added.
+        ids: [V] int64, the target's id of each token, by which noise is keyed and tokens are told; ascending. None: the
+            same.
+        totals: whether the sums are wanted.
+    """
+    from draftwise.kernels.triton.device import inputs as device
+
+    rows, vocab = logits.shape
+    assert 1 <= count <= vocab and logits.stride(1) == 1
+    values = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
+    tokens = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
+    sums_of_rows = torch.empty(rows, dtype=torch.float32, device=logits.device) if totals else None
+    if rows:
+        part = min(_PART, power_of_two(vocab))
+        parts, padded = -(-vocab // part), power_of_two(count)
+        scores = torch.empty((rows, parts, padded), dtype=torch.float32, device=logits.device)
+        found = torch.empty((rows, parts, padded), dtype=torch.int32, device=logits.device)
+        sums = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+        if scales is None:
+            scales = torch.ones(rows, dtype=torch.float32, device=logits.device)
+        assert count <= part, "a part finds all of them"
+        device.part_of_best[(rows, parts)](
+            logits,
+            scales,
+            tokens if keys is None else keys,
+            tokens if ids is None else ids,
+            scores,
+            found,
+            sums,
+            vocab,
+            logits.stride(0),
+            parts,
+            NOISY=keys is not None,
+            MAPPED=ids is not None,
+            SUMS=totals,
+            K=count,
+            K_PAD=padded,
+            PART=part,
+            **LAUNCH,
+        )
+        device.best_of_all[(rows,)](
+            scores,
+            found,
+            sums,
+            tokens if ids is None else ids,
+            values,
+            tokens,
+            sums if sums_of_rows is None else sums_of_rows,
+            parts,
+            MAPPED=ids is not None,
+            SUMS=totals,
+            K=count,
+            K_PAD=padded,
+            PARTS_PAD=power_of_two(parts),
+            **LAUNCH,
+        )
+    return BestTokens(values, tokens, sums_of_rows)

@@ -1,0 +1,105 @@
+"""What stands between two passes of a drafter, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from draftwise.kernels.triton import inputs
+from draftwise.kernels.triton.availability import interpreted
+from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, committed_rows, next_rows
+from draftwise.kernels.triton.rows import Walk
+from draftwise.sampling.noise import SHARED, NoiseKey, gumbel, row_key
+
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
+SPARE = 999
+TABLES = torch.tensor([[5, 2, 9], [7, 1, 3], [4, 8, 6]], dtype=torch.int32, device=DEVICE)
+
+
+def longs(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def test_the_next_rows_of_drafts() -> None:
+    """Keys at borders of blocks of 4; a request that drafts no more; one that is past the model's length."""
+    where = DraftSlots(TABLES, 4, SPARE, max_position=9)
+    rows = next_rows(longs(2, 3, 8), longs(5, 2, 5), 1, where)
+    assert rows.context.tolist() == [3, 4, 9]
+    assert rows.positions.tolist() == [3, 4, 9]
+    # request 1: draft 1 is its last, nothing reads what it would store
+    assert rows.slots.tolist() == [5 * 4 + 3, SPARE, 6 * 4 + 1]
+    rows = next_rows(longs(2, 3, 8), longs(5, 5, 5), 2, where)
+    assert rows.slots.tolist() == [2 * 4 + 0, 1 * 4 + 1, SPARE]
+    assert rows.positions.tolist() == [4, 5, 9]
+    heads = where._replace(position_offset=-1)
+    assert next_rows(longs(0, 3, 8), longs(5, 5, 5), 0, heads).positions.tolist() == [0, 2, 7]
+    assert next_rows(longs(2, 3, 12), longs(9, 9, 9), 3, where).slots.tolist() == [
+        2 * 4 + 1,
+        1 * 4 + 2,
+        SPARE,
+    ]
+    assert next_rows(longs(), longs(), 0, where).slots.shape == (0,)
+
+
+def test_rejected_drafts_become_padding() -> None:
+    packed = torch.tensor(
+        [
+            [1, 1, 0, 0, 7, 9, 5, 5],  # the example: node 1 of three
+            [3, 0, 1, 2, 1, 2, 3, 4],
+            [0, 2, 2, 2, 6, 8, 8, 8],
+        ],
+        dtype=torch.int32,
+        device=DEVICE,
+    )
+    where = DraftSlots(TABLES, 4, SPARE, max_position=9, position_offset=-1)
+    rows = committed_rows(Walk(packed, 3), longs(5, 10, 20), longs(10, 2, 3), where)
+    assert rows.tokens.view(3, 4).tolist() == [[7, 9, 0, 0], [1, 2, 3, 4], [6, 0, 0, 0]]
+    assert rows.source.view(3, 4).tolist() == [[5, 7, 5, 5], [10, 11, 12, 13], [20, 20, 20, 20]]
+    assert rows.last.tolist() == [1, 7, 8]
+    assert rows.slots.view(3, 4).tolist() == [
+        [9 * 4 + 2, SPARE, SPARE, SPARE],  # the second has position 10, past the model's length
+        [7 * 4 + 2, 7 * 4 + 3, 1 * 4, 1 * 4 + 1],
+        [4 * 4 + 3, SPARE, SPARE, SPARE],
+    ]
+    assert rows.positions.view(3, 4)[:, 0].tolist() == [9, 1, 2] and int(rows.positions.max()) == 9
+    empty = committed_rows(Walk(packed[:0], 3), longs(), longs(), where)
+    assert empty.tokens.shape == (0,) and empty.last.shape == (0,)
+
+
+@pytest.mark.parametrize("vocab", [3, 70, 300])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_best_tokens(vocab: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_PART", 64)
+    draws = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(-9, 9, (4, vocab), generator=draws).float()  # with equals
+    logits[1] = -float("inf")
+    logits[1, vocab // 2] = 2.0
+    logits[2] = torch.randn(vocab, generator=draws)
+    found = best_tokens(logits.to(DEVICE), count, totals=True)
+    ranked = sorted(range(vocab), key=lambda v: (-float(logits[0, v]), v))[:count]
+    assert found.tokens[0].tolist() == ranked
+    expected = logits.topk(count, dim=-1)
+    assert torch.equal(found.values.cpu(), expected.values)
+    assert found.tokens[2].tolist() == expected.indices[2].tolist()
+    assert int(found.tokens[1, 0]) == vocab // 2
+    assert found.log_totals is not None
+    torch.testing.assert_close(found.log_totals.cpu(), logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    assert best_tokens(logits[:0].to(DEVICE), count).tokens.shape == (0, count)
+
+
+def test_draws_with_shared_noise_over_a_reduced_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_PART", 64)
+    ids = torch.arange(0, 600, 4)
+    logits = torch.randn((5, 150), generator=torch.Generator().manual_seed(1))
+    scales = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0])
+    keys = [NoiseKey(2**64 - 1 - r, r, SHARED, 7 * r) for r in range(5)]
+    words = [row_key(*key) for key in keys]
+    signed = torch.tensor([word - (1 << 64) if word >> 63 else word for word in words])
+    scores = logits * scales[:, None] + gumbel(keys, 600, token_ids=ids)
+    found = best_tokens(
+        logits.to(DEVICE), 2, scales=scales.to(DEVICE), keys=signed.to(DEVICE), ids=ids.to(DEVICE)
+    )
+    assert found.tokens.tolist() == ids[scores.topk(2, dim=-1).indices].tolist()
+    assert found.log_totals is None
