@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwise.bench.workloads import WORKLOADS, code_prompts, make_workload
-from draftwise.cli import bench_kernels, bench_quality, bench_serve
+from draftwise.cli import bench_gpu, bench_kernels, bench_quality, bench_serve
 from draftwise.cli.env import environment
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
@@ -42,6 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
         _add_options(kind, name)
         add_engine_options(kind, seed_flag="--engine-seed")
         kind.set_defaults(run=run, measure=function)
+    bench_gpu.add_parser(kinds)
     bench_kernels.add_parser(kinds)
     bench_serve.add_parser(kinds)
     bench_quality.add_parser(kinds)

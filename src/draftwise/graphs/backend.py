@@ -53,6 +53,35 @@ class GraphBackend(ABC):
         """Here."""
 
 
+class Rerun(GraphBackend):
+    """Captures nothing: a replay is the function, run again. For devices without graphs, and to compare with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        return _Again(run), run()
+
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64)
+
+    def fence(self) -> Fence:
+        return _NoFence()
+
+
+class _Again:
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        self._run()
+
+
+class _NoFence:
+    def synchronize(self) -> None:
+        return
+
+
 class CudaGraphs(GraphBackend):
     """CUDA graphs through `torch.cuda.CUDAGraph`, in one memory pool."""
 
@@ -60,7 +89,7 @@ class CudaGraphs(GraphBackend):
         self.device = device
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.num_graphs = 0
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
@@ -85,6 +114,6 @@ class CudaGraphs(GraphBackend):
         return torch.zeros(size, dtype=torch.int64, pin_memory=True)
 
     def fence(self) -> Fence:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -160,6 +160,20 @@ class GraphedDecoder(DecoderModel):
             return output, results.logits[:total] if first else results.logits.index_select(0, index[:total])
         return output, results.logits.index_select(0, found.rows.picks[: len(picked)])
 
+    def replay_of(self, batch: StepInput, kv: KVStorage) -> Callable[[], None] | None:
+        """The captured pass for a batch, its rows filled in: for those who measure it alone. None: there is none."""
+        found = self._pass_for(batch, kv, self._layers)
+        if found is None:
+            return None
+        self._wait()
+        found.rows.fill(batch)
+        return found.graph.replay
+
+    def loop_of(self, batch: StepInput, kv: KVStorage, steps: int) -> Callable[[], None] | None:
+        """The captured greedy loop for a batch, after it was run once."""
+        loop = self._loop_for(batch, kv, steps, None)
+        return None if loop is None else loop.replay_of(batch, None, steps)
+
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
         return self.inner.forward(on_device(batch, self.device), kv, capture)
 
@@ -199,6 +213,7 @@ class GraphedDecoder(DecoderModel):
 
     def _whole_pass(self, batch: StepInput) -> None:
         assert self._kv is not None
+        batch.attention.cache.clear()  # what was prepared in another run would not be prepared again in a replay
         output, logits = self.inner.forward_logits(batch, self._kv, None, self._layers)
         rows, results = logits.shape[0], self._results
         results.hidden[:rows].copy_(output.hidden)

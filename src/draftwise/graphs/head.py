@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,13 @@ class GraphedHead(HeadModel):
             return None
         self.num_replays += 1
         return loop.run(batch, features, steps, draws)
+
+    def loop_of(
+        self, batch: StepInput, features: Tensor, kv: KVStorage, steps: int
+    ) -> Callable[[], None] | None:
+        """The captured greedy loop for a batch, after it was run once: for those who measure it alone."""
+        loop = next((x for x in self._loops if x.takes(batch, steps, None)), None)
+        return None if loop is None or kv is not self._kv else loop.replay_of(batch, features, steps)
 
     def _drafter(self, kv: KVStorage) -> Drafter:
         def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor]:

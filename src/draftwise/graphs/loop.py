@@ -156,6 +156,12 @@ class ChainLoop:
         drafted = self._tokens[:count, :steps].cpu().numpy()
         return drafted, None if self._q is None else self._q[:count, :steps].clone()
 
+    def replay_of(self, batch: StepInput, features: Tensor | None, steps: int) -> Callable[[], None]:
+        """What `run` replays, after it was run once for these requests."""
+        self.run(batch, features, steps, None)
+        assert self._graph is not None
+        return self._graph.replay
+
     def _take_noise(self, draws: ChainDraws, steps: int) -> None:
         uniforms_np = self._noise_np.view(np.float64)
         for r, key in enumerate(draws.keys):
@@ -172,6 +178,7 @@ class ChainLoop:
     # ----------------------------------------------------------------------------------- what is captured
 
     def _run(self) -> None:
+        self._rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
         hidden, features = self._drafter.advance(self._rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
         if features is not None:
