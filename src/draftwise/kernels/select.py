@@ -74,11 +74,20 @@ def default_rules(device: torch.device) -> BatchRules | None:
     """Kernels that verify, where models run on kernels; None: the rules in torch do."""
     if native_reason(torch.float32, device) is None:
         return _native_rules()
-    if _wanted() != "triton" or why_not_triton(torch.float32, device) is not None:
+    if not on_triton(device):
         return None
     from draftwise.kernels.triton.rules import TritonRules
 
     return TritonRules()
+
+
+def on_triton(device: torch.device) -> bool:
+    """Whether what stands between passes on this device is done by Triton's kernels.
+
+    Raises:
+        ConfigError: ``DRAFTWISE_KERNELS`` names nothing.
+    """
+    return _wanted() == "triton" and why_not_triton(torch.float32, device) is None
 
 
 def native_reason(dtype: torch.dtype, device: torch.device) -> str | None:

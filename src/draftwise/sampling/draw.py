@@ -16,7 +16,7 @@ import torch
 
 from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
-from draftwise.sampling.rows import argmax_rows
+from draftwise.sampling.rows import argmax_rows, top_rows
 from draftwise.sampling.state import SamplingState
 from draftwise.types import DrawKind
 
@@ -235,7 +235,7 @@ def draft_children(
                 )
                 for i in members
             ]
-        top = _scores(part, keys, vocab_map).topk(width, dim=-1)
+        top = top_rows(_scores(part, keys, vocab_map), width)
         for i, ids, scores in zip(members, top.indices.tolist(), top.values.tolist(), strict=True):
             possible = [token for token, score in zip(ids, scores, strict=True) if score > float("-inf")]
             tokens[i] = _target_ids(possible[: counts[i]], vocab_map)
@@ -295,9 +295,10 @@ def draft_candidates(
                 scores = part
             else:
                 scores = scores.index_copy(0, torch.tensor(members, device=scores.device), part)
-    top = scores.topk(min(width, scores.shape[1]), dim=-1)
+    top = top_rows(scores, min(width, scores.shape[1]), totals=True)
+    assert top.log_totals is not None
     # float32 may round a sum of exponentials below its largest term
-    logprobs = (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp_(max=0.0)
+    logprobs = (top.values - top.log_totals[:, None]).clamp_(max=0.0)
     tokens = top.indices if vocab_map is None else vocab_map[top.indices]
     return Candidates(tokens.cpu().numpy(), logprobs.cpu().numpy())
 

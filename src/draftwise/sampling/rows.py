@@ -4,6 +4,8 @@ torch's. Both see the same values, give the lowest index among equals, and treat
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -13,6 +15,26 @@ def argmax_rows(values: torch.Tensor) -> list[int]:
     on_host = values.device.type == "cpu" and values.dtype is not torch.bfloat16
     best: list[int] = (values.numpy().argmax(axis=-1) if on_host else values.argmax(dim=-1)).tolist()
     return best
+
+
+class TopRows(NamedTuple):
+    """The largest of each row, the best first."""
+
+    values: torch.Tensor  # [R, width] float32
+    indices: torch.Tensor  # [R, width] int64
+    log_totals: torch.Tensor | None = None  # [R] float32, logarithms of the sums of exp(value)
+
+
+def top_rows(values: torch.Tensor, width: int, *, totals: bool = False) -> TopRows:
+    """``values`` [R, V] float32 -> its ``width`` largest of each row; ``totals``: whether the sums are wanted."""
+    from draftwise.kernels.select import on_triton
+
+    if on_triton(values.device):
+        from draftwise.kernels.triton.inputs import best_tokens
+
+        return TopRows(*best_tokens(values, width, totals=totals))
+    top = values.topk(width, dim=-1)
+    return TopRows(top.values, top.indices, values.logsumexp(dim=-1) if totals else None)
 
 
 class SortedRows:
