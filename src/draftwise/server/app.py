@@ -39,7 +39,7 @@ logger = logging.getLogger("draftwise.server")
 ENDPOINTS = (
     ("POST /v1/completions", "continue a prompt"),
     ("POST /v1/chat/completions", "answer a conversation"),
-    ("POST /v1/responses", "answer, in the form of the Responses API (text)"),
+    ("POST /v1/responses", "answer, in the form of the Responses API (text, functions)"),
     ("GET /v1/models", "the model's names"),
     ("POST /tokenize", "text or messages to token ids"),
     ("POST /detokenize", "token ids to text"),
@@ -144,7 +144,7 @@ def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
 def _add_generation(app: FastAPI, context: Context) -> None:
     _post(app, "/v1/completions", CompletionBody, context, completions.completions, "Continue a prompt")
     _post(app, "/v1/chat/completions", ChatBody, context, chat.chat, "Answer a conversation")
-    _post(app, "/v1/responses", ResponsesBody, context, responses.responses, "Answer (Responses API, text)")
+    _post(app, "/v1/responses", ResponsesBody, context, responses.responses, "Answer (Responses API)")
 
     def card(name: str) -> dict[str, Any]:
         return {

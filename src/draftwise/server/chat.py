@@ -20,7 +20,7 @@ from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
 from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
 from draftwise.server.tool_formats import ToolParser, parser_class
-from draftwise.server.tools import ToolPlan, call_of, forced_call, plan_tools
+from draftwise.server.tools import ToolPlan, call_of, forced_call, plan_tools, template_calls
 from draftwise.server.trace import Tracer
 
 
@@ -122,7 +122,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             content = "\n".join(texts)
         elif content is not None and not isinstance(content, str):
             raise bad_request("messages: content must be text or a list of parts", "messages")
-        out.append({**message, "content": content if content is not None else ""})
+        plain = {**message, "content": content if content is not None else ""}
+        if "tool_calls" in plain:
+            plain["tool_calls"] = template_calls(plain["tool_calls"])
+        out.append(plain)
     return out
 
 

@@ -52,20 +52,32 @@ def chat_params(
     return _params(body, config, more)
 
 
-def responses_params(body: ResponsesBody) -> SamplingParams:
-    """Raises APIError or RequestError."""
+def responses_params(
+    body: ResponsesBody, forced: Mapping[str, Any] | None, *, special_tokens: bool = False
+) -> SamplingParams:
+    """``forced``: the schema of a forced call; ``special_tokens``: they are needed in the text. Raises APIError or
+    RequestError."""
     given: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "speculation"):
         if getattr(body, name) is not None:
             given[name] = getattr(body, name)
-    form = dict((body.text or {}).get("format") or {})
+    form = (body.text or {}).get("format") or {}
+    if not isinstance(form, Mapping):
+        raise bad_request("text.format: expected an object", "text.format")
     if form:
         # Responses writes the schema beside its type, chat completions below "json_schema".
         if form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
         structured = structured_of(form, "text.format")
+        if structured is not None and forced is not None:
+            raise bad_request("text.format and a forced call contradict each other", "tool_choice")
         if structured is not None:
             given["structured_outputs"] = structured
+    if forced is not None:
+        # Nobody reads the arguments of a call as they stand: no white space that a model might never end.
+        given["structured_outputs"] = {"json": forced, "disable_any_whitespace": True}
+    if special_tokens:
+        given["skip_special_tokens"] = False
     return SamplingParams(output_kind="delta" if body.stream else "final_only", **given)
 
 

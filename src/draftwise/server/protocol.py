@@ -136,7 +136,7 @@ class ChatBody(SamplingBody):
 
 
 class ResponsesBody(Body):
-    """The text part of OpenAI's Responses API. Nothing is stored."""
+    """Text and function calls of OpenAI's Responses API. Nothing is stored."""
 
     input: StrictStr | list[Object]
     instructions: StrictStr | None = None
@@ -144,6 +144,11 @@ class ResponsesBody(Body):
     temperature: Number | None = None
     top_p: Number | None = None
     text: Object | None = None
+    tools: list[Object] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Object | None = None
+    parallel_tool_calls: StrictBool | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: StrictStr | None = Field(None, description="refused: nothing is stored")
     stream: StrictBool | None = None
     seed: StrictInt | None = None
     top_k: StrictInt | None = None
@@ -153,8 +158,8 @@ class ResponsesBody(Body):
     timeout: Number | None = None
     return_metrics: StrictBool | None = None
     REFUSED: ClassVar[tuple[str, ...]] = (
-        "previous_response_id", "conversation", "background", "tools", "tool_choice", "reasoning", "include",
-        "truncation", "prompt", "max_tool_calls", "top_logprobs", "parallel_tool_calls", "stream_options",
+        "conversation", "background", "reasoning", "include", "prompt", "max_tool_calls", "top_logprobs",
+        "stream_options",
     )  # fmt: skip
 
 
@@ -198,7 +203,7 @@ def _is_extra(error: Any) -> bool:
 def _empty_refused(kind: type[Body], data: bytes) -> set[str]:
     """Fields that are refused with a value, and that clients send empty."""
     names = getattr(kind, "REFUSED", ())
-    return {k for k, v in json.loads(data).items() if k in names and (v is None or v == [])}
+    return {k for k, v in json.loads(data).items() if k in names and (v is None or v is False or v == [])}
 
 
 def _refusal(kind: type[Body], error: ValidationError) -> APIError:

@@ -1,69 +1,79 @@
-"""``/v1/responses``: the text part of OpenAI's Responses API. Nothing is stored, so nothing can be referred to."""
+"""``/v1/responses``: text and function calls of OpenAI's Responses API. Nothing is stored, so that a client sends the
+conversation so far with every request."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import RequestOutput
-from draftwise.server.chat import plain_messages
+from draftwise.errors import RequestError
 from draftwise.server.context import Context, metrics_of, new_id
 from draftwise.server.errors import bad_request
 from draftwise.server.generation import Generation
 from draftwise.server.params import responses_params
 from draftwise.server.protocol import ResponsesBody
+from draftwise.server.response_items import OutputItems, input_messages, response_tools
 from draftwise.server.sse import EventStream, event, unless_gone
+from draftwise.server.tool_formats import parser_class
+from draftwise.server.tools import ToolPlan
 
 
 async def responses(context: Context, request: Request, body: ResponsesBody) -> Response:
     """Answer a request. Raises APIError, RequestError."""
     model = context.model_name(body.model)
-    params = responses_params(body)
-    prompt = await context.render_chat(_messages(body))
-    answer = _Answer(body, model)
-    generation = context.start(
-        [prompt],
-        params,
-        request_id=answer.id,
-        priority=body.priority,
-        timeout=body.timeout,
-        operation="chat",
-        headers=request.headers,
-    )
+    if body.previous_response_id is not None:
+        raise bad_request(
+            "previous_response_id: this server stores no answers; send the conversation so far in input",
+            "previous_response_id",
+            "unsupported_parameter",
+        )
+    plan = response_tools(body.tools, body.tool_choice)
+    parser = parser_class(context.config.tool_call_parser)
+    try:
+        params = responses_params(body, plan.schema, special_tokens=plan.parse and parser.special_tokens)
+        prompt = await context.render_chat(input_messages(body.instructions, body.input), tools=plan.shown)
+        items = OutputItems(plan, parser(only_one=body.parallel_tool_calls is False))
+        answer = _Answer(body, model, plan, items)
+        generation = context.start(
+            [prompt],
+            params,
+            request_id=answer.id,
+            priority=body.priority,
+            timeout=body.timeout,
+            operation="chat",
+            headers=request.headers,
+        )
+    except RequestError as error:
+        if plan.schema is not None and "structured" in str(error):
+            raise bad_request(
+                f"tool_choice: a forced call needs structured output: {error}", "tool_choice"
+            ) from None
+        raise
     if body.stream:
         return EventStream(answer.events(generation), generation.close, context.config.send_timeout)
     try:
         outputs = await unless_gone(request, generation.final())
     finally:
         generation.close()
-    return JSONResponse(answer.whole(outputs[0], outputs[0].outputs[0].text))
-
-
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Instructions and input as chat messages. Raises APIError."""
-    messages: list[Mapping[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        messages.append({"role": "user", "content": body.input})
-    else:
-        for item in body.input:
-            if item.get("type", "message") != "message":
-                raise bad_request(f"input: items of type {item.get('type')!r} are not supported", "input")
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append({"role": role, "content": item.get("content")})
-    return plain_messages(messages)
+    completion = outputs[0].outputs[0]
+    items.begin()
+    items.push(completion.text)
+    items.finish(completion.finish_reason == "length")
+    return JSONResponse(answer.whole(outputs[0], len(completion.token_ids)))
 
 
 class _Answer:
-    def __init__(self, body: ResponsesBody, model: str) -> None:
+    def __init__(self, body: ResponsesBody, model: str, plan: ToolPlan, items: OutputItems) -> None:
         self.id = new_id("resp")
-        self._item = new_id("msg")
         self._body = body
+        self._items = items
+        choice = body.tool_choice
         self._base: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -71,53 +81,36 @@ class _Answer:
             "model": model,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "previous_response_id": None,
+            "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "text": body.text or {"format": {"type": "text"}},
-            "tools": [],
-            "tool_choice": "none",
-            "parallel_tool_calls": False,
+            "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()],
+            "tool_choice": "auto" if choice is None else choice,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": {},
             "error": None,
         }
 
-    def _message(self, text: str, status: str) -> dict[str, Any]:
-        content = (
-            [{"type": "output_text", "text": text, "annotations": []}] if status != "in_progress" else []
-        )
-        return {
-            "id": self._item,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
     def _begun(self) -> dict[str, Any]:
-        return {
-            **self._base,
-            "status": "in_progress",
-            "output": [],
-            "usage": None,
-            "incomplete_details": None,
-        }
+        more = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        return {**self._base, **more}
 
-    def whole(self, output: RequestOutput, text: str, num_tokens: int | None = None) -> dict[str, Any]:
-        completion = output.outputs[0]
-        tokens = len(completion.token_ids) if num_tokens is None else num_tokens
-        cut = completion.finish_reason == "length"
-        status = "incomplete" if cut else "completed"
+    def whole(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
+        """The answer, whose items are complete; ``output``: the last one of the generation."""
+        cut = output.outputs[0].finish_reason == "length"
         answer: dict[str, Any] = {
             **self._base,
-            "status": status,
+            "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [self._message(text, status)],
+            "output": self._items.output,
             "usage": {
                 "input_tokens": len(output.prompt_token_ids),
                 "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
-                "output_tokens": tokens,
+                "output_tokens": num_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": len(output.prompt_token_ids) + tokens,
+                "total_tokens": len(output.prompt_token_ids) + num_tokens,
             },
         }
         if self._body.return_metrics:
@@ -127,30 +120,27 @@ class _Answer:
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         number = 0
 
-        def say(name: str, **more: Any) -> bytes:
+        def say(name: str, fields: dict[str, Any]) -> bytes:
             nonlocal number
             number += 1
-            return event({"type": name, "sequence_number": number - 1, **more}, name)
+            return event({"type": name, "sequence_number": number - 1, **fields}, name)
 
-        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        yield say("response.created", response=self._begun())
-        yield say("response.in_progress", response=self._begun())
-        yield say("response.output_item.added", output_index=0, item=self._message("", "in_progress"))
-        empty = {"type": "output_text", "text": "", "annotations": []}
-        yield say("response.content_part.added", **place, part=empty)
-        pieces: list[str] = []
+        yield say("response.created", {"response": self._begun()})
+        yield say("response.in_progress", {"response": self._begun()})
+        for one in self._items.begin():
+            yield say(*one)
         tokens = 0
         last: RequestOutput | None = None
-        async for _, last in generation.outputs():
-            piece = last.outputs[0].text
-            tokens += len(last.outputs[0].token_ids)
-            if piece:
-                pieces.append(piece)
-                yield say("response.output_text.delta", **place, delta=piece, logprobs=[])
+        async for _, output in generation.pieces():
+            if isinstance(output, TextPiece):
+                text, new = output
+            else:
+                last, text, new = output, output.outputs[0].text, len(output.outputs[0].token_ids)
+            tokens += new
+            for one in self._items.push(text):
+                yield say(*one)
         assert last is not None
-        text = "".join(pieces)
-        whole = self.whole(last, text, tokens)
-        yield say("response.output_text.done", **place, text=text, logprobs=[])
-        yield say("response.content_part.done", **place, part={**empty, "text": text})
-        yield say("response.output_item.done", output_index=0, item=whole["output"][0])
-        yield say(f"response.{whole['status']}", response=whole)
+        for one in self._items.finish(last.outputs[0].finish_reason == "length"):
+            yield say(*one)
+        whole = self.whole(last, tokens)
+        yield say(f"response.{whole['status']}", {"response": whole})

@@ -86,3 +86,40 @@ def forced_call(plan: ToolPlan, text: str) -> dict[str, Any]:
         return call_of(value["name"], value["arguments"])
     except (ValueError, KeyError, TypeError):
         return call_of("", text)
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of an earlier call, for a chat template. Clients send them as JSON text; most templates write an object
+    with ``| tojson``, others put the text itself together with ``+`` or ``~``, and either gets what it expects."""
+
+    def __init__(self, value: Mapping[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def template_calls(calls: Any) -> Any:
+    """``tool_calls`` of a message with their arguments as `Arguments`; what is not of that form stays as it is."""
+    if not isinstance(calls, list):
+        return calls
+    out = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        text = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(call, Mapping) and isinstance(function, Mapping) and isinstance(text, str):
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                call = {**call, "function": {**function, "arguments": Arguments(value, text)}}
+        out.append(call)
+    return out

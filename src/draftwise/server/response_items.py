@@ -1,0 +1,234 @@
+"""The items of the Responses API: those of a request as chat messages, those of an answer as its text comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftwise.server.chat import plain_messages
+from draftwise.server.context import new_id
+from draftwise.server.errors import bad_request
+from draftwise.server.tool_formats import ToolParser
+from draftwise.server.tools import ToolPlan, call_of, forced_call, plan_tools
+
+Event = tuple[str, dict[str, Any]]
+"""Type and fields."""
+
+
+def input_messages(
+    instructions: str | None, given: str | Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Instructions and input as chat messages. Raises APIError.
+
+    Calls belong to the assistant's message before them, as in chat completions. Example: the items message (assistant,
+    "Let me see"), function_call, function_call, function_call_output are one message with two ``tool_calls`` and one of
+    role "tool".
+    """
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of functions, by call id
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            messages.append({"role": role, "content": item.get("content")})
+        elif kind == "function_call":
+            call_id, name, arguments = (_text(item, field) for field in ("call_id", "name", "arguments"))
+            names[call_id] = name
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": name, "arguments": arguments}
+            messages[-1].setdefault("tool_calls", []).append(
+                {"id": call_id, "type": "function", "function": function}
+            )
+        elif kind == "function_call_output":
+            call_id = _text(item, "call_id")
+            if call_id not in names:
+                raise bad_request(f"input: no function_call has the call_id {call_id[:80]!r}", "input")
+            message = {"role": "tool", "tool_call_id": call_id, "name": names[call_id]}
+            messages.append({**message, "content": item.get("output")})
+        elif kind == "item_reference":
+            raise bad_request(
+                "input: nothing is stored here that could be referred to: send the item", "input"
+            )
+        else:
+            raise bad_request(f"input: items of type {str(kind)[:80]!r} are not supported", "input")
+    return plain_messages(messages)
+
+
+def _text(item: Mapping[str, Any], field: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise bad_request(f"input: a {item.get('type')} needs {field} (text)", "input")
+    return value
+
+
+def response_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolPlan:
+    """What `plan_tools` makes of them: a function's name stands beside its type here, and a choice may name several.
+
+    Raises APIError (400).
+    """
+    functions = []
+    for tool in tools or ():
+        if tool.get("type") != "function":
+            raise bad_request(
+                f"tools: type is {str(tool.get('type'))[:80]!r}; only function is supported", "tools"
+            )
+        function = {k: tool[k] for k in ("name", "description", "parameters") if tool.get(k) is not None}
+        functions.append({"type": "function", "function": function})
+    if isinstance(choice, Mapping):
+        kind = choice.get("type")
+        if kind == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        elif kind == "allowed_tools" and choice.get("mode") in ("auto", "required"):
+            allowed = choice.get("tools")
+            wanted = (
+                [t.get("name") for t in allowed if isinstance(t, Mapping)]
+                if isinstance(allowed, list)
+                else []
+            )
+            there = {f["function"].get("name") for f in functions}
+            missing = next((n for n in wanted if n not in there), None)
+            if not wanted or missing is not None:
+                raise bad_request(f"tool_choice: no tool is called {str(missing)[:80]!r}", "tool_choice")
+            functions = [f for f in functions if f["function"].get("name") in wanted]
+            choice = choice["mode"]
+        else:
+            raise bad_request(
+                'tool_choice: expected {"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
+                "tool_choice",
+            )
+    return plan_tools(functions, choice)
+
+
+class OutputItems:
+    """Items of one answer. ``push`` and ``finish`` return the events that tell of what is new; ``output`` holds the
+    items that are complete.
+
+    Without tools there is one message, open from the start; with them a message begins with its first character, and
+    ends where a call begins.
+    """
+
+    def __init__(self, plan: ToolPlan, parser: ToolParser) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._plan = plan
+        self._parser = parser
+        self._open: dict[str, Any] | None = None  # the item that grows: a message, or a forced call
+        self._pieces: list[str] = []
+
+    def begin(self) -> list[Event]:
+        return [] if self._plan.parse or self._plan.schema is not None else self._open_message()
+
+    def push(self, text: str) -> list[Event]:
+        if self._plan.schema is not None:
+            return self._push_forced(text)
+        if not self._plan.parse:
+            return self._push_text(text)
+        shown, calls = self._parser.push(text)
+        return self._push_text(shown) + self._push_calls(calls)
+
+    def finish(self, cut: bool) -> list[Event]:
+        """The text ended; ``cut``: before it was complete."""
+        status = "incomplete" if cut else "completed"
+        events: list[Event] = []
+        if self._plan.schema is not None:
+            if self._open is not None:
+                return self._close_call(status)
+            name = forced_call(self._plan, "".join(self._pieces))["function"]
+            return self._whole_call(name["name"], name["arguments"], status)
+        if self._plan.parse:
+            shown, calls = self._parser.finish()
+            events += self._push_text(shown) + self._push_calls(calls)
+        if self._open is None and not self.output:
+            events += self._open_message()
+        return events + (self._close_message(status) if self._open is not None else [])
+
+    # ------------------------------------------------------------------------------------------- messages
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.output)}
+
+    def _added(self, item: dict[str, Any]) -> Event:
+        self._open, self._pieces = item, []
+        return "response.output_item.added", {"output_index": len(self.output), "item": dict(item)}
+
+    def _done(self, status: str, **more: Any) -> Event:
+        assert self._open is not None
+        item = {**self._open, **more, "status": status}
+        self._open = None
+        self.output.append(item)
+        return "response.output_item.done", {"output_index": len(self.output) - 1, "item": item}
+
+    def _open_message(self) -> list[Event]:
+        item = {
+            "id": new_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        return [
+            self._added(item),
+            ("response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}),
+        ]
+
+    def _push_text(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        events = self._open_message() if self._open is None else []
+        self._pieces.append(text)
+        place = {**self._place(), "content_index": 0}
+        return [*events, ("response.output_text.delta", {**place, "delta": text, "logprobs": []})]
+
+    def _close_message(self, status: str) -> list[Event]:
+        text, place = "".join(self._pieces), {**self._place(), "content_index": 0}
+        return [
+            ("response.output_text.done", {**place, "text": text, "logprobs": []}),
+            ("response.content_part.done", {**place, "part": _part(text)}),
+            self._done(status, content=[_part(text)]),
+        ]
+
+    # ---------------------------------------------------------------------------------------------- calls
+
+    def _push_calls(self, calls: Sequence[tuple[str, Any]]) -> list[Event]:
+        events: list[Event] = []
+        for name, arguments in calls:
+            if self._open is not None:
+                events += self._close_message("completed")
+            events += self._whole_call(name, call_of(name, arguments)["function"]["arguments"], "completed")
+        return events
+
+    def _open_call(self, name: str) -> Event:
+        call = {"id": new_id("fc"), "type": "function_call", "call_id": call_of(name, "")["id"], "name": name}
+        return self._added({**call, "arguments": "", "status": "in_progress"})
+
+    def _whole_call(self, name: str, arguments: str, status: str) -> list[Event]:
+        return [self._open_call(name), *self._push_arguments(arguments), *self._close_call(status)]
+
+    def _push_arguments(self, piece: str) -> list[Event]:
+        self._pieces.append(piece)
+        return (
+            [("response.function_call_arguments.delta", {**self._place(), "delta": piece})] if piece else []
+        )
+
+    def _push_forced(self, text: str) -> list[Event]:
+        """With one function the text is its arguments, from the first character; else its name must be known first."""
+        if self._plan.forced is None:
+            self._pieces.append(text)
+            return []
+        events = [self._open_call(self._plan.forced)] if self._open is None else []
+        return events + self._push_arguments(text)
+
+    def _close_call(self, status: str) -> list[Event]:
+        assert self._open is not None
+        arguments, name = "".join(self._pieces), self._open["name"]
+        done = {**self._place(), "name": name, "arguments": arguments}
+        return [("response.function_call_arguments.done", done), self._done(status, arguments=arguments)]
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
