@@ -71,7 +71,7 @@ def response_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> To
 
     Raises APIError (400).
     """
-    functions = []
+    functions: list[dict[str, Any]] = []
     for tool in tools or ():
         if tool.get("type") != "function":
             raise bad_request(
