@@ -139,7 +139,7 @@ def between_passes() -> None:
     for noisy, count in ((True, 1), (False, 10)):
         build(
             inputs.part_of_best,
-            "*fp32 *fp32 *i64 *i64 *fp32 *i32 *fp32 i32 i64 i32",
+            "*fp32 *fp32 *i64 *i64 *fp32 *i32 *fp32 i32 i64 i32 i32",
             NOISY=noisy,
             MAPPED=noisy,
             SUMS=not noisy,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from draftwise.graphs.backend import CudaGraphs, Rerun
+from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.loop import ChainLoop, Drafter, LoopKind, LoopMemory
+from draftwise.kernels.select import KERNELS_VARIABLE
 from draftwise.kernels.triton import inputs
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, committed_rows, next_rows
 from draftwise.kernels.triton.rows import Walk
+from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.sampling.noise import SHARED, NoiseKey, gumbel, row_key
+from draftwise.types import ChainDraws, ChainKey, StepInput
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 SPARE = 999
@@ -103,3 +110,58 @@ def test_draws_with_shared_noise_over_a_reduced_vocabulary(monkeypatch: pytest.M
     )
     assert found.tokens.tolist() == ids[scores.topk(2, dim=-1).indices].tolist()
     assert found.log_totals is None
+
+
+@pytest.mark.parametrize("kind", ["argmax", "shared"])
+@pytest.mark.parametrize("mapped", [False, True])
+@torch.inference_mode()
+def test_a_loop_makes_the_same_rows_and_tokens_as_with_torch(
+    kind: LoopKind, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests, filled up to three, whose drafts reach the model's length."""
+    draws = torch.Generator().manual_seed(4)
+    embedding = torch.randn((40, 8), generator=draws).to(DEVICE)
+    weight = torch.randn((8, 20 if mapped else 40), generator=draws).to(DEVICE)
+    ids = torch.arange(0, 40, 2, device=DEVICE) if mapped else None
+    shape, steps = Shape(3, 2, 24), 3
+    backend = Rerun(DEVICE) if interpreted() else CudaGraphs(DEVICE)
+    batch = build_step_input(
+        [
+            RowInput([5, 6], 6, np.arange(0, 5, dtype=np.int32)),
+            RowInput([7], 2, np.arange(5, 10, dtype=np.int32)),
+        ],
+        4,
+        torch.device("cpu"),
+    )
+    asked = None
+    if kind == "shared":
+        asked = ChainDraws("shared", (ChainKey(2**63 + 1, 0, 9, 0, 1.4), ChainKey(3, 1, 4, 0, 0.6)))
+    results = []
+    for name in ("torch", "triton"):
+        monkeypatch.setenv(KERNELS_VARIABLE, name)
+        seen: list[StepInput] = []
+
+        def advance(
+            rows: StepInput, features: torch.Tensor | None, seen: list[StepInput] = seen
+        ) -> tuple[torch.Tensor, None]:
+            seen.append(rows)
+            return embedding[rows.token_ids] + 0.1 * rows.positions[:, None], None
+
+        drafter = Drafter(
+            advance, lambda hidden: hidden @ weight, weight.shape[1], 9, position_offset=-1, target_ids=ids
+        )
+        rows = PassBuffers(shape, Tables(3, 24, 4, backend), 4, SPARE, backend)
+        memory = LoopMemory([shape], steps, drafter, DEVICE)
+        loop = ChainLoop(shape, steps, kind, drafter, rows, memory, SPARE, backend)
+        loop.capture(backend)
+        tokens, _ = loop.run(batch, None, steps, asked)
+        made = [(r.positions.tolist(), r.slots.tolist(), r.attention.static) for r in seen[-steps + 1 :]]
+        results.append(
+            (
+                tokens.tolist(),
+                [(p, s, static.context.tolist()) for p, s, static in made if static is not None],
+            )
+        )
+    assert results[0] == results[1]
+    assert len(results[0][1]) == steps - 1
+    assert SPARE in results[0][1][0][1] and results[0][1][0][1].count(SPARE) < 3

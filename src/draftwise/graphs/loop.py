@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.kernels.select import on_triton
 from draftwise.sampling.noise import (
     DRAFT,
     SHARED,
@@ -115,6 +116,7 @@ class ChainLoop:
         self._tokens = memory.tokens[:requests]
         self._q = memory.q[:requests] if kind == "draft" else None  # [R, steps, Vd]
         self._counters = memory.counters
+        self._fused = on_triton(device)
         self._graph: Graph | None = None
 
     def capture(self, backend: GraphBackend) -> None:
@@ -191,6 +193,15 @@ class ChainLoop:
 
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
+        ids = self._drafter.target_ids
+        if self._fused and self._q is None:
+            from draftwise.kernels.triton.inputs import best_tokens
+
+            noisy = self.kind == "shared"
+            scales = self._scale.float() if noisy else None
+            return best_tokens(
+                logits, scales=scales, keys=self._noise[:, step] if noisy else None, ids=ids
+            ).tokens[:, 0]
         if self.kind != "argmax":
             logits = logits * self._scale[:, None].float()
         if self.kind == "shared":
@@ -206,7 +217,6 @@ class ChainLoop:
             targets = uniforms.clamp(max=_BELOW_ONE) * sums[:, -1:]
             drawn = torch.searchsorted(sums, targets, right=True).squeeze(1)
             drawn = drawn.clamp(max=q.shape[1] - 1)
-        ids = self._drafter.target_ids
         return drawn if ids is None else ids.index_select(0, drawn)
 
     def _next(self, tokens: Tensor, step: int) -> StepInput:
@@ -214,17 +224,27 @@ class ChainLoop:
         drafter, first = self._drafter, self._rows.batch.attention
         static = first.static
         assert static is not None
-        keys = self._start + step
-        positions = (keys + drafter.position_offset).clamp(0, drafter.max_position)
         size = first.block_size
-        pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
-        slots = static.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
-        stored = (step + 1 < self._length) & (keys + drafter.position_offset <= drafter.max_position)
+        if self._fused:
+            from draftwise.kernels.triton.inputs import DraftSlots, next_rows
+
+            where = DraftSlots(
+                static.tables, size, self._spare_slot, drafter.max_position, drafter.position_offset
+            )
+            positions, slots, context = next_rows(self._start, self._length, step, where)
+        else:
+            keys = self._start + step
+            positions = (keys + drafter.position_offset).clamp(0, drafter.max_position)
+            pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
+            slots = static.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
+            stored = (step + 1 < self._length) & (keys + drafter.position_offset <= drafter.max_position)
+            slots = torch.where(stored, slots, self._spare_slot)
+            context = keys.to(torch.int32)
         requests = self.shape.requests
         return StepInput(
             token_ids=tokens,
             positions=positions,
-            slots=torch.where(stored, slots, self._spare_slot),
+            slots=slots,
             attention=AttentionBatch(
                 query_start_np=np.arange(requests + 1, dtype=np.int32),
                 context_len_np=np.zeros(requests, np.int32),
@@ -235,7 +255,7 @@ class ChainLoop:
                 static=StaticRows(
                     rows=1,
                     max_keys=static.max_keys + self.steps,
-                    context=keys.to(torch.int32),
+                    context=context,
                     first_key=static.first_key,
                     is_tree=self._zeros,
                     tables=static.tables,

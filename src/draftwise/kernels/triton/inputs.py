@@ -153,7 +153,8 @@ def best_tokens(
         logits: [R, V] float32; scores are ``scale * logit``, plus noise.
         count: K, 1 to V.
         scales: [R] float32; None: 1.
-        keys: [R] int64, `sampling.noise.row_key` as signed words: the Gumbel noise of each token is added.
+        keys: [R] int64 (may be strided), `sampling.noise.row_key` as signed words: the Gumbel noise of each token is
+            added.
         ids: [V] int64, the target's id of each token, by which noise is keyed and tokens are told; ascending. None: the
             same.
         totals: whether the sums are wanted.
@@ -184,6 +185,7 @@ def best_tokens(
             sums,
             vocab,
             logits.stride(0),
+            0 if keys is None else keys.stride(0),
             parts,
             NOISY=keys is not None,
             MAPPED=ids is not None,

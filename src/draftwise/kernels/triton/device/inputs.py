@@ -93,6 +93,7 @@ def part_of_best(
     sums,
     vocab,
     stride,
+    key_stride,
     num_parts,
     NOISY: tl.constexpr,
     MAPPED: tl.constexpr,
@@ -107,13 +108,12 @@ def part_of_best(
     part = tl.program_id(1)
     v = part * PART + tl.arange(0, PART)
     inside = v < vocab
-    score = tl.load(logits + row * stride + v, mask=inside, other=float("-inf"))
-    score = score * tl.load(scales + row)
+    score = tl.load(logits + row * stride + v, mask=inside, other=0.0) * tl.load(scales + row)
     if NOISY:
         token = v.to(tl.int64)
         if MAPPED:
             token = tl.load(ids + v, mask=inside, other=0)
-        score += gumbel(tl.load(keys + row), token)
+        score += gumbel(tl.load(keys + row * key_stride), token)
     score = tl.where(inside & (score == score), score, float("-inf"))
     at = (row * num_parts + part) * K_PAD
     if SUMS:
