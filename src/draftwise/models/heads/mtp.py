@@ -16,9 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
@@ -30,7 +27,7 @@ from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.heads.mtp_names import MtpForm
 from draftwise.models.weights import WeightPlan
-from draftwise.types import AttentionBatch, StepInput, TargetOutput
+from draftwise.types import StepInput, TargetOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +125,13 @@ class MtpHead(HeadModel):
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         return pick_rows(output.hidden, rows)
 
-    def recordable(self, batch: StepInput) -> bool:
-        return not (self.form.zero_first and len(first_rows(batch.attention)))
-
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         ops, form, mtp = self._ops, self.form, self._layers[depth]
         rope = ops.rope_rows(self._rope, batch.positions)
         layers = LayerPass(ops, self._heads, self.config.head_dim**-0.5, rope, batch.slots, batch.attention)
         embedded = ops.embedding(batch.token_ids, self._embedding)
-        if form.zero_first:
-            first = first_rows(batch.attention)
-            if len(first):
-                embedded[torch.from_numpy(first)] = 0.0
+        if form.zero_first:  # of the row of token 1, which stands at position 0
+            embedded = ops.clear_first(embedded, batch.positions)
         token = ops.rms_norm(embedded, mtp.token_norm)
         feature = ops.rms_norm(features, mtp.feature_norm)
         joined = ops.concat(token, feature) if form.token_first else ops.concat(feature, token)
@@ -155,13 +147,3 @@ class MtpHead(HeadModel):
 
     def weight_bytes(self) -> int:
         return self._weight_bytes
-
-
-def first_rows(batch: AttentionBatch) -> npt.NDArray[np.int64]:
-    """Rows of a head's pass that stand at position 0, the row of token 1: int64 [n]. They are the first rows of
-    requests that have nothing but slot 0 behind them."""
-    requests = np.flatnonzero(batch.context_len_np == 1)
-    return _NONE if not len(requests) else batch.query_start_np[requests].astype(np.int64)
-
-
-_NONE = np.empty(0, np.int64)
