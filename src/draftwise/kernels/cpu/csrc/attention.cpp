@@ -63,6 +63,8 @@ AttentionItem item_of(const AttentionRun& run, int index) {
   item.begin = 0;
   item.end = num_partitions(run, tile);
   item.scratch = scratch(attention_scratch_floats(run.call, run.tile_rows));
+  const int next = index / run.call->num_kv_heads + 1;
+  item.next_request = next < run.num_tiles && run.tiles[next].request != tile.request ? run.tiles[next].request : -1;
   if (run.partials != nullptr) item.partials = run.partials + index * run.partial_stride;
   return item;
 }
@@ -90,7 +92,7 @@ void merge_pieces(const AttentionRun& run, int task) {
 
 int64_t attention_scratch_floats(const AttentionCall* call, int tile_rows) {
   int64_t dim = padded(call->head_dim), m = (int64_t)tile_rows * (call->num_heads / call->num_kv_heads);
-  return 3 * m * dim + 64 * dim + m * PARTITION + m * MAX_TREE_ROWS + 2 * padded(m) + PARTITION + MAX_TREE_ROWS;
+  return 3 * m * dim + 64 * dim + m * PARTITION + m * MAX_TREE_ROWS + 2 * padded(m) + 2 * PARTITION + MAX_TREE_ROWS;
 }
 
 int64_t attention_partial_floats(const AttentionCall* call, int tile_rows) {
@@ -102,7 +104,7 @@ AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchV
   int group = call->num_heads / call->num_kv_heads;
   int tile_rows = TILE_VECTORS / group;
   if (tile_rows < 1) tile_rows = 1;
-  AttentionRun run{call, batch, &kernels(dtype, call->kv_dtype), nullptr, tile_rows, 1, 0, nullptr, {0, 0}, false};
+  AttentionRun run{call, batch, &kernels(dtype, call->kv_dtype), nullptr, 0, tile_rows, 1, 0, nullptr, {0, 0}, false};
 
   static thread_local Buffer tile_buffer, partial_buffer;
   int64_t num_tiles = 0, work = 0;
@@ -124,6 +126,7 @@ AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchV
       tiles[t++] = Tile{r, first, rows - first < tile_rows ? rows - first : tile_rows};
   }
   run.tiles = tiles;
+  run.num_tiles = (int)num_tiles;
   int items = (int)num_tiles * call->num_kv_heads;
   if (work < serial) threads = 1;
   // Cut along the keys only where requests and heads do not keep every thread busy.

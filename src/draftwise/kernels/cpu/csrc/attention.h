@@ -68,6 +68,7 @@ struct AttentionItem {
   int32_t begin, end;
   float* scratch;  // scratch_floats
   float* partials;
+  int32_t next_request;  // whose keys this thread is likely to read next; -1: nobody else's
 };
 
 struct AttentionKernels {
@@ -95,6 +96,7 @@ struct AttentionRun {
   const BatchView* batch;
   const AttentionKernels* kernels;
   const Tile* tiles;
+  int num_tiles;
   int tile_rows;
   int splits;              // pieces that the partitions of a tile are cut into
   int64_t partial_stride;  // floats of one (tile, head)

@@ -76,6 +76,7 @@ void run_item(const AttentionItem* item) {
 
   for (int part = item->begin; part < item->end; part++) {
     const int base = part * PARTITION;
+    w.look_ahead(part);
     int plain = w.plain_end() - base;  // keys of the partition that all share
     if (plain > PARTITION) plain = PARTITION;
     int skip = lowest > base ? (lowest - base) / LANES * LANES : 0;

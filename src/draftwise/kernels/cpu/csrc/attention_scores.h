@@ -130,6 +130,7 @@ void score_keys(Work<T, S>& w, const int32_t* slots, int count, float* scores, i
       if (ahead < count)
         prefetch_rows(w.keys, row_bytes, slots + ahead, count - ahead < LANES ? count - ahead : LANES, bytes);
       prefetch_rows(w.values, row_bytes, slots + at, left < LANES ? left : LANES, bytes);
+      w.fetch_ahead(LANES);
       pack_tile<P>(w.keys, w.stride, slots + at, left < LANES ? left : LANES, w.dim, w.kt + t * kt_stride);
     }
     float* to = scores + start;

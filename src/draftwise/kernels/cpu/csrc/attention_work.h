@@ -46,6 +46,8 @@ struct Work {
   float *q, *kt, *scores, *own, *acc, *out, *top, *sum;
   int32_t* slots;      // [PARTITION] of committed (and causal own) keys of the partition at hand
   int32_t* own_slots;  // [MAX_TREE_ROWS]
+  int32_t* ahead;      // [PARTITION] slots that are read after this item
+  int num_ahead = 0, done_ahead = 0;
 
   explicit Work(const AttentionItem& it) : item(it), call(*it.call), batch(*it.batch) {
     dim = call.head_dim;
@@ -80,11 +82,36 @@ struct Work {
     sum = take(M);
     slots = (int32_t*)take(PARTITION);
     own_slots = (int32_t*)take(MAX_TREE_ROWS);
+    ahead = (int32_t*)take(PARTITION);
+  }
+
+  // What is read after a partition: the next one, or the first one of the next request.
+  void look_ahead(int part) {
+    const bool same = part + 1 < item.end;
+    num_ahead = done_ahead = 0;
+    if (!same && item.next_request < 0) return;
+    const int request = same ? item.tile.request : item.next_request, first = same ? (part + 1) * PARTITION : 0;
+    num_ahead = batch.context_len[request] - first;
+    if (num_ahead > PARTITION) num_ahead = PARTITION;
+    find_slots(first, num_ahead, ahead, request);
+  }
+  // Fetches up to `count` of these keys and values into the second level of the cache.
+  DW_INLINE void fetch_ahead(int count) {
+    const int64_t bytes = dim * (int64_t)sizeof(S);
+    for (; count > 0 && done_ahead < num_ahead; count--, done_ahead++) {
+      const char* key = (const char*)(keys + ahead[done_ahead] * stride);
+      const char* value = (const char*)(values + ahead[done_ahead] * stride);
+      for (int64_t b = 0; b < bytes; b += 64) {
+        __builtin_prefetch(key + b, 0, 2);
+        __builtin_prefetch(value + b, 0, 2);
+      }
+    }
   }
 
   // Slots of keys [first, first + count).
-  void find_slots(int first, int count, int32_t* out) const {
-    const int32_t* table = batch.block_tables + item.tile.request * batch.table_stride;
+  void find_slots(int first, int count, int32_t* out) const { find_slots(first, count, out, item.tile.request); }
+  void find_slots(int first, int count, int32_t* out, int request) const {
+    const int32_t* table = batch.block_tables + request * batch.table_stride;
     const int size = batch.block_size;
     int block = first / size, offset = first % size;
     for (int done = 0; done < count; block++, offset = 0) {
