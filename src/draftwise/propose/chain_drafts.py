@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from draftwise.structured.cursor import mask_drafts
 from draftwise.types import EMPTY_PROPOSAL, ChainDraws, ChainKey, Proposal, chain
 
 ChainKind = Literal["argmax", "coupled", "sampled"]
+D = TypeVar("D", bound="ChainDraft")
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class ChainDraft:
     length: int  # tokens to draft, forced ones included; not positive: none
     tokens: list[int]  # forced ones first
     q: list[torch.Tensor] = field(default_factory=list)  # [V] per drawn token; counts if the row is sampled
+    all_q: torch.Tensor | None = None  # [length, V]: the same of all tokens, if they were drawn in one go
     tree: Proposal | None = None  # what was drafted, if it is a tree
 
     def proposal(self, name: str, method: DraftSampleMethod) -> Proposal:
@@ -33,6 +35,8 @@ class ChainDraft:
             return self.tree
         if not self.tokens:
             return EMPTY_PROPOSAL
+        if self.all_q is not None:
+            return chain(self.tokens, name, self.all_q)
         if not self.q or not draws_from_q(self.row.sampling, self.row.speculation.rule, method):
             return chain(self.tokens, name)
         num_forced = len(self.tokens) - len(self.q)
@@ -44,9 +48,11 @@ class ChainDraft:
 
     def take(self, tokens: Sequence[int], q: torch.Tensor | None) -> None:
         """Tokens drawn in one go; ``q`` [len(tokens), V] if they were sampled."""
-        self.tokens.extend(tokens)
-        if q is not None:
+        if q is not None and not self.tokens:
+            self.all_q = q
+        elif q is not None:
             self.q.extend(q)
+        self.tokens.extend(tokens)
 
 
 def longest_chain(row: DraftRow, max_len: int, block_size: int) -> int:
@@ -69,6 +75,18 @@ def chain_kind(row: DraftRow, method: DraftSampleMethod) -> ChainKind:
         return "sampled"
     noisy = rule == "coupled" and not row.sampling.is_greedy and method == "probabilistic"
     return "coupled" if noisy else "argmax"
+
+
+def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[list[D]]:
+    """The rows in groups that a model may do the whole loop for (see `uniform_kind`): near their ends requests want
+    fewer tokens than the others, and some draw in another way."""
+    groups: dict[tuple[ChainKind, int, bool], list[D]] = {}
+    for draft in drafts:
+        row = draft.row
+        plain = not row.sampling.needs_processing and row.grammar is None
+        key = (chain_kind(row, method), draft.length - len(draft.tokens), plain)
+        groups.setdefault(key, []).append(draft)
+    return list(groups.values())
 
 
 def uniform_kind(drafts: Sequence[ChainDraft], method: DraftSampleMethod) -> ChainKind | None:

@@ -16,7 +16,14 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import DraftRow, Proposer
-from draftwise.propose.chain_drafts import ChainDraft, chain_draws, draw_next, longest_chain, uniform_kind
+from draftwise.propose.chain_drafts import (
+    ChainDraft,
+    alike,
+    chain_draws,
+    draw_next,
+    longest_chain,
+    uniform_kind,
+)
 from draftwise.propose.registry import ProposerContext
 from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.tree_growth import TreeLevel, TreeTask
@@ -122,8 +129,7 @@ class DraftModelProposer(Proposer, TreeModel):
             together = self._scratch.num_requests
             for i in range(0, len(trees), together):
                 self._draft_trees(trees[i : i + together])
-        if active and self._draft_at_once(active):
-            active = []
+        active = [d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group]
         if active:
             logits = self._catch_up(active)
         while active:

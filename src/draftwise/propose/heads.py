@@ -10,7 +10,7 @@ import numpy as np
 
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import Committed, DraftRow, Proposer
-from draftwise.propose.chain_drafts import chain_draws, draw_next, longest_chain, uniform_kind
+from draftwise.propose.chain_drafts import alike, chain_draws, draw_next, longest_chain, uniform_kind
 from draftwise.propose.head_passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.head_state import MANY_FEATURES, Features, HeadState
 from draftwise.propose.head_trees import HeadTrees
@@ -162,8 +162,9 @@ class HeadProposer(Proposer):
             together = self._scratch.num_requests
             for i in range(0, len(trees), together):
                 self._draft_trees(trees[i : i + together])
-        if active and not self._draft_at_once(active):
-            self._draft_chains(active)
+        left = [d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group]
+        if left:
+            self._draft_chains(left)
         self.forward_time += self._passes.take_time()
         return [
             EMPTY_PROPOSAL if draft is None else draft.proposal(self.name, self._sample_method)
