@@ -22,7 +22,7 @@ TIGHT: dict[str, Any] = {"max_num_seqs": 8, "num_kv_blocks": 52, "max_num_batche
 RULES = {
     "greedy": [SamplingParams(temperature=0.0, max_tokens=5 + i, ignore_eos=True) for i in range(10)],
     "coupled": [
-        SamplingParams(temperature=0.9, max_tokens=12, stop_token_ids=[i % VOCAB], min_tokens=3, seed=i)
+        SamplingParams(temperature=0.9, max_tokens=12, stop_token_ids=(i % VOCAB,), min_tokens=3, seed=i)
         for i in range(10)
     ],
 }

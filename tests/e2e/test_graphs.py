@@ -65,7 +65,7 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    def ops(dtype: torch.dtype, device: torch.device, scheme: object = None) -> TorchOps:
+    def ops(dtype: torch.dtype, device: torch.device, *args: object, **options: object) -> TorchOps:
         return TorchOps(dtype, device, TorchStaticAttention())
 
     with pytest.MonkeyPatch.context() as patch:
@@ -117,6 +117,27 @@ def test_trees(engines: Engines, method: str, shape: str) -> None:
     params = RULES["greedy"].replace(speculation={"method": method, **SHAPES[shape]})
     wanted = token_ids(engines.made[True].generate(engines.prompts, params))
     assert token_ids(engines.made[False].generate(engines.prompts, params)) == wanted
+
+
+@pytest.mark.parametrize("shape", ["static", "dynamic"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_captured_trees_are_those_drafted_level_by_level(engines: Engines, method: str, shape: str) -> None:
+    entry = next(s for s in engines.families["methods"] if s["method"] == method)
+    specs = [{k: v for k, v in entry.items() if k != "num_speculative_tokens"} | SHAPES[shape]]
+    drafted = []
+    for eager in (True, False):
+        llm = engines.make(enforce_eager=eager, speculative_config=specs, keep_trace=True)
+        outputs = llm.generate(engines.prompts, RULES["greedy"])
+        drafted.append(
+            [
+                [(s.draft_tokens, s.draft_parents, s.token_ids) for s in o.outputs[0].trace or ()]
+                for o in outputs
+            ]
+        )
+        if not eager:
+            assert replays(llm)[method] > 0
+        llm.close()
+    assert drafted[0] == drafted[1] and any(len(tokens) > 3 for trace in drafted[0] for tokens, _, _ in trace)
 
 
 def test_what_is_captured(engines: Engines) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from tests.fakes.tiny import VOCAB, save_llama
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
-from draftwise.graphs.decoder import Captures, GraphedDecoder
+from draftwise.graphs.capture import Captures
+from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.sizes import key_limits, pass_shapes, request_counts
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage
@@ -224,7 +225,7 @@ def test_sizes_by_hand() -> None:
     assert request_counts(40) == (1, 2, 4, 8, 16, 24, 32, 40)
     assert request_counts(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert key_limits(4096) == (4160,) and key_limits(131072) == (8192, 131136)
-    options = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 100}
+    options: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 100}
     shapes = pass_shapes(widths=[1, 5], sizes=[5, 10], **options)
     assert [(s.requests, s.rows) for s in shapes] == [(1, 5), (2, 5), (5, 1), (10, 1)]
     assert all(s.requests * s.rows <= 2048 for s in pass_shapes(widths=[1, 64], **options))

@@ -13,45 +13,15 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Shape, Tables, at_rows
-from draftwise.graphs.loop import KINDS, ChainLoop, Drafter, capture_loops
+from draftwise.graphs.buffers import PassBuffers, Tables, at_rows
+from draftwise.graphs.capture import Captures, Loops, capture_loops
+from draftwise.graphs.loop import ChainLoop, Drafter
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig
-from draftwise.types import ChainDraws, StepInput, TargetOutput
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 logger = logging.getLogger("draftwise")
-
-
-@dataclass(frozen=True, slots=True)
-class Captures:
-    """What is captured of a model: ``passes``, and loops of ``steps`` drafts (0: none) for the requests of ``loops``,
-    whose first pass has as many rows as there."""
-
-    passes: tuple[Shape, ...]
-    loops: tuple[Shape, ...] = ()
-    steps: int = 0
-
-    @property
-    def max_requests(self) -> int:
-        return max((shape.requests for shape in (*self.passes, *self.loops)), default=0)
-
-    @property
-    def count(self) -> int:
-        """Graphs."""
-        return len(self.passes) + len(KINDS) * len(self.loops)
-
-    def loop_bytes(self, vocab_size: int, feature_bytes: int = 0) -> int:
-        """Bytes of a `LoopMemory`; ``feature_bytes``: of one row's features."""
-        if not self.loops:
-            return 0
-        requests = max(shape.requests for shape in self.loops)
-        rows = max(shape.size for shape in self.loops)
-        return 8 * vocab_size + requests * self.steps * (8 + 4 * vocab_size) + rows * feature_bytes
-
-    @property
-    def max_keys(self) -> int:
-        return max((shape.keys for shape in (*self.passes, *self.loops)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +60,7 @@ class GraphedDecoder(DecoderModel):
         self._block_size = block_size
         self._backend = backend
         self._passes: list[_Pass] = []
-        self._loops: list[ChainLoop] = []
+        self._loops = Loops([], [])
         self._results: _Results
         self._kv: KVStorage | None = None
         self._layers: tuple[int, ...] = ()
@@ -107,7 +77,7 @@ class GraphedDecoder(DecoderModel):
         assert kv.spare_slot is not None, "storage of a model that pads has a spare slot"
         self._kv, self._layers = kv, tuple(capture)
         self._passes.clear()
-        self._loops.clear()
+        self._loops = Loops([], [])
         if not self.captures.max_requests:
             return
         backend, size = self._backend, self._block_size
@@ -124,17 +94,7 @@ class GraphedDecoder(DecoderModel):
             graph, _ = backend.capture(partial(self._whole_pass, rows.batch))
             self._passes.append(_Pass(rows, graph))
         self._passes.reverse()
-        loops = self.captures
-        if loops.loops:
-            self._loops = capture_loops(
-                loops.loops,
-                loops.steps,
-                self._drafter(kv),
-                tables,
-                size,
-                kv.spare_slot,
-                backend,
-            )
+        self._loops = capture_loops(self.captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
 
     def forward_logits(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None, capture: Sequence[int] = ()
@@ -192,6 +152,18 @@ class GraphedDecoder(DecoderModel):
         self.num_replays += 1
         return loop.run(batch, None, steps, draws)
 
+    def draft_trees(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
+    ) -> list[DraftedTree] | None:
+        if kv is not self._kv or batch.token_ids.device.type != "cpu":
+            return None
+        loop = next((loop for loop in self._loops.trees if loop.takes(batch, draws)), None)
+        if loop is None:
+            return None
+        self._wait()
+        self.num_replays += 1
+        return loop.run(batch, None, draws)
+
     def _pass_for(self, batch: StepInput, kv: KVStorage, capture: Sequence[int]) -> _Pass | None:
         if kv is not self._kv or not set(capture) <= set(self._layers):
             return None
@@ -204,7 +176,7 @@ class GraphedDecoder(DecoderModel):
     ) -> ChainLoop | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu":
             return None
-        return next((loop for loop in self._loops if loop.takes(batch, steps, draws)), None)
+        return next((loop for loop in self._loops.chains if loop.takes(batch, steps, draws)), None)
 
     def _wait(self) -> None:
         if self._filled is not None:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Tables
-from draftwise.graphs.decoder import Captures, on_device
-from draftwise.graphs.loop import ChainLoop, Drafter, capture_loops
+from draftwise.graphs.capture import Captures, Loops, capture_loops
+from draftwise.graphs.decoder import on_device
+from draftwise.graphs.loop import Drafter
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
-from draftwise.types import ChainDraws, StepInput, TargetOutput
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 
 class GraphedHead(HeadModel):
@@ -41,7 +42,7 @@ class GraphedHead(HeadModel):
         self._block_size = block_size
         self._backend = backend
         self._kv: KVStorage | None = None
-        self._loops: list[ChainLoop] = []
+        self._loops = Loops([], [])
         self.num_replays = 0
 
     @property
@@ -52,20 +53,12 @@ class GraphedHead(HeadModel):
     def prepare(self, kv: KVStorage) -> None:
         assert kv.spare_slot is not None, "storage of a head that pads has a spare slot"
         self._kv = kv
-        self._loops.clear()
+        self._loops = Loops([], [])
         captures, backend, size = self.captures, self._backend, self._block_size
         if not captures.loops or self.num_depths > 1 or self.mask_token is not None:
             return
         tables = Tables(captures.max_requests, captures.max_keys, size, backend)
-        self._loops = capture_loops(
-            captures.loops,
-            captures.steps,
-            self._drafter(kv),
-            tables,
-            size,
-            kv.spare_slot,
-            backend,
-        )
+        self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
 
     def draft_chains(
         self,
@@ -78,17 +71,33 @@ class GraphedHead(HeadModel):
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
             return None
-        loop = next((x for x in self._loops if x.takes(batch, steps, draws)), None)
+        loop = next((x for x in self._loops.chains if x.takes(batch, steps, draws)), None)
         if loop is None:
             return None
         self.num_replays += 1
         return loop.run(batch, features, steps, draws)
 
+    def draft_trees(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        draws: Sequence[TreeDraws],
+    ) -> list[DraftedTree] | None:
+        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
+            return None
+        loop = next((x for x in self._loops.trees if x.takes(batch, draws)), None)
+        if loop is None:
+            return None
+        self.num_replays += 1
+        return loop.run(batch, features, draws)
+
     def loop_of(
         self, batch: StepInput, features: Tensor, kv: KVStorage, steps: int
     ) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once: for those who measure it alone."""
-        loop = next((x for x in self._loops if x.takes(batch, steps, None)), None)
+        loop = next((x for x in self._loops.chains if x.takes(batch, steps, None)), None)
         return None if loop is None or kv is not self._kv else loop.replay_of(batch, features, steps)
 
     def _drafter(self, kv: KVStorage) -> Drafter:

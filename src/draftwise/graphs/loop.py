@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.buffers import PassBuffers, Shape
 from draftwise.kernels.select import on_triton
 from draftwise.sampling.noise import (
     DRAFT,
@@ -263,24 +263,3 @@ class ChainLoop:
                 ),
             ),
         )
-
-
-def capture_loops(
-    shapes: Sequence[Shape],
-    steps: int,
-    drafter: Drafter,
-    tables: Tables,
-    block_size: int,
-    spare_slot: int,
-    backend: GraphBackend,
-) -> list[ChainLoop]:
-    """Loops of all shapes, the smallest first. The largest is captured first: the others then fit into its memory."""
-    memory = LoopMemory(shapes, steps, drafter, backend.device)
-    loops: list[ChainLoop] = []
-    for shape in sorted(shapes, key=lambda s: (s.size, s.keys), reverse=True):
-        rows = PassBuffers(shape, tables, block_size, spare_slot, backend)
-        for kind in KINDS:
-            loop = ChainLoop(shape, steps, kind, drafter, rows, memory, spare_slot, backend)
-            loop.capture(backend)
-            loops.append(loop)
-    return loops[::-1]

@@ -107,7 +107,9 @@ class DraftModelProposer(Proposer, TreeModel):
                 f"one of {context.vocab_size}; they must be the same (or use_heterogeneous_vocab given)"
             )
         elif context.graphs is not None:
-            model = context.graphs.draft_model(model, config.num_speculative_tokens)
+            model = context.graphs.draft_model(
+                model, config.num_speculative_tokens, context.graphs.tree_of(config)
+            )
         limit = min(config.max_model_len or context.max_model_len, context.max_model_len)
         return cls(
             model,

@@ -78,7 +78,7 @@ class HeadProposer(Proposer):
         config = context.speculative
         head = cls.load(context)
         if context.graphs is not None:
-            head = context.graphs.head(head, config.num_speculative_tokens)
+            head = context.graphs.head(head, config.num_speculative_tokens, context.graphs.tree_of(config))
         return cls(
             head,
             vocab_size=context.vocab_size,

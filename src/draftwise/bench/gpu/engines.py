@@ -136,11 +136,10 @@ class BenchEngine:
         seconds = time.perf_counter() - begun
         for rid in range(first, self.rid + 1):
             core.cancel(rid)
-        while core.has_work:
+        for _ in range(2):  # the second time, the executor learns that they are gone
             core.step()
-        core.step()
-        while core.has_work:
-            core.step()
+            while core.has_work:
+                core.step()
         return tokens / seconds, sorted(times)[len(times) // 2], tokens / steps / requests
 
 
@@ -283,7 +282,7 @@ def measure_transformers(setting: Setting, report: PartReport) -> None:
         report.skipped = f"Transformers is not installed ({error})"
         return
     size = setting.size
-    given = llama_config(size)
+    given: dict[str, Any] = llama_config(size)
     config = transformers.LlamaConfig(
         **{k: v for k, v in given.items() if k not in ("architectures", "model_type")}
     )

@@ -13,7 +13,8 @@ from draftwise.bench.gpu.models import random_target
 from draftwise.bench.gpu.report import PartReport
 from draftwise.bench.gpu.setting import BLOCK, Setting, tree_parents
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
-from draftwise.graphs.decoder import Captures, GraphedDecoder, on_device
+from draftwise.graphs.capture import Captures
+from draftwise.graphs.decoder import GraphedDecoder, on_device
 from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage

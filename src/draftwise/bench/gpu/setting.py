@@ -85,9 +85,9 @@ class Setting:
     """One device; on a CPU nothing is captured, and torch stands for the kernels."""
 
     def __init__(self, device: str, tiny: bool) -> None:
+        if device == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
         self._rounds = 1 if tiny else 5
         self.size = TINY if tiny else LLAMA_8B
         self.cuda = self.device.type == "cuda"
@@ -115,7 +115,7 @@ class Setting:
         count = repeats or self.size.repeats
         run()
         self.synchronize()
-        found = []
+        found: list[float] = []
         for _ in range(self._rounds):
             if self.cuda:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

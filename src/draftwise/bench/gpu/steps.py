@@ -10,7 +10,8 @@ from draftwise.bench.gpu.models import random_head, random_target
 from draftwise.bench.gpu.report import PartReport
 from draftwise.bench.gpu.setting import BLOCK, Setting, tree_parents
 from draftwise.graphs.buffers import Shape
-from draftwise.graphs.decoder import Captures, GraphedDecoder, on_device
+from draftwise.graphs.capture import Captures
+from draftwise.graphs.decoder import GraphedDecoder, on_device
 from draftwise.graphs.head import GraphedHead
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel

@@ -1,0 +1,78 @@
+"""What is captured of a model, and the loops of a drafter, captured together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftwise.graphs.backend import GraphBackend
+from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.loop import KINDS, ChainLoop, Drafter, LoopMemory
+from draftwise.graphs.trees import TreeLoop, TreePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """``passes``, and loops of ``steps`` drafts (0: none), or of the tree ``tree``, for the requests of ``loops``,
+    whose first pass has as many rows as there."""
+
+    passes: tuple[Shape, ...]
+    loops: tuple[Shape, ...] = ()
+    steps: int = 0
+    tree: TreePlan | None = None
+
+    @property
+    def max_requests(self) -> int:
+        return max((shape.requests for shape in (*self.passes, *self.loops)), default=0)
+
+    @property
+    def max_keys(self) -> int:
+        return max((shape.keys for shape in (*self.passes, *self.loops)), default=0)
+
+    @property
+    def count(self) -> int:
+        """Graphs."""
+        each = (len(KINDS) if self.steps else 0) + (self.tree is not None)
+        return len(self.passes) + each * len(self.loops)
+
+    def loop_bytes(self, vocab_size: int, feature_bytes: int = 0) -> int:
+        """Bytes of a `LoopMemory`; ``feature_bytes``: of one row's features."""
+        if not self.loops:
+            return 0
+        requests = max(shape.requests for shape in self.loops)
+        rows = max(shape.size for shape in self.loops)
+        return 8 * vocab_size + requests * self.steps * (8 + 4 * vocab_size) + rows * feature_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Captured ones, the smallest first."""
+
+    chains: list[ChainLoop]
+    trees: list[TreeLoop]
+
+
+def capture_loops(
+    captures: Captures,
+    drafter: Drafter,
+    tables: Tables,
+    block_size: int,
+    spare_slot: int,
+    backend: GraphBackend,
+) -> Loops:
+    """Capture the loops of all shapes. The largest is captured first: the others then fit into its memory."""
+    found = Loops([], [])
+    if not captures.loops:
+        return found
+    memory = LoopMemory(captures.loops, captures.steps, drafter, backend.device)
+    for shape in sorted(captures.loops, key=lambda s: (s.size, s.keys), reverse=True):
+        rows = PassBuffers(shape, tables, block_size, spare_slot, backend)
+        for kind in KINDS if captures.steps else ():
+            chain = ChainLoop(shape, captures.steps, kind, drafter, rows, memory, spare_slot, backend)
+            chain.capture(backend)
+            found.chains.insert(0, chain)
+        if captures.tree is not None:
+            features = None if memory.features is None else memory.features[: shape.size]
+            tree = TreeLoop(shape, captures.tree, drafter, rows, features, spare_slot, backend)
+            tree.capture(backend)
+            found.trees.insert(0, tree)
+    return found
