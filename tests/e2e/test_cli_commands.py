@@ -55,7 +55,7 @@ def test_generate_streams_text_then_one_line(capsys: pytest.CaptureFixture[str])
     out, err = run(capsys, "generate", "def main(", "--temperature", "0", "--max-tokens", "24")
     assert len(out.strip()) > 0
     assert err.count("\n") == 1
-    for word in ("24 tokens", "tokens/s", "mean acceptance length", "draft_model"):
+    for word in ("24 tokens", "tokens/s", "mean acceptance length", "mtp"):
         assert word in err
     (same,) = generate_json(capsys, "def main(", "--temperature", "0", "--max-tokens", "24")
     assert same["outputs"][0]["text"] + "\n" == out
@@ -161,7 +161,7 @@ def test_a_conversation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run(capsys, "env", "--json")[0])
     assert facts["packages"]["torch"] == torch.__version__
-    assert facts["engine"]["default_method"] == "draft_model"
+    assert facts["engine"]["default_method"] == "mtp"
     assert facts["guarantees"]["lossless"] is True
     assert facts["kernels"].startswith(("native", "torch"))
     text, _ = run(
@@ -172,7 +172,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run(capsys, "demo", "--json", "--rounds", "1", "--max-tokens", "16")[0])
-    assert [m["method"] for m in facts["methods"]] == ["none", "draft_model", "ngram", "suffix"]
+    assert [m["method"] for m in facts["methods"]] == ["none", "mtp", "draft_model", "ngram", "suffix"]
     assert all(m["equal_tokens"] for m in facts["methods"])
     text, _ = run(capsys, "demo", "--rounds", "1", "--max-tokens", "16")
     assert "class Queue" in text and "plain" in text and "yes" in text
@@ -184,11 +184,11 @@ def test_bench_latency(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run(capsys, "bench", "latency", "--json", *small)[0])
     rows = facts["results"]
     assert [(r["temperature"], r["method"]) for r in rows] == [
-        (t, m) for t in (0.0, 0.8) for m in ("none", "draft_model", "ngram", "suffix")
+        (t, m) for t in (0.0, 0.8) for m in ("none", "mtp", "draft_model", "ngram", "suffix")
     ]
     assert all(r["tokens_per_second"] > 0 and r["num_samples"] == 2 for r in rows)
     assert rows[0]["speedup"] is None and rows[1]["speedup"] > 0
-    assert all(r["equal_tokens"] for r in rows[:3])
+    assert all(r["equal_tokens"] for r in rows[:5])
     assert facts["environment"]["packages"] and facts["settings"]["rounds"] == 1
     table, note = run(capsys, "bench", "latency", *small, "--methods", "ngram", "--temperatures", "0")
     assert "plain" in table and "ngram" in table and "draft_model" not in table
@@ -199,9 +199,9 @@ def test_bench_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--rounds", "1", "--output-tokens", "8", "--prompt-tokens", "32", "--concurrency", "1", "4"]
     rows = json.loads(run(capsys, "bench", "throughput", "--json", *small)[0])["results"]
     assert [(r["concurrency"], r["method"]) for r in rows] == [
-        (n, m) for n in (1, 4) for m in ("none", "draft_model", "ngram", "suffix")
+        (n, m) for n in (1, 4) for m in ("none", "mtp", "draft_model", "ngram", "suffix")
     ]
-    assert rows[0]["scaling"] == 1 and rows[4]["scaling"] > 1
+    assert rows[0]["scaling"] == 1 and rows[5]["scaling"] > 1
     assert "requests" in run(capsys, "bench", "throughput", *small, "--methods", "none")[0]
 
 

@@ -31,7 +31,7 @@ def test_first_use(llm: LLM) -> None:
     completion = output.outputs[0]
     assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
     speculation = output.metrics.speculation
-    assert speculation.steps_by_method["draft_model"] > 0
+    assert speculation.steps_by_method["mtp"] > 0
     assert speculation.mean_acceptance_length is not None and speculation.mean_acceptance_length > 1
     assert speculation.num_accepted_tokens == sum(speculation.num_accepted_tokens_per_pos)
     assert output.metrics.ttft is not None and output.metrics.itl is not None
@@ -46,7 +46,7 @@ def test_first_use(llm: LLM) -> None:
 def test_methods_agree(llm: LLM) -> None:
     texts = {
         method: llm.generate(PROMPT, GREEDY.replace(speculation={"method": method}))[0].outputs[0].text
-        for method in ("none", "ngram", "draft_model")
+        for method in ("none", "ngram", "mtp", "draft_model")
     }
     assert len(set(texts.values())) == 1
 
@@ -56,7 +56,7 @@ def test_stop_strings_cut_inside_accepted_drafts(llm: LLM) -> None:
     middle = len(free.text) // 2
     stop = free.text[middle : middle + 4]
     where = free.text.index(stop)
-    for method in ("none", "ngram", "draft_model"):
+    for method in ("none", "ngram", "mtp", "draft_model"):
         for include in (False, True):
             params = GREEDY.replace(
                 stop=["never this", stop],

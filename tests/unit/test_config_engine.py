@@ -32,18 +32,17 @@ def test_defaults_of_a_users_model() -> None:
     assert [spec.method for spec in config.drafters] == ["ngram", "suffix"]
 
 
-def test_embedded_model_brings_its_drafter() -> None:
+def test_embedded_model_brings_its_drafters() -> None:
     from draftwise.models.embedded import embedded_path
 
     config = resolve_engine_config(device="cpu")
     assert config.embedded and config.model == str(embedded_path("target"))
-    (spec,) = config.speculative
-    assert (spec.method, spec.model, spec.num_speculative_tokens) == (
-        "draft_model",
-        str(embedded_path("draft")),
-        4,
-    )
-    assert [s.method for s in config.drafters] == ["draft_model", "ngram", "suffix"]
+    assert [(spec.method, spec.model, spec.num_speculative_tokens) for spec in config.speculative] == [
+        ("mtp", str(embedded_path("mtp")), 4),
+        ("draft_model", str(embedded_path("draft")), 4),
+    ]
+    assert config.default_method == "mtp"
+    assert [s.method for s in config.drafters] == ["mtp", "draft_model", "ngram", "suffix"]
     assert (
         resolve_engine_config(device="cpu", num_speculative_tokens=2).speculative[0].num_speculative_tokens
         == 2

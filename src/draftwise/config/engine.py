@@ -359,7 +359,7 @@ def _resolve_speculative(given: Any, old: Mapping[str, Any], embedded: bool) -> 
         entries = [dict(old)]
     elif embedded:
         k = old.get("num_speculative_tokens", EMBEDDED_NUM_SPECULATIVE_TOKENS)
-        entries = [{"method": "draft_model", "num_speculative_tokens": k}]
+        entries = [{"method": method, "num_speculative_tokens": k} for method in ("mtp", "draft_model")]
     elif old:
         raise ConfigError(
             "num_speculative_tokens: needs a speculative_model, speculative_method or speculative_config"
