@@ -103,7 +103,8 @@ class _Model:
         return "int8" if self.scheme is not None and self.scheme.dynamic else "bfloat16"
 
     def buffers(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """An input and an output of every linear layer held."""
+        """An input and an output of every linear layer held; made before anything is timed, because threads of torch
+        that have just worked keep spinning on a core for a while."""
         generator = torch.Generator().manual_seed(rows)
         return [
             (
@@ -150,6 +151,7 @@ def bench_kernels(
     kernels, probe = LinearKernels(library, pool), Probe(library, pool)
     counts = sorted({1, *rows})
     models = {name: _Model(kernels, shape, name, layers) for name in formats}
+    buffers = {(name, n): model.buffers(n) for name, model in models.items() for n in counts}
     bandwidth: list[float] = []
     peaks: dict[str, list[float]] = {model.unit: [] for model in models.values()}
     times: dict[tuple[str, int], list[float]] = {(name, n): [] for name in formats for n in counts}
@@ -160,9 +162,8 @@ def bench_kernels(
         for name, model in models.items():
             bandwidth.append(probe.read_weights(largest.weights))
             for n in counts if turn % 2 else reversed(counts):
-                buffers = model.buffers(n)
-                model.run(buffers[:1])  # its pages and the pool's threads are there
-                times[name, n].append(model.run(buffers))
+                model.run(buffers[name, n][:1])  # the pool's threads are awake
+                times[name, n].append(model.run(buffers[name, n]))
                 advance(f"{name}, {n} rows")
         if turn == 0:  # warming up
             bandwidth.clear()
