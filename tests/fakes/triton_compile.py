@@ -75,10 +75,18 @@ def main() -> None:
             CLAMP=False,
         )
     build(rows.compact_paths, "*bf16 *i64 *i64 *i32 i32 i64 i32", NODES_PAD=64, BLOCK=256)
-    for bits, weight in ((16, "*bf16"), (8, "*i8"), (8, "*fp8e4nv"), (4, "*u8")):
+    for bits, weight, apart in (
+        (16, "*bf16", True),
+        (16, "*bf16", False),
+        (8, "*i8", True),
+        (8, "*fp8e4nv", False),
+        (4, "*u8", True),
+    ):
         build(
             linear.linear,
-            f"*bf16 {weight} *fp32 *u8 *bf16 *bf16 i32 i32 i32 i32 i32",
+            f"*bf16 {weight} *fp32 *u8 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32",
+            PARTS=4,
+            APART=apart,
             GROUP=128,
             BITS=bits,
             HAS_ZEROS=bits == 4,
@@ -95,11 +103,22 @@ def main() -> None:
 
 def codes() -> None:
     """Products of weights and rows that are both rounded."""
-    for kind, floats in (("*i8", False), ("*fp8e4nv", True)):
+    for kind, sums, floats in (("*i8", "*i32", False), ("*fp8e4nv", "*fp32", True)):
+        build(
+            linear.add_parts,
+            f"{sums} *fp32 *fp32 *bf16 *bf16 i32 i32",
+            PARTS=4,
+            ROW_SCALED=True,
+            SCALED=True,
+            HAS_BIAS=True,
+            BLOCK=1024,
+        )
         build(linear.quantize_rows, f"*bf16 {kind} *fp32 i32 i32", FLOATS=floats, BLOCK=4096)
         build(
             linear.linear_codes,
-            f"{kind} *fp32 {kind} *fp32 *bf16 *bf16 i32 i32 i32",
+            f"{kind} *fp32 {kind} *fp32 *bf16 *bf16 {sums} i32 i32 i32 i32",
+            PARTS=4,
+            APART=not floats,
             FLOATS=floats,
             HAS_BIAS=True,
             BLOCK_M=64,

@@ -80,6 +80,24 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str) -> None:
         assert torch.equal(linear(x[5 : 5 + count], layer), whole[5 : 5 + count])
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_parts_of_k_have_the_same_bits_in_one_program_and_in_several(name: str) -> None:
+    tiling = LinearTiling(16, 16, 32, programs=6)
+    bias = random(21, seed=2).to(DEVICE)
+    layer = pack_quantized(
+        quantize(random(21, 550, seed=1), parse_scheme(name)), bias, tiling, DEVICE, dynamic=True
+    )
+    assert layer.part_inputs == 288
+    x = random(17, 550).to(DEVICE)
+    whole = linear(x, layer)
+    codes, scales = products.quantize_rows(x, KINDS[name])
+    assert layer.scales is not None
+    expected = (codes.float() @ layer.weight.float().T) * scales[:, None] * layer.scales + bias
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-5)
+    for count in (1, 16):
+        assert torch.equal(linear(x[1 : 1 + count], layer), whole[1 : 1 + count])
+
+
 def test_fp8_weights_meet_rows_as_they_are() -> None:
     weight = quantize(random(9, 40, seed=1), parse_scheme("fp8"))
     layer = pack_quantized(weight, None, TILING, DEVICE)

@@ -20,6 +20,8 @@ from draftwise.quantization.weights import QuantizedWeight
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 TILING = LinearTiling(16, 16, 32)
+SPLIT = LinearTiling(16, 16, 32, programs=3)
+"""Cuts k into parts, of at least eight blocks each."""
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LIMITS = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -125,10 +127,12 @@ def integers(high: int, *shape: int, low: int = 0, seed: int = 0) -> torch.Tenso
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layers(outputs: int, inputs: int, dtype: torch.dtype) -> list[tuple[TritonLinear, torch.Tensor]]:
+def layers(
+    outputs: int, inputs: int, dtype: torch.dtype, tiling: LinearTiling = TILING
+) -> list[tuple[TritonLinear, torch.Tensor]]:
     """Each format's layer and the float32 weight that it stands for."""
     dense = random(outputs, inputs, dtype=dtype, seed=1)
-    made: list[tuple[TritonLinear, torch.Tensor]] = [(TritonLinear(dense, None, TILING), dense.float())]
+    made: list[tuple[TritonLinear, torch.Tensor]] = [(TritonLinear(dense, None, tiling), dense.float())]
     groups = -(-inputs // 32)
     codes8 = integers(128, outputs, inputs, low=-127).to(torch.int8)
     scales = random(outputs, groups, seed=5).cpu() * 0.1
@@ -139,7 +143,7 @@ def layers(outputs: int, inputs: int, dtype: torch.dtype) -> list[tuple[TritonLi
         QuantizedWeight(4, codes4, scales, None, 32),
         QuantizedWeight(4, codes4, scales, zeros, 32),
     ):
-        made.append((pack_quantized(weight, None, TILING, DEVICE), weight.dequantize().to(DEVICE)))
+        made.append((pack_quantized(weight, None, tiling, DEVICE), weight.dequantize().to(DEVICE)))
     return made
 
 
@@ -165,6 +169,28 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(dtype: torch.dtype) ->
         whole = linear(x, layer)
         for count in (1, 2, 8, 16, 17):
             assert torch.equal(linear(x[5 : 5 + count], layer), whole[5 : 5 + count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_parts_of_k_have_the_same_bits_in_one_program_and_in_several(dtype: torch.dtype) -> None:
+    """Up to 16 rows each part is a program of its own, more are summed in one."""
+    x = random(17, 550, dtype=dtype)
+    for layer, weight in layers(12, 550, dtype, SPLIT):
+        assert layer.part_inputs == 288  # of two parts: nine blocks of 32, then the rest
+        whole = linear(x, layer)
+        expected = x.float() @ weight.T
+        top = float(expected.abs().max())
+        torch.testing.assert_close(whole.float(), expected, atol=2 * top * LIMITS[dtype], rtol=0)
+        for count in (1, 16):
+            assert torch.equal(linear(x[1 : 1 + count], layer), whole[1 : 1 + count])
+
+
+def test_parts_by_hand() -> None:
+    tiling = LinearTiling()
+    assert tiling.part_inputs(4096, 4096, 64) == 1024
+    assert tiling.part_inputs(6144, 4096, 64) == 1408  # three parts of 22, 22 and 20 blocks
+    assert tiling.part_inputs(128256, 4096, 64) == 4096
+    assert tiling.part_inputs(64, 70, 64) == 128  # too short to be cut
 
 
 def test_bias_and_strided_rows() -> None:

@@ -1,7 +1,8 @@
 """Linear layers whose results do not depend on how many rows there are, in floats and in 8- and 4-bit weights.
 
-A tile has a fixed size, whatever the shape of the input: a row's sum runs over the same blocks of k in the same order
-alone and among 500 others. Up to ``block_m`` rows cost one pass over the weights.
+A tile has a fixed size, and k is cut into parts that the shape of the layer decides: a row's sum runs over the same
+blocks of k in the same order alone and among 500 others. Up to ``block_m`` rows cost one pass over the weights; then
+each part is a program of its own, so that a device is busy with few outputs, too.
 
 A layer that need not promise that is left to torch (cuBLAS) where its weights are floats, or fp8 codes that meet fp8
 rows on a device with such products.
@@ -27,6 +28,20 @@ class LinearTiling:
     block_m: int = 64
     block_n: int = 64
     block_k: int = 64
+    programs: int = 256
+    """Tiles and parts together that keep a device busy. It is no device's own number, so that bits are the same on all
+    that compute a tile alike."""
+
+    def part_inputs(self, outputs: int, inputs: int, block_k: int) -> int:
+        """Inputs of a part of k, a multiple of ``block_k``: as many parts as there are programs to fill, none with
+        fewer than eight blocks.
+
+        Example: 4096 outputs are 64 tiles, of 256 wanted programs: four parts, of 1024 of 4096 inputs each.
+        """
+        tiles = -(-outputs // self.block_n)
+        blocks = -(-inputs // block_k)
+        parts = max(1, min(-(-self.programs // tiles), blocks // 8))
+        return -(-blocks // parts) * block_k
 
     def block_k_for(self, group: int) -> int:
         """The block of k for weights with ``group`` inputs to a scale: as large as divides the group."""
@@ -47,6 +62,7 @@ class TritonLinear(Linear):
         "group",
         "inputs",
         "invariant",
+        "part_inputs",
         "scales",
         "shared",
         "tiling",
@@ -78,6 +94,7 @@ class TritonLinear(Linear):
         self.zeros = zeros  # uint8 [N, groups]
         self.group = group
         self.block_k = tiling.block_k_for(group) if bits == 4 else tiling.block_k
+        self.part_inputs = tiling.part_inputs(weight.shape[0], self.inputs, self.block_k)
         self.shared = shared  # the memory of ``weight`` is another parameter's
         self.dynamic = dynamic  # rows are rounded to codes of the weight's kind, each with a scale of its own
         self.invariant = invariant  # whether a row's bits may not depend on the number of rows
@@ -150,18 +167,23 @@ def linear(
         return _linear_codes(x, layer, result)
     tiling = layer.tiling
     weight = layer.weight
-    device.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m))](
+    parts, apart, sums = _parts(layer, rows, torch.float32)
+    device.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
         x,
         weight,
         weight if layer.scales is None else layer.scales,
         weight if layer.zeros is None else layer.zeros,
         weight if layer.bias is None else layer.bias,
         result,
+        sums,
         rows,
         outputs,
         layer.inputs,
         x.stride(0),
         1 if layer.scales is None or layer.bits != 4 else layer.scales.shape[1],
+        layer.part_inputs,
+        PARTS=parts,
+        APART=apart,
         GROUP=layer.group,
         BITS=layer.bits,
         HAS_ZEROS=layer.zeros is not None,
@@ -173,7 +195,39 @@ def linear(
         BLOCK_K=layer.block_k,
         **LAUNCH,
     )
+    if apart:
+        _add_parts(sums, None, layer, result)
     return result
+
+
+def _parts(layer: TritonLinear, rows: int, kind: torch.dtype) -> tuple[int, bool, Tensor]:
+    """Parts of k, whether each is a program of its own for so many rows, and room for their sums [parts, T, N]."""
+    parts = -(-layer.inputs // layer.part_inputs)
+    apart = parts > 1 and rows <= layer.tiling.block_m
+    shape = (parts, rows, layer.weight.shape[0]) if apart else (1,)
+    return parts, apart, torch.empty(shape, dtype=kind, device=layer.weight.device)
+
+
+def _add_parts(sums: Tensor, x_scales: Tensor | None, layer: TritonLinear, out: Tensor) -> None:
+    from draftwise.kernels.triton.device import linear as device
+
+    parts, rows, outputs = sums.shape
+    block = min(1024, power_of_two(outputs))
+    device.add_parts[(rows, -(-outputs // block))](
+        sums,
+        sums if x_scales is None else x_scales,
+        sums if layer.scales is None else layer.scales,
+        sums if layer.bias is None else layer.bias,
+        out,
+        rows,
+        outputs,
+        PARTS=parts,
+        ROW_SCALED=x_scales is not None,
+        SCALED=layer.bits == 8,
+        HAS_BIAS=layer.bias is not None,
+        BLOCK=block,
+        **LAUNCH,
+    )
 
 
 def quantize_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -209,23 +263,31 @@ def _linear_codes(x: Tensor, layer: TritonLinear, out: Tensor) -> Tensor:
         return out.copy_(product)
     tiling = layer.tiling
     rows, outputs = out.shape
-    device.linear_codes[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m))](
+    floats = layer.weight.dtype is torch.float8_e4m3fn
+    parts, apart, sums = _parts(layer, rows, torch.float32 if floats else torch.int32)
+    device.linear_codes[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
         codes,
         x_scales,
         layer.weight,
         layer.scales,
         layer.scales if layer.bias is None else layer.bias,
         out,
+        sums,
         rows,
         outputs,
         layer.inputs,
-        FLOATS=layer.weight.dtype is torch.float8_e4m3fn,
+        layer.part_inputs,
+        PARTS=parts,
+        APART=apart,
+        FLOATS=floats,
         HAS_BIAS=layer.bias is not None,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         **LAUNCH,
     )
+    if apart:
+        _add_parts(sums, x_scales, layer, out)
     return out
 
 

@@ -5,6 +5,62 @@ import triton.language as tl
 
 
 @triton.jit
+def dot_block(
+    acc,
+    x_row,
+    weight,
+    scales,
+    zeros,
+    n,
+    in_m,
+    in_n,
+    start,
+    inputs,
+    row_bytes,
+    groups,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile's sum, and BLOCK_K more inputs from ``start`` on."""
+    if BITS == 4:
+        HALF: tl.constexpr = BLOCK_K // 2
+        j = tl.arange(0, HALF)
+        low_k = start + j
+        high_k = low_k + HALF
+        low_x = tl.load(x_row + low_k[None, :], mask=in_m[:, None] & (low_k < inputs)[None, :], other=0.0)
+        high_x = tl.load(x_row + high_k[None, :], mask=in_m[:, None] & (high_k < inputs)[None, :], other=0.0)
+        at = n.to(tl.int64)[None, :] * row_bytes + start // 2 + j[:, None]
+        codes = tl.load(weight + at, mask=in_n[None, :], other=0).to(tl.int32)
+        which = n * groups + start // GROUP
+        scale = tl.load(scales + which, mask=in_n, other=0.0)
+        if HAS_ZEROS:
+            zero = tl.load(zeros + which, mask=in_n, other=0).to(tl.int32)
+        else:
+            zero = tl.full((BLOCK_N,), 8, tl.int32)
+        if WIDE:
+            low_x = low_x.to(tl.float32)
+            high_x = high_x.to(tl.float32)
+        low = ((codes & 15) - zero[None, :]).to(low_x.dtype)
+        high = ((codes >> 4) - zero[None, :]).to(low_x.dtype)
+        part = tl.dot(low_x, low, input_precision="ieee")
+        part = tl.dot(high_x, high, part, input_precision="ieee")
+        acc += part * scale[None, :]
+    else:
+        k = start + tl.arange(0, BLOCK_K)
+        values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
+        at = n.to(tl.int64)[None, :] * inputs + k[:, None]
+        w = tl.load(weight + at, mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
+        if WIDE:
+            values = values.to(tl.float32)
+        acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def linear(
     x,
     weight,
@@ -12,11 +68,15 @@ def linear(
     zeros,
     bias,
     out,
+    parts,
     rows,
     outputs,
     inputs,
     x_stride,
     groups,
+    part_inputs,
+    PARTS: tl.constexpr,
+    APART: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -26,7 +86,8 @@ def linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of the output; k in blocks of fixed size, first to last, summed in float32.
+    """One tile of the output; k in parts of ``part_inputs``, each in blocks of fixed size, first to last, summed in
+    float32; then the parts' sums, first to last. APART: this program sums one part, for `add_parts`.
 
     BITS 16: weight [N, K] floats; 8: int8 or fp8 codes [N, K], one scale per output; 4: two codes per byte [N, K' / 2]:
     byte j of a block of BLOCK_K inputs holds input j of the block (low half) and input BLOCK_K / 2 + j (high half); a
@@ -37,50 +98,61 @@ def linear(
     in_m = m < rows
     in_n = n < outputs
     x_row = x + m.to(tl.int64)[:, None] * x_stride
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if BITS == 4:
-        HALF: tl.constexpr = BLOCK_K // 2
-        j = tl.arange(0, HALF)
-        row_bytes = (inputs + BLOCK_K - 1) // BLOCK_K * HALF
-        for start in range(0, inputs, BLOCK_K):
-            low_k = start + j
-            high_k = low_k + HALF
-            low_x = tl.load(x_row + low_k[None, :], mask=in_m[:, None] & (low_k < inputs)[None, :], other=0.0)
-            high_x = tl.load(
-                x_row + high_k[None, :], mask=in_m[:, None] & (high_k < inputs)[None, :], other=0.0
-            )
-            at = n.to(tl.int64)[None, :] * row_bytes + start // 2 + j[:, None]
-            codes = tl.load(weight + at, mask=in_n[None, :], other=0).to(tl.int32)
-            which = n * groups + start // GROUP
-            scale = tl.load(scales + which, mask=in_n, other=0.0)
-            if HAS_ZEROS:
-                zero = tl.load(zeros + which, mask=in_n, other=0).to(tl.int32)
-            else:
-                zero = tl.full((BLOCK_N,), 8, tl.int32)
-            if WIDE:
-                low_x = low_x.to(tl.float32)
-                high_x = high_x.to(tl.float32)
-            low = ((codes & 15) - zero[None, :]).to(low_x.dtype)
-            high = ((codes >> 4) - zero[None, :]).to(low_x.dtype)
-            part = tl.dot(low_x, low, input_precision="ieee")
-            part = tl.dot(high_x, high, part, input_precision="ieee")
-            acc += part * scale[None, :]
-    else:
-        i = tl.arange(0, BLOCK_K)
-        for start in range(0, inputs, BLOCK_K):
-            k = start + i
-            values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
-            at = n.to(tl.int64)[None, :] * inputs + k[:, None]
-            w = tl.load(weight + at, mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
-            if WIDE:
-                values = values.to(tl.float32)
-            acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee")
-        if BITS == 8:
-            acc = acc * tl.load(scales + n, mask=in_n, other=0.0)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    row_bytes = (inputs + BLOCK_K - 1) // BLOCK_K * (BLOCK_K // 2)
+    first = tl.program_id(2)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for part in range(first, first + (1 if APART else PARTS)):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(part * part_inputs, tl.minimum((part + 1) * part_inputs, inputs), BLOCK_K):
+            acc = dot_block(
+                acc, x_row, weight, scales, zeros, n, in_m, in_n, start, inputs, row_bytes, groups,
+                GROUP, BITS, HAS_ZEROS, WIDE, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        total += acc
     at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    inside = in_m[:, None] & in_n[None, :]
+    if APART:
+        tl.store(parts + first.to(tl.int64) * rows * outputs + at_out, total, mask=inside)
+    else:
+        if BITS == 8:
+            total = total * tl.load(scales + n, mask=in_n, other=0.0)[None, :]
+        if HAS_BIAS:
+            total += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at_out, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_parts(
+    parts,
+    x_scales,
+    scales,
+    bias,
+    out,
+    rows,
+    outputs,
+    PARTS: tl.constexpr,
+    ROW_SCALED: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row's block of outputs: the sums of the parts [PARTS, T, N], first to last, then scales and bias as where one
+    program has all parts."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < outputs
+    at = row * outputs + n
+    total = tl.zeros((BLOCK,), dtype=parts.dtype.element_ty)
+    for part in range(PARTS):
+        total += tl.load(parts + part * rows.to(tl.int64) * outputs + at, mask=inside, other=0)
+    result = total.to(tl.float32)
+    if ROW_SCALED:
+        result = result * tl.load(x_scales + row)
+    if SCALED:
+        result = result * tl.load(scales + n, mask=inside, other=0.0)
+    if HAS_BIAS:
+        result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -116,9 +188,13 @@ def linear_codes(
     scales,
     bias,
     out,
+    parts,
     rows,
     outputs,
     inputs,
+    part_inputs,
+    PARTS: tl.constexpr,
+    APART: tl.constexpr,
     FLOATS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -126,7 +202,8 @@ def linear_codes(
     BLOCK_K: tl.constexpr,
 ):
     """One tile of a product of codes, [T, K] and [N, K], both int8 (summed exactly) or both fp8 (FLOATS; widened to
-    float16, which holds them all, and summed in float32), times a scale per row and one per output."""
+    float16, which holds them all, and summed in float32), times a scale per row and one per output. Parts as in
+    `linear`."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_m = m < rows
@@ -134,19 +211,27 @@ def linear_codes(
     i = tl.arange(0, BLOCK_K)
     x_row = x + m.to(tl.int64)[:, None] * inputs
     w_row = weight + n.to(tl.int64)[None, :] * inputs
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32 if FLOATS else tl.int32)
-    for start in range(0, inputs, BLOCK_K):
-        k = start + i
-        values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
-        w = tl.load(w_row + k[:, None], mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
-        if FLOATS:
-            acc = tl.dot(values.to(tl.float16), w.to(tl.float16), acc)
-        else:
-            acc = tl.dot(values, w, acc, out_dtype=tl.int32)
-    x_scale = tl.load(x_scales + m, mask=in_m, other=0.0)
-    w_scale = tl.load(scales + n, mask=in_n, other=0.0)
-    result = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-    if HAS_BIAS:
-        result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    first = tl.program_id(2)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32 if FLOATS else tl.int32)
+    for part in range(first, first + (1 if APART else PARTS)):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32 if FLOATS else tl.int32)
+        for start in range(part * part_inputs, tl.minimum((part + 1) * part_inputs, inputs), BLOCK_K):
+            k = start + i
+            values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
+            w = tl.load(w_row + k[:, None], mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
+            if FLOATS:
+                acc = tl.dot(values.to(tl.float16), w.to(tl.float16), acc)
+            else:
+                acc = tl.dot(values, w, acc, out_dtype=tl.int32)
+        total += acc
     at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    inside = in_m[:, None] & in_n[None, :]
+    if APART:
+        tl.store(parts + first.to(tl.int64) * rows * outputs + at_out, total, mask=inside)
+    else:
+        x_scale = tl.load(x_scales + m, mask=in_m, other=0.0)
+        w_scale = tl.load(scales + n, mask=in_n, other=0.0)
+        result = total.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+        if HAS_BIAS:
+            result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=inside)
