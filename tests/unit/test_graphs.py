@@ -13,7 +13,7 @@ from tests.fakes.tiny import VOCAB, save_llama
 
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_static import TorchStaticAttention
-from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.sizes import key_limits, pass_shapes, request_counts
@@ -73,7 +73,7 @@ def test_static_attention_is_the_reference_whatever_fills_up(name: str, window: 
     expected = ReferenceAttention().run(q, kv.layer(0), batch.attention, **run)  # type: ignore[arg-type]
     assert kv.spare_slot is not None
     buffers = PassBuffers(Shape(4, 7, 40), Tables(4, 40, BLOCK, backend), BLOCK, kv.spare_slot, backend)
-    assert buffers.fits(batch)
+    assert buffers.fits(Need.of(batch))
     place = buffers.fill(batch)
     padded = torch.full((28, 4, 8), float("nan"))
     padded[place] = q
@@ -101,8 +101,8 @@ def test_buffers_by_hand() -> None:
         and static.tables[1, :3].tolist() == [8, 9, 10]
     )
     too_long = build_step_input([RowInput([1], 20, table(0))], BLOCK, CPU)
-    assert not buffers.fits(too_long)
-    assert not buffers.fits(build_step_input([RowInput([1, 2, 3, 4], 0, table(0))], BLOCK, CPU))
+    assert not buffers.fits(Need.of(too_long))
+    assert not buffers.fits(Need.of(build_step_input([RowInput([1, 2, 3, 4], 0, table(0))], BLOCK, CPU)))
 
 
 def models(folder: Path, captures: Captures) -> tuple[DecoderModel, GraphedDecoder, FakeGraphs]:

@@ -65,6 +65,8 @@ def build_engine(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     model = load_model(
         config.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,26 @@ class Shape:
     @property
     def size(self) -> int:
         return self.requests * self.rows
+
+
+class Need(NamedTuple):
+    """What a batch asks of a captured pass: requests, rows of the widest, keys and blocks of the longest."""
+
+    requests: int
+    rows: int
+    keys: int
+    blocks: int
+
+    @classmethod
+    def of(cls, batch: StepInput) -> Need:
+        """Of the batch's host arrays."""
+        attention = batch.attention
+        counts = np.diff(attention.query_start_np)
+        if not len(counts):
+            return cls(0, 0, 0, 0)
+        own = counts if attention.tree_start_np is None else counts + attention.tree_start_np
+        keys = int((attention.context_len_np + own).max())
+        return cls(len(counts), int(counts.max()), keys, attention.block_tables_np.shape[1])
 
 
 class Tables:
@@ -107,16 +128,14 @@ class PassBuffers:
         self._context[:] = self._first_key[:] = self._is_tree[:] = 0
         self._device.copy_(self._host)
 
-    def fits(self, batch: StepInput) -> bool:
-        """Whether the batch's rows can be filled in."""
-        attention = batch.attention
-        counts = np.diff(attention.query_start_np)
-        own = counts if attention.tree_start_np is None else counts + attention.tree_start_np
+    def fits(self, need: Need) -> bool:
+        """Whether a batch's rows can be filled in."""
+        shape = self.shape
         return (
-            len(counts) <= self.shape.requests
-            and 0 < int(counts.max(initial=0)) <= self.shape.rows
-            and int((attention.context_len_np + own).max()) <= self.shape.keys
-            and attention.block_tables_np.shape[1] <= self._tables.width
+            need.requests <= shape.requests
+            and 0 < need.rows <= shape.rows
+            and need.keys <= shape.keys
+            and need.blocks <= self._tables.width
         )
 
     def fill(self, batch: StepInput, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:

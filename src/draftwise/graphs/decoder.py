@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Tables, at_rows
+from draftwise.graphs.buffers import Need, PassBuffers, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.loop import ChainLoop, Drafter
 from draftwise.kv.storage import KVLayerSpec, KVStorage
@@ -157,7 +157,8 @@ class GraphedDecoder(DecoderModel):
     ) -> list[DraftedTree] | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu":
             return None
-        loop = next((loop for loop in self._loops.trees if loop.takes(batch, draws)), None)
+        need = Need.of(batch)
+        loop = next((loop for loop in self._loops.trees if loop.takes(need, draws)), None)
         if loop is None:
             return None
         self._wait()
@@ -169,14 +170,16 @@ class GraphedDecoder(DecoderModel):
             return None
         if batch.token_ids.device.type != "cpu":
             return None
-        return next((p for p in self._passes if p.rows.fits(batch)), None)
+        need = Need.of(batch)
+        return next((p for p in self._passes if p.rows.fits(need)), None)
 
     def _loop_for(
         self, batch: StepInput, kv: KVStorage, steps: int, draws: ChainDraws | None
     ) -> ChainLoop | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu":
             return None
-        return next((loop for loop in self._loops.chains if loop.takes(batch, steps, draws)), None)
+        need = Need.of(batch)
+        return next((loop for loop in self._loops.chains if loop.takes(need, steps, draws)), None)
 
     def _wait(self) -> None:
         if self._filled is not None:
@@ -192,6 +195,7 @@ class GraphedDecoder(DecoderModel):
         for layer, x in output.captured.items():
             results.captured[layer][:rows].copy_(x)
         results.logits[:rows].copy_(logits)
+        batch.attention.cache.clear()  # its memory is free for the next graph
 
     def _drafter(self, kv: KVStorage) -> Drafter:
         def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, None]:

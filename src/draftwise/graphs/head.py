@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Tables
+from draftwise.graphs.buffers import Need, Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.decoder import on_device
 from draftwise.graphs.loop import Drafter
@@ -71,7 +71,8 @@ class GraphedHead(HeadModel):
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
             return None
-        loop = next((x for x in self._loops.chains if x.takes(batch, steps, draws)), None)
+        need = Need.of(batch)
+        loop = next((x for x in self._loops.chains if x.takes(need, steps, draws)), None)
         if loop is None:
             return None
         self.num_replays += 1
@@ -87,7 +88,8 @@ class GraphedHead(HeadModel):
     ) -> list[DraftedTree] | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
             return None
-        loop = next((x for x in self._loops.trees if x.takes(batch, draws)), None)
+        need = Need.of(batch)
+        loop = next((x for x in self._loops.trees if x.takes(need, draws)), None)
         if loop is None:
             return None
         self.num_replays += 1
@@ -97,7 +99,8 @@ class GraphedHead(HeadModel):
         self, batch: StepInput, features: Tensor, kv: KVStorage, steps: int
     ) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once: for those who measure it alone."""
-        loop = next((x for x in self._loops.chains if x.takes(batch, steps, None)), None)
+        need = Need.of(batch)
+        loop = next((x for x in self._loops.chains if x.takes(need, steps, None)), None)
         return None if loop is None or kv is not self._kv else loop.replay_of(batch, features, steps)
 
     def _drafter(self, kv: KVStorage) -> Drafter:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Shape
+from draftwise.graphs.buffers import Need, PassBuffers, Shape
 from draftwise.kernels.select import on_triton
 from draftwise.sampling.noise import (
     DRAFT,
@@ -126,10 +126,10 @@ class ChainLoop:
         self._device.copy_(self._host)
         self._graph, _ = backend.capture(self._run)
 
-    def takes(self, batch: StepInput, steps: int, draws: ChainDraws | None) -> bool:
-        """Whether it can draft for these requests."""
+    def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
+        """Whether it can draft for requests with this need."""
         kind = "argmax" if draws is None else draws.stream
-        return steps <= self.steps and kind == self.kind and self._rows.fits(batch)
+        return steps <= self.steps and kind == self.kind and self._rows.fits(need)
 
     def run(
         self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
@@ -238,7 +238,7 @@ class ChainLoop:
             pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
             slots = static.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
             stored = (step + 1 < self._length) & (keys + drafter.position_offset <= drafter.max_position)
-            slots = torch.where(stored, slots, self._spare_slot)
+            slots = slots.masked_fill(~stored, self._spare_slot)
             context = keys.to(torch.int32)
         requests = self.shape.requests
         return StepInput(

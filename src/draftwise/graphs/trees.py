@@ -8,7 +8,7 @@ paths. What is verified of the latter is chosen on the host, from all candidates
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Shape
+from draftwise.graphs.buffers import Need, PassBuffers, Shape
 from draftwise.graphs.loop import Drafter
 from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws, TreeShape
 
@@ -65,7 +65,7 @@ class _Children:
     nodes: Tensor  # [m] int64
     places: Tensor  # [m] int64
     ranks: Tensor  # [m] int64
-    most: int = field(default=1)
+    most: int  # children that a parent has drawn, those without a node included
 
 
 class TreeLoop:
@@ -120,8 +120,8 @@ class TreeLoop:
             drawn = [child for node in opened for child in below[node]]
             places = [opened.index(shape.parents[child]) for child in drawn]
             ranks = [shape.ranks[child] for child in drawn]
-            columns = (torch.tensor(part, device=device) for part in (drawn, places, ranks))
-            self._children.append(_Children(*columns, most=1 + max(ranks)))
+            nodes, at, rank = (torch.tensor(part, device=device) for part in (drawn, places, ranks))
+            self._children.append(_Children(nodes, at, rank, 1 + max(ranks)))
             following = [child for child in drawn if child in below]
             if following:
                 for i, node in enumerate(following):
@@ -129,11 +129,11 @@ class TreeLoop:
                 own = [1 << (fed + i) for i in range(len(following))]
                 parents = [opened.index(shape.parents[node]) for node in following]
                 lists = (own, [masks[node] for node in following], following, parents)
-                bits, paths, nodes, above = (
+                bits, paths, inner, above = (
                     torch.tensor([x - (1 << 64) if x >> 63 == 1 else x for x in part], device=device)
                     for part in lists
                 )
-                self._levels.append(_Level(fed, bits, paths, nodes, above))
+                self._levels.append(_Level(fed, bits, paths, inner, above))
                 fed += len(following)
             opened = following
 
@@ -144,9 +144,9 @@ class TreeLoop:
         self._device.copy_(self._host)
         self._graph, _ = backend.capture(self._run)
 
-    def takes(self, batch: StepInput, draws: Sequence[TreeDraws]) -> bool:
-        """Whether it can draft for these requests."""
-        return self._rows.fits(batch) and all(self.plan.takes(one) for one in draws)
+    def takes(self, need: Need, draws: Sequence[TreeDraws]) -> bool:
+        """Whether it can draft for requests with this need."""
+        return self._rows.fits(need) and all(self.plan.takes(one) for one in draws)
 
     def run(self, batch: StepInput, features: Tensor | None, draws: Sequence[TreeDraws]) -> list[DraftedTree]:
         """As `DecoderModel.draft_trees`; the loop must take it."""
@@ -214,7 +214,7 @@ class TreeLoop:
         self._keep(0, scores, ids, torch.full_like(ids, -1))
         tokens, place = ids, torch.arange(k, device=ids.device).expand(requests, k)
         if features is not None:
-            features = features.repeat_interleave(k, 0)
+            features = features[:, None].expand(-1, k, -1).flatten(0, 1)
         masks = torch.zeros_like(ids)
         first = 0  # candidate of the latest level
         for i, level in enumerate(self._levels):
@@ -238,7 +238,7 @@ class TreeLoop:
 
     def _best_children(self, hidden: Tensor, each: int) -> tuple[Tensor, Tensor]:
         """``hidden`` [R * each, H] -> log-probabilities and target ids of the best tokens, [R * each, top_k]."""
-        scale = self._scale.float().repeat_interleave(each)[:, None]
+        scale = self._scale.float()[:, None].expand(-1, each).reshape(-1, 1)
         best = (self._drafter.logits(hidden) * scale).log_softmax(-1).topk(self.plan.top_k)
         return best.values, self._ids(best.indices)
 
@@ -268,7 +268,7 @@ class TreeLoop:
         return StepInput(
             token_ids=tokens.flatten(),
             positions=positions.flatten(),
-            slots=torch.where(stored, slots, self._spare_slot).flatten(),
+            slots=slots.masked_fill(~stored, self._spare_slot).flatten(),
             attention=AttentionBatch(
                 query_start_np=np.arange(0, requests * n + 1, n, dtype=np.int32),
                 context_len_np=np.zeros(requests, np.int32),

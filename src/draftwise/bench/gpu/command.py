@@ -24,12 +24,15 @@ PARTS: dict[str, tuple[str, float]] = {
     "kernels": ("kernels:check_kernels", 90),
     "steps": ("steps:measure_steps", 110),
     "drafting": ("steps:measure_drafting", 90),
-    "engines": ("engines:measure_engines", 200),
-    "memory": ("engines:measure_memory", 90),
-    "attention": ("kernels:compare_attention", 100),
-    "transformers": ("engines:measure_transformers", 80),
+    "engines": ("engines:measure_engines", 170),
+    "memory": ("engines:measure_memory", 80),
+    "transformers": ("engines:measure_transformers", 60),
+    "attention": ("kernels:compare_attention", 90),
+    "drafting_in_torch": ("steps:measure_drafting", 60),
 }
 """name -> (module:function, most seconds), in order of importance: what comes last is cut first."""
+_KERNELS = {"drafting_in_torch": "torch"}
+"""``DRAFTWISE_KERNELS`` in a part's process, where it is not "triton": what stands between a loop's passes."""
 TOTAL = 470.0
 """Seconds for everything."""
 
@@ -138,6 +141,8 @@ def _in_a_process(name: str, args: argparse.Namespace, seconds: float) -> PartRe
         source = str(Path(__file__).resolve().parents[3])
         paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        if args.device != "cpu":
+            environ["DRAFTWISE_KERNELS"] = _KERNELS.get(name, "triton")
         error = None
         try:
             done = subprocess.run(command, env=environ, timeout=seconds, capture_output=True, text=True)
