@@ -330,7 +330,11 @@ def _guarantees(model: DecoderModel, config: EngineConfig) -> Guarantees:
     lossy = [d.rule for d in config.drafters if d.rule in ("typical", "synthetic")]
     if lossy:
         reasons.append(f"rule {lossy[0]!r} changes the distribution")
-    if not model.same_bits:
+    if not model.same_bits and config.batch_invariant:
+        reasons.append(
+            "every sum has one order, but that a device computes all rows of a tile alike has not been shown yet"
+        )
+    elif not model.same_bits:
         reasons.append(
             "plain torch products round differently for different numbers of rows: outputs are equal in distribution, "
             "and equal in text unless two tokens tie within rounding"

@@ -14,6 +14,10 @@ LAUNCH: Final = {"enable_fp_fusion": False}
 the same formula gives the same bits in every kernel and every specialisation of it."""
 
 
+SHOWN_ON_DEVICES: Final = False
+"""Whether the tests of equal bits have passed on a CUDA device. Until then nothing is promised there."""
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: slow, and exact enough to test them without a GPU.
 

@@ -12,6 +12,7 @@ from draftwise.attention.triton import TritonAttention
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
 from draftwise.kernels.triton import rows
+from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
@@ -80,7 +81,7 @@ class TritonOps(Ops):
 
     @property
     def same_bits(self) -> bool:
-        return self._batch_invariant
+        return self._batch_invariant and (interpreted() or SHOWN_ON_DEVICES)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._pack(weight, bias, self._scheme)

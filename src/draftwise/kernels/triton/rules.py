@@ -39,7 +39,7 @@ class TritonRules(BatchRules):
         kept: list[Tensor] = []  # what the table holds addresses of
         groups: dict[str, list[int]] = {}
         for r, (request, rule) in enumerate(zip(requests, rules, strict=True)):
-            fields.append(_fields(request, kept))
+            fields.append(_fields(request, logits.device, kept))
             tree = rule in ("rejection", "block") and not request.proposal.is_chain
             groups.setdefault("tree" if tree else rule, []).append(r)
         table_np = draft_table(fields)
@@ -76,13 +76,13 @@ class TritonRules(BatchRules):
         return results
 
 
-def _fields(request: VerifyRequest, kept: list[Tensor]) -> DraftFields:
+def _fields(request: VerifyRequest, device: torch.device, kept: list[Tensor]) -> DraftFields:
     state, proposal = request.state, request.proposal
     at: list[int] = []
     if is_sampled(proposal):
         q = proposal.q
-        assert q is not None and q.dtype is torch.float32
-        q = q.contiguous()
+        assert q is not None
+        q = q.to(device, torch.float32).contiguous()
         kept.append(q)
         start, width = q.data_ptr(), q.shape[1] * q.element_size()
         at = [start + row * width for row in proposal.q_rows]
