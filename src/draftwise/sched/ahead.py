@@ -24,11 +24,8 @@ class Outlook(NamedTuple):
     before: int  # slots that the step on its way fills, at most
 
 
-def outlook(request: Request, flying: RowPlan | None) -> Outlook | None:
-    """``flying``: the request's row in the step that was not taken in; None: there is none. Answers None if that step
-    surely is the request's last one."""
-    if flying is None:
-        return Outlook(request.num_tokens - request.num_computed, request.num_proposed, 0)
+def outlook(request: Request, flying: RowPlan) -> Outlook | None:
+    """``flying``: the request's row in the step that was not taken in. None if that step surely is its last one."""
     missing = request.num_tokens - request.num_computed - flying.num_new
     if missing:  # a chunk
         return Outlook(missing, 0, flying.num_new)

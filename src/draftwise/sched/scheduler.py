@@ -145,11 +145,13 @@ class Scheduler:
 
     def _plan_running(self, request: Request, left: int) -> int:
         """Plan one running request with at most ``left`` rows; preempts others, or it, when the cache is full."""
+        missing, proposed, before = request.num_tokens - request.num_computed, request.num_proposed, 0
         flying = self._flying.get(request.rid)
-        expected = outlook(request, flying)
-        if expected is None:
-            return 0
-        missing, proposed, before = expected
+        if flying is not None:
+            expected = outlook(request, flying)
+            if expected is None:
+                return 0
+            missing, proposed, before = expected
         num_new = min(missing, left)
         if num_new < missing and not self.config.chunked_prefill:
             return 0

@@ -11,6 +11,7 @@ import torch
 
 from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.controller import Controller, StaticController
+from draftwise.bench.gpu.acceptance import ForcedAcceptance
 from draftwise.bench.gpu.models import llama_config, random_head, random_target
 from draftwise.bench.gpu.report import PartReport
 from draftwise.bench.gpu.setting import BLOCK, Setting
@@ -33,7 +34,7 @@ _WANTED = {1: 2.3, 16: 1.7, 64: 1.0, 256: 1.0}
 """Speed over plain decoding at an acceptance of `_LENGTH` tokens per step, by batch size."""
 _LENGTH = 3.0
 PLAIN = Speculation("none", 0, "greedy")
-SPECULATIVE = Speculation("eagle3", DRAFTS, "synthetic")
+SPECULATIVE = Speculation("eagle3", DRAFTS, "greedy")
 
 
 class BenchEngine:
@@ -78,8 +79,7 @@ class BenchEngine:
             num_blocks=self.num_blocks,
             block_size=BLOCK,
             device=self.setting.device,
-            synthetic=rates,
-            rules=_rules(self.setting),
+            rules=ForcedAcceptance(_rules(self.setting), rates),
         )
         if ahead:
             executor = ThreadedExecutor(executor)

@@ -1,0 +1,92 @@
+"""CUDA's own graphs: engines on a device say the same with and without them, with every method that drafts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftwise import LLM, SamplingParams
+from draftwise.graphs.decoder import GraphedDecoder
+from tests.e2e.conftest import token_ids
+from tests.fakes.every_method import VOCAB, make_families, make_target
+
+pytestmark = pytest.mark.gpu
+
+METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram"]
+RULES = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
+    "coupled": SamplingParams(temperature=0.9, max_tokens=16, ignore_eos=True, seed=5),
+}
+
+
+class Engines:
+    def __init__(self, root: Path) -> None:
+        rng = np.random.default_rng(7)
+        prompts = [rng.integers(0, VOCAB, int(rng.integers(3, 30))).tolist() for _ in range(6)]
+        self.prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        target, families = make_target(root), make_families(root)
+        options: dict[str, Any] = {
+            "dtype": "float32",
+            "device": "cuda",
+            "batch_invariant": True,
+            "skip_tokenizer_init": True,
+            "num_kv_blocks": 64,
+            "max_num_seqs": 4,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 64,
+            "speculation_control": "static",
+            "speculative_config": [s for s in families["methods"] if s["method"] in METHODS],
+        }
+        self.eager = LLM(target, enforce_eager=True, **options)
+        self.graphed = LLM(target, **options)
+        self.ahead = LLM(target, async_scheduling=True, **options)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTWISE_KERNELS", "triton")
+        made = Engines(tmp_path_factory.mktemp("gpu"))
+        yield made
+        for llm in (made.eager, made.graphed, made.ahead):
+            llm.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", RULES)
+def test_text_with_graphs_is_that_without(engines: Engines, method: str, rule: str) -> None:
+    params = RULES[rule].replace(speculation={"method": method})
+    plain = RULES[rule].replace(speculation={"method": "none"})
+    wanted = token_ids(engines.eager.generate(engines.prompts, plain))
+    assert token_ids(engines.eager.generate(engines.prompts, params)) == wanted
+    assert token_ids(engines.graphed.generate(engines.prompts, params)) == wanted
+    assert token_ids(engines.ahead.generate(engines.prompts, params)) == wanted
+
+
+def test_decoding_is_replayed(engines: Engines) -> None:
+    model = engines.graphed._engine.model  # type: ignore[union-attr]
+    assert isinstance(model, GraphedDecoder)
+    before = model.num_replays
+    engines.graphed.generate(engines.prompts[:1], RULES["greedy"].replace(speculation={"method": "none"}))
+    assert model.num_replays - before >= 15
+
+
+def test_replays_do_not_wait_for_the_device(engines: Engines) -> None:
+    from draftwise.models.inputs import RowInput, build_step_input
+
+    engine = engines.graphed._engine
+    assert engine is not None and isinstance(engine.model, GraphedDecoder)
+    storage: Any = engine.core.executor._storage  # type: ignore[attr-defined]
+    row = RowInput([3], 5, np.arange(4, dtype=np.int32))
+    batch = build_step_input([row], storage.block_size, engine.model.inputs_on)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.model.forward_logits(batch, storage)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
