@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from draftwise import LLM, AsyncLLM, SamplingParams
 from draftwise.errors import ConfigError, EngineDeadError
 from draftwise.runner.threaded import ThreadedExecutor
+from draftwise.types import StepResult
 from tests.e2e.conftest import token_ids
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
@@ -90,14 +92,19 @@ def test_text_is_that_of_plain_decoding(engines: Engines, case: tuple[str, str, 
 
 
 def test_steps_do_overlap_and_nothing_is_left(engines: Engines) -> None:
-    llm = engines.get("methods", True)
-    llm.generate(engines.prompts, RULES["greedy"])
-    core = llm._engine.core  # type: ignore[union-attr]
-    assert isinstance(core.executor, LateExecutor) and core.executor.most == 2
-    while core.has_work:
-        core.step()
-    assert not core.executor.queue and core.scheduler.kv.num_used == 0
-    assert llm.stats().num_preemptions > 0
+    options = engines.options(
+        speculative_config=engines.families["methods"][:1], async_scheduling=True, **TIGHT
+    )
+    with LLM(engines.target, **{**options, "num_kv_blocks": 20}) as llm:
+        core = llm._engine.core  # type: ignore[union-attr]
+        assert isinstance(core.executor, ThreadedExecutor)
+        core.executor = late = LateExecutor(core.executor.inner)
+        outputs = llm.generate(engines.prompts, RULES["greedy"])
+        assert token_ids(outputs) == engines.plain["greedy"]
+        assert late.most == 2 and llm.stats().num_preemptions > 0
+        while core.has_work:
+            core.step()
+        assert not late.queue and core.scheduler.kv.num_used == 0
 
 
 def test_rejection_draws_the_same(engines: Engines) -> None:
@@ -156,6 +163,31 @@ def test_a_failing_step_kills_the_engine(engines: Engines, monkeypatch: pytest.M
     monkeypatch.setattr(executor.inner, "execute", broken)
     with pytest.raises(EngineDeadError, match="no device"):
         llm.generate(engines.prompts, RULES["greedy"])
+
+
+def test_an_interrupted_wait_leaves_the_engine_usable(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a result is waited for."""
+    with LLM(engines.target, **engines.options(async_scheduling=True)) as llm:
+        core = llm._engine.core  # type: ignore[union-attr]
+        submit, waits = core.executor.submit, iter(range(100))
+
+        class Interrupted(Future[StepResult]):
+            def __init__(self, inner: Future[StepResult]) -> None:
+                super().__init__()
+                self._inner = inner
+
+            def result(self, timeout: float | None = None) -> StepResult:
+                if next(waits) == 3:
+                    raise KeyboardInterrupt
+                return self._inner.result()
+
+        monkeypatch.setattr(core.executor, "submit", lambda plan: Interrupted(submit(plan)))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(engines.prompts, RULES["greedy"])
+        assert token_ids(llm.generate(engines.prompts, RULES["greedy"])) == engines.plain["greedy"]
+        llm.check_integrity()
 
 
 def test_adaptive_control_contradicts_it(engines: Engines) -> None:

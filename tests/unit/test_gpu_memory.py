@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from tests.fakes.tiny import save_llama
 
+from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.errors import ConfigError
 from draftwise.graphs.memory import MemoryNeeds, plan_memory
+from draftwise.kv.storage import KVStorage
+from draftwise.models.loader import load_model
+from draftwise.types import StepInput
 
 GB = 10**9
 NEEDS = MemoryNeeds(
@@ -58,3 +66,43 @@ def test_more_of_anything_leaves_less() -> None:
 def test_no_room_says_what_takes_it() -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization: 0.1 .*used 15258 MiB.*max_num_seqs"):
         plan_memory(80 * GB, 0.1, NEEDS, 10**9)
+
+
+def test_a_gpu_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device whose allocator is made up: 5 MB more at the peak of the one pass that is run."""
+    model = load_model(save_llama(tmp_path, seed=3), dtype=torch.float32, device=torch.device("cpu"))
+    passes: list[tuple[int, int]] = []
+    forward = model.forward_logits
+
+    def counted(batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None) -> object:
+        assert rows is not None
+        passes.append((len(batch.token_ids), len(rows)))
+        return forward(batch, kv, rows)
+
+    monkeypatch.setattr(model, "forward_logits", counted)
+    answers = {
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+        "empty_cache": None,
+        "memory_allocated": 10**6,
+        "max_memory_allocated": 6 * 10**6,
+        "mem_get_info": (60 * 10**6, 100 * 10**6),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    plan = plan_gpu(
+        model,
+        utilization=0.9,
+        rows=100,
+        logit_rows=20,
+        block_size=16,
+        block_bytes=10**5,
+        fixed=10**6,
+        drafter_bytes=10**6,
+        num_graphs=2,
+        most_blocks=1000,
+    )
+    assert passes == [(100, 20)]
+    # 90 - 40 used - 5 - 1 - 1 - (5 + 2 * 4 MiB) for graphs - 100 / 64
+    left = 90 * 10**6 - 52 * 10**6 - 2 * (4 << 20) - 100 * 10**6 // 64
+    assert plan.num_blocks == left // 10**5

@@ -88,15 +88,17 @@ class EngineCore:
 
     def _step_ahead(self) -> list[RequestUpdate]:
         start = self.clock()
-        with self.lock:
-            plan = self.scheduler.schedule()
-        if plan.rows or plan.removed or plan.trimmed or not self._flights:
-            self._flights.append(self.executor.submit(plan))
-            if len(self._flights) == 1:
-                return []
+        if len(self._flights) < 2:  # two: somebody interrupted the wait for the first
+            with self.lock:
+                plan = self.scheduler.schedule()
+            if plan.rows or plan.removed or plan.trimmed or not self._flights:
+                self._flights.append(self.executor.submit(plan))
+                if len(self._flights) == 1:
+                    return []
         # An empty plan means that nothing can be planned before the step that runs is taken in.
-        result = self._flights.popleft().result()
+        result = self._flights[0].result()
         with self.lock:
+            self._flights.popleft()
             updates = self.scheduler.commit(result)
             now = self.clock()
             seconds = now - max(start, self._taken_in) if not self._flights else now - self._taken_in
