@@ -224,11 +224,11 @@ function nothing(values, reading) {
 
 /** A card of parts, [title, body] each; what they count, they count in the window that is shown. */
 function card(...parts) {
-  const nodes = parts.flatMap(([title, body]) => {
+  const lists = parts.map(([title, body]) => {
     const head = el("div", { class: "head" }, el("span", { class: "name" }, title), el("span", { class: "now" }, "in the window"));
-    return [head, body];
+    return el("div", {}, head, body);
   });
-  return el("figure", { class: "chart" }, ...nodes);
+  return el("figure", { class: "chart lists" }, ...lists);
 }
 
 /** Horizontal bars: [label, share, method or null, text]. */

@@ -68,7 +68,7 @@ export class Pane {
     if (method && method !== this.defaultMethod) out.method = method;
     if (method !== "none") {
       if (this.field("k").value !== "") out.num_speculative_tokens = Number(this.field("k").value);
-      if (this.field("tree").value.trim()) out.speculative_token_tree = JSON.parse(this.field("tree").value);
+      Object.assign(out, treeOf(this.field("tree").value.trim()));
     }
     if (this.field("rule").value) out.rule = this.field("rule").value;
     return Object.keys(out).length ? out : undefined;
@@ -141,7 +141,8 @@ export class Pane {
     this.metrics = metrics;
     this.output.classList.remove("busy");
     this.output.removeAttribute("aria-busy");
-    this.root.querySelector(".finish").textContent = FINISH[reason] ?? reason ?? "";
+    this.root.querySelector(".finish").textContent =
+      reason === "stop" && !this.text ? "ended at once, without text" : FINISH[reason] ?? reason ?? "";
     this.root.querySelector(".copy").disabled = !this.text;
     this.output.dataset.empty = reason === "stop" ? "The model ended at once." : "Nothing came.";
     cancelAnimationFrame(this.frame);
@@ -312,6 +313,14 @@ export class Pane {
     const what = SOURCES[token.source] ?? token.source;
     return token.source === "draft" ? `${what}, position ${token.position + 1} of ${token.step.method}` : what;
   }
+}
+
+/** The fields that a tree in words or JSON stands for: "dynamic", "chain", a list of paths, limits of a dynamic tree. */
+function treeOf(text) {
+  if (!text) return {};
+  if (text === "dynamic" || text === "chain") return { speculative_dynamic_tree: text === "dynamic" };
+  const value = JSON.parse(text);
+  return Array.isArray(value) ? { speculative_token_tree: value } : { speculative_dynamic_tree: value };
 }
 
 const FINISH = {

@@ -20,6 +20,7 @@ export class Playground {
       isKept: () => this.kept,
     };
     this.kept = false;
+    this.treeHeight = 0; // of the largest tree since the last run
     this.invitation = $("step-text").textContent;
     const make = (letter) => {
       const pane = new Pane(letter, hooks);
@@ -250,7 +251,7 @@ export class Playground {
           : "Both were equally fast.";
     verdict.replaceChildren();
     if (equal) {
-      verdict.append(el("strong", {}, "The texts are equal"), ` (${a.tokenIds.length} tokens). ${pace}`);
+      verdict.append(el("strong", {}, "The texts are equal"), ` (${a.tokenIds.length} ${a.tokenIds.length === 1 ? "token" : "tokens"}). ${pace}`);
     } else if (this.samples.count > 1) {
       verdict.append(el("strong", {}, `The texts of samples ${differ.join(", ")} differ.`), ` ${this.#why()}`);
     } else {
@@ -297,7 +298,11 @@ export class Playground {
     $("step-name").textContent = `${name}${step.number + 1} of ${pane.steps.length}`;
     const text = token ? `${Pane.describe(token)}. ${describe(step)}` : describe(step);
     $("step-text").textContent = text[0].toUpperCase() + text.slice(1);
-    $("tree").replaceChildren(drawTree(step, before?.text ?? ""));
+    const drawing = drawTree(step, before?.text ?? "");
+    $("tree").replaceChildren(drawing);
+    // Room for the largest tree so far: the page does not jump from step to step.
+    this.treeHeight = Math.max(this.treeHeight, drawing.height.baseVal.value + 4);
+    $("tree").style.setProperty("--tall", `${this.treeHeight}px`);
     $("step-back").disabled = step.number === 0;
     $("step-next").disabled = step.number + 1 >= pane.steps.length;
   }
@@ -309,6 +314,8 @@ export class Playground {
     $("step-name").textContent = "";
     $("step-text").textContent = this.invitation;
     $("tree").replaceChildren();
+    this.treeHeight = 0;
+    $("tree").style.removeProperty("--tall");
     $("step-back").disabled = $("step-next").disabled = true;
   }
 
