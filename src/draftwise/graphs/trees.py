@@ -18,6 +18,7 @@ from torch import Tensor
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
 from draftwise.graphs.loop import Drafter
+from draftwise.sampling.rows import top_rows
 from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws, TreeShape
 
 
@@ -194,7 +195,7 @@ class TreeLoop:
         requests = self.shape.requests
         for i, children in enumerate(self._children):
             logits = self._drafter.logits(hidden)  # [R * open, Vd]
-            ids = self._ids(logits.topk(children.most).indices).view(requests, -1, children.most)
+            ids = self._ids(top_rows(logits, children.most).indices).view(requests, -1, children.most)
             drawn = ids[:, children.places, children.ranks]  # [R, m]
             self._tokens.index_copy_(1, children.nodes, drawn)
             if i == len(self._levels):
@@ -239,8 +240,10 @@ class TreeLoop:
     def _best_children(self, hidden: Tensor, each: int) -> tuple[Tensor, Tensor]:
         """``hidden`` [R * each, H] -> log-probabilities and target ids of the best tokens, [R * each, top_k]."""
         scale = self._scale.float()[:, None].expand(-1, each).reshape(-1, 1)
-        best = (self._drafter.logits(hidden) * scale).log_softmax(-1).topk(self.plan.top_k)
-        return best.values, self._ids(best.indices)
+        best = top_rows(self._drafter.logits(hidden) * scale, self.plan.top_k, totals=True)
+        assert best.log_totals is not None
+        # float32 may round a sum of exponentials below its largest term
+        return (best.values - best.log_totals[:, None]).clamp_(max=0.0), self._ids(best.indices)
 
     def _keep(self, first: int, scores: Tensor, tokens: Tensor, parents: Tensor) -> None:
         stop = first + tokens.shape[1]
