@@ -155,6 +155,19 @@ def between_passes() -> None:
         PAGE=16,
         BLOCK=8,
     )
+    build(
+        inputs.part_of_softmax,
+        "*fp32 *fp32 *fp32 *fp32 *fp32 *fp64 i32 i64 i64 i32",
+        PART=4096,
+        PARTS_PAD=32,
+    )
+    build(
+        inputs.draw_sampled,
+        "*fp32 *fp64 *fp64 *i64 *i64 i32 i64 i32 i32",
+        MAPPED=True,
+        PART=4096,
+        PARTS_PAD=32,
+    )
     for noisy, count in ((True, 1), (False, 10)):
         build(
             inputs.part_of_best,

@@ -14,9 +14,10 @@ from draftwise.graphs.loop import ChainLoop, Drafter, LoopKind, LoopMemory
 from draftwise.kernels.select import KERNELS_VARIABLE
 from draftwise.kernels.triton import inputs
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, committed_rows, next_rows
+from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, committed_rows, next_rows, sample_tokens
 from draftwise.kernels.triton.rows import Walk
 from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.sampling.draw import pick
 from draftwise.sampling.noise import SHARED, NoiseKey, gumbel, row_key
 from draftwise.types import ChainDraws, ChainKey, StepInput
 
@@ -112,7 +113,26 @@ def test_draws_with_shared_noise_over_a_reduced_vocabulary(monkeypatch: pytest.M
     assert found.log_totals is None
 
 
-@pytest.mark.parametrize("kind", ["argmax", "shared"])
+@pytest.mark.parametrize("vocab", [3, 150])
+def test_draws_from_what_is_kept(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_PART", 64)
+    logits = torch.randn((6, vocab), generator=torch.Generator().manual_seed(vocab)) * 3
+    logits[1, : vocab - 1] = -float("inf")
+    scales = torch.linspace(0.5, 2.0, 6)
+    uniforms = torch.tensor([0.0, 0.5, 0.3, 0.999999, 1 - 2.0**-53, 0.7], dtype=torch.float64)
+    kept = torch.full((6, 2, vocab), -1.0, device=DEVICE)
+    ids = torch.arange(vocab) * 2
+    found = sample_tokens(
+        logits.to(DEVICE), kept[:, 1], uniforms.to(DEVICE), scales=scales.to(DEVICE), ids=ids.to(DEVICE)
+    )
+    expected = (logits * scales[:, None]).softmax(-1)
+    torch.testing.assert_close(kept[:, 1].cpu(), expected, atol=1e-6, rtol=1e-5)
+    assert (kept[:, 0] == -1).all()
+    assert found.tolist() == [2 * token for token in pick(kept[:, 1].cpu(), uniforms.tolist())]
+    assert sample_tokens(logits[:0], kept[:0, 1], uniforms[:0], scales=scales[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", ["argmax", "shared", "draft"])
 @pytest.mark.parametrize("mapped", [False, True])
 @torch.inference_mode()
 def test_a_loop_makes_the_same_rows_and_tokens_as_with_torch(
@@ -134,8 +154,8 @@ def test_a_loop_makes_the_same_rows_and_tokens_as_with_torch(
         torch.device("cpu"),
     )
     asked = None
-    if kind == "shared":
-        asked = ChainDraws("shared", (ChainKey(2**63 + 1, 0, 9, 0, 1.4), ChainKey(3, 1, 4, 0, 0.6)))
+    if kind != "argmax":
+        asked = ChainDraws(kind, (ChainKey(2**63 + 1, 0, 9, 0, 1.4), ChainKey(3, 1, 4, 0, 0.6)))
     results = []
     for name in ("torch", "triton"):
         monkeypatch.setenv(KERNELS_VARIABLE, name)
@@ -154,7 +174,8 @@ def test_a_loop_makes_the_same_rows_and_tokens_as_with_torch(
         memory = LoopMemory([shape], steps, drafter, DEVICE)
         loop = ChainLoop(shape, steps, kind, drafter, rows, memory, SPARE, backend)
         loop.capture(backend)
-        tokens, _ = loop.run(batch, None, steps, asked)
+        tokens, q = loop.run(batch, None, steps, asked)
+        assert (q is None) == (kind != "draft")
         made = [(r.positions.tolist(), r.slots.tolist(), r.attention.static) for r in seen[-steps + 1 :]]
         results.append(
             (

@@ -194,7 +194,13 @@ class ChainLoop:
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
         ids = self._drafter.target_ids
-        if self._fused and self._q is None:
+        if self._fused and self._q is not None:
+            from draftwise.kernels.triton.inputs import sample_tokens
+
+            uniforms = self._noise.view(torch.float64)[:, step]
+            q = self._q[:, step]
+            return sample_tokens(logits, q, uniforms, scales=self._scale.float(), ids=ids)
+        if self._fused:
             from draftwise.kernels.triton.inputs import best_tokens
 
             noisy = self.kind == "shared"

@@ -212,3 +212,83 @@ def best_tokens(
             **LAUNCH,
         )
     return BestTokens(values, tokens, sums_of_rows)
+
+
+def sample_tokens(
+    logits: Tensor, q: Tensor, uniforms: Tensor, *, scales: Tensor, ids: Tensor | None = None
+) -> Tensor:
+    """Draw one token per row from softmax(scale * logits), and keep what it was drawn from.
+
+    Args:
+        logits: [R, V] float32.
+        q: [R, V] float32, rows may be strided; becomes the distributions.
+        uniforms: [R] float64 in [0, 1), may be strided.
+        scales: [R] float32.
+        ids: [V] int64, the target's id of each token; None: the same.
+
+    Returns:
+        Tokens, int64 [R]. A token of probability 0 is never drawn.
+    """
+    from draftwise.kernels.triton.device import inputs as device
+
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        assert logits.stride(1) == 1 and q.stride(1) == 1 and q.shape == logits.shape
+        part = min(_PART, power_of_two(vocab))
+        parts = -(-vocab // part)
+        padded = power_of_two(parts)
+        tops, sums = torch.empty((2, rows, parts), dtype=torch.float32, device=logits.device)
+        found = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+        masses = torch.empty((rows, parts), dtype=torch.float64, device=logits.device)
+        device.part_of_best[(rows, parts)](
+            logits,
+            scales,
+            tokens,
+            tokens,
+            tops,
+            found,
+            sums,
+            vocab,
+            logits.stride(0),
+            0,
+            parts,
+            NOISY=False,
+            MAPPED=False,
+            SUMS=True,
+            K=1,
+            K_PAD=1,
+            PART=part,
+            **LAUNCH,
+        )
+        device.part_of_softmax[(rows, parts)](
+            logits,
+            scales,
+            tops,
+            sums,
+            q,
+            masses,
+            vocab,
+            logits.stride(0),
+            q.stride(0),
+            parts,
+            PART=part,
+            PARTS_PAD=padded,
+            **LAUNCH,
+        )
+        device.draw_sampled[(rows,)](
+            q,
+            masses,
+            uniforms,
+            tokens if ids is None else ids,
+            tokens,
+            vocab,
+            q.stride(0),
+            uniforms.stride(0),
+            parts,
+            MAPPED=ids is not None,
+            PART=part,
+            PARTS_PAD=padded,
+            **LAUNCH,
+        )
+    return tokens

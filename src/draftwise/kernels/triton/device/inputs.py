@@ -170,3 +170,72 @@ def best_of_all(
             tl.store(out_tokens + row * K + k, tl.load(ids + found))
         else:
             tl.store(out_tokens + row * K + k, found.to(tl.int64))
+
+
+@triton.jit
+def part_of_softmax(
+    logits,
+    scales,
+    tops,
+    sums,
+    q,
+    masses,
+    vocab,
+    stride,
+    q_stride,
+    num_parts,
+    PART: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+):
+    """One part of a row's probabilities, float32, and their sum in float64; ``tops`` and ``sums`` are those of
+    `part_of_best`."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    s = tl.arange(0, PARTS_PAD)
+    of_parts = s < num_parts
+    top = tl.load(tops + row * num_parts + s, mask=of_parts, other=float("-inf"))
+    mass = tl.load(sums + row * num_parts + s, mask=of_parts, other=0.0)
+    best = tl.max(top, 0)
+    total = tl.sum(tl.where(top == float("-inf"), 0.0, mass * tl.exp(top - best)), 0)
+    v = part * PART + tl.arange(0, PART)
+    inside = v < vocab
+    score = tl.load(logits + row * stride + v, mask=inside, other=0.0) * tl.load(scales + row)
+    weights = tl.where(inside, tl.exp(tl.minimum(score - best, 0.0)) / total, 0.0)
+    tl.store(q + row * q_stride + v, weights, mask=inside)
+    tl.store(masses + row * num_parts + part, tl.sum(weights.to(tl.float64), 0))
+
+
+@triton.jit
+def draw_sampled(
+    q,
+    masses,
+    uniforms,
+    ids,
+    out,
+    vocab,
+    q_stride,
+    uniform_stride,
+    num_parts,
+    MAPPED: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+):
+    """One row's token by inverse CDF: which part, then which token in it; the last with weight, if rounding leaves
+    none."""
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, PARTS_PAD)
+    mass = tl.load(masses + row * num_parts + s, mask=s < num_parts, other=0.0)
+    limit = tl.load(uniforms + row * uniform_stride) * tl.sum(mass, 0)
+    sums = tl.cumsum(mass, 0)
+    part = tl.min(tl.where((sums > limit) & (mass > 0.0), s, 2147483647), 0)
+    part = tl.maximum(tl.minimum(part, tl.max(tl.where(mass > 0.0, s, -1), 0)), 0)
+    before = tl.sum(tl.where(s < part, mass, 0.0), 0)
+    v = part * PART + tl.arange(0, PART)
+    weights = tl.load(q + row * q_stride + v, mask=v < vocab, other=0.0).to(tl.float64)
+    sums = before + tl.cumsum(weights, 0)
+    found = tl.min(tl.where((sums > limit) & (weights > 0.0), v, 2147483647), 0)
+    found = tl.maximum(tl.minimum(found, tl.max(tl.where(weights > 0.0, v, -1), 0)), 0)
+    if MAPPED:
+        tl.store(out + row, tl.load(ids + found))
+    else:
+        tl.store(out + row, found.to(tl.int64))
