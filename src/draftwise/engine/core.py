@@ -54,7 +54,7 @@ class EngineCore:
         self.totals = Totals()
         self._ahead = ahead
         self._flights: deque[Future[StepResult]] = deque()  # handed over, not taken in: two at most
-        self._taken_in = clock()
+        self._taken_in = 0.0  # when the latest step was, or the first one was handed over
 
     @property
     def has_work(self) -> bool:
@@ -94,6 +94,7 @@ class EngineCore:
             if plan.rows or plan.removed or plan.trimmed or not self._flights:
                 self._flights.append(self.executor.submit(plan))
                 if len(self._flights) == 1:
+                    self._taken_in = start  # nothing ran before it
                     return []
         # An empty plan means that nothing can be planned before the step that runs is taken in.
         result = self._flights[0].result()
@@ -101,8 +102,7 @@ class EngineCore:
             self._flights.popleft()
             updates = self.scheduler.commit(result)
             now = self.clock()
-            seconds = now - max(start, self._taken_in) if not self._flights else now - self._taken_in
-            self._taken_in = now
+            seconds, self._taken_in = now - self._taken_in, now
             self._count(result, updates, seconds)
         return updates
 
