@@ -35,10 +35,12 @@ class ChainDraft:
             return self.tree
         if not self.tokens:
             return EMPTY_PROPOSAL
-        if self.all_q is not None:
-            return chain(self.tokens, name, self.all_q)
-        if not self.q or not draws_from_q(self.row.sampling, self.row.speculation.rule, method):
+        has_q = bool(self.q) or self.all_q is not None
+        if not has_q or not draws_from_q(self.row.sampling, self.row.speculation.rule, method):
             return chain(self.tokens, name)
+        if self.all_q is not None:
+            assert len(self.all_q) == len(self.tokens)
+            return chain(self.tokens, name, self.all_q)
         num_forced = len(self.tokens) - len(self.q)
         q = torch.stack([self.q[0]] * num_forced + self.q)
         if num_forced:
@@ -48,10 +50,12 @@ class ChainDraft:
 
     def take(self, tokens: Sequence[int], q: torch.Tensor | None) -> None:
         """Tokens drawn in one go; ``q`` [len(tokens), V] if they were sampled."""
-        if q is not None and not self.tokens:
-            self.all_q = q
-        elif q is not None:
-            self.q.extend(q)
+        if q is not None:
+            if not self.tokens:
+                self.all_q = q
+            else:
+                self.q.extend(q if self.all_q is None else [*self.all_q, *q])
+                self.all_q = None
         self.tokens.extend(tokens)
 
 

@@ -279,8 +279,13 @@ class Drafting:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         if n and max(depths) > row.max_depth:
             raise ValueError(f"a node has depth {max(depths)}, allowed are {row.max_depth}")
-        if proposal.q is not None and len(proposal.q_rows) != n:
+        if proposal.q is None:
+            return
+        if len(proposal.q_rows) != n:
             raise ValueError(f"{len(proposal.q_rows)} q_rows for {n} tokens")
+        rows, width = proposal.q.shape
+        if n and (min(proposal.q_rows) < 0 or max(proposal.q_rows) >= rows or width != self._vocab_size):
+            raise ValueError(f"q_rows {proposal.q_rows} of a q of {rows} rows of {width} tokens")
 
     # ---------------------------------------------------------------------------------------------- reports
 
