@@ -50,7 +50,8 @@ class NativeRules(BatchRules):
         rules: Sequence[str],
         stored: PassSlots | None = None,
     ) -> list[Verification]:
-        assert logits.dtype is torch.float32 and logits.is_contiguous() and logits.device.type == "cpu"
+        assert logits.dtype is torch.float32 and logits.device.type == "cpu"
+        logits = logits.contiguous()
         packed: list[bytes] = []
         tokens: list[int] = []
         parents: list[int] = []
