@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +18,7 @@ from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.config import EngineConfig
 from draftwise.errors import ConfigError
+from draftwise.graphs.backend import CudaGraphs
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
@@ -251,3 +255,48 @@ def test_modes_of_graphs() -> None:
         assert config(mode, "cpu").graph_mode == "full"  # said to have no effect there
     with pytest.raises(ConfigError, match="cudagraph_mode"):
         config("HALF", "cpu")
+
+
+def test_cuda_graphs_run_once_and_then_capture_in_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of torch, on a device that is made up."""
+    inspect.signature(torch.cuda.graph.__init__).bind(
+        None, object(), pool=(0, 0), stream=None, capture_error_mode="thread_local"
+    )
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device: object = None) -> None:
+            self.waits = 0
+
+        def wait_stream(self, other: object) -> None:
+            log.append("wait")
+
+    @contextlib.contextmanager
+    def inside(*args: object, **kwargs: object) -> Iterator[None]:
+        name = "capture" if kwargs else "stream" if isinstance(args[0], Stream) else ""
+        if kwargs:
+            assert kwargs["pool"] == "pool" and isinstance(kwargs["stream"], Stream)
+            assert kwargs["capture_error_mode"] == "thread_local"
+        log.append(f"<{name}")
+        yield
+        log.append(f"{name}>")
+
+    for name, value in {
+        "device": inside,
+        "stream": inside,
+        "graph": inside,
+        "Stream": Stream,
+        "graph_pool_handle": lambda: "pool",
+        "current_stream": lambda device: Stream(),
+        "synchronize": lambda device: log.append("synchronize"),
+        "CUDAGraph": object,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    backend = CudaGraphs(torch.device("cuda"))
+    log.clear()
+    graph, result = backend.capture(lambda: log.append("run"))
+    assert [entry for entry in log if entry not in ("<", ">")] == [
+        *("wait", "<stream", "run", "stream>", "wait", "synchronize"),
+        *("<capture", "run", "capture>"),
+    ]
+    assert result is None and graph is not None and backend.num_graphs == 1
