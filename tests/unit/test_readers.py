@@ -47,7 +47,6 @@ class Reader:
 def readers(count: int, rate: float | None) -> tuple[Clock, Readers, list[Reader]]:
     clock = Clock()
     made = Readers(clock, rate)  # type: ignore[arg-type]
-    made.num_telling = count
     return clock, made, [Reader() for _ in range(count)]
 
 

@@ -178,7 +178,6 @@ class AsyncLLM:
                 readers = self._readers[loop] = Readers(loop, self._max_chunk_rate)
             stream = RequestStream(self, group, readers)
             readers.num_open += 1
-            readers.num_telling += stream.wants_pieces
             self._streams[group.request_id] = stream
             for request in group.requests:
                 self._by_rid[request.rid] = stream
@@ -209,7 +208,6 @@ class AsyncLLM:
         with self._wakeup:
             if self._streams.pop(stream.request_id, None) is not None:
                 readers.num_open -= 1
-                readers.num_telling -= stream.wants_pieces
                 if not readers.num_open:
                     self._readers.pop(readers.loop, None)
             for request in stream.group.requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 _FREE = 8
@@ -22,8 +22,9 @@ class Readers:
     """The readers that live in one event loop.
 
     Waking a reader, building its piece and writing it to a socket costs about the same however many tokens the piece
-    has. Above ``rate`` pieces per second, over all readers, those who were served a moment ago wait for a later step,
-    whose tokens then come in the same piece. First pieces and last ones never wait, and nobody waits when few read.
+    has. Above ``rate`` pieces per second, if all that a step has news for were told of every step, those who were
+    served a moment ago wait for a later one, whose tokens then come in the same piece. First pieces and last ones never
+    wait, and nobody waits when few read.
 
     Example: 64 readers and a rate of 2,500 are 25.6 ms between the pieces of one reader; with steps of 13 ms every
     second step is told.
@@ -32,26 +33,26 @@ class Readers:
     def __init__(self, loop: asyncio.AbstractEventLoop, rate: float | None) -> None:
         """``rate``: pieces per second; None: as many as there are."""
         self.num_open = 0  # readers of this loop; whoever adds or removes one counts
-        self.num_telling = 0  # of these, those that want every piece
         self.loop = loop
         self._rate = rate
         self._held: dict[Reader, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def tell(self, news: Iterable[Reader], ended: Iterable[Reader]) -> None:
+    def tell(self, news: Sequence[Reader], ended: Sequence[Reader]) -> None:
         """From any thread: there is something new for ``news``, and nothing will follow for ``ended``."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(self._deliver, news, ended)
 
-    def _deliver(self, news: Iterable[Reader], ended: Iterable[Reader]) -> None:
+    def _deliver(self, news: Sequence[Reader], ended: Sequence[Reader]) -> None:
         for reader in ended:
             self._held.pop(reader, None)
             reader.event.set()
-        if self._rate is None or self.num_telling <= _FREE:
+        if self._rate is None or len(news) <= _FREE:
             for reader in news:
+                self._held.pop(reader, None)
                 reader.event.set()
             return
-        now, gap = self.loop.time(), self.num_telling / self._rate
+        now, gap = self.loop.time(), len(news) / self._rate
         for reader in news:
             # Steps do not end when a piece is due: what is almost due goes with this one.
             if reader.due <= now + gap / 4:
