@@ -77,7 +77,12 @@ class EngineCore:
         start = self.clock()
         with self.lock:
             plan = self.scheduler.schedule()
-        result = self.executor.execute(plan)
+        try:
+            result = self.executor.execute(plan)
+        except BaseException:  # Ctrl-C, say: nothing came of the step
+            with self.lock:
+                self.scheduler.commit(StepResult(plan.step, ()))
+            raise
         with self.lock:
             updates = self.scheduler.commit(result)
             seconds = self.clock() - start
