@@ -94,7 +94,12 @@ class _Answer:
         }
 
     def _begun(self) -> dict[str, Any]:
-        more: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        more: dict[str, Any] = {
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+            "incomplete_details": None,
+        }
         return {**self._base, **more}
 
     def whole(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
