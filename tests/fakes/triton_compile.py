@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.device import attention, inputs, linear, rows, verify
+from draftwise.kernels.triton.device import attention, draws, inputs, linear, rows, verify
 
 
 def build(kernel: Any, signature: str, **constants: object) -> None:
@@ -142,8 +142,8 @@ def verification() -> None:
     build(verify.block_masses, "*fp32 *i64 *i32 *fp64 i32 i32 i32", BLOCK=2048)
     build(verify.judge_blocks, "*fp32 *i64 *i32 *fp64 *i32 *i64 *fp64 i32 i32 i32")
     build(verify.reject_trees, "*fp32 *i64 *i32 *fp32 *i32 *i64 *fp64 i32 i32 i32", BLOCK=2048)
-    build(verify.residual_masses, "*fp32 *fp32 *i64 *fp64 *fp64 i32 i32", PART=8192, BLOCK=2048)
-    build(verify.draw_last, "*fp32 *fp32 *i64 *fp64 *fp64 *i32 *i32 i32 i32 i32", PART=8192, BLOCK=2048)
+    build(draws.residual_masses, "*fp32 *fp32 *i64 *fp64 *fp64 i32 i32", PART=8192, BLOCK=2048)
+    build(draws.draw_last, "*fp32 *fp32 *i64 *fp64 *fp64 *i32 *i32 i32 i32 i32", PART=8192, BLOCK=2048)
 
 
 def between_passes() -> None:

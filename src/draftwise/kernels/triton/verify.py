@@ -222,7 +222,7 @@ def _new_ends(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _draw(p: Tensor, scratch: Tensor, ends: Tensor, numbers: Tensor, members: Tensor, walk: Walk) -> None:
     """Draw the last tokens by inverse CDF: which part of the vocabulary, then which token in it."""
-    from draftwise.kernels.triton.device import verify as device
+    from draftwise.kernels.triton.device import draws as device
 
     count, vocab = members.shape[0], p.shape[1]
     parts = -(-vocab // _PART)
