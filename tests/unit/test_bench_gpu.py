@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,13 +100,13 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 from draftwise.bench.gpu.command import run_part
-for part in ("bandwidth", "kernels", "transformers"):
+for part in ("bandwidth", "kernels", "steps", "drafting", "engines", "transformers"):
     report = run_part(part, "cpu", True)
     assert report.error is None, report.error
 assert "not installed" in report.skipped
-import draftwise.bench.gpu.engines
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environ)
 
 
 def test_table_and_tree_by_hand() -> None:
