@@ -228,6 +228,24 @@ def test_stopping_ends_the_request(scripts: Scripts, open_page: Callable[..., Ta
 
 
 @needs_chromium
+def test_trees_in_words_and_lists(scripts: Scripts, open_page: Callable[..., Tab]) -> None:
+    engine = scripts([("ab", plain(b"ab"))])
+    with RunningServer(engine) as server:
+        tab = open_page(server)
+        tab.wait("document.querySelector('[data-pane=A] [name=method]').options.length > 1")
+        tab.fill("[data-pane=A] [name=method]", "suffix")
+        for typed, name, value in (
+            ("dynamic", "speculative_dynamic_tree", True),
+            ("chain", "speculative_dynamic_tree", False),
+            ("[[0],[1]]", "speculative_token_tree", [[0], [1]]),
+        ):
+            tab.fill("[data-pane=A] [name=tree]", typed)
+            run(tab)
+            speculation = engine.params[-1].speculation
+            assert speculation is not None and speculation[name] == value, typed
+
+
+@needs_chromium
 def test_errors_are_shown(scripts: Scripts, open_page: Callable[..., Tab]) -> None:
     engine = scripts([("ab", plain(b"ab"))], hang=True)
     with RunningServer(engine, max_concurrent=1) as server:
