@@ -193,3 +193,28 @@ def test_an_interrupted_wait_leaves_the_engine_usable(
 def test_adaptive_control_contradicts_it(engines: Engines) -> None:
     with pytest.raises(ConfigError, match="async_scheduling"):
         LLM(engines.target, async_scheduling=True, speculation_control="adaptive", device="cpu")
+
+
+def test_grammars_stop_strings_and_logprobs() -> None:
+    """On the embedded model, which has a tokenizer."""
+    params = [
+        SamplingParams(
+            temperature=0.0, max_tokens=24, structured_outputs={"regex": r"[a-z]{3,8}\([a-z, ]*\)"}
+        ),
+        SamplingParams(temperature=0.0, max_tokens=24, stop=["\n"], logprobs=1),
+        SamplingParams(temperature=0.8, max_tokens=24, seed=3, stop=["return", "):"], prompt_logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=12, bad_words=["self"], repetition_penalty=1.1),
+    ]
+    prompts = ["def parse(text):\n    return ", "import os, ", "class Reader:\n    def read(self", "def f("]
+    found = []
+    for ahead in (False, True):
+        with LLM(
+            num_kv_blocks=256, max_model_len=256, async_scheduling=ahead, speculation_control="static"
+        ) as llm:
+            outputs = llm.generate(prompts, params)
+            found.append(
+                [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs]
+            )
+            assert outputs[1].outputs[0].logprobs is not None and outputs[2].prompt_logprobs is not None
+            llm.check_integrity()
+    assert found[0] == found[1]

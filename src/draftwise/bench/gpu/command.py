@@ -21,8 +21,8 @@ from draftwise.bench.gpu.report import PartReport, table
 TEXT = "one GPU: kernels, graphs, drafting and whole engines, with random weights; under 8 minutes"
 PARTS: dict[str, tuple[str, float]] = {
     "bandwidth": ("steps:measure_bandwidth", 40),
-    "kernels": ("kernels:check_kernels", 90),
-    "steps": ("steps:measure_steps", 110),
+    "kernels": ("kernels:check_kernels", 120),
+    "steps": ("steps:measure_steps", 130),
     "drafting": ("steps:measure_drafting", 90),
     "engines": ("engines:measure_engines", 170),
     "memory": ("engines:measure_memory", 80),
