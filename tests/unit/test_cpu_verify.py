@@ -115,7 +115,7 @@ def test_decides_like_torch(vocab: int, isa: Isa) -> None:
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_same_alone_and_on_threads(threads: int) -> None:
-    logits, requests = make_step(4096, 11, count=40)
+    logits, requests = make_step(4096, 11, count=96)  # more than one thread's worth
     together = verify_batch(logits.clone(), requests, kernels=rules())
     assert verify_batch(logits.clone(), requests, kernels=rules(threads)) == together
     assert verify_batch(logits.clone(), requests[::-1], kernels=rules(threads)) == together[::-1]

@@ -191,7 +191,7 @@ static void draw_all(dw::Pool* pool, const float* logits, const dw::ChainOutput*
     const dw::ChainOutput* out;
     int64_t step;
   } context{logits, out, step};
-  constexpr int64_t SHARED_WORK = 1 << 15;  // logits from which a second thread brings more than it costs
+  constexpr int64_t SHARED_WORK = 1 << 17;  // logits from which a second thread brings more than it costs
   dw::parallel_for(
       requests * out->vocab < SHARED_WORK ? nullptr : pool, (int)requests,
       [](void* arg, int request, int) {
