@@ -131,7 +131,9 @@ class DraftModelProposer(Proposer, TreeModel):
             together = self._scratch.num_requests
             for i in range(0, len(trees), together):
                 self._draft_trees(trees[i : i + together])
-        active = [d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group]
+        active = [
+            d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group
+        ]
         if active:
             logits = self._catch_up(active)
         while active:

@@ -162,7 +162,9 @@ class HeadProposer(Proposer):
             together = self._scratch.num_requests
             for i in range(0, len(trees), together):
                 self._draft_trees(trees[i : i + together])
-        left = [d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group]
+        left = [
+            d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group
+        ]
         if left:
             self._draft_chains(left)
         self.forward_time += self._passes.take_time()

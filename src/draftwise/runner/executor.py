@@ -112,7 +112,9 @@ class LocalExecutor(Executor):
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # of this thread, which need not be the one that loaded the models
+            torch.cuda.set_device(
+                self._device
+            )  # of this thread, which need not be the one that loaded the models
         if self._torch_threads is None:
             return self._execute(plan)
         before = torch.get_num_threads()
