@@ -197,14 +197,13 @@ def test_adaptive_control_contradicts_it(engines: Engines) -> None:
 
 def test_grammars_stop_strings_and_logprobs() -> None:
     """On the embedded model, which has a tokenizer."""
-    params = [
-        SamplingParams(
-            temperature=0.0, max_tokens=24, structured_outputs={"regex": r"[a-z]{3,8}\([a-z, ]*\)"}
-        ),
-        SamplingParams(temperature=0.0, max_tokens=24, stop=["\n"], logprobs=1),
-        SamplingParams(temperature=0.8, max_tokens=24, seed=3, stop=["return", "):"], prompt_logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=12, bad_words=["self"], repetition_penalty=1.1),
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0, "max_tokens": 24, "structured_outputs": {"regex": r"[a-z]{3,8}\([a-z, ]*\)"}},
+        {"temperature": 0.0, "max_tokens": 24, "stop": ["\n"], "logprobs": 1},
+        {"temperature": 0.8, "max_tokens": 24, "seed": 3, "stop": ["return", "):"], "prompt_logprobs": 1},
+        {"temperature": 0.0, "max_tokens": 12, "bad_words": ["self"], "repetition_penalty": 1.1},
     ]
+    params = [SamplingParams(**given) for given in options]
     prompts = ["def parse(text):\n    return ", "import os, ", "class Reader:\n    def read(self", "def f("]
     found = []
     for ahead in (False, True):
