@@ -274,5 +274,5 @@ def test_quantization_of_the_draft_model() -> None:
         {"method": "draft_model", "model": "m", "quantization": "INT4_dynamic_g64"}
     )
     assert config.quantization == "int4_dynamic"
-    refused({"method": "draft_model", "model": "m", "quantization": "fp8"}, "quantization", "'fp8'", "int8")
+    refused({"method": "draft_model", "model": "m", "quantization": "fp6"}, "quantization", "'fp6'", "int8")
     refused({"method": "ngram", "quantization": "int8"}, "quantization", "draft_model")
