@@ -13,20 +13,32 @@ namespace {
 constexpr int MAX_MEMBERS = 64;
 constexpr uint64_t STOP = ~(uint64_t)0;
 constexpr int SPINS = 500;               // some ten microseconds
-constexpr int64_t STALL_NS = 100 * 1000;  // a part takes a few microseconds: its thread is not running
-constexpr int SHORTEST_REST = 128, LONGEST_REST = 8192;  // passes on one thread after a stall
-constexpr int GOOD_PASSES = 1024;  // passes without a stall after which the past is forgotten
+constexpr int SHORTEST_REST = 128, LONGEST_REST = 8192;  // passes on one thread where a team loses too much
+constexpr int64_t WINDOW_NS = 50 * 1000 * 1000;  // of passes in a team, after which what was lost is forgotten
+constexpr int64_t MUCH_NS = 4 * 1000 * 1000;     // a neighbour's time slice; what is lost now and then costs less than resting
 
-// The cores are shared by all engines of the process, and so is what is known about them.
+// The cores are shared by all engines of the process, and so is what is known about them. Where another program computes on a
+// core, whoever waits for the member on it loses milliseconds at a time, and one thread alone is faster. Where the core is
+// merely interrupted now and then, two threads with a wait in between still are. Two threads halve a pass at best, so one
+// is faster once more than half of the time is spent waiting: that is measured, over passes of a window.
 std::atomic<int> g_rest{0};  // passes left on one thread
 std::atomic<int> g_next_rest{SHORTEST_REST};
-std::atomic<int> g_good{0};
+std::atomic<int64_t> g_spent{0};  // nanoseconds of the window's passes
+std::atomic<int64_t> g_lost{0};   // of them, spent waiting
 
-void stalled() {
+void lose(int64_t ns) { g_lost.fetch_add(ns, std::memory_order_relaxed); }
+
+// Example: 60 passes of 0.4 ms and two waits of 3 ms among them: 30 ms, 6 of them lost, less than half: the team goes on. Three
+// waits of 3 ms in ten passes: 13 ms, 9 of them lost: the next 128 passes run on one thread, 256 if it is no better then.
+void judge(int64_t ns) {
+  int64_t spent = g_spent.fetch_add(ns, std::memory_order_relaxed) + ns, lost = g_lost.load(std::memory_order_relaxed);
+  bool bad = lost > MUCH_NS && 2 * lost > spent;
+  if (!bad && spent < WINDOW_NS) return;
   int rest = g_next_rest.load(std::memory_order_relaxed);
-  g_rest.store(rest, std::memory_order_relaxed);
-  g_next_rest.store(rest * 2 < LONGEST_REST ? rest * 2 : LONGEST_REST, std::memory_order_relaxed);
-  g_good.store(0, std::memory_order_relaxed);
+  g_next_rest.store(!bad ? SHORTEST_REST : rest * 2 < LONGEST_REST ? rest * 2 : LONGEST_REST, std::memory_order_relaxed);
+  if (bad) g_rest.store(rest, std::memory_order_relaxed);
+  g_spent.store(0, std::memory_order_relaxed);
+  g_lost.store(0, std::memory_order_relaxed);
 }
 
 int64_t now_ns() {
@@ -113,7 +125,7 @@ void wait_for(const Member& member, uint64_t command) {
     if (since == 0) since = now_ns();
     sched_yield();
   }
-  if (since != 0 && now_ns() - since > STALL_NS) stalled();
+  if (since != 0) lose(now_ns() - since);
 }
 
 }  // namespace
@@ -125,10 +137,6 @@ bool team_ready(Pool* pool) {
     g_rest.store(rest - 1, std::memory_order_relaxed);
     return false;
   }
-  if (g_good.fetch_add(1, std::memory_order_relaxed) >= GOOD_PASSES) {
-    g_next_rest.store(SHORTEST_REST, std::memory_order_relaxed);
-    g_good.store(0, std::memory_order_relaxed);
-  }
   return true;
 }
 
@@ -137,8 +145,11 @@ void team_run(Pool* pool, void (*leader)(void*, Team*), void* arg) {
   team.leader = leader;
   team.leader_arg = arg;
   int threads = pool_threads(pool);
+  int64_t start = now_ns();
   parallel_for(pool, threads < MAX_MEMBERS ? threads : MAX_MEMBERS, member_task, &team);
-  if (team.stopped_at != 0 && now_ns() - team.stopped_at > STALL_NS) stalled();
+  int64_t end = now_ns();
+  if (team.stopped_at != 0) lose(end - team.stopped_at);
+  judge(end - start);
 }
 
 void team_do(Team* team, void (*fn)(void*, int, int), void* arg) {

@@ -4,8 +4,8 @@
 //
 // Nobody waits for a sleeper: a thread that wakes late joins at the next job, and a part that its member has not begun
 // when the leader is done with its own is done by the leader. What remains is a member that loses its core in the
-// middle of a part. It happens when other programs want the cores; then small passes run on one thread for a while, and
-// for longer when it happens again.
+// middle of a part. It happens when other programs want the cores; once more than half of the time goes into waiting, passes
+// run on one thread for a while, and for longer when it is no better afterwards.
 #pragma once
 
 #include "pool.h"
@@ -14,7 +14,7 @@ namespace dw {
 
 struct Team;
 
-// Whether sharing is worth a try now: false for a while after a member was waited for. Counts as one pass.
+// Whether sharing is worth a try now: false for a while after too much waiting. Counts as one pass.
 bool team_ready(Pool*);
 
 // Runs leader(arg, team) on the calling thread; the pool's other threads help with what it gives to `team_do`.
