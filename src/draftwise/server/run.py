@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -128,6 +129,9 @@ async def _log_statistics(context: Context, interval: float) -> None:
 
 def run(app: FastAPI, config: ServerConfig, bound: socket.socket | None = None) -> int:
     """`serve` in an event loop of its own (uvloop where it is installed)."""
+    # What was loaded lives as long as the server: full collections, which stop everybody, need not look at it again.
+    gc.collect()
+    gc.freeze()
     with contextlib.suppress(ImportError):
         import uvloop
 
