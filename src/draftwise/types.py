@@ -173,6 +173,9 @@ class RowPlan(NamedTuple):
     num_draft: int
     draft_budget: int  # nodes to propose at the end of this step; 0: do not draft
     new_block_ids: tuple[int, ...] = ()  # appended to the request's block table; contents undefined
+    follow: bool = True
+    """Whether the request's drafter is told what this step commits, where it wants to be told (`Proposer.committed`).
+    Who drafts is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +210,9 @@ class RowResult(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Times in seconds of the host's clock: ``input_time`` applying the diff and building inputs, ``forward_time`` the
-    target's pass with logits, ``verify_time`` sampling, verification and compaction, ``draft_time`` the proposers,
-    ``draft_forward_time`` that part of it which their models' passes took."""
+    target's pass with logits, ``verify_time`` sampling, verification and compaction, ``draft_time`` the proposers, what
+    they keep of the target's pass included, ``draft_forward_time`` that part of it which their models' passes took.
+    Who cannot tell leaves ``forward_time`` and ``draft_time`` at 0."""
 
     step: int
     rows: tuple[RowResult, ...]

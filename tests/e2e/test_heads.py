@@ -12,8 +12,10 @@ import transformers
 from torch import Tensor
 
 from draftwise import LLM, SamplingParams
+from draftwise.adapt.controller import StaticController
 from draftwise.models.embedded import embedded_path
 from draftwise.models.loader import load_config
+from draftwise.types import Speculation
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.heads import HeadShape, ReferenceHead, random_weights, save_head
 from tests.fakes.tiny import VOCAB, TinyModels
@@ -174,6 +176,66 @@ def test_a_prefix_of_another_method_leaves_a_gap(
     llm.generate([{"prompt_token_ids": prompt}], greedy(1, speculation={"method": "none"}))[0]
     output = llm.generate([{"prompt_token_ids": prompt}], greedy(14))[0]
     check_drafts(target, reference, prompt, output.outputs[0], first=output.num_cached_tokens + 1)
+
+
+class Resting(StaticController):
+    """Heads are told nothing in some steps of every 40, and nobody drafts in these."""
+
+    def __init__(self, steps: range) -> None:
+        super().__init__()
+        self._steps = steps
+        self._step = 0
+        self.resting: set[int] = set()
+
+    def begin(self, batch_size: int) -> None:
+        self._step += 1
+        self.resting = set(range(1000)) if self._step % 40 in self._steps else set()
+
+    def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
+        return 0 if rid in self.resting else super().draft_budget(rid, speculation, batch_size)
+
+
+@pytest.mark.parametrize("method", SHAPES)
+@pytest.mark.parametrize("steps", [range(4, 12), range(12), range(6, 7)], ids=["later", "prompt", "one"])
+def test_what_a_head_was_not_told_of_leaves_a_gap(
+    make_llm: Callable[..., LLM],
+    target: Target,
+    heads: dict[str, tuple[str, ReferenceHead]],
+    method: str,
+    steps: range,
+) -> None:
+    folder, reference = heads[method]
+    llm = engine(make_llm, folder, method)
+    assert llm._engine is not None
+    scheduler = llm._engine.core.scheduler
+    prompts = random_prompts(3, seed=57, low=20)
+    plain = token_ids(make_llm().generate(prompts, greedy(30)))
+    for _ in range(2):  # the second time on cached prefixes
+        scheduler._controller = Resting(steps)
+        outputs = llm.generate(prompts, greedy(30))
+        assert token_ids(outputs) == plain
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids, trace = prompt["prompt_token_ids"], output.outputs[0].trace
+            # The first draft behind the rest was made right after the one token that was told of: row `end` - 1.
+            # What follows the prompt's step is the first entry.
+            drafted = [i for i, step in enumerate(trace) if step.draft_tokens]
+            first_back = next(i for i in drafted if i > steps.stop - 1)
+            end = len(ids) + sum(len(step.token_ids) for step in trace[:first_back])
+            tokens = [*ids, *output.outputs[0].token_ids]
+            features = reference.combine(target.states(tokens))
+            first = end - 1
+            for step in trace[first_back:]:
+                if step.draft_tokens:
+                    wanted = reference.draft(tokens[:end], features[: end - 1], len(step.draft_tokens), first)
+                    assert list(step.draft_tokens) == wanted, f"behind {end} tokens"
+                end += len(step.token_ids)
+    # What was filled before a rest may be reused, what was not told of is not taken for filled.
+    scheduler._controller = StaticController()
+    longer = [*prompts[0]["prompt_token_ids"], *plain[0]]
+    output = llm.generate([{"prompt_token_ids": longer}], greedy(14))[0]
+    hit = output.num_cached_tokens
+    assert hit > len(longer) - 6
+    check_drafts(target, reference, longer, output.outputs[0], first=hit + 1)
 
 
 @pytest.mark.parametrize("method", SHAPES)

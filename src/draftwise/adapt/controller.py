@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftwise.types import Speculation, StepResult
@@ -25,6 +25,7 @@ class StepShape:
     prompt_rows: int = 0  # of the others: prompts, and what a preempted request computes again
     context: int = 0  # tokens in the cache of the requests that decode
     sampled: bool = False  # some request that decodes draws at a temperature
+    note: object = None  # what `Controller.begin` gave for the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,17 @@ class Controller(ABC):
     that it follows from committed tokens alone (`Proposer.evident`).
     """
 
-    def begin(self, batch_size: int) -> None:  # noqa: B027
-        """A step is about to be planned. ``batch_size``: requests that run once everybody who can is admitted."""
+    resting: Container[int] = frozenset()
+    """Requests whose drafters are not told what a step commits that is planned now, because they will not draft soon
+    (`RowPlan.follow`)."""
+
+    def begin(self, batch_size: int) -> object:
+        """A step is about to be planned. ``batch_size``: requests that run once everybody who can is admitted. What is
+        returned comes back as `StepShape.note`: ahead, the next step is planned before this one is observed."""
+        return None
+
+    def admit(self, rid: int, speculation: Speculation, missing: int) -> None:  # noqa: B027
+        """A request takes its place, with ``missing`` tokens to compute; again, if it was preempted."""
 
     @abstractmethod
     def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
@@ -86,8 +96,14 @@ class Controller(ABC):
         """How many of the nodes that wait, the first ones, the coming step verifies."""
         return num_proposed
 
-    def observe(self, result: StepResult, shape: StepShape, seconds: float) -> None:  # noqa: B027
-        """Learn from a finished step. ``seconds``: from before it was planned to after it was taken in."""
+    def observe(  # noqa: B027
+        self, result: StepResult, shape: StepShape, seconds: float | None
+    ) -> None:
+        """Learn from a finished step; steps come in their order.
+
+        ``seconds``: from before it was planned to after it was taken in, or, ahead, from when the step before it was
+        taken in; None: not known, such as that of a step which nothing ran before.
+        """
 
     def forget(self, rid: int) -> None:  # noqa: B027
         """The request has ended. A last row of it may still be observed."""

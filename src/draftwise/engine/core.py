@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from draftwise.runner.executor import Executor
 from draftwise.sched.request import Request, RequestUpdate, SpeculationCounts
@@ -31,6 +32,13 @@ class Totals:
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
+class _Flight(NamedTuple):
+    """A step that was handed over; ``queued``: behind another one."""
+
+    result: Future[StepResult]
+    queued: bool
+
+
 class EngineCore:
     """Host side (scheduler) and device side (executor) of one engine.
 
@@ -53,7 +61,7 @@ class EngineCore:
         self.lock = threading.RLock()
         self.totals = Totals()
         self._ahead = ahead
-        self._flights: deque[Future[StepResult]] = deque()  # handed over, not taken in: two at most
+        self._flights: deque[_Flight] = deque()  # handed over, not taken in: two at most
         self._taken_in = 0.0  # when the latest step was, or the first one was handed over
 
     @property
@@ -97,17 +105,22 @@ class EngineCore:
             with self.lock:
                 plan = self.scheduler.schedule()
             if plan.rows or plan.removed or plan.trimmed or not self._flights:
-                self._flights.append(self.executor.submit(plan))
-                if len(self._flights) == 1:
+                queued = bool(self._flights)
+                self._flights.append(_Flight(self.executor.submit(plan), queued))
+                if not queued:
                     self._taken_in = start  # nothing ran before it
                     return []
         # An empty plan means that nothing can be planned before the step that runs is taken in.
-        result = self._flights[0].result()
+        flight = self._flights[0]
+        result = flight.result.result()
         with self.lock:
             self._flights.popleft()
             updates = self.scheduler.commit(result)
             now = self.clock()
             seconds, self._taken_in = now - self._taken_in, now
+            if result.rows:
+                # While one step follows on another, the time from one end to the next is what a step takes.
+                self.scheduler.learn(result, seconds if flight.queued else None)
             self._count(result, updates, seconds)
         return updates
 

@@ -123,7 +123,9 @@ class Proposer(ABC):
 
     def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
         """Called once per step after verification, if the proposer observes, with what the step committed of the
-        requests that use its method. Paths of trees are not compacted yet: slots are still those of the pass.
+        requests that use its method and are followed (`RowPlan.follow`): of the others it is told nothing, and later
+        parts of theirs may begin behind tokens that it was not told of. Paths of trees are not compacted yet: slots are
+        still those of the pass.
 
         Returns:
             Per part the leading tokens whose storage is valid now; None: as before.

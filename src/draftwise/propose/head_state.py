@@ -159,6 +159,21 @@ class HeadState:
         tracks = [Track.at(computed + 1 + depth, computed + 1 + depth) for depth in range(depths)]
         return cls(tracks, gap=filled if computed else None)
 
+    def skipped(self, computed: int) -> HeadState:
+        """The request as it goes on from token ``computed`` after the features of some before it were not kept: behind
+        a gap, as after such a prefix hit.
+
+        Example: tokens 0..19 were seen and rows 1..20 stored, tokens 20..49 were not seen. The feature of token 50 is
+        the next one to come, row 51 the first behind the gap, and blocks of tokens 0..20 may still be reused.
+        """
+        first_rows = [computed + 1 + depth for depth in range(len(self.tracks))]
+        return HeadState([Track.at(row, row) for row in first_rows], gap=self.filled)
+
+    @property
+    def seen(self) -> int:
+        """The token whose feature comes next."""
+        return self.tracks[0].queue.end
+
     @property
     def filled(self) -> int:
         """Leading tokens whose blocks others may reuse."""

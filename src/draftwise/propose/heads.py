@@ -34,6 +34,8 @@ class HeadProposer(Proposer):
     has not seen, and goes on from its own output. K/V of drafts is not kept: it came from the head's own features, and
     is computed again from the target's once the tokens are accepted.
 
+    Of a step that the head is not told of (`RowPlan.follow`) nothing is kept; it goes on behind a gap.
+
     The feature of the last token of every full block is kept beside the block, so that a prefix-cache hit whose blocks
     are filled continues as if it had never left; see `HeadState` for one whose blocks are not.
     """
@@ -101,8 +103,11 @@ class HeadProposer(Proposer):
         ends: list[tuple[int, int]] = []
         first = 0
         for part in parts:
-            if part.rid not in self._states:
+            known = self._states.get(part.rid)
+            if known is None:
                 self._states[part.rid] = passes.open(part.first_token, part.filled, part.block_table_np)
+            elif known.seen != part.first_token:
+                self._states[part.rid] = known.skipped(part.first_token)
             count = len(part.rows_np)
             ends += [
                 (first + i, block) for i, block in passes.ends(part.first_token, count, part.block_table_np)
@@ -143,7 +148,7 @@ class HeadProposer(Proposer):
         if state is None:
             return 0
         full = len(token_ids_np) - len(token_ids_np) % self._block_size
-        if state.gap is None and state.filled < full:
+        if state.gap is None and state.filled < full <= state.seen + 1:  # all that is missing can be computed
             self._passes.fill([Fill(state, token_ids_np, block_table_np, full)])
             self.forward_time += self._passes.take_time()
         return min(state.filled, len(token_ids_np))

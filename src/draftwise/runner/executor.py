@@ -155,9 +155,14 @@ class LocalExecutor(Executor):
             read = [
                 (s.row, s.row.num_computed, _committed_rows(s, by_step.get(i), starts[i]))
                 for i, s in enumerate(steps)
+                if s.planned.follow
             ]
         results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
-        self._drafting.committed(read)
+        followed = 0.0
+        if read:
+            before = self._clock()
+            self._drafting.committed(read)
+            followed = self._clock() - before
         if self._drafting.transfers:
             results = [self._transferred(s, r) for s, r in zip(steps, results, strict=True)]
         self._drafting.compact()
@@ -175,8 +180,8 @@ class LocalExecutor(Executor):
             ),
             input_time=built - start,
             forward_time=forwarded - built,
-            verify_time=verified - forwarded,
-            draft_time=drafted - verified,
+            verify_time=verified - forwarded - followed,
+            draft_time=drafted - verified + followed,
             draft_forward_time=self._drafting.take_forward_time(),
             warnings=self._drafting.take_warnings(),
         )

@@ -49,7 +49,8 @@ class Scheduler:
         self._flying: dict[int, RowPlan] = {}  # of the one before it, while that was not taken in
         self._trimmed: dict[int, int] = {}
         self._batch_size = 0
-        self._shape = StepShape()
+        self._shape = StepShape()  # of the newest plan
+        self._flying_shape = self._shape  # of the one before it
         self._refused = -1  # the waiting request that found no room, and the free blocks it found
         self._refused_free = 0
         self._finished: list[RequestUpdate] = []  # cancelled between steps
@@ -115,8 +116,8 @@ class Scheduler:
         self._trimmed = {}
         # What will run once everybody who can is admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
-        self._shape = StepShape()
-        self._controller.begin(self._batch_size)
+        self._flying_shape = self._shape
+        self._shape = StepShape(note=self._controller.begin(self._batch_size))
         left = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
         for request in list(self._running):
@@ -177,7 +178,8 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return 0
-        self._planned[request.rid] = RowPlan(request.rid, num_new, num_draft, budget, blocks)
+        follow = request.rid not in self._controller.resting
+        self._planned[request.rid] = RowPlan(request.rid, num_new, num_draft, budget, blocks, follow)
         shape = self._shape
         if num_new == missing == 1:
             shape.requests += 1
@@ -235,6 +237,7 @@ class Scheduler:
         num_new = min(request.num_tokens - cached, left)
         completes = num_new == request.num_tokens - cached
         budget = 0
+        self._controller.admit(request.rid, request.speculation, request.num_tokens - cached)
         if completes:
             budget = self._controller.draft_budget(request.rid, request.speculation, self._batch_size)
         # All known tokens must fit now, even if their computation takes several steps: admitting on the first
@@ -265,7 +268,8 @@ class Scheduler:
         while index and self._running[index - 1].order > request.order:
             index -= 1
         self._running.insert(index, request)
-        self._planned[request.rid] = RowPlan(request.rid, num_new, 0, budget, fresh)
+        follow = request.rid not in self._controller.resting
+        self._planned[request.rid] = RowPlan(request.rid, num_new, 0, budget, fresh, follow)
         self._shape.prompt_rows += num_new
         return NewRequest(
             rid=request.rid,
@@ -306,9 +310,10 @@ class Scheduler:
         planned.clear()
         return updates
 
-    def learn(self, result: StepResult, seconds: float) -> None:
-        """Tell the controller what the committed step took, planning and taking in included."""
-        self._controller.observe(result, self._shape, seconds)
+    def learn(self, result: StepResult, seconds: float | None) -> None:
+        """Tell the controller what the committed step took, see `Controller.observe`."""
+        shape = self._flying_shape if result.step < self._step else self._shape
+        self._controller.observe(result, shape, seconds)
 
     def control_stats(self) -> ControlStats:
         """What the controller has decided."""
