@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -249,6 +249,17 @@ class StaticRows:
     ancestors: torch.Tensor  # [R * N] int64
 
 
+class AttentionApart(Protocol):
+    """Stands for attention in a pass that is captured without it; see `graphs.pieces`."""
+
+    def __call__(self, attend: Attend, q: torch.Tensor, width: int) -> torch.Tensor:
+        """Take note of a call: ``q`` [T, Hq, D] is where its queries are found. Returns where its result [T, width] of
+        q's dtype will stand."""
+
+    def queries(self, rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, Hq, D]: queries that are made there need not be copied."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where the rows of a ragged batch look. Rows of request r: ``query_start_np[r]:query_start_np[r+1]``.
@@ -279,7 +290,12 @@ class AttentionBatch:
     first_key_np: IntArray | None = None  # [R]
     tree_start_np: IntArray | None = None  # [R]
     static: StaticRows | None = None  # then the arrays above say nothing but how many requests there are
+    apart: AttentionApart | None = None  # then they say nothing at all: attention is run on another batch
     cache: dict[str, object] = field(default_factory=dict)  # a backend's per-pass preparation, made once
+
+
+Attend = Callable[[torch.Tensor, AttentionBatch, torch.Tensor], object]
+"""Attention of one layer: queries [T, Hq, D], whose rows they are, and where the result goes, [T, width]."""
 
 
 @dataclass(frozen=True, slots=True)

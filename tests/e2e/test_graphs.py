@@ -43,6 +43,11 @@ class Engines:
         self.made = {
             eager: self.make(enforce_eager=eager, speculative_config=chosen) for eager in (True, False)
         }
+        self.piecewise = self.make(
+            compilation_config={"cudagraph_mode": "PIECEWISE"},
+            max_cudagraph_capture_size=32,
+            speculative_config=chosen,
+        )
 
     def make(self, **options: Any) -> LLM:
         base: dict[str, Any] = {
@@ -74,21 +79,28 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         patch.setattr("draftwise.engine.builder.backend_for", lambda device: made.backend(device))
         made.__init__(tmp_path_factory.mktemp("graphs"))  # type: ignore[misc]
         yield made
-        for llm in made.made.values():
+        for llm in (*made.made.values(), made.piecewise):
             llm.close()
 
 
-def replays(llm: LLM) -> dict[str, int]:
-    """Of the target and of each drafter."""
+def graphed(llm: LLM) -> dict[str, GraphedDecoder | GraphedHead]:
+    """The target and drafters, as far as something of them is captured."""
     assert llm._engine is not None
     executor: Any = llm._engine.core.executor
-    model = executor._model
-    found = {"target": model.num_replays if isinstance(model, GraphedDecoder) else 0}
+    parts = {"target": executor._model}
     for name, proposer in executor._drafting._proposers.items():
-        part = getattr(proposer, "_model", None) or getattr(proposer, "_head", None)
-        if isinstance(part, GraphedDecoder | GraphedHead):
-            found[name] = part.num_replays
-    return found
+        parts[name] = getattr(proposer, "_model", None) or getattr(proposer, "_head", None)
+    return {name: part for name, part in parts.items() if isinstance(part, GraphedDecoder | GraphedHead)}
+
+
+def replays(llm: LLM) -> dict[str, int]:
+    """Whole passes and loops, of the target and of each drafter."""
+    return {name: part.num_replays for name, part in graphed(llm).items()}
+
+
+def piecewise(llm: LLM) -> dict[str, int]:
+    """Passes in pieces, likewise."""
+    return {n: p.num_piecewise for n, p in graphed(llm).items() if isinstance(p, GraphedDecoder)}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -117,6 +129,37 @@ def test_trees(engines: Engines, method: str, shape: str) -> None:
     params = RULES["greedy"].replace(speculation={"method": method, **SHAPES[shape]})
     wanted = token_ids(engines.made[True].generate(engines.prompts, params))
     assert token_ids(engines.made[False].generate(engines.prompts, params)) == wanted
+    assert token_ids(engines.piecewise.generate(engines.prompts, params)) == wanted
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_all_in_pieces(engines: Engines, method: str, rule: str) -> None:
+    """Prompts in chunks of up to 48 rows, of which those over 32 fit no pass; requests that join while others decode;
+    and, the second time, prompts whose beginnings are in the cache."""
+    params = RULES[rule].replace(speculation={"method": method})
+    wanted = token_ids(engines.made[True].generate(engines.prompts, params))
+    for _ in range(2):
+        before = piecewise(engines.piecewise)
+        assert token_ids(engines.piecewise.generate(engines.prompts, params)) == wanted
+        after = piecewise(engines.piecewise)
+        assert after["target"] > before["target"]
+    if method == "draft_model":
+        assert after[method] > before[method], "its passes, token by token"
+    assert not any(replays(engines.piecewise).values()), "no whole pass, no loop"
+
+
+def test_chunks_beside_decoding_requests_are_passes_in_pieces(engines: Engines) -> None:
+    llm = engines.made[False]
+    rng = np.random.default_rng(11)
+    lengths = (3, 50, 4, 40)
+    prompts = [{"prompt_token_ids": rng.integers(0, VOCAB, n).tolist()} for n in lengths]
+    params = RULES["greedy"].replace(speculation={"method": "ngram"})
+    wanted = token_ids(engines.made[True].generate(prompts, params))
+    before = piecewise(llm)["target"], replays(llm)["target"]
+    assert token_ids(llm.generate(prompts, params)) == wanted
+    # 97 tokens of prompts in steps of 48: the chunks of the first two are wider than a verification
+    assert piecewise(llm)["target"] - before[0] >= 2 and replays(llm)["target"] > before[1]
 
 
 @pytest.mark.parametrize("shape", ["static", "dynamic"])

@@ -3,6 +3,9 @@
 As with a device's graphs, nothing of the function that was captured runs in a replay: what it read of the host is what
 it was then, and results come in the tensors of the capture. What a device could not capture is refused: reading a value
 of a tensor on the host, making a tensor from host data, and tensors that the function got from outside afterwards.
+
+All graphs share their memory, as those of a device's pool do: what a capture made holds rubbish once another one was
+replayed, or the same one again. Pieces of one function find what its earlier pieces made.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from draftwise.graphs.backend import Fence, Graph, GraphBackend
+from draftwise.graphs.backend import Fence, Graph, GraphBackend, Pieces
 
 T = TypeVar("T")
 
@@ -35,10 +38,16 @@ def _memory(x: Tensor) -> int:
         return id(x)
 
 
+_Operation = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self.pieces: list[list[_Operation]] = [[]]
+
+    def cut(self) -> None:
+        self.pieces.append([])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,23 +56,55 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name in _READS:
             raise RuntimeError(f"{func._schema.name} in a captured function waits for the device")
         result = func(*args, **kwargs)
-        self.operations.append((func, args, kwargs, _tensors(result)))
+        self.pieces[-1].append((func, args, kwargs, _tensors(result)))
         return result
 
 
 class FakeGraph:
-    def __init__(self, operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]) -> None:
-        self._operations = operations
+    """``pool``: the graphs that share their memory, of which the last one that was replayed has its contents."""
 
-    def replay(self) -> None:
+    def __init__(self, pieces: list[list[_Operation]], pool: list[FakeGraph]) -> None:
+        assert all(pieces), "an empty piece"
+        self._pieces = pieces
+        self._pool = pool
+        self._made: list[Tensor] = []
+        for func, args, kwargs, results in (operation for piece in pieces for operation in piece):
+            del func
+            inputs = {_memory(x) for x in _tensors((args, kwargs))}
+            self._made += [x for x in results if x.numel() and _memory(x) not in inputs]
+        self.spoil()
+
+    @property
+    def count(self) -> int:
+        return len(self._pieces)
+
+    def spoil(self) -> None:
+        for x in self._made:
+            if x.dtype.is_floating_point:
+                x.fill_(float("nan"))
+            elif x.dtype is not torch.bool:
+                x.fill_(torch.iinfo(x.dtype).max)
+
+    def replay(self, between: Callable[[int], object] | None = None) -> None:
         with torch.inference_mode():
-            for func, args, kwargs, results in self._operations:
-                inputs = {_memory(x) for x in _tensors((args, kwargs))}
-                again = _tensors(func(*args, **kwargs))
-                for old, new in zip(results, again, strict=True):
-                    # a view, or an operation in place, has done its work in the memory of its inputs
-                    if old.numel() and _memory(old) not in inputs:
-                        old.copy_(new)
+            for graph in self._pool:
+                graph.spoil()
+            self._pool[:] = [self]
+            for i, piece in enumerate(self._pieces):
+                if i:
+                    assert between is not None
+                    between(i - 1)
+                    assert self._pool == [self], "graphs of the pool were replayed between pieces"
+                self._again(piece)
+
+    def _again(self, piece: list[_Operation]) -> None:
+        for func, args, kwargs, results in piece:
+            inputs = {_memory(x) for x in _tensors((args, kwargs))}
+            again = _tensors(func(*args, **kwargs))
+            for old, new in zip(results, again, strict=True):
+                # a view, or an operation in place, has done its work in the memory of its inputs
+                if old.numel() and _memory(old) not in inputs:
+                    old.copy_(new)
 
 
 class _Here:
@@ -79,9 +120,15 @@ class FakeGraphs(GraphBackend):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.num_graphs = 0
+        self._pool: list[FakeGraph] = []
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
-        run()
+        graph, result = self.capture_pieces(lambda cut: run())
+        assert isinstance(graph, FakeGraph)
+        return graph, result
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[Pieces, T]:
+        run(lambda: None)
         recorder = _Recorder()
         with ExitStack() as stack:
             for name in ("numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
@@ -89,9 +136,9 @@ class FakeGraphs(GraphBackend):
             for name in ("from_numpy", "tensor", "as_tensor"):
                 stack.enter_context(mock.patch.object(torch, name, _refuse))
             stack.enter_context(recorder)
-            result = run()
-        self.num_graphs += 1
-        return FakeGraph(recorder.operations), result
+            result = run(recorder.cut)
+        self.num_graphs += len(recorder.pieces)
+        return FakeGraph(recorder.pieces, self._pool), result
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64)

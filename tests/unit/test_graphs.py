@@ -16,8 +16,6 @@ from tests.fakes.tiny import VOCAB, save_llama
 
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_static import TorchStaticAttention
-from draftwise.config import EngineConfig
-from draftwise.errors import ConfigError
 from draftwise.graphs.backend import CudaGraphs
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.capture import Captures
@@ -235,26 +233,6 @@ def test_sizes_by_hand() -> None:
     shapes = pass_shapes(widths=[1, 5], sizes=[5, 10], **options)
     assert [(s.requests, s.rows) for s in shapes] == [(1, 5), (2, 5), (5, 1), (10, 1)]
     assert all(s.requests * s.rows <= 2048 for s in pass_shapes(widths=[1, 64], **options))
-
-
-def test_modes_of_graphs() -> None:
-    def config(mode: str | None, device: str = "cuda") -> EngineConfig:
-        given = None if mode is None else {"cudagraph_mode": mode}
-        return EngineConfig(model="M", device=device, compilation_config=given)
-
-    assert (
-        config(None).graph_mode
-        == config("FULL").graph_mode
-        == config("full_decode_only").graph_mode
-        == "full"
-    )
-    assert config("NONE").graph_mode == "none"
-    for mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
-        with pytest.raises(ConfigError, match=r"cudagraph_mode.*not supported"):
-            config(mode)
-        assert config(mode, "cpu").graph_mode == "full"  # said to have no effect there
-    with pytest.raises(ConfigError, match="cudagraph_mode"):
-        config("HALF", "cpu")
 
 
 def test_cuda_graphs_run_once_and_then_capture_in_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,32 @@ class AttentionBackend(ABC):
         """
 
 
+def attend(
+    backend: AttentionBackend,
+    q: Tensor,
+    kv: tuple[Tensor, ...],
+    batch: AttentionBatch,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`AttentionBackend.run`, for operations that can be captured: in a pass that is captured without attention
+    (`AttentionBatch.apart`) the call is noted, not made."""
+
+    def run(q: Tensor, batch: AttentionBatch, out: Tensor | None) -> Tensor:
+        return backend.run(
+            q, kv, batch, num_kv_heads=num_kv_heads, scale=scale, window=window, softcap=softcap, out=out
+        )
+
+    if batch.apart is None:
+        return run(q, batch, out)
+    result = batch.apart(run, q, q.shape[1] * q.shape[2])
+    return result if out is None else out.copy_(result)
+
+
 def first_key(batch: AttentionBatch, r: int) -> int:
     """First key of request r that anybody sees."""
     return 0 if batch.first_key_np is None else int(batch.first_key_np[r])

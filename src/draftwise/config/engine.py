@@ -12,6 +12,7 @@ from draftwise.config import coerce as to
 from draftwise.config.coerce import option
 from draftwise.config.extraction import METHOD as EXTRACTION
 from draftwise.config.extraction import transfer_folder
+from draftwise.config.graphs import LARGEST, SIZES, GraphOptions, compilation, graph_options, unused
 from draftwise.config.heads import SHIPPED_HEADS, served_speculator
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError, suggest
@@ -50,19 +51,6 @@ def _device(name: str, value: Any) -> str:
 def _quantization(name: str, value: Any) -> str:
     """A weight format, in its canonical spelling."""
     return parse_scheme(to.string(name, value), name).name
-
-
-_GRAPH_MODES = ("none", "full", "full_decode_only", "piecewise", "full_and_piecewise")
-
-
-def _compilation(name: str, value: Any) -> Any:
-    """A mapping, its JSON text, or a level 0..3."""
-    if isinstance(value, int | str) and str(value).strip() in ("0", "1", "2", "3"):
-        return int(value)
-    found = to.mapping(name, value)
-    if found.get("cudagraph_mode") is not None:
-        to.choice(*_GRAPH_MODES)(f"{name}.cudagraph_mode", str(found["cudagraph_mode"]).lower())
-    return found
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -137,9 +125,16 @@ class EngineConfig:
         None, to.string, "folder that keeps rounded weights for the next start, or auto (they are not kept)"
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = option(
-        None, to.sequence_of(to.integer(1), "a list of sizes"), "row counts captured in CUDA graphs"
+        None, SIZES, "row counts captured in CUDA graphs"
     )
-    compilation_config: Any = option(None, _compilation, "settings of a compiler, as JSON")
+    max_cudagraph_capture_size: int | None = option(
+        None, LARGEST, "most rows captured in CUDA graphs (512 for passes without attention)"
+    )
+    compilation_config: Any = option(
+        None,
+        compilation,
+        "settings of a compiler, as JSON; of these, cudagraph_mode and sizes have an effect",
+    )
     kv_transfer_config: dict[str, Any] | None = option(
         None, to.mapping, "connector for K/V or hidden states, as JSON"
     )
@@ -170,11 +165,10 @@ class EngineConfig:
         return self.speculative[0].method if self.speculative else "none"
 
     @property
-    def graph_mode(self) -> str:
-        """What ``compilation_config`` says of graphs: none, or full (decoding and verification in one graph each)."""
-        given = self.compilation_config
-        mode = given.get("cudagraph_mode") if isinstance(given, Mapping) else None
-        return "none" if str(mode).lower() == "none" and mode is not None else "full"
+    def graphs(self) -> GraphOptions:
+        """What is captured in CUDA graphs, where anything is."""
+        sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        return graph_options(self.compilation_config, sizes, largest)
 
     @property
     def drafters(self) -> tuple[SpeculativeConfig, ...]:
@@ -188,14 +182,6 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not supported yet; only 1")
-        mode = ""
-        if isinstance(self.compilation_config, Mapping):
-            mode = str(self.compilation_config.get("cudagraph_mode")).lower()
-        if "piecewise" in mode and self.device.startswith("cuda"):
-            raise ConfigError(
-                f"compilation_config.cudagraph_mode: {mode!r} is not supported: no graphs are captured between the "
-                "attention layers of prompts; use FULL (decoding and verification are captured whole) or NONE"
-            )
         if self.enable_expert_parallel:
             raise ConfigError("enable_expert_parallel: not supported yet")
         if self.quantization_cache is not None and self.quantization == "fp8":
@@ -210,6 +196,7 @@ class EngineConfig:
             )
 
     def _refuse_contradictions(self) -> None:
+        _ = self.graphs  # says what contradicts what
         if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory contradict each other: give one of them")
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
@@ -250,7 +237,7 @@ OLD_SPECULATIVE = {
 HARMLESS = {
     "max_parallel_loading_workers": "weights stream from the file",
     "disable_custom_all_reduce": "there is one rank",
-    "max_seq_len_to_capture": "nothing is captured in graphs",
+    "max_seq_len_to_capture": "graphs are captured for every length",
     "swap_space": "preempted requests are computed again, not swapped",
     "use_v2_block_manager": "there is one block manager",
     "disable_log_requests": "requests are not logged",
@@ -416,13 +403,17 @@ def _notes(
     notes = []
     if config.enforce_eager and config.device == "cpu":
         notes.append("enforce_eager has no effect: nothing is captured in graphs on a CPU")
-    if config.cudagraph_capture_sizes is not None and config.device == "cpu":
-        notes.append("cudagraph_capture_sizes has no effect: nothing is captured in graphs on a CPU")
+    for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        if getattr(config, name) is not None and config.device == "cpu":
+            notes.append(f"{name} has no effect: nothing is captured in graphs on a CPU")
     if config.disable_log_stats:
         notes.append("disable_log_stats has no effect: only draftwise serve logs statistics")
-    if config.compilation_config is not None:
-        rest = "" if config.device == "cpu" else " (but for cudagraph_mode)"
-        notes.append(f"compilation_config has no effect{rest}: models are not compiled")
+    if config.compilation_config is not None and config.device == "cpu":
+        notes.append(
+            "compilation_config has no effect on a CPU: models are not compiled, nothing is captured"
+        )
+    elif unused(config.compilation_config):
+        notes.append("compilation_config has no effect but for graphs: models are not compiled")
     if config.distributed_executor_backend is not None:
         notes.append("distributed_executor_backend has no effect: there is one rank")
     if config.served_model_name is not None:

@@ -229,7 +229,8 @@ def _load_proposers(
 
 def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> GraphSetup | None:
     """What is captured; None: nothing is. Kernels that cannot be captured run as they are."""
-    if config.enforce_eager or config.graph_mode == "none":
+    options = config.graphs
+    if config.enforce_eager or options.mode == "none":
         return None
     backend = backend_for(device)
     if backend is None or not capturable(model):
@@ -240,7 +241,9 @@ def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> 
         config.max_num_seqs or 64,
         config.max_num_batched_tokens,
         model.config.max_model_len,
-        config.cudagraph_capture_sizes,
+        options.sizes,
+        options.largest,
+        options.mode,
     )
 
 

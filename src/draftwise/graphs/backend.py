@@ -19,6 +19,17 @@ class Graph(Protocol):
         """Do them again, on what the memory holds now."""
 
 
+class Pieces(Protocol):
+    """A function that was captured in pieces."""
+
+    @property
+    def count(self) -> int:
+        """How many."""
+
+    def replay(self, between: Callable[[int], object]) -> None:
+        """Do the first one again, call ``between(0)``, do the second one, call ``between(1)``, ..., do the last one."""
+
+
 class Fence(Protocol):
     """A point in the order of what a device was told to do."""
 
@@ -45,6 +56,12 @@ class GraphBackend(ABC):
         """
 
     @abstractmethod
+    def capture_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[Pieces, T]:
+        """As `capture`, of a function that is given another one: with each call of it, it ends a piece and begins the
+        next one. What it makes in one piece, later pieces find where it was; between them anything may be done that
+        does not replay graphs of this backend."""
+
+    @abstractmethod
     def host_buffer(self, size: int) -> Tensor:
         """int64 [size] zeros on the host, from which copies to the device need no waiting."""
 
@@ -62,6 +79,16 @@ class Rerun(GraphBackend):
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
         return _Again(run), run()
 
+    def capture_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[Pieces, T]:
+        cuts = 0
+
+        def cut() -> None:
+            nonlocal cuts
+            cuts += 1
+
+        result = run(cut)
+        return _AgainInPieces(run, cuts + 1), result
+
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64)
 
@@ -75,6 +102,16 @@ class _Again:
 
     def replay(self) -> None:
         self._run()
+
+
+class _AgainInPieces:
+    def __init__(self, run: Callable[[Callable[[], None]], object], count: int) -> None:
+        self._run = run
+        self.count = count
+
+    def replay(self, between: Callable[[int], object]) -> None:
+        cuts = iter(range(self.count - 1))
+        self._run(lambda: between(next(cuts)))
 
 
 class _NoFence:
@@ -94,13 +131,7 @@ class CudaGraphs(GraphBackend):
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
         with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream(self.device)
-            self._stream.wait_stream(current)
-            # compiles kernels, makes libraries' workspaces, and what is kept beside the captured memory
-            with torch.cuda.stream(self._stream):
-                run()
-            current.wait_stream(self._stream)
-            torch.cuda.synchronize(self.device)
+            self._warm_up(run)
             graph = torch.cuda.CUDAGraph()
             # other threads (a server's, a scheduler's) may go on using the device's allocator meanwhile
             with torch.cuda.graph(
@@ -110,6 +141,25 @@ class CudaGraphs(GraphBackend):
         self.num_graphs += 1
         return graph, result
 
+    def capture_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[Pieces, T]:
+        pieces = _CudaPieces(self._pool)
+        with torch.cuda.device(self.device):
+            self._warm_up(lambda: run(lambda: None))
+            torch.cuda.empty_cache()
+            with torch.cuda.stream(self._stream), pieces:
+                result = run(pieces.cut)
+        self.num_graphs += pieces.count
+        return pieces, result
+
+    def _warm_up(self, run: Callable[[], object]) -> None:
+        """Compiles kernels, makes libraries' workspaces, and what is kept beside the captured memory."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self.device)
+
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, pin_memory=True)
 
@@ -117,3 +167,37 @@ class CudaGraphs(GraphBackend):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+class _CudaPieces:
+    """Graphs that are captured one behind the other on the current stream, between ``with`` and its end."""
+
+    def __init__(self, pool: object) -> None:
+        self._pool = pool
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._graphs)
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, *raised: object) -> None:
+        self._graphs[-1].capture_end()
+
+    def cut(self) -> None:
+        # what is alive now stays alive: memory of the pool that a piece did not free, no later piece is given
+        self._graphs[-1].capture_end()
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        self._graphs.append(graph)
+
+    def replay(self, between: Callable[[int], object]) -> None:
+        self._graphs[0].replay()
+        for i, graph in enumerate(self._graphs[1:]):
+            between(i)
+            graph.replay()

@@ -13,12 +13,14 @@ from draftwise.graphs.trees import TreeLoop, TreePlan
 @dataclass(frozen=True, slots=True)
 class Captures:
     """``passes``, and loops of ``steps`` drafts (0: none), or of the tree ``tree``, for the requests of ``loops``,
-    whose first pass has as many rows as there."""
+    whose first pass has as many rows as there; ``pieces``: numbers of rows of passes without attention, see
+    `graphs.pieces`."""
 
     passes: tuple[Shape, ...]
     loops: tuple[Shape, ...] = ()
     steps: int = 0
     tree: TreePlan | None = None
+    pieces: tuple[int, ...] = ()
 
     @property
     def max_requests(self) -> int:
@@ -30,9 +32,25 @@ class Captures:
 
     @property
     def count(self) -> int:
-        """Graphs."""
+        """Passes and loops, each of one graph or in pieces."""
         each = (len(KINDS) if self.steps else 0) + (self.tree is not None)
-        return len(self.passes) + each * len(self.loops)
+        return len(self.passes) + each * len(self.loops) + len(self.pieces)
+
+    def __str__(self) -> str:
+        """In words. Example: ``12 whole passes of 1..80 rows, 9 passes of 1..128 rows in pieces``."""
+        parts = []
+        if self.passes:
+            sizes = [shape.size for shape in self.passes]
+            parts.append(f"{len(sizes)} whole passes of {min(sizes)}..{max(sizes)} rows")
+        if self.pieces:
+            most = max(self.pieces)
+            parts.append(f"{len(self.pieces)} passes of {min(self.pieces)}..{most} rows in pieces")
+        if self.loops:
+            kind = "trees" if self.tree is not None else f"{self.steps} drafts"
+            counts = [shape.requests for shape in self.loops]
+            loops = self.count - len(self.passes) - len(self.pieces)
+            parts.append(f"{loops} loops of {kind} for {min(counts)}..{max(counts)} requests")
+        return ", ".join(parts) or "nothing"
 
     def loop_bytes(self, vocab_size: int, feature_bytes: int = 0) -> int:
         """Bytes of a `LoopMemory`; ``feature_bytes``: of one row's features."""

@@ -1,4 +1,4 @@
-"""A decoder whose passes over few rows, and whole draft loops, are captured as graphs and replayed."""
+"""A decoder whose passes, and whole draft loops, are captured as graphs and replayed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.loop import ChainLoop, Drafter
+from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
+from draftwise.graphs.sizes import worth_filling
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig
@@ -36,11 +38,19 @@ class _Results:
 
     hidden: Tensor  # [rows of the largest pass, H]
     captured: dict[int, Tensor]  # layer -> the same shape
-    logits: Tensor  # [rows of the largest pass, V] float32
+    logits: Tensor  # [rows of the largest whole pass, V] float32
+
+    def take(self, output: TargetOutput) -> None:
+        """Copy what a pass returned."""
+        rows = output.hidden.shape[0]
+        self.hidden[:rows].copy_(output.hidden)
+        for layer, x in output.captured.items():
+            self.captured[layer][:rows].copy_(x)
 
 
 class GraphedDecoder(DecoderModel):
-    """Behaves as the model it wraps. Passes that fit no captured shape, such as prompts, run as they would without it.
+    """Behaves as the model it wraps. Batches whose requests have about as many rows each are whole passes, others, such
+    as chunks of prompts, passes in pieces; those that fit neither run as they would without it.
 
     A pass is filled up to the next captured shape with rows that touch nothing but the spare slot of the storage. The
     graphs belong to one storage and one set of layers, those of `prepare`.
@@ -60,12 +70,14 @@ class GraphedDecoder(DecoderModel):
         self._block_size = block_size
         self._backend = backend
         self._passes: list[_Pass] = []
+        self._pieces = PiecewisePasses()
         self._loops = Loops([], [])
         self._results: _Results
         self._kv: KVStorage | None = None
         self._layers: tuple[int, ...] = ()
         self._filled: Fence | None = None  # the host's buffers may be written again
-        self.num_replays = 0
+        self.num_replays = 0  # of whole passes and loops
+        self.num_piecewise = 0  # passes in pieces
 
     @property
     def inputs_on(self) -> torch.device:
@@ -77,29 +89,46 @@ class GraphedDecoder(DecoderModel):
         assert kv.spare_slot is not None, "storage of a model that pads has a spare slot"
         self._kv, self._layers = kv, tuple(capture)
         self._passes.clear()
-        self._loops = Loops([], [])
-        if not self.captures.max_requests:
+        self._pieces, self._loops = PiecewisePasses(), Loops([], [])
+        if not self.captures.count:
             return
-        backend, size = self._backend, self._block_size
-        tables = Tables(self.captures.max_requests, self.captures.max_keys, size, backend)
-        most = max((shape.size for shape in self.captures.passes), default=0)
-        hidden = (most, self.config.hidden_size)
+        backend, size, captures = self._backend, self._block_size, self.captures
+        tables = Tables(captures.max_requests, captures.max_keys, size, backend)
+        whole = max((shape.size for shape in captures.passes), default=0)
+        hidden = (max(whole, *captures.pieces, 0), self.config.hidden_size)
         self._results = _Results(
             torch.zeros(hidden, dtype=self.dtype, device=backend.device),
             {i: torch.zeros(hidden, dtype=self.dtype, device=backend.device) for i in self._layers},
-            torch.zeros((most, self.config.vocab_size), dtype=torch.float32, device=backend.device),
+            torch.zeros((whole, self.config.vocab_size), dtype=torch.float32, device=backend.device),
         )
-        for shape in sorted(self.captures.passes, key=lambda s: (s.size, s.keys), reverse=True):
+        if max(captures.pieces, default=0) > whole:
+            self._capture_pieces(kv.spare_slot)
+        for shape in sorted(captures.passes, key=lambda s: (s.size, s.keys), reverse=True):
             rows = PassBuffers(shape, tables, size, kv.spare_slot, backend)
             graph, _ = backend.capture(partial(self._whole_pass, rows.batch))
             self._passes.append(_Pass(rows, graph))
         self._passes.reverse()
-        self._loops = capture_loops(self.captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
+        if not self._pieces.count:
+            self._capture_pieces(kv.spare_slot)
+        self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
+        logger.info("captured %s", captures)
+
+    def _capture_pieces(self, spare_slot: int) -> None:
+        if not self.captures.pieces:
+            return
+        memory = PieceMemory(max(self.captures.pieces), self._backend)
+        passes: list[PiecewisePass] = []
+        for count in sorted(self.captures.pieces, reverse=True):
+            passes.append(PiecewisePass(count, memory, self._block_size, spare_slot))
+            passes[-1].capture(self._rows_alone, self._backend)
+        self._pieces = PiecewisePasses(passes)
 
     def forward_logits(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None, capture: Sequence[int] = ()
     ) -> tuple[TargetOutput, Tensor]:
         found = self._pass_for(batch, kv, capture)
+        if isinstance(found, PiecewisePass):
+            return self._in_pieces(found, batch, rows, capture)
         if found is None:
             return self.inner.forward_logits(on_device(batch, self.device), kv, rows, capture)
         picked = None if rows is None else np.asarray(rows, np.int64)
@@ -120,10 +149,31 @@ class GraphedDecoder(DecoderModel):
             return output, results.logits[:total] if first else results.logits.index_select(0, index[:total])
         return output, results.logits.index_select(0, found.rows.picks[: len(picked)])
 
+    def _in_pieces(
+        self, found: PiecewisePass, batch: StepInput, rows: Sequence[int] | None, capture: Sequence[int]
+    ) -> tuple[TargetOutput, Tensor]:
+        self._wait()
+        picks = found.fill(batch, None if rows is None else np.asarray(rows, np.int64))
+        self._filled = self._backend.fence()
+        found.replay(batch)
+        self.num_piecewise += 1
+        total, results = batch.token_ids.shape[0], self._results
+        hidden = results.hidden[:total]
+        # copied: the next pass writes over them
+        captured = {layer: results.captured[layer][:total].clone() for layer in capture}
+        output = TargetOutput(hidden.clone(), captured)
+        if picks is not None:
+            hidden = hidden.index_select(0, picks)
+        if not hidden.shape[0]:
+            return output, hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        # not captured: how many there are does not depend on the number of rows, and it is one product
+        return output, self.inner.logits(hidden)
+
     def replay_of(self, batch: StepInput, kv: KVStorage) -> Callable[[], None] | None:
-        """The captured pass for a batch, its rows filled in: for those who measure it alone. None: there is none."""
+        """The whole pass captured for a batch, its rows filled in: for those who measure it alone. None: there is
+        none."""
         found = self._pass_for(batch, kv, self._layers)
-        if found is None:
+        if not isinstance(found, _Pass):
             return None
         self._wait()
         found.rows.fill(batch)
@@ -165,13 +215,19 @@ class GraphedDecoder(DecoderModel):
         self.num_replays += 1
         return loop.run(batch, None, draws)
 
-    def _pass_for(self, batch: StepInput, kv: KVStorage, capture: Sequence[int]) -> _Pass | None:
+    def _pass_for(
+        self, batch: StepInput, kv: KVStorage, capture: Sequence[int]
+    ) -> _Pass | PiecewisePass | None:
         if kv is not self._kv or not set(capture) <= set(self._layers):
             return None
         if batch.token_ids.device.type != "cpu":
             return None
         need = Need.of(batch)
-        return next((p for p in self._passes if p.rows.fits(need)), None)
+        whole = next((p for p in self._passes if p.rows.fits(need)), None)
+        pieces = self._pieces.of(batch.token_ids.shape[0])
+        if whole is None or pieces is None:
+            return whole or pieces
+        return whole if worth_filling(whole.rows.shape.size, pieces.rows) else pieces
 
     def _loop_for(
         self, batch: StepInput, kv: KVStorage, steps: int, draws: ChainDraws | None
@@ -190,12 +246,14 @@ class GraphedDecoder(DecoderModel):
         assert self._kv is not None
         batch.attention.cache.clear()  # what was prepared in another run would not be prepared again in a replay
         output, logits = self.inner.forward_logits(batch, self._kv, None, self._layers)
-        rows, results = logits.shape[0], self._results
-        results.hidden[:rows].copy_(output.hidden)
-        for layer, x in output.captured.items():
-            results.captured[layer][:rows].copy_(x)
-        results.logits[:rows].copy_(logits)
+        self._results.take(output)
+        self._results.logits[: logits.shape[0]].copy_(logits)
         batch.attention.cache.clear()  # its memory is free for the next graph
+
+    def _rows_alone(self, batch: StepInput) -> None:
+        """A pass without logits, and where ``batch`` says so, without attention."""
+        assert self._kv is not None
+        self._results.take(self.inner.forward(batch, self._kv, self._layers))
 
     def _drafter(self, kv: KVStorage) -> Drafter:
         def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, None]:
@@ -230,10 +288,13 @@ class GraphedDecoder(DecoderModel):
         return self.inner.weight_bytes()
 
     def static_bytes(self) -> int:
+        config, captures, itemsize = self.config, self.captures, self.dtype.itemsize
+        whole = max((shape.size for shape in captures.passes), default=0)
+        pieces = max(captures.pieces, default=0)
         # captured layers, of which there are four at most, are counted whether they will be or not
-        most = max((shape.size for shape in self.captures.passes), default=0)
-        row = 4 * self.config.vocab_size + 5 * self.config.hidden_size * self.dtype.itemsize
-        return most * row + self.captures.loop_bytes(self.config.vocab_size)
+        kept = max(whole, pieces) * 5 * config.hidden_size * itemsize + whole * 4 * config.vocab_size
+        kept += PieceMemory.bytes(pieces, config.num_heads * config.head_dim, itemsize)
+        return kept + captures.loop_bytes(config.vocab_size)
 
 
 def on_device(batch: StepInput, device: torch.device) -> StepInput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from draftwise.graphs.buffers import Shape
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.head import GraphedHead
-from draftwise.graphs.sizes import loop_shapes, pass_shapes
+from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
 from draftwise.graphs.trees import TreePlan
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
@@ -22,6 +22,7 @@ from draftwise.types import TreeShape
 
 if TYPE_CHECKING:
     from draftwise.config import SpeculativeConfig
+    from draftwise.config.graphs import GraphMode
 
 
 def backend_for(device: torch.device) -> GraphBackend | None:
@@ -59,7 +60,7 @@ def levels(tree: TreePlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphSetup:
-    """``sizes``: rows of whole passes to capture, see `graphs.sizes.pass_shapes`; None: a choice."""
+    """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more."""
 
     backend: GraphBackend
     block_size: int
@@ -67,21 +68,26 @@ class GraphSetup:
     max_num_batched_tokens: int
     max_model_len: int
     sizes: tuple[int, ...] | None = None
+    largest: int | None = None
+    mode: GraphMode = "full_and_piecewise"
 
     def target(self, model: DecoderModel, widths: Sequence[int]) -> DecoderModel:
-        """The target with passes of ``widths`` rows per request captured, or itself if its kernels cannot be."""
+        """The target with passes of ``widths`` rows per request captured, and others in pieces; or itself if its
+        kernels cannot be."""
         if not capturable(model):
             return model
-        return GraphedDecoder(model, Captures(self._passes(widths)), self.block_size, self.backend)
+        captures = Captures(self._passes(widths), pieces=self._pieces())
+        return GraphedDecoder(model, captures, self.block_size, self.backend)
 
     def draft_model(self, model: DecoderModel, steps: int, tree: TreePlan | None = None) -> DecoderModel:
         """A draft model with its loop captured, of ``steps`` drafts, or of a tree. It has not seen one or two tokens
         when it begins: the root, and behind a chain that was accepted whole its last draft; behind a tree, the whole
-        accepted path."""
+        accepted path. Prompts that it catches up on are passes in pieces."""
         if not capturable(model):
             return model
         rows = 2 if tree is None else 1 + levels(tree)
-        return GraphedDecoder(model, self._loops(rows, steps, tree), self.block_size, self.backend)
+        captures = replace(self._loops(rows, steps, tree), pieces=self._pieces())
+        return GraphedDecoder(model, captures, self.block_size, self.backend)
 
     def head(self, head: HeadModel, steps: int, tree: TreePlan | None = None) -> HeadModel:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
@@ -93,20 +99,34 @@ class GraphSetup:
         return tree_plan(config)
 
     def count(self, widths: Sequence[int], num_drafters: int) -> int:
-        """Graphs of the target and of so many drafters, about."""
-        passes = self._passes(widths)
-        return len(passes) + num_drafters * self._loops(1, 1).count
+        """Passes and loops of the target and of so many drafters, about. One in pieces counts as two: it has no more
+        operations than a whole one, but a graph for every layer."""
+        passes, loops = self._passes(widths), self._loops(1, 1)
+        pieces = 2 * len(self._pieces())
+        return len(passes) + pieces + num_drafters * (loops.count + pieces)
+
+    def _pieces(self) -> tuple[int, ...]:
+        if self.mode not in ("piecewise", "full_and_piecewise"):
+            return ()
+        return piece_rows(
+            max_num_batched_tokens=self.max_num_batched_tokens, sizes=self.sizes, largest=self.largest
+        )
 
     def _passes(self, widths: Sequence[int]) -> tuple[Shape, ...]:
+        if self.mode in ("none", "piecewise"):
+            return ()
         return pass_shapes(
             widths=widths,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             sizes=self.sizes,
+            largest=self.largest,
         )
 
     def _loops(self, rows: int, steps: int, tree: TreePlan | None = None) -> Captures:
+        if self.mode in ("none", "piecewise"):
+            return Captures(())
         steps = steps if tree is None else 0
         shapes = loop_shapes(rows=rows, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len)
         return Captures((), shapes, steps, tree)

@@ -10,6 +10,10 @@ SHORT_KEYS = 8192
 """Models that reach further have their passes captured twice: for contexts up to this, and for all. A captured pass
 looks into every part of the longest context it may have, if only to find nothing there."""
 
+MOST_PIECE_ROWS = 512
+"""Passes of more rows than this are not captured in pieces unless that is asked for: the device has so much to do in
+each that the host keeps ahead of it."""
+
 
 def request_counts(most: int) -> tuple[int, ...]:
     """Numbers of requests worth a graph of their own: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ..., and ``most``.
@@ -32,6 +36,7 @@ def pass_shapes(
     max_num_batched_tokens: int,
     max_model_len: int,
     sizes: Sequence[int] | None = None,
+    largest: int | None = None,
 ) -> tuple[Shape, ...]:
     """The shapes to capture.
 
@@ -39,6 +44,7 @@ def pass_shapes(
         widths: rows of a request: 1 for plain decoding, 1 + K for a verification of K nodes.
         sizes: rows of whole passes, vLLM's ``cudagraph_capture_sizes``; each is cut into requests of every width that
             divides it. None: a choice for `request_counts`.
+        largest: no pass has more rows, vLLM's ``max_cudagraph_capture_size``.
 
     Example: sizes 5, 10 and widths 1, 5: 5 x 1, 1 x 5, 10 x 1 and 2 x 5 (requests x rows).
     """
@@ -49,10 +55,40 @@ def pass_shapes(
         else:
             counts = [size // width for size in sizes if size % width == 0]
         for count in counts:
+            if largest is not None and count * width > largest:
+                continue
             if count <= max_num_seqs and count * width <= max(max_num_batched_tokens, width):
                 found.add((count, width))
     reach = key_limits(max_model_len)
     return tuple(Shape(count, width, keys) for keys in reach for count, width in sorted(found))
+
+
+def piece_rows(
+    *, max_num_batched_tokens: int, sizes: Sequence[int] | None = None, largest: int | None = None
+) -> tuple[int, ...]:
+    """Numbers of rows of the passes that are captured in pieces, ascending. A batch is filled up to the next one.
+
+    Args:
+        sizes: vLLM's ``cudagraph_capture_sizes``. None: a choice up to `MOST_PIECE_ROWS`, or ``largest``.
+        largest: as in `pass_shapes`.
+
+    Example: 100 tokens in a step at most: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100.
+    """
+    if sizes is None:
+        return request_counts(min(largest or MOST_PIECE_ROWS, max_num_batched_tokens))
+    return tuple(sorted({size for size in sizes if size <= min(largest or size, max_num_batched_tokens)}))
+
+
+def worth_filling(pass_rows: int, piece_rows: int) -> bool:
+    """Whether a batch goes into a whole pass of ``pass_rows`` rather than into one of ``piece_rows`` in pieces.
+
+    One graph costs the host less than many with attention between them. Up to 64 rows a pass costs what reading the
+    weights costs, however many rows fill up; beyond that, half as many rows again are worth it.
+
+    Example: 128 decoding requests, of which one verifies five drafts: 133 rows would fill 768 of a whole pass of
+    128 x 6, or 192 in pieces.
+    """
+    return pass_rows <= 64 or 2 * pass_rows <= 3 * piece_rows
 
 
 def loop_shapes(*, rows: int, max_num_seqs: int, max_model_len: int) -> tuple[Shape, ...]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.attention.base import AttentionBackend
+from draftwise.attention.base import AttentionBackend, attend
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.kernels import onednn
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
@@ -200,9 +200,9 @@ class TorchOps(Ops):
         softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        kv_heads = heads.num_kv_heads
-        return self._attention.run(
-            q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
+        kv_heads, how = heads.num_kv_heads, self._attention
+        return attend(
+            how, q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
         )
 
     @property

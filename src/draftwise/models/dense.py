@@ -176,7 +176,12 @@ class LayerPass:
         """
         ops = self.ops
         qkv = ops.linear(hidden, layer.qkv)
-        q = ops.qkv_rope_write(qkv, self.heads, self.rope, entries, self.slots, layer.q_norm, layer.k_norm)
+        apart, heads, place = self.attention.apart, self.heads, None
+        if apart is not None:
+            place = apart.queries(qkv.shape[0], heads.num_heads, heads.head_dim, qkv.dtype)
+        q = ops.qkv_rope_write(
+            qkv, heads, self.rope, entries, self.slots, layer.q_norm, layer.k_norm, out=place
+        )
         attended = ops.attention(
             q, entries, self.attention, self.heads, self.scale, layer.window, self.softcap
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwise.attention.base import AttentionBackend
+from draftwise.attention.base import AttentionBackend, attend
 from draftwise.attention.triton import TritonAttention
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
@@ -170,9 +170,9 @@ class TritonOps(Ops):
         softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        kv_heads = heads.num_kv_heads
-        return self._attention.run(
-            q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
+        kv_heads, how = heads.num_kv_heads, self._attention
+        return attend(
+            how, q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
         )
 
     @property

@@ -1,0 +1,335 @@
+"""Passes captured between the calls of attention, replayed without a GPU: the same as without a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes.fake_graphs import FakeGraphs
+from tests.fakes.tiny import save_llama
+from tests.unit.test_graphs import BATCHES, BLOCK, CPU, random_tokens, storage, table
+
+from draftwise.attention.torch_static import TorchStaticAttention
+from draftwise.config import EngineConfig
+from draftwise.config.graphs import GraphOptions
+from draftwise.errors import ConfigError
+from draftwise.graphs.backend import CudaGraphs, GraphBackend, Rerun
+from draftwise.graphs.buffers import Shape
+from draftwise.graphs.capture import Captures
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.pieces import PieceMemory, PiecewisePass
+from draftwise.graphs.setup import GraphSetup
+from draftwise.graphs.sizes import piece_rows, worth_filling
+from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.loader import load_model
+from draftwise.types import StepInput
+
+PROMPT = RowInput(random_tokens(17, 9), 0, table(0))
+MIXED = [
+    RowInput(random_tokens(9, 5), 4, table(0)),
+    RowInput(random_tokens(1, 6), 11, table(8)),
+    RowInput(random_tokens(6, 7), 7, table(16), (-1, -1, 0, 0, 2)),
+]
+
+
+def models(
+    folder: Path, captures: Captures, backend: GraphBackend | None = None, **settings: Any
+) -> tuple[DecoderModel, GraphedDecoder]:
+    save_llama(folder, seed=3, **settings)
+    ops = TorchOps(torch.float32, CPU, TorchStaticAttention())
+    plain = load_model(folder, dtype=torch.float32, device=CPU, ops=ops)
+    return plain, GraphedDecoder(plain, captures, BLOCK, backend or FakeGraphs())
+
+
+def both(
+    plain: DecoderModel,
+    graphed: DecoderModel,
+    kvs: tuple[KVStorage, KVStorage],
+    batch: StepInput,
+    rows: Sequence[int] | None,
+    layers: Sequence[int] = (),
+) -> None:
+    """Run a batch with and without graphs: the same results, and the same K/V."""
+    expected, wanted = plain.forward_logits(batch, kvs[0], rows, layers)
+    output, logits = graphed.forward_logits(batch, kvs[1], rows, layers)
+    torch.testing.assert_close(logits, wanted)
+    torch.testing.assert_close(output.hidden, expected.hidden)
+    assert set(output.captured) == set(layers)
+    for layer in layers:
+        torch.testing.assert_close(output.captured[layer], expected.captured[layer])
+    spare = kvs[0].spare_slot
+    for i in range(len(plain.kv_layout())):
+        torch.testing.assert_close(kvs[1].layer(i)[0][:spare], kvs[0].layer(i)[0][:spare])
+
+
+@pytest.mark.parametrize("kind", ["recorded", "run again"])
+@torch.inference_mode()
+def test_a_pass_in_pieces_is_the_pass(tmp_path: Path, kind: str) -> None:
+    backend: GraphBackend = FakeGraphs() if kind == "recorded" else Rerun(CPU)
+    plain, graphed = models(tmp_path, Captures((), pieces=(4, 8, 20)), backend)
+    kvs = storage(plain), storage(plain)
+    graphed.prepare(kvs[1], (0, 2))
+    if isinstance(backend, FakeGraphs):
+        assert backend.num_graphs == 3 * 3, (
+            "of each size, one in front of every layer and one behind the last"
+        )
+    batches = {"prompt": [PROMPT], "mixed": MIXED, **BATCHES, "again": MIXED}
+    for i, (name, inputs) in enumerate(batches.items()):
+        batch = build_step_input(inputs, BLOCK, CPU)
+        total = batch.token_ids.shape[0]
+        assert total <= 20, name
+        for rows in (None, [], [total - 1], list(range(0, total, 2))):
+            both(plain, graphed, kvs, batch, rows, (2,) if i % 2 else (0, 2))
+    assert graphed.num_piecewise == 4 * len(batches) and graphed.num_replays == 0
+
+
+@torch.inference_mode()
+def test_what_fills_up_reaches_no_real_row(tmp_path: Path) -> None:
+    """Whatever stands in the spare slot and behind the real rows of attention's result, NaN included."""
+    plain, graphed = models(tmp_path, Captures((), pieces=(32,)))
+    kvs = storage(plain), storage(plain)
+    graphed.prepare(kvs[1])
+    (memory,) = {id(p._noted._memory): p._noted._memory for p in graphed._pieces._passes}.values()
+    for buffer in memory._buffers.values():
+        buffer.fill_(float("nan"))
+    for i in range(len(plain.kv_layout())):
+        kvs[1].layer(i)[0][kvs[1].spare_slot :].fill_(float("nan"))
+    batch = build_step_input(MIXED, BLOCK, CPU)
+    both(plain, graphed, kvs, batch, None)
+    assert graphed.num_piecewise == 1
+
+
+@torch.inference_mode()
+def test_which_pass_takes_a_batch(tmp_path: Path) -> None:
+    plain, graphed = models(tmp_path, Captures((Shape(4, 2, 40),), pieces=(1, 4, 16)))
+    kvs = storage(plain), storage(plain)
+    graphed.prepare(kvs[1])
+
+    def taken(count: int, rows: int, layers: Sequence[int] = ()) -> tuple[int, int]:
+        before = graphed.num_replays, graphed.num_piecewise
+        inputs = [RowInput(random_tokens(rows, i), 3, table(6 * i, 6)) for i in range(count)]
+        both(plain, graphed, kvs, build_step_input(inputs, BLOCK, CPU), None, layers)
+        return graphed.num_replays - before[0], graphed.num_piecewise - before[1]
+
+    assert taken(3, 2) == (1, 0), "a whole pass"
+    assert taken(1, 3) == (0, 1), "wider than the whole pass"
+    assert taken(1, 16) == (0, 1)
+    assert taken(1, 17) == (0, 0), "more rows than any"
+    assert taken(1, 3, (1,)) == (0, 0), "layers that nobody spoke of before"
+    other = storage(plain)
+    batch = build_step_input([PROMPT], BLOCK, CPU)
+    graphed.forward_logits(batch, other)
+    assert graphed.num_piecewise == 2, "another storage"
+
+
+@torch.inference_mode()
+def test_the_host_buffers_are_not_written_while_they_are_read(tmp_path: Path) -> None:
+    """Every fill but the first waits for the copy of the one before."""
+    log: list[str] = []
+
+    class Logged(FakeGraphs):
+        def fence(self) -> Any:
+            class Here:
+                def synchronize(self) -> None:
+                    log.append("wait")
+
+            log.append("fence")
+            return Here()
+
+    plain, graphed = models(tmp_path, Captures((), pieces=(32,)), Logged())
+    kv = storage(plain)
+    graphed.prepare(kv)
+    for _ in range(3):
+        graphed.forward_logits(build_step_input(MIXED, BLOCK, CPU), kv)
+    assert log == ["fence", "wait", "fence", "wait", "fence"]
+
+
+@torch.inference_mode()
+def test_what_a_pass_in_pieces_returned_stays(tmp_path: Path) -> None:
+    plain, graphed = models(tmp_path, Captures((), pieces=(32,)))
+    kv = storage(plain)
+    graphed.prepare(kv, (1,))
+    batch = build_step_input(MIXED, BLOCK, CPU)
+    output, logits = graphed.forward_logits(batch, kv, [3], (1,))
+    kept = [x.clone() for x in (output.hidden, output.captured[1], logits)]
+    graphed.forward_logits(build_step_input([PROMPT], BLOCK, CPU), kv, None, (1,))
+    for before, now in zip(kept, (output.hidden, output.captured[1], logits), strict=True):
+        assert torch.equal(before, now)
+
+
+def test_rows_by_hand() -> None:
+    assert piece_rows(max_num_batched_tokens=100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    assert piece_rows(max_num_batched_tokens=8192)[-3:] == (256, 384, 512)
+    assert piece_rows(max_num_batched_tokens=8192, largest=1024)[-2:] == (768, 1024)
+    assert piece_rows(max_num_batched_tokens=100, sizes=(200, 8, 40, 8)) == (8, 40)
+    assert piece_rows(max_num_batched_tokens=100, sizes=(8, 40), largest=10) == (8,)
+    assert worth_filling(64, 8) and worth_filling(96, 64)
+    assert not worth_filling(768, 192) and not worth_filling(72, 32)
+
+
+def test_what_each_mode_captures(tmp_path: Path) -> None:
+    def found(mode: Any, **options: Any) -> tuple[Captures, Captures]:
+        setup = GraphSetup(FakeGraphs(), BLOCK, 4, 32, 64, mode=mode, **options)
+        plain, _ = models(tmp_path, Captures(()))
+        target, drafter = setup.target(plain, [1, 4]), setup.draft_model(plain, 3)
+        assert isinstance(target, GraphedDecoder) and isinstance(drafter, GraphedDecoder)
+        return target.captures, drafter.captures
+
+    target, drafter = found("full")
+    assert target.passes and not target.pieces and drafter.loops and not drafter.pieces
+    target, drafter = found("piecewise")
+    assert not target.passes and target.pieces == drafter.pieces == (1, 2, 4, 8, 16, 24, 32)
+    assert not drafter.loops and drafter.count == 7
+    target, drafter = found("full_and_piecewise", largest=8)
+    assert [shape.size for shape in target.passes] == [1, 2, 4, 4, 8] or {
+        shape.size for shape in target.passes
+    } == {1, 2, 4, 8}
+    assert target.pieces == drafter.pieces == (1, 2, 4, 8) and drafter.loops
+    assert str(target) == f"{len(target.passes)} whole passes of 1..8 rows, 4 passes of 1..8 rows in pieces"
+    assert "loops of 3 drafts for 1..4 requests" in str(drafter)
+    setup = GraphSetup(FakeGraphs(), BLOCK, 4, 32, 64)
+    assert setup.count([1, 4], 1) == len(setup._passes([1, 4])) + setup._loops(1, 1).count + 2 * 2 * 7
+
+
+def test_memory_is_counted(tmp_path: Path) -> None:
+    """Of 4-byte floats: five hidden states a row, queries and attention's results, four words for each row."""
+    plain, graphed = models(tmp_path, Captures((), pieces=(8, 24)))
+    assert graphed.static_bytes() == 24 * (5 * 32 * 4 + 2 * 32 * 4 + 4 * 8)
+    memory = PieceMemory(24, FakeGraphs())
+    with torch.inference_mode():
+        PiecewisePass(24, memory, BLOCK, 96).capture(lambda batch: _forward(plain, batch), FakeGraphs())
+    taken = memory.words.numel() * 8 + sum(b.numel() * 4 for b in memory._buffers.values())
+    assert taken == PieceMemory.bytes(24, 32, 4)
+
+
+def _forward(model: DecoderModel, batch: StepInput) -> None:
+    model.forward(batch, storage(model))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_options(device: str) -> None:
+    def options(**given: Any) -> GraphOptions:
+        return EngineConfig(model="M", device=device, **given).graphs
+
+    def inside(**given: Any) -> GraphOptions:
+        return options(compilation_config=given)
+
+    assert options() == GraphOptions("full_and_piecewise") == options(compilation_config=3)
+    for mode in ("NONE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"):
+        assert inside(cudagraph_mode=mode).mode == mode.lower()
+    found = inside(cudagraph_capture_sizes=[8, 4, 4], max_cudagraph_capture_size=16)
+    assert (found.sizes, found.largest) == ((4, 8), 16)
+    found = options(cudagraph_capture_sizes=[8, 4], max_cudagraph_capture_size=8)
+    assert (found.sizes, found.largest) == ((4, 8), 8)
+    with pytest.raises(ConfigError, match=r"cudagraph_mode: expected one of .*full_and_piecewise"):
+        inside(cudagraph_mode="HALF")
+    with pytest.raises(ConfigError, match=r"compilation_config.cudagraph_capture_sizes\[0\]"):
+        inside(cudagraph_capture_sizes=[0])
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes: 20 is over .*= 16"):
+        options(cudagraph_capture_sizes=[20], max_cudagraph_capture_size=16)
+    with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size: stands in compilation_config, too"):
+        options(max_cudagraph_capture_size=16, compilation_config={"max_cudagraph_capture_size": 16})
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes: is empty"):
+        options(cudagraph_capture_sizes=[])
+
+
+def test_cuda_pieces_are_captured_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of torch, on a device that is made up."""
+    inspect.signature(torch.cuda.CUDAGraph.capture_begin).bind(
+        None, pool=(0, 0), capture_error_mode="thread_local"
+    )
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device: object = None) -> None:
+            return
+
+        def wait_stream(self, other: object) -> None:
+            log.append("wait")
+
+    class Graph:
+        made = 0
+
+        def __init__(self) -> None:
+            Graph.made += 1
+            self.name = Graph.made
+
+        def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+            assert pool == "pool" and capture_error_mode == "thread_local"
+            log.append(f"<{self.name}")
+
+        def capture_end(self) -> None:
+            log.append(f"{self.name}>")
+
+        def replay(self) -> None:
+            log.append(f"replay {self.name}")
+
+    @contextlib.contextmanager
+    def inside(target: object) -> Iterator[None]:
+        name = "stream" if isinstance(target, Stream) else "device"
+        log.append(f"<{name}")
+        yield
+        log.append(f"{name}>")
+
+    for name, value in {
+        "device": inside,
+        "stream": inside,
+        "Stream": Stream,
+        "graph_pool_handle": lambda: "pool",
+        "current_stream": lambda device: Stream(),
+        "synchronize": lambda device: log.append("synchronize"),
+        "empty_cache": lambda: log.append("empty"),
+        "CUDAGraph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    backend = CudaGraphs(torch.device("cuda"))
+    log.clear()
+
+    def run(cut: Any) -> str:
+        log.append("a")
+        cut()
+        log.append("b")
+        return "result"
+
+    pieces, result = backend.capture_pieces(run)
+    assert result == "result" and pieces.count == 2 and backend.num_graphs == 2
+    assert [entry for entry in log if "device" not in entry] == [
+        *("wait", "<stream", "a", "b", "stream>", "wait", "synchronize", "empty"),
+        *("<stream", "<1", "a", "1>", "<2", "b", "2>", "stream>"),
+    ]
+    log.clear()
+    pieces.replay(lambda i: log.append(f"between {i}"))
+    assert log == ["replay 1", "between 0", "replay 2"]
+
+
+def test_the_fake_spoils_what_another_replay_left() -> None:
+    """A negative control: tensors of a capture do not outlive the next replay of any graph."""
+    backend = FakeGraphs()
+    x = torch.ones(3)
+    with torch.inference_mode():
+        first, doubled = backend.capture(lambda: x * 2)
+        second, tripled = backend.capture(lambda: x * 3)
+        assert doubled.isnan().all()
+        first.replay()
+        assert doubled.tolist() == [2, 2, 2]
+        second.replay()
+        assert doubled.isnan().all() and tripled.tolist() == [3, 3, 3]
+        pieces, total = backend.capture_pieces(lambda cut: _twice(x, cut))
+        pieces.replay(lambda i: x.add_(1))
+        assert total.tolist() == [4, 4, 4], "2 * 1 of the first piece, 2 of the second"
+        with pytest.raises(AssertionError, match="between pieces"):
+            pieces.replay(lambda i: first.replay())
+
+
+def _twice(x: torch.Tensor, cut: Any) -> torch.Tensor:
+    doubled = x * 2
+    cut()
+    return doubled + x
