@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draftwise.types import AttentionBatch, IntArray, StepInput
@@ -55,108 +56,135 @@ def tree_layout(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     return depths, masks
 
 
+class TreeRows(NamedTuple):
+    """The tree among the rows of request ``request``; the two fields as in `RowInput`, one of them given."""
+
+    request: int
+    parents: Sequence[int] | None
+    ancestors: Sequence[int] | None = None
+
+
 def build_step_input(
     rows: Sequence[RowInput], block_size: int, device: torch.device, position_offset: int = 0
 ) -> StepInput:
-    """Pack the rows of all requests into one `StepInput`.
-
-    ``position_offset``: added to every position, not to keys and slots. Draft heads say -1: what they store for token s
-    was trained at position s - 1, that of the hidden state it was computed from.
+    """Pack the rows of all requests into one `StepInput`. ``position_offset``: see `pack_rows`.
 
     Example: a chunk of 3 tokens at context 0 and a decode at context 9 with a tree (-1, -1) below its root give
     token rows [a0 a1 a2 | b9 n0 n1], positions [0 1 2 | 9 10 10], keys [0 1 2 | 9 10 11].
     """
-    if len(rows) == 1 and rows[0].parents is None and rows[0].ancestors is None:
-        return _single_chain(rows[0], block_size, device, position_offset)
-    count = len(rows)
-    lengths = np.array([len(row.tokens) for row in rows], np.int32)
-    context = np.array([row.context_len for row in rows], np.int32)
-    start = np.zeros(count + 1, np.int32)
-    np.cumsum(lengths, out=start[1:])
-    total = int(start[-1])
-    # Offset of each row in its request: arange minus the request's own start.
-    owner = np.repeat(np.arange(count), lengths)
-    first_own = context
-    tree_start = None
-    if any(row.tree_start for row in rows):
-        tree_start = np.fromiter((row.tree_start for row in rows), np.int32, count)
-        first_own = context + tree_start
-    keys = np.arange(total, dtype=np.int64) - np.repeat(start[:-1] - first_own, lengths)
-
-    widths = [len(row.block_table_np) for row in rows]
-    tables = np.zeros((count, max(widths)), np.int32)
-    for i, row in enumerate(rows):
-        tables[i, : widths[i]] = row.block_table_np
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row.tokens))
         assert row.first_key <= row.context_len and (not row.tree_start or row.ancestors is not None)
-    tokens = np.concatenate([row.tokens for row in rows], dtype=np.int64)
-    is_tree = np.array([row.parents is not None or row.ancestors is not None for row in rows], np.bool_)
-
-    positions = keys + position_offset
-    ancestors = None
-    if is_tree.any():
-        ancestors = np.zeros(total, np.uint64)
-        for i, row in enumerate(rows):
-            origin = int(context[i]) + position_offset
-            if row.ancestors is not None:
-                assert len(row.ancestors) == lengths[i] and row.parents is None
-                ancestors[start[i] : start[i + 1]] = np.asarray(row.ancestors, np.uint64)
-                positions[start[i] : start[i + 1]] = [bits.bit_count() - 1 + origin for bits in row.ancestors]
-                continue
-            if row.parents is None:
-                continue
-            nodes = len(row.parents)
-            first = int(start[i + 1]) - nodes
-            assert first - int(start[i]) == 1, "a tree hangs below a single root row"
-            depths, masks = tree_layout(row.parents)
-            positions[first : first + nodes] = np.asarray(depths) + origin
-            ancestors[first - 1] = 1
-            ancestors[first : first + nodes] = np.asarray(masks, np.uint64)
-    slots = tables[owner, keys // block_size].astype(np.int64) * block_size + keys % block_size
-    return StepInput(
-        token_ids=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
-        attention=AttentionBatch(
-            query_start_np=start,
-            context_len_np=context,
-            is_tree_np=is_tree,
-            block_tables_np=tables,
-            ancestors_np=ancestors,
-            block_size=block_size,
-            first_key_np=_first_keys(rows),
-            tree_start_np=tree_start,
-        ),
+    if len(rows) == 1:
+        tokens = np.asarray(rows[0].tokens, np.int64)
+        tables = rows[0].block_table_np[None]
+    else:
+        tokens = np.concatenate([row.tokens for row in rows], dtype=np.int64)
+        widths = [len(row.block_table_np) for row in rows]
+        tables = np.zeros((len(rows), max(widths)), np.int32)
+        for row, table, width in zip(rows, tables, widths, strict=True):
+            table[:width] = row.block_table_np
+    return pack_rows(
+        tokens,
+        starts,
+        [row.context_len for row in rows],
+        tables,
+        block_size,
+        device,
+        position_offset=position_offset,
+        first_keys=[row.first_key for row in rows],
+        tree_starts=[row.tree_start for row in rows],
+        trees=[
+            TreeRows(r, row.parents, row.ancestors)
+            for r, row in enumerate(rows)
+            if row.parents is not None or row.ancestors is not None
+        ],
     )
 
 
-def _first_keys(rows: Sequence[RowInput]) -> IntArray | None:
-    if not any(row.first_key for row in rows):
-        return None
-    return np.fromiter((row.first_key for row in rows), np.int32, len(rows))
+def pack_rows(
+    tokens: Sequence[int] | npt.NDArray[np.int64],
+    starts: Sequence[int],
+    contexts: Sequence[int],
+    tables_np: IntArray,
+    block_size: int,
+    device: torch.device,
+    *,
+    position_offset: int = 0,
+    first_keys: Sequence[int] = (),
+    tree_starts: Sequence[int] = (),
+    trees: Sequence[TreeRows] = (),
+) -> StepInput:
+    """`build_step_input` for whoever has the facts of R requests side by side.
+
+    Args:
+        tokens: [T] one request after the other.
+        starts: [R + 1] first row of each request, and T.
+        contexts: [R] key of each request's first row (of a tree level: of the tree's first row).
+        tables_np: [R, blocks] block tables; anything behind those of a request.
+        position_offset: added to every position, not to keys and slots. Draft heads say -1: what they store for token s
+            was trained at position s - 1, that of the hidden state it was computed from.
+        first_keys, tree_starts: [R], see `RowInput`; empty: all are 0.
+        trees: of the requests whose rows are no causal run.
+    """
+    count, total = len(contexts), starts[-1]
+    context_np = np.array(contexts, np.int32)
+    tree_start_np = np.array(tree_starts, np.int32) if any(tree_starts) else None
+    start_np = np.array(starts, np.int32)
+    if count == 1:  # the latency path
+        first = contexts[0] if tree_start_np is None else contexts[0] + tree_starts[0]
+        keys = np.arange(first, first + total, dtype=np.int64)
+        blocks_np = tables_np[0][keys // block_size]
+    else:
+        first_own_np = context_np if tree_start_np is None else context_np + tree_start_np
+        owner = np.repeat(np.arange(count), start_np[1:] - start_np[:-1])
+        # Row t is number t - start of its request: requests of 3 and 2 rows at 0 and 9 have keys 0 1 2 | 9 10.
+        keys = np.arange(total, dtype=np.int64) + (first_own_np - start_np[:-1])[owner]
+        blocks_np = tables_np[owner, keys // block_size]
+    slots = blocks_np.astype(np.int64) * block_size + keys % block_size
+    positions = keys + position_offset if position_offset or trees else keys
+    is_tree_np, ancestors_np = _NO_TREE if count == 1 and not trees else np.zeros(count, np.bool_), None
+    if trees:
+        ancestors_np = np.zeros(total, np.uint64)
+        for tree in trees:
+            is_tree_np[tree.request] = True
+            own = slice(starts[tree.request], starts[tree.request + 1])
+            origin = contexts[tree.request] + position_offset
+            _place_tree(tree, origin, positions[own], ancestors_np[own])
+    return StepInput(
+        token_ids=torch.from_numpy(np.asarray(tokens, np.int64)).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        attention=AttentionBatch(
+            query_start_np=start_np,
+            context_len_np=context_np,
+            is_tree_np=is_tree_np,
+            block_tables_np=tables_np,
+            ancestors_np=ancestors_np,
+            block_size=block_size,
+            first_key_np=np.array(first_keys, np.int32) if any(first_keys) else None,
+            tree_start_np=tree_start_np,
+        ),
+    )
 
 
 _NO_TREE = np.zeros(1, np.bool_)
 
 
-def _single_chain(row: RowInput, block_size: int, device: torch.device, position_offset: int) -> StepInput:
-    """The latency path: one request, no tree. Same result as the general case in fewer array operations."""
-    n = len(row.tokens)
-    keys = np.arange(row.context_len, row.context_len + n, dtype=np.int64)
-    slots = row.block_table_np[keys // block_size].astype(np.int64) * block_size + keys % block_size
-    tokens = np.asarray(row.tokens, np.int64)
-    assert row.first_key <= row.context_len and not row.tree_start
-    positions = torch.from_numpy(keys + position_offset if position_offset else keys)
-    return StepInput(
-        token_ids=torch.from_numpy(tokens).to(device),
-        positions=positions.to(device),
-        slots=torch.from_numpy(slots).to(device),
-        attention=AttentionBatch(
-            query_start_np=np.array((0, n), np.int32),
-            context_len_np=np.array((row.context_len,), np.int32),
-            is_tree_np=_NO_TREE,
-            block_tables_np=row.block_table_np[None],
-            ancestors_np=None,
-            block_size=block_size,
-            first_key_np=np.array((row.first_key,), np.int32) if row.first_key else None,
-        ),
+def _place_tree(
+    tree: TreeRows, origin: int, positions: npt.NDArray[np.int64], ancestors: npt.NDArray[np.uint64]
+) -> None:
+    """Write positions and masks of one request's rows. ``origin``: position of its tree's root or first row."""
+    if tree.ancestors is not None:
+        assert len(tree.ancestors) == len(positions) and tree.parents is None
+        ancestors[:] = np.asarray(tree.ancestors, np.uint64)
+        positions[:] = [bits.bit_count() - 1 + origin for bits in tree.ancestors]
+        return
+    assert tree.parents is not None and len(positions) == 1 + len(tree.parents), (
+        "a tree hangs below a single root row"
     )
+    depths, masks = tree_layout(tree.parents)
+    ancestors[0] = 1
+    ancestors[1:] = np.asarray(masks, np.uint64)
+    positions[1:] = np.asarray(depths) + origin

@@ -59,7 +59,7 @@ class Drafting:
 
     def admitted(self, row: Row) -> None:
         """A request entered with ``row.num_computed`` cached tokens: how many of them has each drafter?"""
-        blocks = row.block_table_np[: row.num_computed // self._block_size]
+        blocks = row.blocks_np[: row.num_computed // self._block_size]
         for name, marks in self._filled_blocks.items():
             unfilled = np.flatnonzero(~marks[blocks])
             leading = int(unfilled[0]) if len(unfilled) else len(blocks)
@@ -163,7 +163,7 @@ class Drafting:
             return
         source, target = self._drafter_moves if moved else self._moves
         size = self._block_size
-        table = row.block_table_np
+        table = row.blocks_np
         for k, node in enumerate(path):
             if node != k:
                 src, dst = base + node, base + k
@@ -251,7 +251,7 @@ class Drafting:
         fill.tokens = tokens
         after = tokens // self._block_size
         if after > before:
-            self._filled_blocks[name][row.block_table_np[before:after]] = True
+            self._filled_blocks[name][row.blocks_np[before:after]] = True
 
     def _failed(self, name: str, row: Row, error: Exception) -> None:
         row.drafting_failed = True

@@ -6,18 +6,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import Proposer
+from draftwise.runner.batch import StepBatch, StepRow, assemble
 from draftwise.runner.drafting import Drafting
-from draftwise.runner.rows import Row
+from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
@@ -26,15 +24,13 @@ from draftwise.types import (
     EMPTY_PROPOSAL,
     IntArray,
     NewRequest,
-    Proposal,
-    RowPlan,
     RowResult,
     StepPlan,
     StepResult,
     TokenLogprobs,
     Verification,
 )
-from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, VerifyRequest, verify_batch
+from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, verify_batch
 
 
 class Executor(ABC):
@@ -98,6 +94,7 @@ class LocalExecutor(Executor):
         # waits for more spins on a core the kernels want: with a busy neighbour, a softmax of 10 us took 10 ms.
         self._torch_threads = 1 if model.same_bits and device.type == "cpu" else None
         self._rows: dict[int, Row] = {}
+        self._tables = BlockTables()
         self._drafting = Drafting(
             proposers,
             storage,
@@ -129,54 +126,55 @@ class LocalExecutor(Executor):
         if not plan.rows:
             return StepResult(plan.step, ())
         start = self._clock()
-        steps = [self._step_row(p) for p in plan.rows if not self._rows[p.rid].is_full]
-        if not steps:
+        batch = assemble(plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on)
+        if batch is None:
             return StepResult(plan.step, ())
-        batch = build_step_input([self._row_input(s) for s in steps], self._block_size, self._model.inputs_on)
-        starts = batch.attention.query_start_np.tolist()
-        wanted = self._logit_rows(steps, starts)
+        steps = batch.steps
 
         built = self._clock()
         output, logits = self._model.forward_logits(
-            batch, self._storage, wanted.rows, self._drafting.capture_layers
+            batch.input, self._storage, batch.rows, self._drafting.capture_layers
         )
         forwarded = self._clock()
 
-        prompt = {
-            i: self._prompt_logprobs(output.hidden, steps[i], first, n) for i, first, n in wanted.prompt
-        }
-        self._drafting.observe([s.row.rid for s in steps], batch, output)
-        answers: list[Verification | Exception] = []
-        if wanted.requests:
-            answers = self._verify(logits, wanted, steps, PassSlots(self._storage, batch.slots))
-        by_step = dict(zip(wanted.owners, answers, strict=True))
+        prompt = {i: self._prompt_logprobs(output.hidden, steps[i], first, n) for i, first, n in batch.prompt}
+        if self._drafting.observes:
+            self._drafting.observe([s.row.rid for s in steps], batch.input, output)
+        answers: list[Verification | Exception | None] = [None] * len(steps)
+        for i, answer in zip(batch.owners, self._verify(logits, batch), strict=True):
+            answers[i] = answer
         read: list[tuple[Row, int, IntArray]] = []
         if self._drafting.observes:
             read = [
-                (s.row, s.row.num_computed, _committed_rows(s, by_step.get(i), starts[i]))
-                for i, s in enumerate(steps)
+                (s.row, s.row.num_computed, _committed_rows(s, answer, first))
+                for s, answer, first in zip(steps, answers, batch.starts, strict=False)
                 if s.planned.follow
             ]
-        results = [self._commit_row(s, by_step.get(i), prompt.get(i)) for i, s in enumerate(steps)]
+        outcomes = [self._commit_row(s, answer) for s, answer in zip(steps, answers, strict=True)]
         followed = 0.0
         if read:
             before = self._clock()
             self._drafting.committed(read)
             followed = self._clock() - before
-        if self._drafting.transfers:
-            results = [self._transferred(s, r) for s, r in zip(steps, results, strict=True)]
+        transferred = self._transfer(steps, outcomes) if self._drafting.transfers else {}
         self._drafting.compact()
         verified = self._clock()
 
         self._drafting.propose(
-            [(s.row, s.planned.draft_budget) for s, r in zip(steps, results, strict=True) if _drafts_on(s, r)]
+            [
+                (s.row, s.planned.draft_budget)
+                for s, o in zip(steps, outcomes, strict=True)
+                if _drafts_on(s, o)
+            ]
         )
         drafted = self._clock()
         return StepResult(
             step=plan.step,
             rows=tuple(
-                r._replace(num_proposed=len(s.row.proposal)) if s.row.proposal.tokens else r
-                for s, r in zip(steps, results, strict=True)
+                [
+                    _result(s, outcome, prompt.get(i), transferred.get(i))
+                    for i, (s, outcome) in enumerate(zip(steps, outcomes, strict=True))
+                ]
             ),
             input_time=built - start,
             forward_time=forwarded - built,
@@ -197,12 +195,13 @@ class LocalExecutor(Executor):
     def _apply(self, plan: StepPlan) -> None:
         for rid, kept in plan.trimmed:
             row = self._rows[rid]
-            row.num_blocks = kept
+            row.trim(kept)
             self._drafting.trimmed(row)
         for rid in plan.removed:
             gone = self._rows.pop(rid, None)
             if gone is not None:
                 self._drafting.removed(gone)
+                self._tables.close(gone.line)
         for new in plan.new:
             row = self._add(new)
             self._drafting.admitted(row)
@@ -236,7 +235,8 @@ class LocalExecutor(Executor):
             speculation=new.speculation,
             stop_token_ids=new.stop_token_ids,
             prompt_logprobs=new.prompt_logprobs,
-            block_table_np=np.zeros(max(8, len(new.block_ids) * 2), np.int32),
+            tables=self._tables,
+            line=self._tables.open(),
         )
         row.add_blocks(new.block_ids)
         if new.sampling.structured_outputs is not None:
@@ -246,57 +246,10 @@ class LocalExecutor(Executor):
         self._rows[new.rid] = row
         return row
 
-    # ------------------------------------------------------------------------------------ inputs, logits
-
-    def _step_row(self, planned: RowPlan) -> _StepRow:
-        row = self._rows[planned.rid]
-        proposal = row.proposal.prefix(planned.num_draft) if planned.num_draft else EMPTY_PROPOSAL
-        return _StepRow(row, planned, proposal)
-
-    def _row_input(self, step: _StepRow) -> RowInput:
-        row, proposal = step.row, step.proposal
-        start = row.num_computed
-        known = row.tokens_np[start : start + step.planned.num_new]
-        if not proposal.tokens:
-            return RowInput(known, start, row.blocks_np)
-        # A chain is a causal run of rows: no mask is needed for it.
-        parents = None if proposal.is_chain else proposal.parents
-        return RowInput([*known.tolist(), *proposal.tokens], start, row.blocks_np, parents)
-
-    def _logit_rows(self, steps: Sequence[_StepRow], starts: Sequence[int]) -> _LogitRows:
-        """Choose the rows that need logits: root and nodes of every request that reaches its last token.
-
-        ``starts`` [R + 1]: first row of each request in the batch.
-        """
-        requests: list[VerifyRequest] = []
-        owners: list[int] = []
-        rows: list[int] = []
-        prompt: list[tuple[int, int, int]] = []
-        for i, step in enumerate(steps):
-            row, planned = step.row, step.planned
-            if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
-                prompt.append((i, starts[i], min(planned.num_new, row.num_prompt - 1 - row.num_computed)))
-            if row.num_computed + planned.num_new < row.num_tokens:
-                continue  # a chunk: nothing to sample yet
-            requests.append(
-                VerifyRequest(
-                    state=row.state,
-                    proposal=step.proposal,
-                    first_row=len(rows),
-                    rule=row.speculation.rule,
-                    token_ids_np=row.tokens_np[: row.num_tokens],
-                    pass_row=starts[i] + planned.num_new - 1,
-                )
-            )
-            if step.proposal.tokens:
-                rows.extend(range(starts[i] + planned.num_new - 1, starts[i + 1]))
-            else:
-                rows.append(starts[i + 1] - 1)
-            owners.append(i)
-        return _LogitRows(requests, owners, None if len(rows) == starts[-1] else rows, prompt)
+    # ------------------------------------------------------------------------------------ logits
 
     def _prompt_logprobs(
-        self, hidden: torch.Tensor, step: _StepRow, first: int, count: int
+        self, hidden: torch.Tensor, step: StepRow, first: int, count: int
     ) -> tuple[TokenLogprobs, ...]:
         """Logprobs of prompt tokens num_computed + 1 ...: the row of token j predicts token j + 1."""
         row = step.row
@@ -312,26 +265,28 @@ class LocalExecutor(Executor):
             )
         return tuple(entries)
 
-    def _verify(
-        self, logits: torch.Tensor, wanted: _LogitRows, steps: Sequence[_StepRow], stored: PassSlots
-    ) -> list[Verification | Exception]:
+    def _verify(self, logits: torch.Tensor, batch: StepBatch) -> list[Verification | Exception]:
         """Decide all requests, each structured one under its grammar's masks; made while a GPU still computes."""
-        requests = wanted.requests
+        requests = batch.requests
         failed: dict[int, Exception] = {}
-        for j, i in enumerate(wanted.owners):
-            grammar = steps[i].row.grammar
-            if grammar is None:
+        for j, i in enumerate(batch.owners):
+            step = batch.steps[i]
+            if step.row.grammar is None:
                 continue
-            if requests is wanted.requests:
-                requests = list(requests)
             try:
-                masks = grammar.masks(steps[i].proposal)
+                masks = step.row.grammar.masks(step.proposal)
             except Exception as error:  # its grammar is too complex, say: it fails alone
                 failed[j] = error
                 continue
+            if requests is batch.requests:
+                requests = list(requests)
             requests[j] = requests[j]._replace(masks=masks)
         answers = verify_batch(
-            logits, requests, synthetic=self._synthetic, kernels=self._rules, stored=stored
+            logits,
+            requests,
+            synthetic=self._synthetic,
+            kernels=self._rules,
+            stored=PassSlots(self._storage, batch.input.slots),
         )
         for j, failure in failed.items():
             answers[j] = failure
@@ -339,78 +294,49 @@ class LocalExecutor(Executor):
 
     # -------------------------------------------------------------------------------------------- commit
 
-    def _commit_row(
-        self,
-        step: _StepRow,
-        answer: Verification | Exception | None,
-        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
-    ) -> RowResult:
-        row, proposal = step.row, step.proposal
+    def _commit_row(self, step: StepRow, answer: _Outcome) -> _Outcome:
+        """Take in what was decided of a request, or that a chunk was computed; answers what came of it."""
+        row, planned, proposal = step
         row.proposal = EMPTY_PROPOSAL
-        if answer is None:
-            row.num_computed += step.planned.num_new
-            return RowResult(row.rid, prompt_logprobs=prompt_logprobs)
         if isinstance(answer, Exception):
-            return RowResult(row.rid, error=f"{type(answer).__name__}: {answer}")
-        base = row.num_computed + step.planned.num_new
-        moved = self._compacting is not None and self._compacting.decides(row.state, row.speculation.rule)
-        self._drafting.accepted(row, proposal, answer.path, base, moved=moved)
-        row.num_computed = base + len(answer.path)
-        row.append(answer.token_ids)
-        row.state.commit(answer.token_ids)
+            return answer
+        base = row.num_computed + planned.num_new
+        if answer is None:
+            row.num_computed = base
+            return None
+        path, token_ids, _ = answer
+        if path or row.fill:
+            moved = self._compacting is not None and self._compacting.decides(row.state, row.speculation.rule)
+            self._drafting.accepted(row, proposal, path, base, moved=moved)
+        row.num_computed = base + len(path)
+        row.append(token_ids)
+        row.state.commit(token_ids)
         if row.grammar is not None:
             try:
-                row.grammar.commit(answer.token_ids)
+                row.grammar.commit(token_ids)
             except Exception as error:  # a rule that does not look at the target, such as "synthetic"
-                return RowResult(row.rid, error=f"{type(error).__name__}: {error}")
-        if not proposal.tokens:
-            return RowResult(
-                row.rid, answer.token_ids, logprobs=answer.logprobs, prompt_logprobs=prompt_logprobs
-            )
-        return RowResult(
-            rid=row.rid,
-            token_ids=answer.token_ids,
-            num_drafted=len(proposal),
-            num_accepted=len(answer.path),
-            accepted_nodes=answer.path,
-            draft_tokens=proposal.tokens,
-            draft_parents=proposal.parents,
-            method=proposal.method,
-            logprobs=answer.logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+                return error
+        return answer
 
-    def _transferred(self, step: _StepRow, result: RowResult) -> RowResult:
-        """The result with what came of the request's prompt."""
-        if not result.token_ids:
-            return result
-        try:
-            params = self._drafting.transfer(step.row)
-        except Exception as error:  # a full disk, say: the request fails, and nobody else
-            return RowResult(step.row.rid, error=f"{type(error).__name__}: {error}")
-        return result if params is None else result._replace(kv_transfer_params=params)
+    def _transfer(
+        self, steps: Sequence[StepRow], outcomes: list[_Outcome]
+    ) -> dict[int, Mapping[str, object] | None]:
+        """What came of prompts, by step row; where that fails, so does the request: in ``outcomes``."""
+        found: dict[int, Mapping[str, object] | None] = {}
+        for i, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
+            if isinstance(outcome, Verification):
+                try:
+                    found[i] = self._drafting.transfer(step.row)
+                except Exception as error:  # a full disk, say: the request fails, and nobody else
+                    outcomes[i] = error
+        return found
 
 
-class _StepRow(NamedTuple):
-    """A request's part in this step, with that prefix of its waiting proposal which is verified."""
-
-    row: Row
-    planned: RowPlan
-    proposal: Proposal
+_Outcome = Verification | Exception | None
+"""Of a request in a step: what was committed, why it failed, or None: a chunk of its prompt was computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LogitRows:
-    """``rows``: batch rows with logits, None for all; ``owners[j]``: step row of ``requests[j]``;
-    ``prompt``: (step row, first batch row, count) where prompt logprobs were asked for."""
-
-    requests: list[VerifyRequest]
-    owners: list[int]
-    rows: list[int] | None
-    prompt: list[tuple[int, int, int]]
-
-
-def _committed_rows(step: _StepRow, answer: Verification | Exception | None, start: int) -> IntArray:
+def _committed_rows(step: StepRow, answer: _Outcome, start: int) -> IntArray:
     """[n] rows of the batch whose tokens are final now; ``start`` is the request's first one.
 
     Example: rows 5.. are one known token and four nodes, of which nodes 1 and 3 were accepted: rows 5, 7 and 9.
@@ -424,8 +350,37 @@ def _committed_rows(step: _StepRow, answer: Verification | Exception | None, sta
     return np.concatenate([known, np.asarray(answer.path, np.int32) + (start + num_new)])
 
 
-def _drafts_on(step: _StepRow, result: RowResult) -> bool:
+def _drafts_on(step: StepRow, outcome: _Outcome) -> bool:
     """Whether the request drafts after this step: it may, it reached its root, and is not known to have ended."""
-    if not step.planned.draft_budget or not result.token_ids:
+    if not step.planned.draft_budget or not isinstance(outcome, Verification):
         return False
-    return step.row.stop_token_ids.isdisjoint(result.token_ids)
+    return step.row.stop_token_ids.isdisjoint(outcome.token_ids)
+
+
+def _result(
+    step: StepRow,
+    outcome: _Outcome,
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    kv_transfer_params: Mapping[str, object] | None,
+) -> RowResult:
+    row, _, proposal = step
+    if isinstance(outcome, Exception):
+        return RowResult(row.rid, error=f"{type(outcome).__name__}: {outcome}")
+    if outcome is None:
+        return RowResult(row.rid, prompt_logprobs=prompt_logprobs)
+    path, token_ids, logprobs = outcome
+    # By position, which takes half as long as by name: see `RowResult`.
+    return RowResult(
+        row.rid,
+        token_ids,
+        len(proposal.tokens),
+        len(path),
+        path,
+        proposal.tokens,
+        proposal.parents,
+        proposal.method,
+        len(row.proposal.tokens),
+        logprobs,
+        prompt_logprobs,
+        kv_transfer_params,
+    )

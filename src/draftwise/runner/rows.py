@@ -21,9 +21,62 @@ class DrafterFill:
     drafts: int = 0
 
 
+class BlockTables:
+    """The block tables of all requests, a line each: a batch takes its lines in one piece. Behind a request's blocks
+    its line is 0."""
+
+    def __init__(self) -> None:
+        self._lines_np: IntArray = np.zeros((8, 8), np.int32)
+        self._free = list(range(7, -1, -1))
+
+    def open(self) -> int:
+        """A line for a request that enters."""
+        if not self._free:
+            lines, width = self._lines_np.shape
+            self._grow(2 * lines, width)
+            self._free = list(range(2 * lines - 1, lines - 1, -1))
+        return self._free.pop()
+
+    def close(self, line: int) -> None:
+        """The request of this line has left."""
+        self._lines_np[line] = 0
+        self._free.append(line)
+
+    def line(self, line: int) -> IntArray:
+        """[capacity] a view, until some line grows."""
+        view: IntArray = self._lines_np[line]
+        return view
+
+    def write(self, line: int, start: int, block_ids: Sequence[int]) -> None:
+        """Blocks ``start``, ``start + 1``, ... of a line."""
+        end = start + len(block_ids)
+        lines, width = self._lines_np.shape
+        if end > width:
+            self._grow(lines, max(end, 2 * width))
+        self._lines_np[line, start:end] = block_ids
+
+    def cut(self, line: int, end: int) -> None:
+        """Only ``end`` blocks are left."""
+        self._lines_np[line, end:] = 0
+
+    def of(self, lines: Sequence[int], width: int) -> IntArray:
+        """[len(lines), width] the first ``width`` blocks of these lines; a copy, or a view if it is one line."""
+        if len(lines) == 1:
+            view: IntArray = self._lines_np[lines[0] : lines[0] + 1, :width]
+            return view
+        copy: IntArray = self._lines_np[lines, :width]
+        return copy
+
+    def _grow(self, lines: int, width: int) -> None:
+        grown = np.zeros((lines, width), np.int32)
+        old_lines, old_width = self._lines_np.shape
+        grown[:old_lines, :old_width] = self._lines_np
+        self._lines_np = grown
+
+
 @dataclass(slots=True)
 class Row:
-    """One request in the executor. Blocks 0..num_blocks-1 of ``block_table_np`` are the request's."""
+    """One request in the executor. Blocks 0..num_blocks-1 of its line are the request's."""
 
     rid: int
     tokens_np: IntArray  # [capacity]
@@ -35,7 +88,8 @@ class Row:
     speculation: Speculation
     stop_token_ids: frozenset[int]
     prompt_logprobs: int | None
-    block_table_np: IntArray  # [capacity]
+    tables: BlockTables
+    line: int
     num_blocks: int = 0
     grammar: Cursor | None = None
     proposal: Proposal = EMPTY_PROPOSAL
@@ -50,16 +104,16 @@ class Row:
     @property
     def blocks_np(self) -> IntArray:
         """[num_blocks] view of the request's block ids."""
-        return self.block_table_np[: self.num_blocks]
+        return self.tables.line(self.line)[: self.num_blocks]
 
     def add_blocks(self, block_ids: Sequence[int]) -> None:
-        end = self.num_blocks + len(block_ids)
-        if end > len(self.block_table_np):
-            grown = np.zeros(max(end, 2 * len(self.block_table_np)), np.int32)
-            grown[: self.num_blocks] = self.blocks_np
-            self.block_table_np = grown
-        self.block_table_np[self.num_blocks : end] = block_ids
-        self.num_blocks = end
+        self.tables.write(self.line, self.num_blocks, block_ids)
+        self.num_blocks += len(block_ids)
+
+    def trim(self, num_blocks: int) -> None:
+        """Only ``num_blocks`` blocks are left."""
+        self.tables.cut(self.line, num_blocks)
+        self.num_blocks = num_blocks
 
     def append(self, token_ids: Sequence[int]) -> None:
         end = self.num_tokens + len(token_ids)
@@ -68,7 +122,7 @@ class Row:
             grown = np.empty(end + 64, np.int32)
             grown[: self.num_tokens] = self.tokens_np[: self.num_tokens]
             self.tokens_np = grown
-        if len(token_ids) == 1:  # a store into a slice takes ten times as long
+        if len(token_ids) == 1:  # a store into a slice takes four times as long
             self.tokens_np[self.num_tokens] = token_ids[0]
         else:
             self.tokens_np[self.num_tokens : end] = token_ids

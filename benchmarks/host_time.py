@@ -1,0 +1,149 @@
+"""What the engine's own Python takes per step, beside model passes and kernels.
+
+    python benchmarks/host_time.py [--requests 1 16 64 256] [--methods none ngram mtp] [--steps 40] [--json]
+
+Time of the calling thread alone (`time.thread_time`), less what it spends in the target's pass, the drafter's passes
+and the native verification: what a busy neighbour takes from the clock is not in it. The embedded model with its
+drafters, prompts of 32 tokens from its held-out text, static control. Medians over steps in which every request
+decodes; ``per request`` is the median divided by the requests.
+
+To compare two versions, run them in turns, each with its own source tree as PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from draftwise import LLM, SamplingParams
+from draftwise.bench.workloads import code_prompts
+
+PROMPT = 32
+WARM_STEPS = 4
+K = 4
+
+
+class Stopwatch:
+    """Thread time spent in some functions, inner calls counted once."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self._depth = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return function(*args, **kwargs)
+            self._depth += 1
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent += time.thread_time() - start
+                self._depth -= 1
+
+        return timed
+
+
+def make_engine(method: str, requests: int) -> LLM:
+    spec: dict[str, Any] = {"method": method}
+    if method != "none":
+        spec["num_speculative_tokens"] = K
+    return LLM(
+        speculative_config=spec,
+        speculation_control="static",
+        max_num_seqs=requests,
+        max_num_batched_tokens=8192,
+        max_model_len=1024,
+    )
+
+
+def watch(llm: LLM) -> Stopwatch:
+    """Count model passes and the native verification of an engine."""
+    watch = Stopwatch()
+    engine = llm._engine
+    assert engine is not None
+    executor: Any = engine.core.executor
+    executor._model.forward_logits = watch.around(executor._model.forward_logits)
+    if executor._rules is not None:
+        executor._rules._verify = watch.around(executor._rules._verify)
+    for proposer in executor._drafting._proposers.values():
+        head = getattr(proposer, "_head", None)
+        if head is not None:
+            for name in ("combine", "forward", "forward_logits", "draft_chains"):
+                setattr(head, name, watch.around(getattr(head, name)))
+    return watch
+
+
+def measure(llm: LLM, spent: Stopwatch, requests: int, temperature: float, steps: int) -> list[float]:
+    """Host seconds of each of ``steps`` steps with ``requests`` requests that decode."""
+    assert llm._engine is not None
+    core, processor = llm._engine.core, llm._engine.processor
+    tokens = (steps + WARM_STEPS) * (1 + K) + 1
+    prompts = code_prompts(llm.get_tokenizer(), requests, PROMPT)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=i)
+        group = processor.group({"prompt_token_ids": list(prompt)}, params)
+        for request in group.requests:
+            core.add(request)
+    while core.scheduler.num_running < requests:
+        core.step()
+    for _ in range(WARM_STEPS):
+        core.step()
+    found: list[float] = []
+    for _ in range(steps):
+        spent.spent = 0.0
+        start = time.thread_time()
+        updates = core.step()
+        seconds = time.thread_time() - start
+        assert len(updates) == requests and all(update.num_new for update in updates)
+        found.append(seconds - spent.spent)
+    for request in list(core.scheduler._requests):
+        core.cancel(request)
+    core.step()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--methods", nargs="+", default=["none", "ngram", "mtp"])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    for method in args.methods:
+        llm = make_engine(method, max(args.requests))
+        spent = watch(llm)
+        for temperature in args.temperatures:
+            for requests in args.requests:
+                found = measure(llm, spent, requests, temperature, args.steps)
+                microseconds = 1e6 * statistics.median(found)
+                row = {
+                    "method": method,
+                    "temperature": temperature,
+                    "requests": requests,
+                    "step_us": round(microseconds, 1),
+                    "request_us": round(microseconds / requests, 2),
+                }
+                rows.append(row)
+                if not args.json:
+                    print(
+                        f"{method:>8}  T={temperature:<4} {requests:>4} requests  "
+                        f"{microseconds:9.1f} us per step  {microseconds / requests:7.2f} us per request",
+                        flush=True,
+                    )
+        llm.close()
+    if args.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
