@@ -14,6 +14,7 @@ from tests.fakes.fake_graphs import FakeGraphs
 from tests.fakes.tiny import save_llama
 from tests.unit.test_graphs import BATCHES, BLOCK, CPU, random_tokens, storage, table
 
+from draftwise.attention.base import AttentionBackend, attend
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.config import EngineConfig
 from draftwise.config.graphs import GraphOptions
@@ -163,6 +164,31 @@ def test_what_a_pass_in_pieces_returned_stays(tmp_path: Path) -> None:
     graphed.forward_logits(build_step_input([PROMPT], BLOCK, CPU), kv, None, (1,))
     for before, now in zip(kept, (output.hidden, output.captured[1], logits), strict=True):
         assert torch.equal(before, now)
+
+
+def test_a_noted_call_keeps_how_it_was_called() -> None:
+    """Window, soft cap and the layer's storage are the call's; rows and the place of the result are the replay's."""
+    calls: list[dict[str, Any]] = []
+
+    class Backend(AttentionBackend):
+        def run(self, q: torch.Tensor, kv: Any, batch: Any, *, out: Any = None, **how: Any) -> torch.Tensor:
+            calls.append({"q": q, "kv": kv, "batch": batch, "out": out, **how})
+            return q.flatten(1) if out is None else out
+
+    real = build_step_input(MIXED, BLOCK, CPU).attention
+    pieces = PiecewisePass(32, PieceMemory(32, FakeGraphs()), BLOCK, 96)
+    kv = (torch.zeros(1), torch.zeros(2))
+    how: dict[str, Any] = {"num_kv_heads": 1, "scale": 0.5, "window": 4, "softcap": 5.0}
+    q, out = torch.randn(32, 2, 8), torch.zeros(32, 16)
+    noted = pieces.batch.attention
+    assert attend(Backend(), q, kv, noted, out=out, **how) is out and not calls
+    result = attend(Backend(), q, kv, noted, **how)
+    for layer in (0, 1):
+        pieces._attend(real, 16, layer)
+        call = calls.pop()
+        assert call.pop("q").equal(q[:16]) and call.pop("out").data_ptr() == result.data_ptr()
+        assert call.pop("batch") is real and call.pop("kv") is kv and call == how
+    assert attend(Backend(), q, kv, real, out=out, **how) is out and len(calls) == 1, "not apart: at once"
 
 
 def test_rows_by_hand() -> None:

@@ -78,6 +78,31 @@ def test_a_replay_has_the_bits_of_the_pass(tmp_path: Path) -> None:
     assert graphed.num_replays == 2
 
 
+@torch.inference_mode()
+def test_a_pass_in_pieces_has_the_bits_of_the_pass(tmp_path: Path) -> None:
+    """A chunk wider than the others' rows, a tree and a decoding request are 9 rows of 12; then a chunk alone."""
+    model, graphed = graphed_model(tmp_path, Captures((), pieces=(12,)))
+    kv, other = storage(model), storage(model)
+    graphed.prepare(kv, (1,))
+    batches = [
+        [
+            RowInput(random_tokens(4), 30, TABLES[0]),
+            RowInput(random_tokens(4), 5, TABLES[1], TREE),
+            RowInput(random_tokens(1), 40, TABLES[2]),
+        ],
+        [RowInput(random_tokens(11), 3, TABLES[1])],
+    ]
+    for rows in batches:
+        batch = build_step_input(rows, 4, graphed.inputs_on)
+        last = (batch.attention.query_start_np[1:] - 1).tolist()
+        output, logits = graphed.forward_logits(batch, kv, last, (1,))
+        batch = build_step_input(rows, 4, DEVICE)
+        expected, wanted = model.forward_logits(batch, other, last, (1,))
+        assert torch.equal(output.hidden, expected.hidden) and torch.equal(logits, wanted)
+        assert torch.equal(output.captured[1], expected.captured[1])
+    assert graphed.num_piecewise == 2
+
+
 @pytest.mark.slow
 @torch.inference_mode()
 def test_loops_draft_what_passes_draft(tmp_path: Path) -> None:
