@@ -29,7 +29,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("part", ["bandwidth", "kernels", "steps", "drafting", "engines", "attention"])
+@pytest.mark.parametrize(
+    "part", ["bandwidth", "kernels", "steps", "drafting", "engines", "attention", "mixed"]
+)
 def test_a_part_comes_to_its_end(part: str) -> None:
     report = command.run_part(part, "cpu", True)
     assert report.error is None and report.lines

@@ -111,7 +111,11 @@ class _AgainInPieces:
 
     def replay(self, between: Callable[[int], object]) -> None:
         cuts = iter(range(self.count - 1))
-        self._run(lambda: between(next(cuts)))
+
+        def cut() -> None:
+            between(next(cuts))
+
+        self._run(cut)
 
 
 class _NoFence:
