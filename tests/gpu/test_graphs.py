@@ -45,6 +45,7 @@ class Engines:
         self.eager = LLM(target, enforce_eager=True, **options)
         self.graphed = LLM(target, **options)
         self.ahead = LLM(target, async_scheduling=True, **options)
+        self.piecewise = LLM(target, compilation_config={"cudagraph_mode": "PIECEWISE"}, **options)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         patch.setenv("DRAFTWISE_KERNELS", "triton")
         made = Engines(tmp_path_factory.mktemp("gpu"))
         yield made
-        for llm in (made.eager, made.graphed, made.ahead):
+        for llm in (made.eager, made.graphed, made.ahead, made.piecewise):
             llm.close()
 
 
@@ -66,6 +67,7 @@ def test_text_with_graphs_is_that_without(engines: Engines, method: str, rule: s
     assert token_ids(engines.eager.generate(engines.prompts, params)) == wanted
     assert token_ids(engines.graphed.generate(engines.prompts, params)) == wanted
     assert token_ids(engines.ahead.generate(engines.prompts, params)) == wanted
+    assert token_ids(engines.piecewise.generate(engines.prompts, params)) == wanted
 
 
 def test_decoding_is_replayed(engines: Engines) -> None:
@@ -76,17 +78,28 @@ def test_decoding_is_replayed(engines: Engines) -> None:
     assert model.num_replays - before >= 15
 
 
-def test_replays_do_not_wait_for_the_device(engines: Engines) -> None:
+def test_prompts_are_passes_in_pieces(engines: Engines) -> None:
+    for llm in (engines.graphed, engines.piecewise):
+        model = llm._engine.model  # type: ignore[union-attr]
+        assert isinstance(model, GraphedDecoder)
+        before = model.num_piecewise
+        llm.generate([{"prompt_token_ids": [i % VOCAB for i in range(20)]}], RULES["greedy"])
+        assert model.num_piecewise > before
+
+
+@pytest.mark.parametrize("kind", ["graphed", "piecewise"])
+def test_replays_do_not_wait_for_the_device(engines: Engines, kind: str) -> None:
     from draftwise.models.inputs import RowInput, build_step_input
 
-    engine = engines.graphed._engine
+    engine = getattr(engines, kind)._engine
     assert engine is not None and isinstance(engine.model, GraphedDecoder)
     storage: Any = engine.core.executor._storage  # type: ignore[attr-defined]
     row = RowInput([3], 5, np.arange(4, dtype=np.int32))
-    batch = build_step_input([row], storage.block_size, engine.model.inputs_on)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.model.forward_logits(batch, storage)
+        for _ in range(2):
+            batch = build_step_input([row], storage.block_size, engine.model.inputs_on)
+            engine.model.forward_logits(batch, storage, [0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
