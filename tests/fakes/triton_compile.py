@@ -14,16 +14,25 @@ from draftwise.kernels.triton.device import attention, draws, inputs, linear, ro
 
 
 def build(kernel: Any, signature: str, **constants: object) -> None:
-    """``signature``: types of the arguments that are not constants, in order."""
+    """``signature``: types of the arguments that are not constants, in order. Compiled twice: Triton makes constants of
+    whole numbers that are 1, which then have no methods."""
     names = kernel.arg_names
     given = dict(zip([name for name in names if name not in constants], signature.split(), strict=True))
+    ones = {name: 1 for name, kind in given.items() if kind in ("i32", "i64")}
+    made = _compile(kernel, given, constants)
+    print(kernel.__name__, constants, f"{made.metadata.shared} bytes shared", flush=True)
+    if ones:
+        _compile(kernel, {n: k for n, k in given.items() if n not in ones}, constants | ones)
+
+
+def _compile(kernel: Any, given: dict[str, str], constants: dict[str, object]) -> Any:
+    names = kernel.arg_names
     source = ASTSource(
         kernel,
         {name: given.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
     )
-    made = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=dict(LAUNCH))
-    print(kernel.__name__, constants, f"{made.metadata.shared} bytes shared", flush=True)
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=dict(LAUNCH))
 
 
 def main() -> None:

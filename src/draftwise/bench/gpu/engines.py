@@ -225,13 +225,13 @@ def _compare_gap(
 
 def _count_waits(engine: BenchEngine, report: PartReport) -> None:
     """How often a speculative step waits for the device, as torch's sync debug mode counts."""
-    core = engine.core()
-    engine.decode(core, 1, 64, SPECULATIVE, 2)
+    core, prompt = engine.core(), min(64, engine.setting.size.context // 2)
+    engine.decode(core, 1, prompt, SPECULATIVE, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            engine.decode(core, 1, 64, SPECULATIVE, 10, warm=0)
+            engine.decode(core, 1, prompt, SPECULATIVE, 10, warm=0)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = sum("synchroniz" in str(w.message).lower() for w in caught)
@@ -268,7 +268,7 @@ def measure_memory(setting: Setting, report: PartReport) -> None:
     free, total = torch.cuda.mem_get_info(device)
     report.add("planned", plan.planned / 2**30, "GiB", note=f"{plan.num_blocks} blocks")
     report.at_most("used once everything is captured", (total - free) / 2**30, plan.limit / 2**30, "GiB")
-    engine.decode(engine.core(), 64, 512, SPECULATIVE, 10)
+    engine.decode(engine.core(), 64, min(512, size.context // 2), SPECULATIVE, 10)
     free, total = torch.cuda.mem_get_info(device)
     report.at_most("used after the largest steps", (total - free) / 2**30, plan.limit / 2**30, "GiB")
     report.add("of that, torch's own", torch.cuda.max_memory_reserved(device) / 2**30, "GiB")

@@ -141,10 +141,10 @@ def add_parts(
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outputs
-    at = row * outputs + n
     total = tl.zeros((BLOCK,), dtype=parts.dtype.element_ty)
     for part in range(PARTS):
-        total += tl.load(parts + part * rows.to(tl.int64) * outputs + at, mask=inside, other=0)
+        # ``row`` is wide; ``rows`` is no tensor where it is 1, for the compiler is told such arguments
+        total += tl.load(parts + (row + part * rows) * outputs + n, mask=inside, other=0)
     result = total.to(tl.float32)
     if ROW_SCALED:
         result = result * tl.load(x_scales + row)
@@ -152,7 +152,7 @@ def add_parts(
         result = result * tl.load(scales + n, mask=inside, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * outputs + n, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
