@@ -102,8 +102,8 @@ def measure(llm: LLM, spent: Stopwatch, requests: int, temperature: float, steps
         seconds = time.thread_time() - start
         assert len(updates) == requests and all(update.num_new for update in updates)
         found.append(seconds - spent.spent)
-    for request in list(core.scheduler._requests):
-        core.cancel(request)
+    for rid in list(core.scheduler._requests):
+        core.cancel(rid)
     core.step()
     return found
 

@@ -29,7 +29,9 @@ MAX_TREE_NODES = 63
 DrawKind = Literal["independent", "without_replacement", "fixed"]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, like other records that are made for every request in every step: freezing triples what it takes to make
+# one. Nobody writes to it.
+@dataclass(slots=True, unsafe_hash=True)
 class Proposal:
     """A tree of draft tokens below the last committed token (the root).
 
@@ -55,7 +57,7 @@ class Proposal:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return is_chain(self.parents)
 
     def prefix(self, n: int) -> Proposal:
         """The first n nodes. Valid for any n: parents precede children, and n never depends on the tokens."""
@@ -75,6 +77,28 @@ class Proposal:
 
 EMPTY_PROPOSAL = Proposal()
 
+_CHAINS = [tuple(range(-1, n - 1)) for n in range(MAX_TREE_NODES + 1)]
+
+
+def chain_parents(n: int) -> tuple[int, ...]:
+    """Parents of a chain of n nodes: 3 -> (-1, 0, 1)."""
+    return _CHAINS[n] if n < len(_CHAINS) else tuple(range(-1, n - 1))
+
+
+def is_chain(parents: tuple[int, ...]) -> bool:
+    """Whether a tree with these parents is a chain."""
+    return parents == chain_parents(len(parents))
+
+
+def tree_depth(parents: tuple[int, ...]) -> int:
+    """Nodes of a tree's longest path: (-1, 0, -1) -> 2."""
+    if is_chain(parents):
+        return len(parents)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths)
+
 
 def chain(
     tokens: Sequence[int], method: str, q: torch.Tensor | None = None, draw: DrawKind | None = None
@@ -82,9 +106,8 @@ def chain(
     """A chain proposal; ``q`` [len(tokens), V] float32 when the tokens were drawn from it."""
     n = len(tokens)
     kind: DrawKind = draw or ("fixed" if q is None else "independent")
-    return Proposal(
-        tuple(tokens), tuple(range(-1, n - 1)), method, kind, q, tuple(range(n)) if q is not None else ()
-    )
+    q_rows = () if q is None else tuple(range(n))
+    return Proposal(tuple(tokens), chain_parents(n), method, kind, q, q_rows)
 
 
 # Made for every request in every step: a named tuple takes a third of a frozen dataclass's time.

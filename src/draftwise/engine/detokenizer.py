@@ -26,8 +26,8 @@ class StopMatch:
 class _TextStream(Protocol):
     """Text of a growing sequence of tokens."""
 
-    def push(self, token_id: int) -> str:
-        """Whole characters that became known with this token; may be empty."""
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Whole characters that became known with these tokens; may be empty."""
         ...
 
     def flush(self) -> str:
@@ -108,6 +108,11 @@ class IncrementalDetokenizer:
         return self._parts[0] if self._parts else ""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far."""
+        return self._num_tokens
+
+    @property
     def stopped(self) -> bool:
         """A stop string was found."""
         return self._stopped
@@ -116,14 +121,19 @@ class IncrementalDetokenizer:
         """Take the next output token. A match ends the text: no token may follow."""
         assert not self._stopped, "the text was cut at a stop string"
         self._num_tokens += 1
-        piece = self._stream.push(token_id)
+        piece = self._stream.push((token_id,))
         if not piece:
             return None
         if not self._stops:
-            self._parts.append(piece)
-            self._new.append(piece)
+            self._release(piece)
             return None
         return self._push_text(piece)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take the next output tokens, however many; only without stop strings."""
+        assert not self._stops, "a stop string may end the text between them"
+        self._num_tokens += len(token_ids)
+        self._release(self._stream.push(token_ids))
 
     def _push_text(self, piece: str) -> StopMatch | None:
         window = self._tail + piece
@@ -255,10 +265,9 @@ class _ByteStream:
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
-        if token_id in self._skipped:
-            return ""
-        return self._decoder.decode(self._vocabulary.bytes_of(token_id))
+    def push(self, token_ids: Sequence[int]) -> str:
+        bytes_of, skipped = self._vocabulary.bytes_of, self._skipped
+        return self._decoder.decode(b"".join([bytes_of(i) for i in token_ids if i not in skipped]))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)
@@ -296,7 +305,10 @@ class _WindowStream:
         text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
         return text
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._push(i) for i in token_ids])
+
+    def _push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         self._pending.append(token_id)

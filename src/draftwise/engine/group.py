@@ -44,6 +44,15 @@ class _Sample:
     sent_logprobs: int = 0
     sent_steps: int = 0
 
+    def text(self) -> IncrementalDetokenizer | None:
+        """The text so far. Without stop strings nobody needs it before somebody asks: it is made here."""
+        detokenizer, request = self.detokenizer, self.request
+        if detokenizer is not None and request.sink is None:
+            start, end = detokenizer.num_tokens, request.num_shown
+            if start < end:
+                detokenizer.extend(request.output_ids(start, end))
+        return detokenizer
+
 
 class RequestGroup:
     """One prompt with its n samples. Not safe for concurrent use: the engine's lock guards it."""
@@ -80,15 +89,17 @@ class RequestGroup:
         """What is new since the last "delta", if it is text alone and not the first or the last of it; else None, and
         `output` has it."""
         sample = self._samples[0]
-        request, detokenizer = sample.request, sample.detokenizer
+        request = sample.request
         if (
             not sample.sent_tokens
             or request.finish_reason is not None
-            or detokenizer is None
             or request.logprobs is not None
             or request.trace is not None
             or len(self._samples) > 1
         ):
+            return None
+        detokenizer = sample.text()
+        if detokenizer is None:
             return None
         num_output = request.num_output
         piece = TextPiece(detokenizer.delta(), num_output - sample.sent_tokens)
@@ -116,7 +127,7 @@ class RequestGroup:
         )
 
     def _completion(self, index: int, sample: _Sample, delta: bool) -> CompletionOutput:
-        request, detokenizer = sample.request, sample.detokenizer
+        request, detokenizer = sample.request, sample.text()
         text = ""
         if detokenizer is not None:
             if request.finish_reason is not None:

@@ -133,7 +133,7 @@ class Processor:
                     priority=priority,
                     stop_token_ids=stop_ids,
                     bad_words_ids=bad_words,
-                    sink=detokenizer,
+                    sink=detokenizer if params.stop else None,
                     keep_trace=self._keep_trace if keep_trace is None else keep_trace,
                 )
             )

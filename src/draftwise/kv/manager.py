@@ -125,11 +125,11 @@ class KVManager:
         if n <= table.reserved:
             return ()
         short = -(-(table.committed + n) // self.block_size) - len(table.blocks)
-        added: list[int] = []
+        added: tuple[int, ...] = ()
         if short > 0:
             if short > self._pool.num_free:
                 return None
-            added = self._pool.allocate(short)
+            added = tuple(self._pool.allocate(short))
             for block in added:
                 self._cache.forget(block)
             table.blocks += added
@@ -139,7 +139,7 @@ class KVManager:
             self._queries += table.queried
             self._hits += table.committed
             table.queried = -1
-        return tuple(added)
+        return added
 
     def commit(self, rid: int, n: int, token_ids_np: IntArray) -> None:
         """The first n reserved tokens are real: their K/V is written and they will not be taken back.
@@ -156,8 +156,8 @@ class KVManager:
             raise ValueError(f"request {rid}: {committed} tokens committed of {len(token_ids_np)} known ones")
         table.committed = committed
         table.reserved -= n
-        full = committed // self.block_size
-        if full > table.hashed and self.enable_prefix_caching:
+        if committed >= (table.hashed + 1) * self.block_size and self.enable_prefix_caching:
+            full = committed // self.block_size
             digests = block_digests(table.digest, token_ids_np, self.block_size, table.hashed, full)
             for block, digest in zip(table.blocks[table.hashed : full], digests, strict=True):
                 self._cache.register(digest, block)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from draftwise.structured.cursor import Cursor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftRow:
-    """What a proposer sees of one request. Arrays are views: read them during the call, keep copies if needed.
+    """What a proposer sees of one request. Nobody writes to it (see `Proposal`). Arrays are views: read them during the
+    call, keep copies if needed.
 
     The last token of ``token_ids_np`` is the next step's root; its K/V is in no storage yet. A node of depth d
     stands at position ``num_tokens - 1 + d``.
@@ -48,7 +49,7 @@ class DraftRow:
         return len(self.token_ids_np)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Committed:
     """Tokens of one request that the target has read in this step and that stay: a chunk of the prompt, or the root and
     the accepted nodes behind it. Rejected nodes are not among them, nor is the new last token, which was not read yet.

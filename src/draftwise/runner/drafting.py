@@ -14,7 +14,14 @@ from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.runner.rows import DrafterFill, Row
 from draftwise.structured.proposer import GrammarProposer, fit
-from draftwise.types import EMPTY_PROPOSAL, MAX_TREE_NODES, IntArray, Proposal, StepInput, TargetOutput
+from draftwise.types import (
+    MAX_TREE_NODES,
+    IntArray,
+    Proposal,
+    StepInput,
+    TargetOutput,
+    tree_depth,
+)
 
 logger = logging.getLogger("draftwise")
 
@@ -123,13 +130,13 @@ class Drafting:
             if name not in self._observers or row.drafting_failed or not len(rows_np):
                 continue
             fill = row.fill.get(name)
-            part = Committed(
-                rid=row.rid,
-                token_ids_np=row.tokens_np[: row.num_tokens],
-                first_token=first_token,
-                rows_np=rows_np,
-                block_table_np=row.blocks_np,
-                filled=fill.tokens if fill is not None else 0,
+            part = Committed(  # by position: twice as fast as by name
+                row.rid,
+                row.tokens_np[: row.num_tokens],
+                first_token,
+                rows_np,
+                row.blocks_np,
+                fill.tokens if fill is not None else 0,
             )
             groups.setdefault(name, []).append((row, part))
         for name, members in groups.items():
@@ -204,17 +211,17 @@ class Drafting:
                 except Exception:  # the next step's masks will say so, and fail the request
                     continue
             draft_row = DraftRow(
-                rid=row.rid,
-                token_ids_np=row.tokens_np[: row.num_tokens],
-                num_prompt=row.num_prompt,
-                budget=nodes,
-                max_depth=max_depth,
-                speculation=row.speculation,
-                sampling=row.state,
-                block_table_np=row.blocks_np,
-                filled=fill.tokens if fill is not None else 0,
-                grammar=row.grammar,
-                forced=forced,
+                row.rid,
+                row.tokens_np[: row.num_tokens],
+                row.num_prompt,
+                nodes,
+                max_depth,
+                row.speculation,
+                row.state,
+                row.blocks_np,
+                fill.tokens if fill is not None else 0,
+                row.grammar,
+                forced,
             )
             groups.setdefault(name, []).append((row, draft_row))
         for name, members in groups.items():
@@ -225,9 +232,9 @@ class Drafting:
         try:
             proposals = proposer.propose([draft_row for _, draft_row in members])
             assert len(proposals) == len(members), f"{len(proposals)} proposals for {len(members)} rows"
-            for (_, draft_row), proposal in zip(members, proposals, strict=True):
-                self._check(proposal, draft_row)
-            proposals = [_fitted(p, draft_row) for p, (_, draft_row) in zip(proposals, members, strict=True)]
+            proposals = [
+                self._checked(p, draft_row) for p, (_, draft_row) in zip(proposals, members, strict=True)
+            ]
         except Exception as error:
             if len(members) > 1:  # find out whose fault it is; the others go on drafting
                 for member in members:
@@ -263,28 +270,32 @@ class Drafting:
         )
         self._warnings.append(f"proposer {name!r} failed for request {row.rid}: {error}")
 
-    def _check(self, proposal: Proposal, row: DraftRow) -> None:
-        """A proposer from outside may err: an invalid tree is its failure, not the engine's."""
-        if proposal is EMPTY_PROPOSAL:
-            return
-        n = len(proposal.tokens)
-        if n > row.budget or len(proposal.parents) != n:
-            raise ValueError(f"{n} tokens, {len(proposal.parents)} parents, budget {row.budget}")
-        depths: list[int] = []
-        for i, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
-            if not -1 <= parent < i:
-                raise ValueError(f"node {i} has parent {parent}, which does not precede it")
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"node {i} has token {token}, outside of the vocabulary")
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        if n and max(depths) > row.max_depth:
-            raise ValueError(f"a node has depth {max(depths)}, allowed are {row.max_depth}")
-        if proposal.q is None:
-            return
-        if len(proposal.q_rows) != n:
-            raise ValueError(f"{len(proposal.q_rows)} q_rows for {n} tokens")
-        rows, width = proposal.q.shape
-        if n and (min(proposal.q_rows) < 0 or max(proposal.q_rows) >= rows or width != self._vocab_size):
+    def _checked(self, proposal: Proposal, row: DraftRow) -> Proposal:
+        """The proposal under the row's grammar, if it has one. A proposer from outside may err: an invalid tree is its
+        failure, not the engine's."""
+        tokens, parents = proposal.tokens, proposal.parents
+        n = len(tokens)
+        if n or parents:
+            if n > row.budget or len(parents) != n:
+                raise ValueError(f"{n} tokens, {len(parents)} parents, budget {row.budget}")
+            if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+                raise ValueError(f"tokens {tokens}, some of them outside of the vocabulary")
+            if not proposal.is_chain:
+                for i, parent in enumerate(parents):
+                    if not -1 <= parent < i:
+                        raise ValueError(f"node {i} has parent {parent}, which does not precede it")
+            depth = tree_depth(parents)
+            if depth > row.max_depth:
+                raise ValueError(f"a node has depth {depth}, allowed are {row.max_depth}")
+            if proposal.q is not None:
+                self._check_q(proposal, proposal.q)
+        return proposal if row.grammar is None else fit(proposal, row.grammar, row.forced)
+
+    def _check_q(self, proposal: Proposal, q: torch.Tensor) -> None:
+        if len(proposal.q_rows) != len(proposal.tokens):
+            raise ValueError(f"{len(proposal.q_rows)} q_rows for {len(proposal.tokens)} tokens")
+        rows, width = q.shape
+        if min(proposal.q_rows) < 0 or max(proposal.q_rows) >= rows or width != self._vocab_size:
             raise ValueError(f"q_rows {proposal.q_rows} of a q of {rows} rows of {width} tokens")
 
     # ---------------------------------------------------------------------------------------------- reports
@@ -312,8 +323,3 @@ def _delivered(row: Row) -> IntArray:
     first = row.num_prompt + max(row.state.params.min_tokens, 1) - 1
     stops = np.flatnonzero(np.isin(tokens_np[first:], list(row.stop_token_ids)))
     return tokens_np[: first + int(stops[0]) + 1] if len(stops) else tokens_np
-
-
-def _fitted(proposal: Proposal, row: DraftRow) -> Proposal:
-    """The proposal under the row's grammar, if it has one."""
-    return proposal if row.grammar is None else fit(proposal, row.grammar, row.forced)

@@ -14,7 +14,7 @@ from draftwise.types import IntArray, Speculation, TokenLogprobs
 
 
 class TextSink(Protocol):
-    """Turns committed tokens into text and watches for stop strings (the detokenizer)."""
+    """Watches the text of committed tokens for stop strings (the detokenizer). A request without any has none."""
 
     def push(self, token_id: int) -> object:
         """Add one output token; a true answer means a stop string was completed (and the text is cut there)."""
@@ -180,10 +180,54 @@ class Request:
         """[num_tokens] prompt and output so far (a view)."""
         return self.tokens_np[: self.num_tokens]
 
-    def output_ids(self, start: int = 0) -> list[int]:
-        """Output tokens from the ``start``-th on."""
-        ids: list[int] = self.tokens_np[self.num_prompt + start : self.num_tokens].tolist()
+    @property
+    def num_shown(self) -> int:
+        """Output tokens whose text the user gets, of a request without stop strings: all but a stop token, unless its
+        text is wanted, too."""
+        hidden = self.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        return self.num_output - hidden
+
+    def output_ids(self, start: int = 0, end: int | None = None) -> list[int]:
+        """Output tokens from the ``start``-th to the one before the ``end``-th (None: all)."""
+        last = self.num_tokens if end is None else self.num_prompt + end
+        ids: list[int] = self.tokens_np[self.num_prompt + start : last].tolist()
         return ids
+
+    def append(self, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
+        """Append output tokens up to the first that ends the request: (tokens taken, finish reason)."""
+        start, tokens_np = self.num_tokens, self.tokens_np
+        end = start + len(token_ids)
+        if self.sink is None and end < self.max_total and self.stop_token_ids.isdisjoint(token_ids):
+            # nothing can end here
+            if len(token_ids) == 1:  # a store into a slice takes four times as long
+                tokens_np[start] = token_ids[0]
+            else:
+                tokens_np[start:end] = token_ids
+            self.num_tokens = end
+            return len(token_ids), None
+        for i, token in enumerate(token_ids):
+            tokens_np[self.num_tokens] = token
+            self.num_tokens += 1
+            reason = self._end_at(token)
+            if reason is not None:
+                return i + 1, reason
+        return len(token_ids), None
+
+    def _end_at(self, token: int) -> str | None:
+        """Why the request ends with its newest token; None: it does not."""
+        sink = self.sink
+        if token in self.stop_token_ids and self.num_output >= self.params.min_tokens:
+            if token in self.params.stop_token_ids:
+                self.stop_reason = token
+            # The stop token is delivered as an id; its text only if the user wants it.
+            if sink is not None and self.params.include_stop_str_in_output:
+                sink.push(token)
+            return "stop"
+        match = None if sink is None else sink.push(token)
+        if match:
+            self.stop_reason = match if isinstance(match, str) else getattr(match, "stop", None)
+            return "stop"
+        return "length" if self.num_tokens >= self.max_total else None
 
 
 class RequestUpdate(NamedTuple):

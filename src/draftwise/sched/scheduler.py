@@ -11,7 +11,7 @@ from draftwise.errors import RequestError
 from draftwise.kv.manager import KVManager
 from draftwise.sched.ahead import outlook
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
-from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult
+from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, tree_depth
 
 MAX_TRACE_STEPS = 4096
 """Steps a request remembers when its trace is kept; what comes later is not traced, so that a trace is bounded."""
@@ -331,7 +331,7 @@ class Scheduler:
 
         if row.kv_transfer_params is not None:
             request.kv_transfer_params = row.kv_transfer_params
-        taken, reason = self._append(request, row.token_ids)
+        taken, reason = request.append(row.token_ids)
         if request.logprobs is not None:
             assert row.logprobs is not None
             request.logprobs.extend(row.logprobs[:taken])
@@ -340,8 +340,7 @@ class Scheduler:
         computed = plan.num_new + accepted
         self.kv.commit(request.rid, computed, request.known_np)
         request.num_computed += computed
-        depth = _depth(row.draft_parents) if row.draft_parents else 0
-        request.counts.add(row.method, row.num_drafted, accepted, depth)
+        request.counts.add(row.method, row.num_drafted, accepted, tree_depth(row.draft_parents))
         if request.trace is not None and len(request.trace) < MAX_TRACE_STEPS:
             request.trace.append(
                 StepTrace(
@@ -354,28 +353,6 @@ class Scheduler:
         if reason is not None:
             self._finish(request, reason)
         return RequestUpdate(request, taken, reason is not None)
-
-    def _append(self, request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
-        """Append tokens one by one up to the first that ends the request: (tokens taken, finish reason)."""
-        tokens_np, sink, stops = request.tokens_np, request.sink, request.stop_token_ids
-        for i, token in enumerate(token_ids):
-            tokens_np[request.num_tokens] = token
-            request.num_tokens += 1
-            if token in stops and request.num_output >= request.params.min_tokens:
-                if token in request.params.stop_token_ids:
-                    request.stop_reason = token
-                # The stop token is delivered as an id; its text only if the user wants it.
-                if sink is not None and request.params.include_stop_str_in_output:
-                    sink.push(token)
-                return i + 1, "stop"
-            if sink is not None:
-                match = sink.push(token)
-                if match:
-                    request.stop_reason = match if isinstance(match, str) else getattr(match, "stop", None)
-                    return i + 1, "stop"
-            if request.num_tokens >= request.max_total:
-                return i + 1, "length"
-        return len(token_ids), None
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -412,11 +389,3 @@ class Scheduler:
         assert waiting == expected, f"waiting {sorted(waiting)} but expected {sorted(expected)}"
         if not self._running:
             assert self.kv.num_used == 0, f"{self.kv.num_used} blocks are held by nobody"
-
-
-def _depth(parents: tuple[int, ...]) -> int:
-    """Longest path of a tree: (-1, 0, -1) -> 2."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
