@@ -4,12 +4,8 @@
 described by a `SpeculativeConfig`. Every error is a `ConfigError` that names the field and the value.
 """
 
-from draftwise.config.engine import (
-    EMBEDDED_NUM_SPECULATIVE_TOKENS,
-    ENGINE_OPTIONS,
-    EngineConfig,
-    resolve_engine_config,
-)
+from draftwise.config.engine import ENGINE_OPTIONS, EngineConfig
+from draftwise.config.resolve import EMBEDDED_NUM_SPECULATIVE_TOKENS, resolve_engine_config
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.config.speculative_fields import RULES
 

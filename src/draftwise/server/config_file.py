@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from draftwise.config.engine import ALIASES, ENGINE_OPTIONS, HARMLESS, OLD_SPECULATIVE
+from draftwise.config.engine import ENGINE_OPTIONS
+from draftwise.config.resolve import ALIASES, HARMLESS, OLD_SPECULATIVE
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.config import ServerConfig
 
