@@ -25,6 +25,7 @@ from draftwise.graphs.backend import Fence, Graph, GraphBackend, Pieces
 T = TypeVar("T")
 
 _READS = {"aten::_local_scalar_dense", "aten::lift_fresh", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+_UNFILLED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -100,6 +101,8 @@ class FakeGraph:
     def _again(self, piece: list[_Operation]) -> None:
         for func, args, kwargs, results in piece:
             inputs = {_memory(x) for x in _tensors((args, kwargs))}
+            if func._schema.name in _UNFILLED:
+                continue  # it is the capture's memory, with whatever stands there
             again = _tensors(func(*args, **kwargs))
             for old, new in zip(results, again, strict=True):
                 # a view, or an operation in place, has done its work in the memory of its inputs

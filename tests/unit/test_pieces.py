@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.fakes.fake_graphs import FakeGraphs
@@ -90,6 +91,47 @@ def test_a_pass_in_pieces_is_the_pass(tmp_path: Path, kind: str) -> None:
         for rows in (None, [], [total - 1], list(range(0, total, 2))):
             both(plain, graphed, kvs, batch, rows, (2,) if i % 2 else (0, 2))
     assert graphed.num_piecewise == 4 * len(batches) and graphed.num_replays == 0
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+@torch.inference_mode()
+def test_random_batches(tmp_path: Path, cache: str) -> None:
+    """Chunks, decoding requests, trees and levels of trees in any mixture, whole passes and pieces in turn."""
+    captures = Captures((Shape(2, 1, 40), Shape(3, 4, 40)), pieces=(2, 12, 30))
+    plain, graphed = models(tmp_path, captures, hidden_size=64, intermediate_size=32)
+    dtype = getattr(torch, cache)
+    kvs = tuple(KVStorage(plain.kv_layout(), 32, BLOCK, dtype, CPU, spare=True) for _ in range(2))
+    graphed.prepare(kvs[1], (1,))
+    rng = np.random.default_rng(3)
+    for _ in range(24):
+        rows: list[RowInput] = []
+        for i in range(int(rng.integers(1, 5))):
+            context, blocks = int(rng.integers(0, 16)), table(8 * i)
+            kind = rng.choice(["chunk", "decode", "tree", "level"])
+            if kind == "tree":
+                nodes = int(rng.integers(1, 7))
+                parents = [int(rng.integers(-1, j)) for j in range(nodes)]
+                rows.append(RowInput(random_tokens(nodes + 1, i), context, blocks, parents))
+            elif kind == "level":
+                masks = (0b1001, 0b10010, 0b100011)
+                first = min(context, 2)
+                level = RowInput(
+                    random_tokens(3, i), context, blocks, ancestors=masks, tree_start=3, first_key=first
+                )
+                rows.append(level)
+            else:
+                count = 1 if kind == "decode" else int(rng.integers(1, 14))
+                rows.append(RowInput(random_tokens(count, i), context, blocks))
+        batch = build_step_input(rows, BLOCK, CPU)
+        total = batch.token_ids.shape[0]
+        picks = sorted(rng.choice(total, int(rng.integers(0, total + 1)), replace=False).tolist())
+        if cache == "float32":
+            both(plain, graphed, (kvs[0], kvs[1]), batch, picks, (1,))
+        else:  # what is rounded may be rounded otherwise: only that nothing else is read
+            expected = plain.forward_logits(batch, kvs[0], picks)[1]
+            actual = graphed.forward_logits(batch, kvs[1], picks)[1]
+            torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+    assert graphed.num_piecewise >= 8 and graphed.num_replays >= 2
 
 
 @torch.inference_mode()
@@ -353,6 +395,28 @@ def test_the_fake_spoils_what_another_replay_left() -> None:
         assert total.tolist() == [4, 4, 4], "2 * 1 of the first piece, 2 of the second"
         with pytest.raises(AssertionError, match="between pieces"):
             pieces.replay(lambda i: first.replay())
+
+
+def test_the_fake_tells_a_result_that_is_put_elsewhere() -> None:
+    """A negative control: what runs between pieces must write where the capture reads."""
+    backend = FakeGraphs()
+    buffer = torch.zeros(3)
+
+    def run(cut: Any, where: list[torch.Tensor], fresh: bool) -> torch.Tensor:
+        where[:] = [torch.empty(3) if fresh else buffer]
+        cut_in = buffer * 2
+        cut()
+        return cut_in + where[0]
+
+    where: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for fresh in (True, False):
+            pieces, total = backend.capture_pieces(lambda cut, fresh=fresh: run(cut, where, fresh))  # type: ignore[misc]
+            pieces.replay(lambda i: torch.zeros(3))  # a new tensor, which nobody reads
+            assert bool(total.isnan().all()) == fresh
+            pieces.replay(lambda i: where[0].fill_(5))
+            assert total.tolist() == [5, 5, 5]
+            buffer.zero_()
 
 
 def _twice(x: torch.Tensor, cut: Any) -> torch.Tensor:
