@@ -83,7 +83,7 @@ class PassBuffers:
         self, shape: Shape, tables: Tables, block_size: int, spare_slot: int, backend: GraphBackend
     ) -> None:
         self.shape = shape
-        self._tables = tables
+        self.tables = tables
         self._spare_slot = spare_slot
         n, requests = shape.size, shape.requests
         small = (requests + 1) // 2  # int32 entries, two to a word
@@ -120,12 +120,18 @@ class PassBuffers:
         )
         self.clear()
 
-    def clear(self) -> None:
-        """Rows that fill up, and nothing else: for captures."""
+    def clear(self, first_key_np: IntArray | None = None) -> None:
+        """Rows that fill up, and nothing else: for captures, and for rows that the device fills in.
+
+        Args:
+            first_key_np: [r] of the first requests, as `AttentionBatch.first_key_np`.
+        """
         self._tokens[:] = self._positions[:] = self._place[:] = self._picks[:] = 0
         self._slots[:] = self._spare_slot
         self._masks[:] = 1
         self._context[:] = self._first_key[:] = self._is_tree[:] = 0
+        if first_key_np is not None:
+            self._first_key[: len(first_key_np)] = first_key_np
         self._device.copy_(self._host)
 
     def fits(self, need: Need) -> bool:
@@ -135,7 +141,7 @@ class PassBuffers:
             need.requests <= shape.requests
             and 0 < need.rows <= shape.rows
             and need.keys <= shape.keys
-            and need.blocks <= self._tables.width
+            and need.blocks <= self.tables.width
         )
 
     def fill(self, batch: StepInput, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
@@ -173,7 +179,7 @@ class PassBuffers:
         self._is_tree[:count] = attention.is_tree_np
         self._is_tree[count:] = 0
         self._device.copy_(self._host, non_blocking=True)
-        self._tables.fill(attention.block_tables_np)
+        self.tables.fill(attention.block_tables_np)
         return place
 
 

@@ -17,6 +17,7 @@ from draftwise.graphs.buffers import Need, PassBuffers, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.loop import ChainLoop, Drafter
 from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
+from draftwise.graphs.resident import PassSeats
 from draftwise.graphs.sizes import worth_filling
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
@@ -178,6 +179,28 @@ class GraphedDecoder(DecoderModel):
         self._wait()
         found.rows.fill(batch)
         return found.graph.replay
+
+    @property
+    def chains(self) -> Sequence[ChainLoop]:
+        """Captured loops, the smallest first."""
+        return self._loops.chains
+
+    @property
+    def backend(self) -> GraphBackend:
+        """What captured all this."""
+        return self._backend
+
+    def pass_seats(self, requests: int, rows: int, keys: int) -> PassSeats | None:
+        """The smallest whole pass for so many requests of exactly ``rows`` rows with up to ``keys`` keys, for those who
+        fill in its rows on the device. None: there is none."""
+        for found in self._passes:
+            shape = found.rows.shape
+            if shape.rows == rows and shape.requests >= requests and shape.keys >= keys:
+                assert self._kv is not None and self._kv.spare_slot is not None
+                results = self._results
+                output = TargetOutput(results.hidden, results.captured)
+                return PassSeats(found.rows, found.graph, output, results.logits, self._kv.spare_slot)
+        return None
 
     def loop_of(self, batch: StepInput, kv: KVStorage, steps: int) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once."""

@@ -13,7 +13,7 @@ from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Need, Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.decoder import on_device
-from draftwise.graphs.loop import Drafter
+from draftwise.graphs.loop import ChainLoop, Drafter
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
@@ -59,6 +59,11 @@ class GraphedHead(HeadModel):
             return
         tables = Tables(captures.max_requests, captures.max_keys, size, backend)
         self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
+
+    @property
+    def chains(self) -> Sequence[ChainLoop]:
+        """Captured loops, the smallest first."""
+        return self._loops.chains
 
     def draft_chains(
         self,

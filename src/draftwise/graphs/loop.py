@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,19 @@ class LoopMemory:
             self.features = torch.zeros((rows, drafter.feature_size), dtype=drafter.dtype, device=device)
 
 
+class LoopSeats(NamedTuple):
+    """What a replay of a `ChainLoop` over R requests reads besides the rows of its first pass, and what it leaves
+    behind, ``tokens`` and ``q``: for those who fill it in on the device."""
+
+    last: Tensor  # [R] int64, row of the first pass from which each request drafts
+    start: Tensor  # [R] int64, key of its first draft
+    length: Tensor  # [R] int64, drafts that count
+    noise: Tensor  # [R, steps] int64, `row_key` as signed words, or the bits of float64 uniforms
+    features: Tensor | None  # [rows of the first pass, F] of heads
+    tokens: Tensor  # [R, steps] int64
+    q: Tensor | None  # [R, steps, Vd] float32; None: nothing is drawn from it
+
+
 class ChainLoop:
     """Chains of up to ``steps`` drafts below every request of a pass. Made with everything it needs, captured, then run
     any number of times.
@@ -93,8 +106,8 @@ class ChainLoop:
     ) -> None:
         """``rows``: of the first pass, which catches up on tokens that the drafter has not seen."""
         self.shape, self.steps, self.kind = shape, steps, kind
-        self._drafter = drafter
-        self._rows = rows
+        self.drafter = drafter
+        self.rows = rows
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
         sizes = [requests, requests, requests, requests, requests * steps]
@@ -121,7 +134,7 @@ class ChainLoop:
 
     def capture(self, backend: GraphBackend) -> None:
         """Capture it, with rows that only fill up."""
-        self._rows.clear()
+        self.rows.clear()
         self._host.zero_()
         self._device.copy_(self._host)
         self._graph, _ = backend.capture(self._run)
@@ -129,7 +142,7 @@ class ChainLoop:
     def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
         """Whether it can draft for requests with this need."""
         kind = "argmax" if draws is None else draws.stream
-        return steps <= self.steps and kind == self.kind and self._rows.fits(need)
+        return steps <= self.steps and kind == self.kind and self.rows.fits(need)
 
     def run(
         self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
@@ -139,13 +152,13 @@ class ChainLoop:
         starts = batch.attention.query_start_np
         counts = np.diff(starts)
         count, total = len(counts), int(starts[-1])
-        self._rows.fill(batch)
+        self.rows.fill(batch)
         if self._features is not None:
             assert features is not None
             if total == self.shape.size or count == 1:
                 self._features[:total].copy_(features)
             else:
-                self._features.index_copy_(0, self._rows.place[:total], features)
+                self._features.index_copy_(0, self.rows.place[:total], features)
         self._last_np[:] = np.arange(self.shape.requests) * self.shape.rows
         self._last_np[:count] += counts - 1
         self._start_np[:] = self._length_np[:] = 0
@@ -164,6 +177,26 @@ class ChainLoop:
         assert self._graph is not None
         return self._graph.replay
 
+    def seat(self, scales_np: npt.NDArray[np.float64], first_key_np: npt.NDArray[np.int32]) -> LoopSeats:
+        """Get ready for replays whose rows come from the device: nothing but what stays is filled in. It waits.
+
+        Args:
+            scales_np: [r] one over each request's temperature.
+            first_key_np: [r] as `AttentionBatch.first_key_np`.
+        """
+        self.rows.clear(first_key_np)
+        self._host.zero_()
+        self._scale_np[: len(scales_np)] = scales_np
+        self._device.copy_(self._host)
+        return LoopSeats(
+            self._last, self._start, self._length, self._noise, self._features, self._tokens, self._q
+        )
+
+    def replay(self) -> None:
+        """Draft for what the device has filled in."""
+        assert self._graph is not None, "capture comes first"
+        self._graph.replay()
+
     def _take_noise(self, draws: ChainDraws, steps: int) -> None:
         uniforms_np = self._noise_np.view(np.float64)
         for r, key in enumerate(draws.keys):
@@ -180,20 +213,20 @@ class ChainLoop:
     # ----------------------------------------------------------------------------------- what is captured
 
     def _run(self) -> None:
-        self._rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        hidden, features = self._drafter.advance(self._rows.batch, self._features)
+        self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
+        hidden, features = self.drafter.advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
         if features is not None:
             features = features.index_select(0, self._last)
         for step in range(self.steps):
-            tokens = self._draw(self._drafter.logits(hidden), step)
+            tokens = self._draw(self.drafter.logits(hidden), step)
             self._tokens[:, step].copy_(tokens)
             if step + 1 < self.steps:
-                hidden, features = self._drafter.advance(self._next(tokens, step), features)
+                hidden, features = self.drafter.advance(self._next(tokens, step), features)
 
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
-        ids = self._drafter.target_ids
+        ids = self.drafter.target_ids
         if self._fused and self._q is not None:
             from draftwise.kernels.triton.inputs import sample_tokens
 
@@ -227,7 +260,7 @@ class ChainLoop:
 
     def _next(self, tokens: Tensor, step: int) -> StepInput:
         """The pass of draft ``step`` of every request: key start + step, stored if another draft of it follows."""
-        drafter, first = self._drafter, self._rows.batch.attention
+        drafter, first = self.drafter, self.rows.batch.attention
         static = first.static
         assert static is not None
         size = first.block_size

@@ -14,6 +14,7 @@ from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOu
 if TYPE_CHECKING:
     from draftwise.kv.storage import KVStorage
     from draftwise.propose.registry import ProposerContext
+    from draftwise.propose.resident import ResidentDrafter
     from draftwise.sampling.state import SamplingState
     from draftwise.structured.cursor import Cursor
 
@@ -176,6 +177,10 @@ class Proposer(ABC):
         """Blocks behind those of the cache that the target's storage should have for this proposer to write to, while
         it is in `propose`."""
         return 0
+
+    def resident(self) -> ResidentDrafter | None:
+        """Asked once, after `allocate`: what takes part in steps that stay on the device; None: it cannot."""
+        return None
 
     def allocate(self, num_blocks: int) -> None:  # noqa: B027
         """Make the storage, once, when the number of blocks of the cache is known."""

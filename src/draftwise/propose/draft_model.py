@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from draftwise.propose.tree_growth import TreeLevel, TreeTask
 from draftwise.propose.tree_native import as_proposal, native_draws
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal
+
+if TYPE_CHECKING:
+    from draftwise.propose.resident import ResidentDrafter
 
 logger = logging.getLogger("draftwise")
 
@@ -309,6 +312,16 @@ class DraftModelProposer(Proposer, TreeModel):
 
     def memory_static(self) -> int:
         return self._model.static_bytes()
+
+    def resident(self) -> ResidentDrafter | None:
+        from draftwise.graphs.decoder import GraphedDecoder
+        from draftwise.propose.resident import ResidentModel
+
+        model = self._model
+        if type(self) is not DraftModelProposer or not isinstance(model, GraphedDecoder) or not model.chains:
+            return None
+        assert self._storage is not None, "allocate comes first"
+        return ResidentModel(model.chains, self._max_len, self._sample_method, self._storage)
 
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)

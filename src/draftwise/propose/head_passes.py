@@ -70,7 +70,8 @@ class HeadPasses:
         self.block_size = block_size
         self._time = 0.0
         self._storage: KVStorage | None = None
-        self._block_features: Tensor  # [blocks, depths, F] of each block's last token, as each depth reads it
+        self.block_features: Tensor
+        """[blocks + 1, depths, F] of each block's last token, as each depth reads it; the last one is spare."""
         self.source: FeatureSource  # see `allocate`
 
     def memory_per_block(self) -> int:
@@ -90,9 +91,9 @@ class HeadPasses:
             head.kv_layout(), total, self.block_size, head.dtype, head.device, spare=head.pads
         )
         head.prepare(self._storage)
-        shape = (num_blocks, head.num_depths, head.feature_size)
-        self._block_features = torch.zeros(shape, dtype=head.dtype, device=head.device)
-        self.source = FeatureSource(head, self._block_features)
+        shape = (num_blocks + 1, head.num_depths, head.feature_size)
+        self.block_features = torch.zeros(shape, dtype=head.dtype, device=head.device)
+        self.source = FeatureSource(head, self.block_features)
 
     @property
     def kv(self) -> KVStorage:
@@ -115,7 +116,7 @@ class HeadPasses:
         stored = None
         if computed and filled == computed:
             self.source.compute()
-            stored = self._block_features[int(block_table_np[computed // self.block_size - 1])]
+            stored = self.block_features[int(block_table_np[computed // self.block_size - 1])]
         return HeadState.opened(self.head.num_depths, computed, filled, stored)
 
     def ends(self, first_token: int, count: int, block_table_np: IntArray) -> list[tuple[int, int]]:
@@ -133,7 +134,7 @@ class HeadPasses:
         ends = self.ends(first_token, features.shape[0], block_table_np)
         if ends:
             blocks = torch.tensor([block for _, block in ends], device=features.device)
-            self._block_features[blocks, depth] = features[ends[0][0] :: self.block_size]
+            self.block_features[blocks, depth] = features[ends[0][0] :: self.block_size]
 
     # ---------------------------------------------------------------------------------------------- passes
 

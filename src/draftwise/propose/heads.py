@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from draftwise.propose.tree_growth import TreeTask
 from draftwise.propose.tree_native import as_proposal, native_draws
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
+
+if TYPE_CHECKING:
+    from draftwise.propose.resident import ResidentDrafter
 
 _PENDING_ROWS = 32
 """A request with so many rows to come is filled at once: many steps without drafting. It bounds the memory of waiting
@@ -280,6 +283,15 @@ class HeadProposer(Proposer):
 
     def memory_static(self) -> int:
         return self._head.static_bytes()
+
+    def resident(self) -> ResidentDrafter | None:
+        from draftwise.graphs.head import GraphedHead
+        from draftwise.propose.resident import ResidentHead
+
+        head = self._head
+        if not isinstance(head, GraphedHead) or not head.chains:
+            return None
+        return ResidentHead(head.chains, self._max_len, self._sample_method, self._passes, self._states)
 
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)

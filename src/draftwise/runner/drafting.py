@@ -251,6 +251,11 @@ class Drafting:
         self._fill(name, row, proposer.filled_after(draft_row))
         row.fill[name].drafts = proposer.drafts_stored(draft_row)
 
+    def filled(self, name: str, row: Row, tokens: int, drafts: int) -> None:
+        """The drafter has so many tokens of the request, and drafts behind them, without having been called."""
+        self._fill(name, row, tokens)
+        row.fill[name].drafts = drafts
+
     def _fill(self, name: str, row: Row, tokens: int) -> None:
         """The drafter has the first ``tokens`` tokens of the request now."""
         fill = row.fill[name]

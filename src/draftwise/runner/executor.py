@@ -6,15 +6,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.propose.base import Proposer
 from draftwise.runner.batch import StepBatch, StepRow, assemble
 from draftwise.runner.drafting import Drafting
+from draftwise.runner.resident import Flight, ResidentRuns
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.params import SamplingParams
@@ -31,6 +34,31 @@ from draftwise.types import (
     Verification,
 )
 from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, verify_batch
+
+T = TypeVar("T")
+
+
+class Launched:
+    """A step that was begun."""
+
+    def __init__(
+        self, result: StepResult | None = None, finish: Callable[[], StepResult] | None = None
+    ) -> None:
+        """One of the two is given."""
+        self._result = result
+        self._finish = finish
+
+    def finish(self) -> StepResult:
+        """Wait for what came of it."""
+        if self._result is None:
+            assert self._finish is not None
+            self._result = self._finish()
+        return self._result
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self._result is not None
 
 
 class Executor(ABC):
@@ -52,6 +80,10 @@ class Executor(ABC):
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """`execute`, as far as it can be done without waiting for the device. At most two steps may be on their way."""
+        return Launched(self.execute(plan))
 
     def forget(self) -> None:  # noqa: B027
         """Let the drafters forget what they learned from past requests; between two steps."""
@@ -76,10 +108,12 @@ class LocalExecutor(Executor):
         synthetic: SyntheticAcceptance | None = None,
         rules: BatchRules | None = None,
         grammars: Grammars | None = None,
+        resident: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``grammars``: makes the cursors of requests with structured outputs; without it there may be none.
-        ``rules``: kernels that verify; None: torch does."""
+        ``rules``: kernels that verify; None: torch does. ``resident``: let steps stay on the device where they can, if
+        the model's passes are captured; steps then cannot be timed one by one."""
         self._model = model
         self._storage = storage
         self._block_size = block_size
@@ -103,26 +137,65 @@ class LocalExecutor(Executor):
             vocab_size=self._vocab_size,
             device=device,
         )
+        self._runs: ResidentRuns | None = None
+        if resident and isinstance(model, GraphedDecoder):
+            self._runs = ResidentRuns(
+                model,
+                proposers,
+                self._drafting,
+                self._rows,
+                block_size=block_size,
+                synthetic=synthetic,
+                forced=None if rules is None else rules.forced,
+            )
 
     # ------------------------------------------------------------------------------------------- the step
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        if self._runs is not None:
+            return self.launch(plan).finish()
+        return self._here(lambda: self._execute(plan))
+
+    def launch(self, plan: StepPlan) -> Launched:
+        runs = self._runs
+        if runs is None:
+            return Launched(self.execute(plan))
+        flight = self._here(lambda: self._launch(plan, runs))
+        if isinstance(flight, StepResult):
+            return Launched(flight)
+        return Launched(finish=lambda: self._here(lambda: runs.finish(flight)))
+
+    def _launch(self, plan: StepPlan, runs: ResidentRuns) -> Flight | StepResult:
+        """Let the step be one of a resident run, if it may; else execute it."""
+        if runs.continues(plan):
+            fresh = {p.rid: self._rows[p.rid].num_blocks for p in plan.rows if p.new_block_ids}
+            self._apply(plan)
+            return runs.launch(plan, fresh)
+        runs.end()
+        if plan.new or any(p.num_new != 1 for p in plan.rows):
+            return self._execute(plan)
+        self._apply(plan)
+        return runs.launch(plan, {}) if runs.begin(plan) else self._execute(plan, applied=True)
+
+    @torch.inference_mode()
+    def _here(self, run: Callable[[], T]) -> T:
+        """Run something with this executor's device and number of threads."""
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(
                 self._device
             )  # of this thread, which need not be the one that loaded the models
         if self._torch_threads is None:
-            return self._execute(plan)
+            return run()
         before = torch.get_num_threads()
         torch.set_num_threads(self._torch_threads)
         try:
-            return self._execute(plan)
+            return run()
         finally:
             torch.set_num_threads(before)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        self._apply(plan)
+    def _execute(self, plan: StepPlan, *, applied: bool = False) -> StepResult:
+        if not applied:
+            self._apply(plan)
         if not plan.rows:
             return StepResult(plan.step, ())
         start = self._clock()

@@ -145,6 +145,29 @@ def gumbel_of_keys(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     return _gumbel_of_bits(_hashed(keys, counters).to(torch.float32))
 
 
+def device_keys(
+    stream: int,
+    seeds: torch.Tensor,
+    sample_indices: torch.Tensor,
+    positions: torch.Tensor,
+    nodes: torch.Tensor,
+    bases: torch.Tensor,
+) -> torch.Tensor:
+    """`row_key` of many draws without the host, as signed words: int64 of the shape that the arguments (int64,
+    ``seeds`` as signed words) have together."""
+    h = _finalised(seeds + _signed(_GOLDEN))
+    if stream == SHARED:
+        h = _finalised(h ^ (positions << 32))
+        return _finalised(h ^ (sample_indices << 24 | stream))
+    h = _finalised(h ^ (positions << 32 | bases))
+    return _finalised(h ^ (sample_indices << 24 | (nodes + 1) << 8 | stream))
+
+
+def uniforms_of_keys(keys: torch.Tensor) -> torch.Tensor:
+    """`uniform` of each of `device_keys`, float64, the same bits."""
+    return ((_finalised(keys + _signed(_GOLDEN)) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+
+
 def signed_word(x: int) -> int:
     """64 bits as int64 has them."""
     return _signed(x)
@@ -217,8 +240,10 @@ def _bits_torch(rows: Sequence[int], counters: torch.Tensor) -> torch.Tensor:
 
 def _hashed(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """int64 wraps around like uint64; its right shift copies the sign, so the shifted-in bits are masked off."""
-    z = keys[:, None] + counters
+    return (_finalised(keys[:, None] + counters) >> 24) & ((1 << 40) - 1)
+
+
+def _finalised(z: torch.Tensor) -> torch.Tensor:
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_MUL1)
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_MUL2)
-    z = z ^ ((z >> 31) & ((1 << 33) - 1))
-    return (z >> 24) & ((1 << 40) - 1)
+    return z ^ ((z >> 31) & ((1 << 33) - 1))

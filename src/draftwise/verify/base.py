@@ -92,6 +92,9 @@ class BatchRules(ABC):
     compacts: ClassVar[bool] = True
     """Whether it compacts accepted paths; else the executor does, as for rules in torch."""
 
+    forced: SyntheticAcceptance | None = None
+    """Of benchmarks: what rule ``greedy`` accepts, whatever the target says."""
+
     def decides(self, state: SamplingState, rule: str) -> bool:
         """Whether it decides a request of this rule."""
         return _effective_rule(state, rule) in self.names

@@ -1,0 +1,397 @@
+"""Runs of steps that stay on the device (`graphs.resident`): who may take part, what a plan tells them, and what the
+host writes down of what came of it.
+
+A run begins with a plan whose requests all decode in the same way, and goes on with every plan of the same requests, or
+fewer. Its steps are launched one behind the other: the rows of a step are made of what the one before it left on the
+device, and the host reads that later. Any other plan ends the run: what is under way is waited for, and the books are
+as if every step had been an ordinary one.
+
+Late writes do no harm. A request that has ended, or was cancelled, may take part in one more step before a plan says
+so. What that step writes for it goes to keys from its newest root on, behind all tokens that the scheduler ever counts
+as computed; so never to a block that was hashed for others to find. Blocks that were not are handed out by a later plan
+only, and whoever gets them writes, later on the same stream, every slot before reading it. In a later step the slot is
+nobody's, and its rows go to the spare slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from draftwise.graphs import resident_memory as at
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.loop import LoopKind
+from draftwise.graphs.resident import DrafterSeats, Landing, ResidentStep, SlotState
+from draftwise.graphs.resident_rules import ResidentRule
+from draftwise.propose.base import Proposer
+from draftwise.propose.resident import Place, ResidentDrafter
+from draftwise.runner.drafting import Drafting
+from draftwise.runner.rows import Row
+from draftwise.types import EMPTY_PROPOSAL, RowPlan, RowResult, StepPlan, StepResult, chain
+from draftwise.verify.base import SyntheticAcceptance
+
+_NOT_FINITE = "RequestError: the model's logits are not finite"
+
+
+class Family(NamedTuple):
+    """What all requests of a run have in common."""
+
+    method: str
+    rule: ResidentRule
+    kind: LoopKind
+
+
+@dataclass(slots=True)
+class _Member:
+    """A request in its slot. ``drafts`` wait on the device, as far as the host knows."""
+
+    row: Row
+    slot: int
+    base_block: int  # of its first page
+    drafts: tuple[int, ...]
+    accepted: int = 0  # in the newest step that was read
+    fed: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step on its way, or the answer that was read."""
+
+    step: int
+    landing: Landing | None
+    members: list[_Member]
+    result: StepResult | None = None
+
+
+class ResidentRuns:
+    """The runs of one executor, one at a time."""
+
+    def __init__(
+        self,
+        target: GraphedDecoder,
+        proposers: Mapping[str, Proposer],
+        drafting: Drafting,
+        rows: Mapping[int, Row],
+        *,
+        block_size: int,
+        synthetic: SyntheticAcceptance | None = None,
+        forced: SyntheticAcceptance | None = None,
+    ) -> None:
+        """``rows``: the executor's, by request. ``forced``: what stands for rule greedy, in benchmarks."""
+        self._target = target
+        self._drafting = drafting
+        self._rows = rows
+        self._block_size = block_size
+        self._synthetic = synthetic
+        self._forced = forced
+        found = {name: proposer.resident() for name, proposer in proposers.items()}
+        self._drafters: dict[str, ResidentDrafter] = {n: d for n, d in found.items() if d is not None}
+        self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
+        self._made: dict[tuple[Family, int, int], ResidentStep] = {}
+        # the run
+        self._family: Family | None = None
+        self._step: ResidentStep
+        self._members: dict[int, _Member] = {}
+        self._flights: deque[Flight] = deque()
+        self.num_steps = 0
+        self.num_runs = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the device is ahead of the host's books, or will be."""
+        return self._family is not None
+
+    # ---------------------------------------------------------------------------------------- going on
+
+    def continues(self, plan: StepPlan) -> bool:
+        """Whether the run goes on with a plan that was not applied yet."""
+        if self._family is None or plan.new or plan.trimmed:
+            return False
+        planned = {p.rid for p in plan.rows}
+        if not planned <= self._members.keys():
+            return False
+        gone = set(plan.removed)
+        for rid, member in self._members.items():
+            # somebody for whom there was no room; who surely ends with the step under way is not planned either
+            if rid not in planned and rid not in gone and member.row.num_tokens + 1 < member.row.max_total:
+                return False
+        if plan.rows and self._smaller(len(plan.rows)):
+            return False
+        return all(self._goes_on(p) for p in plan.rows) and self._reach(planned) <= self._step.max_keys
+
+    def _goes_on(self, planned: RowPlan) -> bool:
+        assert self._family is not None
+        if planned.num_new != 1 or len(planned.new_block_ids) > self._step.memory.pages:
+            return False
+        if self._family.method == "none":
+            return self._decodes_plainly(self._rows[planned.rid], planned)
+        return 1 <= planned.draft_budget <= self._step.drafts
+
+    def _decodes_plainly(self, row: Row, planned: RowPlan) -> bool:
+        """Whether nobody drafts for the request, or wants to be told of the step."""
+        if planned.draft_budget:
+            return False
+        return not planned.follow or row.speculation.method not in self._observers or row.drafting_failed
+
+    def _smaller(self, requests: int) -> bool:
+        """Whether fewer than half of the slots are taken, and there is a smaller step."""
+        step = self._step
+        if 2 * requests >= step.slots:
+            return False
+        found = self._target.pass_seats(requests, step.drafts + 1, step.max_keys)
+        return found is not None and found.rows.shape.requests < step.slots
+
+    def _reach(self, rids: set[int] | Sequence[int]) -> int:
+        """Keys that the coming steps may look at: two steps of the most accepted drafts, and the drafts behind them."""
+        drafts = (
+            self._drafters[self._family.method].steps if self._family and self._family.method != "none" else 0
+        )
+        reach = 0
+        for rid in rids:
+            row = self._rows[rid]
+            reach = max(reach, min(row.num_tokens + 3 * (drafts + 1), row.max_total + drafts) + 1)
+        return reach
+
+    # --------------------------------------------------------------------------------------- beginning
+
+    def begin(self, plan: StepPlan) -> bool:
+        """Begin a run with a plan that was applied; False: its rows are not of the kind."""
+        assert self._family is None and not self._flights
+        rows = [(self._rows[p.rid], p) for p in plan.rows]
+        rows = [(row, p) for row, p in rows if not row.is_full]
+        if not rows:
+            return False
+        family = self._family_of(*rows[0])
+        if family is None or any(self._family_of(row, p) != family for row, p in rows[1:]):
+            return False
+        drafter = self._drafters.get(family.method)
+        places = [_place(drafter, row) for row, _ in rows]
+        if any(place is None for place in places):
+            return False
+        self._family = family
+        step = self._find(family, len(rows), self._reach([row.rid for row, _ in rows]))
+        if step is None:
+            self._family = None
+            return False
+        self._step = step
+        if drafter is not None:
+            drafter.prepare()
+        self._members = {}
+        boarding = []
+        for slot, ((row, _), place) in enumerate(zip(rows, places, strict=True)):
+            assert place is not None
+            proposal, row.proposal = row.proposal, EMPTY_PROPOSAL
+            first_block = int(row.blocks_np[0])
+            self._members[row.rid] = _Member(row, slot, first_block, proposal.tokens, fed=place.fed)
+            boarding.append(
+                SlotState(
+                    known=row.num_tokens,
+                    root=int(row.tokens_np[row.num_tokens - 1]),
+                    drafts=proposal.tokens,
+                    fed=place.fed,
+                    stored=place.stored,
+                    seed=row.state.seed,
+                    sample_index=row.state.sample_index,
+                    temperature=row.state.temperature,
+                    first_key=place.first_key,
+                    blocks_np=row.blocks_np,
+                    q=proposal.q,
+                )
+            )
+        step.board(boarding)
+        self.num_runs += 1
+        return True
+
+    def _family_of(self, row: Row, planned: RowPlan) -> Family | None:
+        """How the request decodes, if it may do so on the device."""
+        state, speculation, proposal = row.state, row.speculation, row.proposal
+        if planned.num_new != 1 or row.num_computed + 1 != row.num_tokens or row.num_tokens < 2:
+            return None
+        if state.needs_processing or row.grammar is not None or state.params.logprobs is not None:
+            return None
+        if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
+            return None
+        rule = self._rule(row)
+        if rule is None:
+            return None
+        if not proposal.tokens and self._decodes_plainly(row, planned):
+            return Family("none", rule, "argmax")
+        drafter = self._drafters.get(speculation.method)
+        if drafter is None or row.drafting_failed or not 1 <= planned.draft_budget <= drafter.steps:
+            return None
+        if speculation.tree is not None or speculation.dynamic is not None:
+            return None
+        kind = drafter.kind(state, speculation.rule)
+        if proposal.tokens:
+            same = proposal.method == speculation.method and proposal.is_chain
+            if not same or len(proposal) > drafter.steps or (proposal.q is not None) != (kind == "draft"):
+                return None
+        return Family(speculation.method, rule, kind)
+
+    def _rule(self, row: Row) -> ResidentRule | None:
+        name, greedy = row.speculation.rule, row.state.is_greedy
+        if name == "synthetic":
+            return None if self._synthetic is None else ResidentRule(name, self._synthetic.rates, not greedy)
+        if name == "typical":
+            return None
+        if greedy:
+            return (
+                ResidentRule("greedy")
+                if self._forced is None
+                else ResidentRule("synthetic", self._forced.rates)
+            )
+        if name == "coupled" or name == "rejection" or name == "block":
+            return ResidentRule(name)
+        return None
+
+    def _find(self, family: Family, requests: int, keys: int) -> ResidentStep | None:
+        drafter = self._drafters.get(family.method)
+        drafts = 0 if drafter is None else drafter.steps
+        target = self._target.pass_seats(requests, drafts + 1, keys)
+        if target is None:
+            return None
+        shape = target.rows.shape
+        step = self._made.get((family, shape.requests, shape.keys))
+        if step is None:
+            seats: DrafterSeats | None = None
+            if drafter is not None:
+                seats = drafter.seats(shape.requests, shape.keys, family.kind)
+                if seats is None:
+                    return None
+            vocab = self._target.config.vocab_size
+            backend = self._target.backend
+            step = ResidentStep(target, seats, family.rule, vocab, self._block_size, backend)
+            self._made[family, shape.requests, shape.keys] = step
+        return step
+
+    # ---------------------------------------------------------------------------------------- a step
+
+    def launch(self, plan: StepPlan, fresh: Mapping[int, int]) -> Flight:
+        """Start a step of the run.
+
+        Args:
+            plan: applied already.
+            fresh: by request, the number of the first page that the plan added; nothing of a plan that began the run.
+        """
+        if not plan.rows:
+            for rid in plan.removed:
+                self._members.pop(rid, None)
+            return Flight(plan.step, None, [], StepResult(plan.step, ()))
+        while len(self._flights) > 1:  # their buffers are needed
+            self._land(self._flights.popleft())
+        step = self._step
+        told_np = step.told()
+        told_np[:] = 0
+        pages = step.memory.pages
+        members = []
+        for member in self._members.values():
+            # nothing to add is said by what stands there already
+            told_np[member.slot, at.TOLD + pages :] = member.base_block
+        for planned in plan.rows:
+            found = self._members.get(planned.rid)
+            if found is None:
+                continue  # it had all its tokens when the run began
+            row_np = told_np[found.slot]
+            row_np[: at.TOLD] = (found.row.max_total, planned.num_draft, planned.draft_budget)
+            first = fresh.get(planned.rid)
+            if first is not None:
+                for i, block in enumerate(planned.new_block_ids):
+                    row_np[at.TOLD + i], row_np[at.TOLD + pages + i] = first + i, block
+            members.append(found)
+        for rid in plan.removed:
+            self._members.pop(rid, None)
+        flight = Flight(plan.step, step.launch(), members)
+        self._flights.append(flight)
+        self.num_steps += 1
+        return flight
+
+    def finish(self, flight: Flight) -> StepResult:
+        """Wait for a step, and for those before it, and write down what came of it."""
+        while flight.result is None:
+            self._land(self._flights.popleft())
+        return flight.result
+
+    def _land(self, flight: Flight) -> None:
+        assert flight.landing is not None
+        answer_np = flight.landing.wait()
+        results = []
+        for member in flight.members:
+            row = member.row
+            if self._rows.get(row.rid) is not row or member.failed or not answer_np[member.slot, at.RAN]:
+                continue
+            results.append(self._take(member, answer_np[member.slot]))
+        flight.result = StepResult(flight.step, tuple(results))
+
+    def _take(self, member: _Member, answer_np: npt.NDArray[np.int64]) -> RowResult:
+        row, drafts = member.row, self._step.drafts
+        words = answer_np.tolist()
+        verified, accepted = words[at.VERIFIED], words[at.ACCEPTED]
+        tokens = tuple(words[at.ANSWER : at.ANSWER + accepted + 1])
+        if tokens[-1] < 0:
+            member.failed = True
+            return RowResult(row.rid, error=_NOT_FINITE)
+        waiting = words[at.ANSWERED_WAITING]
+        drafted, member.drafts = (
+            member.drafts[:verified],
+            tuple(words[at.ANSWER + drafts + 1 : at.ANSWER + drafts + 1 + waiting]),
+        )
+        row.num_computed += 1 + accepted
+        row.append(tokens)
+        row.state.commit(tokens)
+        assert row.num_tokens == words[at.ANSWERED_KNOWN], "host and device count alike"
+        member.accepted, member.fed = accepted, words[at.ANSWERED_FED]
+        assert self._family is not None
+        method = self._family.method
+        drafter = self._drafters.get(method)
+        if drafter is not None:
+            self._drafting.filled(method, row, *drafter.went_on(row.rid, member.fed, waiting))
+        if not verified:
+            return RowResult(row.rid, tokens, num_proposed=waiting)
+        return RowResult(
+            rid=row.rid,
+            token_ids=tokens,
+            num_drafted=verified,
+            num_accepted=accepted,
+            accepted_nodes=tuple(range(accepted)),
+            draft_tokens=drafted,
+            draft_parents=tuple(range(-1, verified - 1)),
+            method=method,
+            num_proposed=waiting,
+        )
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def end(self) -> None:
+        """Wait for what is under way, and give everybody back to the ordinary way."""
+        while self._flights:
+            self._land(self._flights.popleft())
+        family, self._family = self._family, None
+        members, self._members = self._members, {}
+        if family is None:
+            return
+        drafter = self._drafters.get(family.method)
+        if drafter is None:
+            return
+        for rid, member in members.items():
+            row = member.row
+            if self._rows.get(rid) is not row or member.failed or row.is_full:
+                continue
+            count = len(member.drafts)
+            if count:
+                row.proposal = chain(member.drafts, family.method, self._step.q_of(member.slot, count))
+            feature = self._step.features_of(member.slot, member.accepted)
+            drafter.left(rid, row.num_tokens, member.fed, feature)
+
+
+def _place(drafter: ResidentDrafter | None, row: Row) -> Place | None:
+    if drafter is None:
+        return Place(row.num_tokens, 0, 0)
+    fill = row.fill.get(row.speculation.method)
+    assert fill is not None, "drafters in resident steps have storage"
+    return drafter.place(row.rid, row.num_tokens, fill.tokens, fill.drafts, len(row.proposal))
