@@ -125,6 +125,7 @@ def build_engine(
         synthetic=_synthetic(config),
         rules=default_rules(device),
         grammars=grammars,
+        resident=config.async_scheduling,
         clock=clock,
     )
     if config.async_scheduling:
