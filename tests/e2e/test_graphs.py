@@ -183,6 +183,15 @@ def test_captured_trees_are_those_drafted_level_by_level(engines: Engines, metho
     assert drafted[0] == drafted[1] and any(len(tokens) > 3 for trace in drafted[0] for tokens, _, _ in trace)
 
 
+def test_a_drafter_without_graphs(engines: Engines) -> None:
+    entry = engines.families["methods"][0] | {"enforce_eager": True}
+    llm = engines.make(speculative_config=entry)
+    wanted = token_ids(engines.made[True].generate(engines.prompts[:2], RULES["greedy"]))
+    assert token_ids(llm.generate(engines.prompts[:2], RULES["greedy"])) == wanted
+    assert set(graphed(llm)) == {"target"} and replays(llm)["target"] > 0
+    llm.close()
+
+
 def test_what_is_captured(engines: Engines) -> None:
     assert engines.backends and engines.backends[0].num_graphs > 0
     sized = engines.make(cudagraph_capture_sizes=[4, 8], speculative_config=engines.families["methods"][:1])

@@ -93,7 +93,7 @@ def test_replays_do_not_wait_for_the_device(engines: Engines, kind: str) -> None
 
     engine = getattr(engines, kind)._engine
     assert engine is not None and isinstance(engine.model, GraphedDecoder)
-    storage: Any = engine.core.executor._storage  # type: ignore[attr-defined]
+    storage: Any = engine.core.executor._storage
     row = RowInput([3], 5, np.arange(4, dtype=np.int32))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

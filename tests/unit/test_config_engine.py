@@ -221,6 +221,12 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     assert len(config.notes) == 3
 
 
+def test_graphs_of_a_drafter_are_noted_where_there_are_none() -> None:
+    spec = {"method": "draft_model", "model": "D", "enforce_eager": True}
+    (note,) = resolve_engine_config(model="M", device="cpu", speculative_config=spec).notes
+    assert note.startswith("speculative_config.enforce_eager has no effect") and "CPU" in note
+
+
 def test_what_is_off_is_not_noted() -> None:
     config = resolve_engine_config(
         model="M", device="cpu", enforce_eager=False, async_scheduling="False", quantization=None

@@ -159,6 +159,7 @@ def test_no_effect_is_noted() -> None:
     )
     assert len(spec.notes) == 2
     assert any("enforce_eager" in note for note in spec.notes)
+    assert not SpeculativeConfig(method="draft_model", model="M", enforce_eager=True).notes
 
 
 def test_rules() -> None:

@@ -264,7 +264,17 @@ def test_what_each_mode_captures(tmp_path: Path) -> None:
     assert str(target) == f"{len(target.passes)} whole passes of 1..8 rows, 4 passes of 1..8 rows in pieces"
     assert "loops of 3 drafts for 1..4 requests" in str(drafter)
     setup = GraphSetup(FakeGraphs(), BLOCK, 4, 32, 64)
-    assert setup.count([1, 4], 1) == len(setup._passes([1, 4])) + setup._loops(1, 1).count + 2 * 2 * 7
+    plain, _ = models(tmp_path, Captures(()))
+    setup.target(plain, [1, 4])
+    assert setup.count == len(setup._passes([1, 4])) + 2 * 7, "passes in pieces count twice"
+    setup.draft_model(plain, 3)
+    setup.draft_model(plain, 2)
+    assert setup.count == len(setup._passes([1, 4])) + 3 * 2 * 7 + 2 * 3 * 3, (
+        "three kinds of loops, for 1, 2 and 4"
+    )
+    assert [part.split(":")[0] for part in str(setup).split("; ")] == [
+        *("target", "draft model LlamaForCausalLM", "draft model LlamaForCausalLM #2"),
+    ]
 
 
 def test_memory_is_counted(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ CHAIN_METHODS = ("extract_hidden_states", "ngram")
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
 STATIC_METHODS = ("extract_hidden_states", "ngram", "synthetic")
 """Methods that refuse a `speculative_dynamic_tree`."""
+CAPTURED_METHODS = ("draft_model", "eagle", "eagle3", "hybrid", "mtp")
+"""Methods whose drafters are captured in CUDA graphs, on a device that has them."""
 
 
 def resolve_method(value: str) -> str:

@@ -12,6 +12,7 @@ from draftwise.config import coerce as to
 from draftwise.config.engine import ENGINE_OPTIONS, EngineConfig, device_name
 from draftwise.config.graphs import unused
 from draftwise.config.heads import SHIPPED_HEADS, served_speculator
+from draftwise.config.methods import CAPTURED_METHODS
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError, suggest
 from draftwise.propose.registry import canonical_name
@@ -203,6 +204,8 @@ def _notes(
     for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
         if getattr(config, name) is not None and config.device == "cpu":
             notes.append(f"{name} has no effect: nothing is captured in graphs on a CPU")
+    if config.device == "cpu" and any(s.enforce_eager and s.method in CAPTURED_METHODS for s in speculative):
+        notes.append("speculative_config.enforce_eager has no effect: nothing is captured in graphs on a CPU")
     if config.disable_log_stats:
         notes.append("disable_log_stats has no effect: only draftwise serve logs statistics")
     if config.compilation_config is not None and config.device == "cpu":

@@ -12,6 +12,7 @@ from draftwise.config.extraction import extracted_layers
 from draftwise.config.heads import HEAD_METHODS, head_defaults
 from draftwise.config.hybrid import check_look_up, check_match_length, drafter_of, inner_drafter
 from draftwise.config.methods import (
+    CAPTURED_METHODS,
     CHAIN_METHODS,
     MODELLESS_METHODS,
     STATIC_METHODS,
@@ -209,8 +210,10 @@ class SpeculativeConfig:
     def notes(self) -> tuple[str, ...]:
         """Fields that are known but change nothing here, one sentence each."""
         out = []
-        if self.enforce_eager:
-            out.append("speculative_config.enforce_eager has no effect: drafters are not captured in graphs")
+        if self.enforce_eager and self.method not in CAPTURED_METHODS:
+            out.append(
+                f"speculative_config.enforce_eager has no effect: nothing of {self.method} is captured in graphs"
+            )
         if self.disable_padded_drafter_batch:
             out.append(
                 "speculative_config.disable_padded_drafter_batch has no effect: drafter batches are ragged"

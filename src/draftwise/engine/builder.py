@@ -91,6 +91,8 @@ def build_engine(
             trust_remote_code=config.trust_remote_code,
         )
     proposers = _load_proposers(config, model, tokenizer, max_model_len, device, graphs)
+    if graphs is not None:
+        logger.info("graphs to be captured: %s", graphs)
     num_blocks, cache_bytes = _num_blocks(
         config, model, list(proposers.values()), max_model_len, device, graphs
     )
@@ -217,7 +219,7 @@ def _load_proposers(
             transfer_folder=transfer_folder(config.kv_transfer_config),
             target_path=config.model,
             target_revision=config.revision,
-            graphs=graphs,
+            graphs=None if spec.enforce_eager else graphs,
         )
         proposer = resolve_proposer(spec.method)
         if spec.speculative_dynamic_tree is not None and not proposer.drafts_dynamic_trees:
@@ -306,7 +308,7 @@ def _num_blocks(
             block_bytes=block_bytes,
             fixed=fixed,
             drafter_bytes=sum(p.memory_static() for p in proposers),
-            num_graphs=0 if graphs is None else graphs.count(_widths(config), len(config.speculative)),
+            num_graphs=0 if graphs is None else graphs.count,
             most_blocks=useful,
         )
         blocks = plan.num_blocks

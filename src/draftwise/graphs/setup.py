@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +60,9 @@ def levels(tree: TreePlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphSetup:
-    """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more."""
+    """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more.
+    ``planned``: what `target`, `draft_model` and `head` were asked for, by name: it is captured when storage is there.
+    """
 
     backend: GraphBackend
     block_size: int
@@ -70,6 +72,7 @@ class GraphSetup:
     sizes: tuple[int, ...] | None = None
     largest: int | None = None
     mode: GraphMode = "full_and_piecewise"
+    planned: dict[str, Captures] = field(default_factory=dict)
 
     def target(self, model: DecoderModel, widths: Sequence[int]) -> DecoderModel:
         """The target with passes of ``widths`` rows per request captured, and others in pieces; or itself if its
@@ -77,6 +80,7 @@ class GraphSetup:
         if not capturable(model):
             return model
         captures = Captures(self._passes(widths), pieces=self._pieces())
+        self._plan("target", captures)
         return GraphedDecoder(model, captures, self.block_size, self.backend)
 
     def draft_model(self, model: DecoderModel, steps: int, tree: TreePlan | None = None) -> DecoderModel:
@@ -87,23 +91,35 @@ class GraphSetup:
             return model
         rows = 2 if tree is None else 1 + levels(tree)
         captures = replace(self._loops(rows, steps, tree), pieces=self._pieces())
+        self._plan(f"draft model {model.config.architecture}", captures)
         return GraphedDecoder(model, captures, self.block_size, self.backend)
 
     def head(self, head: HeadModel, steps: int, tree: TreePlan | None = None) -> HeadModel:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
         rows = 1 + (steps if tree is None else levels(tree))
-        return GraphedHead(head, self._loops(rows, steps, tree), self.block_size, self.backend)
+        captures = self._loops(rows, steps, tree)
+        if head.num_depths > 1 or head.mask_token is not None:
+            captures = Captures(())  # drafts in one pass, or with another layer each time
+        self._plan(f"head {type(head).__name__}", captures)
+        return GraphedHead(head, captures, self.block_size, self.backend)
 
     def tree_of(self, config: SpeculativeConfig) -> TreePlan | None:
         """See `tree_plan`."""
         return tree_plan(config)
 
-    def count(self, widths: Sequence[int], num_drafters: int) -> int:
-        """Passes and loops of the target and of so many drafters, about. One in pieces counts as two: it has no more
-        operations than a whole one, but a graph for every layer."""
-        passes, loops = self._passes(widths), self._loops(1, 1)
-        pieces = 2 * len(self._pieces())
-        return len(passes) + pieces + num_drafters * (loops.count + pieces)
+    @property
+    def count(self) -> int:
+        """Passes and loops that are planned. One in pieces counts as two: it has no more operations than a whole one,
+        but a graph for every layer."""
+        return sum(captures.count + len(captures.pieces) for captures in self.planned.values())
+
+    def __str__(self) -> str:
+        """What is planned, in words."""
+        return "; ".join(f"{name}: {captures}" for name, captures in self.planned.items())
+
+    def _plan(self, name: str, captures: Captures) -> None:
+        same = sum(1 for known in self.planned if known.split(" #")[0] == name)
+        self.planned[f"{name} #{same + 1}" if same else name] = captures
 
     def _pieces(self) -> tuple[int, ...]:
         if self.mode not in ("piecewise", "full_and_piecewise"):

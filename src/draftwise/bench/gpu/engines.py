@@ -259,7 +259,7 @@ def measure_memory(setting: Setting, report: PartReport) -> None:
         block_bytes=block + engine.proposer.memory_per_block(),
         fixed=engine.proposer.memory_fixed(),
         drafter_bytes=engine.proposer.memory_static(),
-        num_graphs=engine.setup.count((1, 1 + DRAFTS), 1),
+        num_graphs=engine.setup.count,
         most_blocks=1 << 30,
     )
     engine.num_blocks = plan.num_blocks
