@@ -300,7 +300,7 @@ class FakeCuda:
                 to.copy_(value)
                 return
             spoil(to)
-            self._start(lambda: to.copy_(value) and None)
+            self._start(lambda: _set(to, value))
 
     # ------------------------------------------------------------------------------- operations
 
@@ -351,6 +351,9 @@ class FakeCuda:
             if same is not None:
                 return same
             memory = roots.get(x.untyped_storage().data_ptr()) if x.numel() else None
+            if memory is not None and torch.is_inference_mode_enabled() and not args[0].is_inference():
+                with torch.inference_mode(False):  # a view of what was made outside
+                    return CudaTensor(x, memory)
             if memory is None:
                 memory = self.hold(x)
                 made.append((x, memory.life))
@@ -399,6 +402,10 @@ class FakeCuda:
 
 def _inner(x: Any) -> Any:
     return x.inner if isinstance(x, CudaTensor) else x
+
+
+def _set(to: Tensor, value: Tensor) -> None:
+    to.copy_(value)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,223 @@
+"""The way of a GPU without one: engines and the benchmark on a pretended device (`tests.fakes.fake_cuda`), with CUDA's
+graphs, pinned memory and Triton's launches. Kernels are checked as they are launched, and not run; verification accepts
+what a rule made up here says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
+from tests.fakes.fake_cuda import FakeCuda, fake_cuda
+from tests.fakes.fake_cuda_triton import Launches, fake_launches
+
+from draftwise import LLM, SamplingParams
+from draftwise.bench.gpu import command
+from draftwise.graphs.decoder import GraphedDecoder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def device() -> Iterator[FakeCuda]:
+    with fake_cuda() as made:
+        yield made
+
+
+@pytest.fixture
+def launches(device: FakeCuda) -> Iterator[Launches]:
+    with fake_launches(device, "skip") as made:
+        made.effects |= dict.fromkeys(("walk_trees", "judge_chains", "judge_blocks", "reject_trees"), accept)
+        made.effects["best_of_all"] = draw
+        yield made
+
+
+def accept(given: dict[str, Any]) -> None:
+    """Stands for a rule: takes two of three drafts whose parents are taken."""
+    table, walk, nodes = given["table"], given["walk"], given["num_nodes"]
+    for r in given["members"].tolist():
+        _, count, _, _, known, _, *rest = table[r].tolist()
+        tokens, parents = rest[:nodes], rest[nodes : 2 * nodes]
+        path: list[int] = []
+        for i in range(count):
+            if parents[i] == (path[-1] if path else -1) and (known + i) % 3:
+                path.append(i)
+        taken = [tokens[i] for i in path]
+        walk[r, 0] = len(path)
+        walk[r, 1 : 1 + len(path)] = torch.tensor(path)
+        walk[r, 1 + nodes : 2 + nodes + len(path)] = torch.tensor([*taken, known % VOCAB])
+
+
+def draw(given: dict[str, Any]) -> None:
+    """The first tokens are the best."""
+    given["out_tokens"].copy_(torch.arange(given["K"]).expand_as(given["out_tokens"]))
+
+
+# ------------------------------------------------------------------------------------- the benchmark
+
+LAUNCHED = {
+    "bandwidth": set(),
+    "kernels": {"rms_norm", "silu_mul", "linear", "partial_attention", "combine_partitions", "tree_rows"},
+    "steps": {"gather_rows", "rms_norm", "rope_write", "silu_mul", "linear", "partial_attention"},
+    "drafting": {"next_rows", "part_of_best", "best_of_all", "draw_sampled"},
+    "engines": {"next_rows", "wanted_parts", "walk_trees", "best_of_all"},
+    "memory": {"wanted_parts"},
+    "attention": {"partial_attention"},
+    "mixed": {"partial_attention"},
+    "transformers": set(),
+}
+
+
+@pytest.mark.parametrize("part", LAUNCHED)
+def test_a_part_of_the_benchmark_comes_to_its_end(launches: Launches, device: FakeCuda, part: str) -> None:
+    report = command.run_part(part, "cuda", True)
+    assert report.error is None and report.lines and report.skipped is None
+    assert launches.kernels() >= LAUNCHED[part]
+    if part in ("steps", "drafting", "engines"):
+        assert device.replays
+    if part == "memory":
+        assert all(line.met for line in report.lines if line.met is not None)
+    if part == "attention":
+        assert [line.value for line in report.lines if "flex" in line.name] == ["refused: RuntimeError"] * 2
+
+
+def test_every_part_is_rehearsed() -> None:
+    assert LAUNCHED.keys() | {"drafting_in_torch"} >= command.PARTS.keys()
+
+
+def test_what_would_break_a_part_is_found(
+    launches: Launches, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftwise.kernels.triton import rows
+
+    right = rows.rms_norm
+
+    def looks(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert x.abs().max() < 1e9
+        return right(x, *args, **kwargs)
+
+    monkeypatch.setattr(rows, "rms_norm", looks)
+    report = command.run_part("steps", "cuda", True)
+    assert report.error is not None and "not permitted when stream is capturing" in report.error
+
+
+# ------------------------------------------------------------------------------------------- engines
+
+
+class Checkpoints:
+    def __init__(self, root: Path) -> None:
+        self.target, self.families = make_target(root), make_families(root)
+        rng = np.random.default_rng(7)
+        self.prompts = [
+            {"prompt_token_ids": rng.integers(0, VOCAB, int(rng.integers(3, 30))).tolist()} for _ in range(5)
+        ]
+
+    def engine(self, case: tuple[str, str, str], **options: Any) -> LLM:
+        family, method, shape = case
+        config: dict[str, Any] = next(s for s in self.families[family] if s["method"] == method)
+        if shape != "chain":
+            config = {k: v for k, v in config.items() if k != "num_speculative_tokens"} | SHAPES[shape]
+        base: dict[str, Any] = {
+            "dtype": "float32",
+            "device": "cuda",
+            "skip_tokenizer_init": True,
+            "num_kv_blocks": 64,
+            "max_num_seqs": 3,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 64,
+            "speculative_config": config,
+        }
+        return LLM(self.target, **(base | options))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("rehearsal"))
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0.9, max_tokens=8, ignore_eos=True, seed=5),
+    SamplingParams(temperature=0.9, max_tokens=8, ignore_eos=True, seed=6, speculation={"rule": "rejection"}),
+    SamplingParams(temperature=0.9, max_tokens=8, ignore_eos=True, seed=6, top_p=0.9, logprobs=1),
+]
+
+
+def run(llm: LLM, prompts: list[dict[str, Any]]) -> None:
+    """All of `PARAMS` in one batch; a lossless rule gives every request its tokens."""
+    mixed = [PARAMS[i % len(PARAMS)] for i in range(len(prompts))]
+    for outputs in (llm.generate(prompts, mixed), llm.generate(prompts[:2], PARAMS[0])):
+        assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """What was warned of: an engine goes on without a drafter that fails."""
+    return lambda: "\n".join(r.getMessage() for r in caplog.records if r.levelname in ("WARNING", "ERROR"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
+def test_an_engine_runs(
+    launches: Launches, device: FakeCuda, checkpoints: Checkpoints, said: Callable[[], str], case: Any
+) -> None:
+    with checkpoints.engine(case) as llm:
+        run(llm, checkpoints.prompts)
+        model = llm._engine.model  # type: ignore[union-attr]
+        assert isinstance(model, GraphedDecoder) and model.num_replays
+    assert not said()
+
+
+def test_a_drafter_that_fails_is_told(
+    launches: Launches,
+    device: FakeCuda,
+    checkpoints: Checkpoints,
+    said: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "draftwise.propose.heads.HeadProposer.propose", lambda *args: torch.ones(1).cuda() + 1 / 0
+    )
+    with checkpoints.engine(("methods", "eagle3", "chain")) as llm:
+        llm.generate(checkpoints.prompts[:1], PARAMS[0])
+    assert "failed" in said()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "async": {"async_scheduling": True},
+    "eager": {"enforce_eager": True},
+    "bfloat16, fixed sums": {"dtype": "bfloat16", "batch_invariant": True},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+    "int8": {"quantization": "int8", "dtype": "bfloat16"},
+    "int8_dynamic": {"quantization": "int8_dynamic", "dtype": "bfloat16"},
+    "fp8, fixed sums": {"quantization": "fp8", "dtype": "bfloat16", "batch_invariant": True},
+    "fp8": {"quantization": "fp8", "dtype": "bfloat16"},
+    "int4": {"quantization": "int4", "dtype": "bfloat16"},
+    "memory as planned": {"num_kv_blocks": None, "gpu_memory_utilization": 0.9},
+    "sizes": {"cudagraph_capture_sizes": [4, 8]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_engine_runs_with_options(
+    launches: Launches, device: FakeCuda, checkpoints: Checkpoints, said: Callable[[], str], options: str
+) -> None:
+    case = ("methods", "eagle3", "chain")
+    with checkpoints.engine(case, **OPTIONS[options]) as llm:
+        run(llm, checkpoints.prompts)
+        if options == "memory as planned":
+            free, total = torch.cuda.mem_get_info()
+            assert total - free <= 0.9 * total
+    assert not said()
