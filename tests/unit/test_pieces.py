@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -234,9 +235,17 @@ def test_a_noted_call_keeps_how_it_was_called() -> None:
 
 
 def test_rows_by_hand() -> None:
-    assert piece_rows(max_num_batched_tokens=100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
-    assert piece_rows(max_num_batched_tokens=8192)[-3:] == (256, 384, 512)
-    assert piece_rows(max_num_batched_tokens=8192, largest=1024)[-2:] == (768, 1024)
+    assert piece_rows(max_num_batched_tokens=100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 100)
+    assert piece_rows(max_num_batched_tokens=1) == (1,) and piece_rows(max_num_batched_tokens=8) == (
+        1,
+        2,
+        4,
+        8,
+    )
+    usual = piece_rows(max_num_batched_tokens=8192)
+    assert len(usual) == 29 and usual[-10:-6] == (240, 256, 288, 320) and usual[-1] == 512
+    assert all(b <= 1.125 * a for a, b in pairwise(usual) if a >= 128), "an eighth fills up at most"
+    assert piece_rows(max_num_batched_tokens=8192, largest=1024)[-2:] == (992, 1024)
     assert piece_rows(max_num_batched_tokens=100, sizes=(200, 8, 40, 8)) == (8, 40)
     assert piece_rows(max_num_batched_tokens=100, sizes=(8, 40), largest=10) == (8,)
     assert worth_filling(64, 8) and worth_filling(96, 64)

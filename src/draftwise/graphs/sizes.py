@@ -68,15 +68,20 @@ def piece_rows(
 ) -> tuple[int, ...]:
     """Numbers of rows of the passes that are captured in pieces, ascending. A batch is filled up to the next one.
 
+    Up to some hundred rows a pass costs what reading the weights costs, and rows that fill up cost next to nothing;
+    beyond that every row counts, so that steps become small beside what there is: 16 up to 256, then 32.
+
     Args:
         sizes: vLLM's ``cudagraph_capture_sizes``. None: a choice up to `MOST_PIECE_ROWS`, or ``largest``.
         largest: as in `pass_shapes`.
 
-    Example: 100 tokens in a step at most: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100.
+    Example: 100 tokens in a step at most: 1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 100.
     """
-    if sizes is None:
-        return request_counts(min(largest or MOST_PIECE_ROWS, max_num_batched_tokens))
-    return tuple(sorted({size for size in sizes if size <= min(largest or size, max_num_batched_tokens)}))
+    if sizes is not None:
+        return tuple(sorted({size for size in sizes if size <= min(largest or size, max_num_batched_tokens)}))
+    most = min(largest or MOST_PIECE_ROWS, max_num_batched_tokens)
+    choice = (1, 2, 4, *range(8, 32, 8), *range(32, 256, 16), *range(256, most, 32))
+    return (*(size for size in choice if size < most), most)
 
 
 def worth_filling(pass_rows: int, piece_rows: int) -> bool:
