@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwise.models.heads.base import pick_rows
 from draftwise.propose.head_features import FeatureSource
-from draftwise.propose.head_state import MANY_FEATURES, FeatureQueue, Features
+from draftwise.propose.head_state import MANY_FEATURES, FeatureQueue, Features, Piece, joined
 from draftwise.types import TargetOutput
 
 SIZE = 3
@@ -96,13 +96,24 @@ def test_a_queue_over_pieces_of_steps() -> None:
     for start in range(10, 17):
         for stop in range(start, 17):
             found = queue.of(start, stop)
-            assert torch.equal(torch.cat([whole[:0], *found]), whole[start - 10 : stop - 10])
+            assert torch.equal(joined(found) if found else whole[:0], whole[start - 10 : stop - 10])
     queue.drop(14)
     assert (queue.first, queue.end) == (14, 16)
-    assert torch.equal(torch.cat(queue.of(14, 16)), whole[4:])
+    assert torch.equal(joined(queue.of(14, 16)), whole[4:])
     queue.drop(9)
     queue.drop(99)
     assert (queue.first, queue.end) == (16, 16) and queue.of(16, 16) == []
+
+
+def test_pieces_that_stand_side_by_side_are_one_view() -> None:
+    features, other = Features.of(torch.arange(12.0).view(6, 2)), Piece.of(torch.full((1, 2), 9.0))
+    together = [Piece(features, 1, 3), Piece(features, 3, 4), Piece(features, 4, 6)]
+    assert joined(together).data_ptr() == features.value[1:].data_ptr()
+    assert torch.equal(joined(together), features.value[1:])
+    apart = [Piece(features, 0, 2), Piece(features, 3, 4), other, Piece(features, 4, 5)]
+    assert torch.equal(
+        joined(apart), torch.cat([features.value[[0, 1, 3]], other.features.value, features.value[4:5]])
+    )
 
 
 def test_what_is_left_of_a_prompt_does_not_keep_it() -> None:
@@ -110,7 +121,7 @@ def test_what_is_left_of_a_prompt_does_not_keep_it() -> None:
     queue = FeatureQueue(0)
     queue.append(Features.of(prompt), 0, len(prompt))
     queue.drop(len(prompt) - 2)
-    (left,) = queue.of(len(prompt) - 2, len(prompt))
+    left = joined(queue.of(len(prompt) - 2, len(prompt)))
     assert left.untyped_storage().nbytes() == 2 * SIZE * 4
 
 

@@ -72,10 +72,18 @@ def build_step_input(
     Example: a chunk of 3 tokens at context 0 and a decode at context 9 with a tree (-1, -1) below its root give
     token rows [a0 a1 a2 | b9 n0 n1], positions [0 1 2 | 9 10 10], keys [0 1 2 | 9 10 11].
     """
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + len(row.tokens))
-        assert row.first_key <= row.context_len and (not row.tree_start or row.ancestors is not None)
+    starts, contexts, first_keys, tree_starts = [0], [], [], []
+    trees: list[TreeRows] = []
+    end = 0
+    for r, (own, context, _, parents, ancestors, tree_start, first_key) in enumerate(rows):
+        end += len(own)
+        starts.append(end)
+        contexts.append(context)
+        first_keys.append(first_key)
+        tree_starts.append(tree_start)
+        assert first_key <= context and (not tree_start or ancestors is not None)
+        if parents is not None or ancestors is not None:
+            trees.append(TreeRows(r, parents, ancestors))
     if len(rows) == 1:
         tokens = np.asarray(rows[0].tokens, np.int64)
         tables = rows[0].block_table_np[None]
@@ -88,18 +96,14 @@ def build_step_input(
     return pack_rows(
         tokens,
         starts,
-        [row.context_len for row in rows],
+        contexts,
         tables,
         block_size,
         device,
         position_offset=position_offset,
-        first_keys=[row.first_key for row in rows],
-        tree_starts=[row.tree_start for row in rows],
-        trees=[
-            TreeRows(r, row.parents, row.ancestors)
-            for r, row in enumerate(rows)
-            if row.parents is not None or row.ancestors is not None
-        ],
+        first_keys=first_keys,
+        tree_starts=tree_starts,
+        trees=trees,
     )
 
 

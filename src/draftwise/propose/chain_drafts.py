@@ -81,30 +81,20 @@ def chain_kind(row: DraftRow, method: DraftSampleMethod) -> ChainKind:
     return "coupled" if noisy else "argmax"
 
 
-def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[list[D]]:
-    """The rows in groups that a model may do the whole loop for (see `uniform_kind`): near their ends requests want
-    fewer tokens than the others, and some draw in another way."""
-    groups: dict[tuple[ChainKind, int, bool], list[D]] = {}
+def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[tuple[ChainKind | None, list[D]]]:
+    """The rows in groups that want the same number of tokens (near their ends requests want fewer), with how all of a
+    group draw if a model can do the whole loop for them: nothing stands between its passes but a draw at a temperature.
+    None: it cannot."""
+    groups: dict[tuple[ChainKind | None, int], list[D]] = {}
     for draft in drafts:
         row = draft.row
         plain = not row.sampling.needs_processing and row.grammar is None
-        key = (chain_kind(row, method), draft.length - len(draft.tokens), plain)
-        groups.setdefault(key, []).append(draft)
-    return list(groups.values())
-
-
-def uniform_kind(drafts: Sequence[ChainDraft], method: DraftSampleMethod) -> ChainKind | None:
-    """How all rows draw, if a model can do the whole loop for them: nothing stands between its passes but a draw at a
-    temperature, of the same kind and number for all. None: it cannot."""
-    kind = chain_kind(drafts[0].row, method)
-    steps = drafts[0].length - len(drafts[0].tokens)
-    for draft in drafts:
-        row = draft.row
-        if row.sampling.needs_processing or row.grammar is not None:
-            return None
-        if chain_kind(row, method) != kind or draft.length - len(draft.tokens) != steps:
-            return None
-    return kind
+        key = (chain_kind(row, method) if plain else None, draft.length - len(draft.tokens))
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = []
+        group.append(draft)
+    return [(kind, group) for (kind, _), group in groups.items()]
 
 
 def chain_draws(drafts: Sequence[ChainDraft], kind: ChainKind) -> ChainDraws | None:

@@ -18,11 +18,11 @@ from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.chain_drafts import (
     ChainDraft,
+    ChainKind,
     alike,
     chain_draws,
     draw_next,
     longest_chain,
-    uniform_kind,
 )
 from draftwise.propose.registry import ProposerContext
 from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
@@ -135,7 +135,10 @@ class DraftModelProposer(Proposer, TreeModel):
             for i in range(0, len(trees), together):
                 self._draft_trees(trees[i : i + together])
         active = [
-            d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group
+            d
+            for kind, group in alike(active, self._sample_method)
+            if not self._draft_at_once(group, kind)
+            for d in group
         ]
         if active:
             logits = self._catch_up(active)
@@ -208,10 +211,9 @@ class DraftModelProposer(Proposer, TreeModel):
         ]
         return self._forward(inputs, all_rows=True)
 
-    def _draft_at_once(self, active: Sequence[_Draft]) -> bool:
+    def _draft_at_once(self, active: Sequence[_Draft], kind: ChainKind | None) -> bool:
         """Let the model do the whole loop where nothing stands between its passes but a draw at a temperature, the
-        same kind for all. False: it cannot."""
-        kind = uniform_kind(active, self._sample_method)
+        same ``kind`` for all. False: it cannot."""
         rows = sum(len(d.context_np) - min(d.fed, len(d.context_np) - 1) for d in active)
         if kind is None or rows > _CATCH_UP_ROWS:
             return False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.chain_drafts import ChainDraft
 from draftwise.propose.head_features import FeatureSource
-from draftwise.propose.head_state import Features, HeadState
+from draftwise.propose.head_state import Features, HeadState, Piece, joined
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
 
 _PASS_ROWS = 2048
@@ -51,15 +52,29 @@ class Fill:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Consecutive rows of one request in a pass."""
+class Rows(NamedTuple):
+    """Consecutive rows of one request in a pass, in slots ``input.context_len ..``."""
 
-    first: int  # slot of the first one
-    tokens: Sequence[int] | IntArray
-    features: list[Tensor]  # pieces, [rows, F] together; none: they are given for all requests in one
-    first_key: int
-    block_table_np: IntArray
+    input: RowInput
+    features: list[Piece]  # [rows, F] together; none: they are given for all requests in one
+
+    @property
+    def first(self) -> int:
+        return self.input.context_len
+
+    @property
+    def size(self) -> int:
+        return len(self.input.tokens)
+
+
+def _rows(
+    tokens: Sequence[int] | IntArray,
+    first: int,
+    block_table_np: IntArray,
+    first_key: int,
+    features: list[Piece],
+) -> Rows:
+    return Rows(RowInput(tokens, first, block_table_np, None, None, 0, first_key), features)
 
 
 class HeadPasses:
@@ -127,6 +142,8 @@ class HeadPasses:
         """
         size = self.block_size
         start = -(first_token + 1) % size
+        if start >= count:
+            return []
         return [(i, int(block_table_np[(first_token + i) // size])) for i in range(start, count, size)]
 
     def keep(self, depth: int, first_token: int, features: Tensor, block_table_np: IntArray) -> None:
@@ -143,7 +160,7 @@ class HeadPasses:
         track, stop = draft.state.tracks[0], draft.row.num_tokens
         first = min(track.next, stop - 1)
         features = track.queue.of(first - 1, stop - 1)
-        return Rows(first, draft.tokens_of(first, stop), features, track.first_key, draft.row.block_table_np)
+        return _rows(draft.tokens_of(first, stop), first, draft.row.block_table_np, track.first_key, features)
 
     def chains(
         self, drafts: Sequence[HeadDraft], steps: int, draws: ChainDraws | None
@@ -169,8 +186,8 @@ class HeadPasses:
             return None
         start = time.perf_counter()
         jobs = [
-            replace(self.missing(draft), block_table_np=table)
-            for draft, table in zip(drafts, tables, strict=True)
+            Rows(job.input._replace(block_table_np=table), job.features)
+            for job, table in zip([self.missing(draft) for draft in drafts], tables, strict=True)
         ]
         batch, features, last = self.batch(jobs)
         trees = self.head.draft_trees(batch, features, self.kv, last, draws)
@@ -186,7 +203,7 @@ class HeadPasses:
         jobs = [self.missing(draft) for draft in drafts]
         output, logits, last = self._forward(jobs, 0)
         for draft, job, end in zip(drafts, jobs, last, strict=True):
-            self._stored(draft.state, 0, job, output.features[end + 1 - len(job.tokens) : end + 1])
+            self._stored(draft.state, 0, job, output.features[end + 1 - job.size : end + 1])
         features = output.features if len(last) == output.features.shape[0] else output.features[last]
         return logits, features
 
@@ -199,14 +216,14 @@ class HeadPasses:
             first = min(track.next, stop - 1)
             features = track.queue.of(first - 1, stop - 1)
             tokens = draft.tokens_of(first, stop)
-            jobs.append(Rows(first, tokens, features, track.first_key, draft.row.block_table_np))
+            jobs.append(_rows(tokens, first, draft.row.block_table_np, track.first_key, features))
         start = time.perf_counter()
         batch, joined, last = self.batch(jobs)
         given = self.head.forward(batch, joined, self.kv, depth).features
         self._time += time.perf_counter() - start
         ends = last if last is not None else list(range(len(jobs)))
         for draft, job, end in zip(drafts, jobs, ends, strict=True):
-            self._stored(draft.state, depth, job, given[end + 1 - len(job.tokens) : end + 1])
+            self._stored(draft.state, depth, job, given[end + 1 - job.size : end + 1])
         return given[ends]
 
     def masked(self, wanted: Sequence[tuple[HeadDraft, int, int]]) -> Tensor:
@@ -224,9 +241,9 @@ class HeadPasses:
         end = 0
         for draft, first, stop in wanted:
             job, masks = self.missing(draft), stop - 1
-            tokens = np.concatenate((job.tokens, np.full(masks, head.mask_token, np.int32)))
-            pieces = [*job.features, head.mask_feature.expand(masks, -1)]
-            jobs.append(replace(job, tokens=tokens, features=pieces))
+            tokens = np.concatenate((job.input.tokens, np.full(masks, head.mask_token, np.int32)))
+            pieces = [*job.features, Piece.of(head.mask_feature.expand(masks, -1))]
+            jobs.append(Rows(job.input._replace(tokens=tokens), pieces))
             end += len(tokens)
             rows += range(end - stop + first, end)
         batch, features, _ = self.batch(jobs)
@@ -247,12 +264,12 @@ class HeadPasses:
             return self._deepen(drafts, step)
         depth = self.head.num_depths - 1 if deeper else 0
         jobs = [
-            Rows(
-                draft.row.num_tokens - 1 + step,
+            _rows(
                 (draft.tokens[step - 1],),
-                [],
-                draft.state.tracks[depth].first_key,
+                draft.row.num_tokens - 1 + step,
                 draft.row.block_table_np,
+                draft.state.tracks[depth].first_key,
+                [],
             )
             for draft in drafts
         ]
@@ -272,13 +289,12 @@ class HeadPasses:
             stop = n + depth
             first = min(track.next, stop - 1)
             pieces = track.queue.of(first - 1, n) if first <= n else []
-            pieces += draft.own[max(first - 1 - n, 0) : depth - 1]
-            jobs.append(
-                Rows(first, draft.tokens_of(first, stop), pieces, track.first_key, draft.row.block_table_np)
-            )
+            pieces += [Piece.of(own) for own in draft.own[max(first - 1 - n, 0) : depth - 1]]
+            tokens = draft.tokens_of(first, stop)
+            jobs.append(_rows(tokens, first, draft.row.block_table_np, track.first_key, pieces))
         output, logits, last = self._forward(jobs, depth)
         for draft, job, end in zip(drafts, jobs, last, strict=True):
-            given = output.features[end + 1 - len(job.tokens) : end + 1]
+            given = output.features[end + 1 - job.size : end + 1]
             known = max(draft.row.num_tokens - job.first, 0)
             self._stored(draft.state, depth, job, given[:known])
             draft.own = [given[i : i + 1] for i in range(known, given.shape[0])]
@@ -308,7 +324,7 @@ class HeadPasses:
             left -= end - track.next
             features = track.queue.of(track.next - 1, end - 1)
             tokens = request.token_ids_np[track.next : end]
-            jobs.append(Rows(track.next, tokens, features, track.first_key, request.block_table_np))
+            jobs.append(_rows(tokens, track.next, request.block_table_np, track.first_key, features))
             states.append(request.state)
         if not jobs:
             return rest
@@ -318,7 +334,7 @@ class HeadPasses:
         self._time += time.perf_counter() - start
         first = 0
         for state, job in zip(states, jobs, strict=True):
-            count = len(job.tokens)
+            count = job.size
             self._stored(state, depth, job, output.features[first : first + count])
             first += count
         return rest
@@ -327,7 +343,7 @@ class HeadPasses:
         """Rows job.first .. of known tokens are stored now; they gave ``given`` [m, F] to the depth below."""
         stop = job.first + given.shape[0]
         if depth + 1 < len(state.tracks) and given.shape[0]:
-            self.keep(depth + 1, job.first, given, job.block_table_np)
+            self.keep(depth + 1, job.first, given, job.input.block_table_np)
             queue = state.tracks[depth + 1].queue
             assert queue.end >= job.first, "a row of this depth was computed without its feature being kept"
             if queue.end < stop:
@@ -349,13 +365,10 @@ class HeadPasses:
         self, jobs: Sequence[Rows], features: Tensor | None = None
     ) -> tuple[StepInput, Tensor, list[int] | None]:
         """The rows as a batch, their features [T, F], and each request's last row (None: each has one)."""
-        inputs = [
-            RowInput(job.tokens, job.first, job.block_table_np, first_key=job.first_key) for job in jobs
-        ]
+        inputs = [job.input for job in jobs]
         batch = build_step_input(inputs, self.block_size, self.head.inputs_on, position_offset=-1)
         if features is None:
-            pieces = [piece for job in jobs for piece in job.features]
-            features = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            features = joined([piece for job in jobs for piece in job.features])
         last = None
         if batch.token_ids.shape[0] != len(jobs):
             last = (batch.attention.query_start_np[1:] - 1).tolist()

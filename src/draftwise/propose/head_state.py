@@ -9,10 +9,11 @@ A head with several depths (MTP layers that take turns) has a `Track` for each: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 MANY_FEATURES = 256
@@ -49,12 +50,35 @@ class Features:
         return self._value
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Rows start..stop-1 of some features."""
 
     features: Features
     start: int
     stop: int
+
+    @classmethod
+    def of(cls, value: Tensor) -> Piece:
+        """All rows of ``value`` [n, F]."""
+        return cls(Features.of(value), 0, value.shape[0])
+
+
+def joined(pieces: Sequence[Piece]) -> Tensor:
+    """[n, F] the rows of all pieces, at least one.
+
+    What a step gave for all requests is one tensor, and what they need of it often stands there one behind the other:
+    rows 0..1, 2..4 and 5..5 of the same features are their rows 0..5.
+    """
+    features, start, stop = pieces[0]
+    runs: list[Tensor] = []
+    for piece in pieces[1:]:
+        if piece.features is features and piece.start == stop:
+            stop = piece.stop
+        else:
+            runs.append(features.value[start:stop])
+            features, start, stop = piece
+    runs.append(features.value[start:stop])
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 class FeatureQueue:
@@ -65,24 +89,26 @@ class FeatureQueue:
     def __init__(self, first: int) -> None:
         self.first = first
         self.end = first
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
 
     def append(self, features: Features, start: int, stop: int) -> None:
         """Rows start..stop-1 of ``features`` are those of the next tokens."""
-        self._pieces.append(_Piece(features, start, stop))
+        self._pieces.append(Piece(features, start, stop))
         self.end += stop - start
 
-    def of(self, start: int, stop: int) -> list[Tensor]:
-        """Views [m, F] that together are the features of tokens start..stop-1."""
+    def of(self, start: int, stop: int) -> list[Piece]:
+        """Pieces that together are the features of tokens start..stop-1."""
         assert self.first <= start <= stop <= self.end, (self.first, start, stop, self.end)
         found = []
         first = self.first
         for piece in self._pieces:
-            end = first + piece.stop - piece.start
-            if first < stop and end > start:
+            features, begin, after = piece
+            end = first + after - begin
+            if first >= start and end <= stop:
+                found.append(piece)
+            elif first < stop and end > start:
                 # Example: rows 4..6 of a step's features are tokens 20..22; of tokens 21..29 these are rows 5 and 6.
-                begin = piece.start + max(start - first, 0)
-                found.append(piece.features.value[begin : piece.start + min(stop, end) - first])
+                found.append(Piece(features, begin + max(start - first, 0), begin + min(stop, end) - first))
             first = end
         return found
 
@@ -90,20 +116,20 @@ class FeatureQueue:
         """Forget the features of tokens before ``start``. What is left of many is copied, so that a prompt's are
         freed."""
         start = min(start, self.end)
-        left: list[_Piece] = []
-        for piece in self._pieces:
-            count = piece.stop - piece.start
-            gone = min(max(start - self.first, 0), count)
-            self.first += gone
-            start_of_rest = piece.start + gone
-            if gone == count:
+        pieces = self._pieces
+        while self.first < start:
+            features, begin, end = pieces[0]
+            count = end - begin
+            gone = start - self.first
+            if gone >= count:
+                del pieces[0]
+                self.first += count
                 continue
-            if gone and count > MANY_FEATURES:
-                rest = piece.features.value[start_of_rest : piece.stop].clone()
-                left.append(_Piece(Features.of(rest), 0, count - gone))
+            self.first = start
+            if count > MANY_FEATURES:
+                pieces[0] = Piece.of(features.value[begin + gone : end].clone())
             else:
-                left.append(_Piece(piece.features, start_of_rest, piece.stop))
-        self._pieces = left
+                pieces[0] = Piece(features, begin + gone, end)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import Committed, DraftRow, Proposer
-from draftwise.propose.chain_drafts import alike, chain_draws, draw_next, longest_chain, uniform_kind
+from draftwise.propose.chain_drafts import ChainKind, alike, chain_draws, draw_next, longest_chain
 from draftwise.propose.head_passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.head_state import MANY_FEATURES, Features, HeadState
 from draftwise.propose.head_trees import HeadTrees
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _PENDING_ROWS = 32
 """A request with so many rows to come is filled at once: many steps without drafting. It bounds the memory of waiting
 features."""
+
+
+_FEW_ROWS = 16
+"""Rows per request, on average, of which it does not matter how long those of the others are kept."""
 
 
 class HeadProposer(Proposer):
@@ -117,7 +121,8 @@ class HeadProposer(Proposer):
             ]
             first += count
         features = source.wait(output, rows_np, ends)
-        crowd = len(parts) > 1 and len(rows_np) > MANY_FEATURES
+        # A prompt among them: what the others keep of the step must not keep all of it.
+        crowd = len(parts) > 1 and len(rows_np) > max(MANY_FEATURES, _FEW_ROWS * len(parts))
         many: list[Fill] = []
         first = 0
         for part in parts:
@@ -171,7 +176,10 @@ class HeadProposer(Proposer):
             for i in range(0, len(trees), together):
                 self._draft_trees(trees[i : i + together])
         left = [
-            d for group in alike(active, self._sample_method) if not self._draft_at_once(group) for d in group
+            d
+            for kind, group in alike(active, self._sample_method)
+            if not self._draft_at_once(group, kind)
+            for d in group
         ]
         if left:
             self._draft_chains(left)
@@ -188,9 +196,8 @@ class HeadProposer(Proposer):
             return None
         return HeadDraft(row, length, list(row.forced[:length]), state=state)
 
-    def _draft_at_once(self, drafts: Sequence[HeadDraft]) -> bool:
+    def _draft_at_once(self, drafts: Sequence[HeadDraft], kind: ChainKind | None) -> bool:
         """Let the head do the whole loop, if it can."""
-        kind = uniform_kind(drafts, self._sample_method)
         if kind is None or any(draft.tokens for draft in drafts):
             return False
         vocab_map = self._head.target_ids

@@ -416,11 +416,12 @@ def _committed_rows(step: StepRow, answer: _Outcome, start: int) -> IntArray:
     """
     if isinstance(answer, Exception):
         return np.empty(0, np.int32)
-    num_new = step.planned.num_new
-    known = np.arange(start, start + num_new, dtype=np.int32)
-    if answer is None or not answer.path:
-        return known
-    return np.concatenate([known, np.asarray(answer.path, np.int32) + (start + num_new)])
+    first_node = start + step.planned.num_new
+    path = () if answer is None else answer.path
+    if not path or path[-1] == len(path) - 1:  # nodes 0, 1, ...
+        return np.arange(start, first_node + len(path), dtype=np.int32)
+    known = np.arange(start, first_node, dtype=np.int32)
+    return np.concatenate([known, np.asarray(path, np.int32) + first_node])
 
 
 def _drafts_on(step: StepRow, outcome: _Outcome) -> bool:
