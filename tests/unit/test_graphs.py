@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +13,6 @@ from tests.fakes.tiny import VOCAB, save_llama
 
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_static import TorchStaticAttention
-from draftwise.graphs.backend import CudaGraphs
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
@@ -233,48 +229,3 @@ def test_sizes_by_hand() -> None:
     shapes = pass_shapes(widths=[1, 5], sizes=[5, 10], **options)
     assert [(s.requests, s.rows) for s in shapes] == [(1, 5), (2, 5), (5, 1), (10, 1)]
     assert all(s.requests * s.rows <= 2048 for s in pass_shapes(widths=[1, 64], **options))
-
-
-def test_cuda_graphs_run_once_and_then_capture_in_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of torch, on a device that is made up."""
-    inspect.signature(torch.cuda.graph.__init__).bind(
-        None, object(), pool=(0, 0), stream=None, capture_error_mode="thread_local"
-    )
-    log: list[str] = []
-
-    class Stream:
-        def __init__(self, device: object = None) -> None:
-            self.waits = 0
-
-        def wait_stream(self, other: object) -> None:
-            log.append("wait")
-
-    @contextlib.contextmanager
-    def inside(*args: object, **kwargs: object) -> Iterator[None]:
-        name = "capture" if kwargs else "stream" if isinstance(args[0], Stream) else ""
-        if kwargs:
-            assert kwargs["pool"] == "pool" and isinstance(kwargs["stream"], Stream)
-            assert kwargs["capture_error_mode"] == "thread_local"
-        log.append(f"<{name}")
-        yield
-        log.append(f"{name}>")
-
-    for name, value in {
-        "device": inside,
-        "stream": inside,
-        "graph": inside,
-        "Stream": Stream,
-        "graph_pool_handle": lambda: "pool",
-        "current_stream": lambda device: Stream(),
-        "synchronize": lambda device: log.append("synchronize"),
-        "CUDAGraph": object,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    backend = CudaGraphs(torch.device("cuda"))
-    log.clear()
-    graph, result = backend.capture(lambda: log.append("run"))
-    assert [entry for entry in log if entry not in ("<", ">")] == [
-        *("wait", "<stream", "run", "stream>", "wait", "synchronize"),
-        *("<capture", "run", "capture>"),
-    ]
-    assert result is None and graph is not None and backend.num_graphs == 1

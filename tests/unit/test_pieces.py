@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.config import EngineConfig
 from draftwise.config.graphs import GraphOptions
 from draftwise.errors import ConfigError
-from draftwise.graphs.backend import CudaGraphs, GraphBackend, Rerun
+from draftwise.graphs.backend import GraphBackend, Rerun
 from draftwise.graphs.buffers import Shape
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
@@ -326,119 +324,3 @@ def test_options(device: str) -> None:
         options(max_cudagraph_capture_size=16, compilation_config={"max_cudagraph_capture_size": 16})
     with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes: is empty"):
         options(cudagraph_capture_sizes=[])
-
-
-def test_cuda_pieces_are_captured_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of torch, on a device that is made up."""
-    inspect.signature(torch.cuda.CUDAGraph.capture_begin).bind(
-        None, pool=(0, 0), capture_error_mode="thread_local"
-    )
-    log: list[str] = []
-
-    class Stream:
-        def __init__(self, device: object = None) -> None:
-            return
-
-        def wait_stream(self, other: object) -> None:
-            log.append("wait")
-
-    class Graph:
-        made = 0
-
-        def __init__(self) -> None:
-            Graph.made += 1
-            self.name = Graph.made
-
-        def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
-            assert pool == "pool" and capture_error_mode == "thread_local"
-            log.append(f"<{self.name}")
-
-        def capture_end(self) -> None:
-            log.append(f"{self.name}>")
-
-        def replay(self) -> None:
-            log.append(f"replay {self.name}")
-
-    @contextlib.contextmanager
-    def inside(target: object) -> Iterator[None]:
-        name = "stream" if isinstance(target, Stream) else "device"
-        log.append(f"<{name}")
-        yield
-        log.append(f"{name}>")
-
-    for name, value in {
-        "device": inside,
-        "stream": inside,
-        "Stream": Stream,
-        "graph_pool_handle": lambda: "pool",
-        "current_stream": lambda device: Stream(),
-        "synchronize": lambda device: log.append("synchronize"),
-        "empty_cache": lambda: log.append("empty"),
-        "CUDAGraph": Graph,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    backend = CudaGraphs(torch.device("cuda"))
-    log.clear()
-
-    def run(cut: Any) -> str:
-        log.append("a")
-        cut()
-        log.append("b")
-        return "result"
-
-    pieces, result = backend.capture_pieces(run)
-    assert result == "result" and pieces.count == 2 and backend.num_graphs == 2
-    assert [entry for entry in log if "device" not in entry] == [
-        *("wait", "<stream", "a", "b", "stream>", "wait", "synchronize", "empty"),
-        *("<stream", "<1", "a", "1>", "<2", "b", "2>", "stream>"),
-    ]
-    log.clear()
-    pieces.replay(lambda i: log.append(f"between {i}"))
-    assert log == ["replay 1", "between 0", "replay 2"]
-
-
-def test_the_fake_spoils_what_another_replay_left() -> None:
-    """A negative control: tensors of a capture do not outlive the next replay of any graph."""
-    backend = FakeGraphs()
-    x = torch.ones(3)
-    with torch.inference_mode():
-        first, doubled = backend.capture(lambda: x * 2)
-        second, tripled = backend.capture(lambda: x * 3)
-        assert doubled.isnan().all()
-        first.replay()
-        assert doubled.tolist() == [2, 2, 2]
-        second.replay()
-        assert doubled.isnan().all() and tripled.tolist() == [3, 3, 3]
-        pieces, total = backend.capture_pieces(lambda cut: _twice(x, cut))
-        pieces.replay(lambda i: x.add_(1))
-        assert total.tolist() == [4, 4, 4], "2 * 1 of the first piece, 2 of the second"
-        with pytest.raises(AssertionError, match="between pieces"):
-            pieces.replay(lambda i: first.replay())
-
-
-def test_the_fake_tells_a_result_that_is_put_elsewhere() -> None:
-    """A negative control: what runs between pieces must write where the capture reads."""
-    backend = FakeGraphs()
-    buffer = torch.zeros(3)
-
-    def run(cut: Any, where: list[torch.Tensor], fresh: bool) -> torch.Tensor:
-        where[:] = [torch.empty(3) if fresh else buffer]
-        cut_in = buffer * 2
-        cut()
-        return cut_in + where[0]
-
-    where: list[torch.Tensor] = []
-    with torch.inference_mode():
-        for fresh in (True, False):
-            pieces, total = backend.capture_pieces(lambda cut, fresh=fresh: run(cut, where, fresh))  # type: ignore[misc]
-            pieces.replay(lambda i: torch.zeros(3))  # a new tensor, which nobody reads
-            assert bool(total.isnan().all()) == fresh
-            pieces.replay(lambda i: where[0].fill_(5))
-            assert total.tolist() == [5, 5, 5]
-            buffer.zero_()
-
-
-def _twice(x: torch.Tensor, cut: Any) -> torch.Tensor:
-    doubled = x * 2
-    cut()
-    return doubled + x
