@@ -4,6 +4,7 @@ capture whatever would read a value on the host."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from draftwise import LLM, SamplingParams
+from draftwise import LLM, AsyncLLM, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.runner.resident import ResidentRuns
+from draftwise.runner.threaded import ThreadedExecutor
 from tests.e2e.conftest import token_ids
 from tests.fakes.every_method import VOCAB, make_families, make_target
+from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
 METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp"]
@@ -42,6 +45,9 @@ class Engines:
         self.ahead = self.make(async_scheduling=True)
 
     def make(self, **options: Any) -> LLM:
+        return LLM(self.target, **self.options(**options))
+
+    def options(self, **more: Any) -> dict[str, Any]:
         base: dict[str, Any] = {
             "dtype": "float32",
             "device": "cpu",
@@ -55,7 +61,7 @@ class Engines:
             "speculative_config": self.chosen,
             "compilation_config": {"cudagraph_mode": "FULL"},
         }
-        return LLM(self.target, **(base | options))
+        return base | more
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +104,113 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
     for one, other in zip(found, wanted, strict=True):
         assert one.metrics.speculation.num_accepted_tokens == other.metrics.speculation.num_accepted_tokens
     engines.ahead.check_integrity()
+
+
+def test_most_steps_stay_on_the_device(engines: Engines) -> None:
+    """Two prompts of a chunk each, then 13 steps of plain decoding, of which none is an ordinary one."""
+    found = runs(engines.ahead)
+    before = found.num_steps, found.num_runs
+    params = params_of("greedy", "none")[:2]
+    engines.ahead.generate(engines.prompts[:2], params)
+    # the last plan is made before the tokens that end the requests are known
+    assert 12 <= found.num_steps - before[0] <= 14 and found.num_runs - before[1] == 1
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_runs_begin_and_end_among_all_that_happens(engines: Engines, method: str) -> None:
+    """A tight cache with preemptions, prompts in chunks, requests of other methods and kinds in between, stop tokens,
+    one request that ends after the other; and a device that runs a step as late as can be."""
+    others = [{"method": method}] * 8
+    others[4] = {"method": "none"}
+    others[6] = {"method": "mtp"}
+    params = [
+        SamplingParams(
+            temperature=0.9 if i == 5 else 0.0,
+            max_tokens=10 + 2 * i,
+            seed=i,
+            speculation=speculation,
+            stop_token_ids=(i,) if i % 3 == 0 else (),
+            ignore_eos=True,
+            min_tokens=4,
+        )
+        for i, speculation in enumerate(others)
+    ]
+    wanted = token_ids(engines.waiting.generate(engines.prompts, params))
+    tight: dict[str, Any] = {"num_kv_blocks": 24, "max_num_batched_tokens": 24}
+    for late in (False, True):
+        with engines.make(async_scheduling=True, **tight) as llm:
+            core = llm._engine.core  # type: ignore[union-attr]
+            found = runs(llm)
+            if late:
+                assert isinstance(core.executor, ThreadedExecutor)
+                core.executor = LateExecutor(core.executor.inner)
+            for _ in range(2):  # the second time with prefix hits
+                assert token_ids(llm.generate(engines.prompts, params)) == wanted
+                llm.check_integrity()
+            assert llm.stats().num_preemptions > 0
+            assert found.num_runs > 4 and found.num_steps > found.num_runs
+            while core.has_work:
+                core.step()
+            assert core.scheduler.kv.num_used == 0
+
+
+def test_cancelling_in_the_middle_disturbs_nobody(engines: Engines) -> None:
+    params = params_of("coupled", "eagle3", output_kind="delta")
+    wanted = token_ids(
+        engines.waiting.generate(engines.prompts, [p.replace(output_kind="cumulative") for p in params])
+    )
+    options = engines.options(async_scheduling=True, num_kv_blocks=40)
+
+    async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
+        got: list[int] = []
+        stop_at = 5 if i % 2 else 99
+        async for output in llm.generate(engines.prompts[i], params[i]):
+            got += output.outputs[0].token_ids
+            if len(got) >= stop_at:
+                break
+        return tuple(got)
+
+    async def run() -> list[tuple[int, ...]]:
+        async with AsyncLLM(engines.target, **options) as llm:
+            got = await asyncio.gather(*(one(llm, i) for i in range(8)))
+            llm.check_integrity()
+            return got
+
+    for i, got in enumerate(asyncio.run(run())):
+        assert got == wanted[i][: len(got)] and len(got) >= (5 if i % 2 else 14)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_run_that_is_left_goes_on_as_it_stood(engines: Engines, method: str) -> None:
+    """Requests that arrive one after the other end runs between every few steps; drafts, what they were drawn from and
+    a head's features go with the requests, so that no draw changes."""
+    params = params_of("rejection", method, max_tokens=20)
+    # a head that did not see a shared prefix drafts something else, which changes what is drawn
+    options = engines.options(enable_prefix_caching=False)
+    with LLM(engines.target, **options) as waiting:
+        wanted = token_ids(waiting.generate(engines.prompts, params))
+    options["async_scheduling"] = True
+    found: list[ResidentRuns] = []
+
+    async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
+        got: tuple[int, ...] = ()
+        async for output in llm.generate(engines.prompts[i], params[i]):
+            got = tuple(output.outputs[0].token_ids)
+        return got
+
+    async def run() -> list[tuple[int, ...]]:
+        async with AsyncLLM(engines.target, **options) as llm:
+            executor: Any = llm._engine.core.executor
+            found.append(executor.inner._runs)
+            tasks = []
+            for i in range(8):
+                tasks.append(asyncio.create_task(one(llm, i)))
+                steps = found[0].num_steps
+                for _ in range(200):
+                    if found[0].num_steps > steps + 2:
+                        break
+                    await asyncio.sleep(0.002)
+            return list(await asyncio.gather(*tasks))
+
+    assert asyncio.run(run()) == wanted
+    assert found[0].num_runs > 4
