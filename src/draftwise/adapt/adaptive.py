@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftwise.adapt.acceptance import is_chain
 from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, pays_at_best
@@ -16,14 +16,18 @@ from draftwise.adapt.controller import (
     most_nodes,
 )
 from draftwise.adapt.explore import Explorer
-from draftwise.adapt.performance import PerformanceModel, bucket
+from draftwise.adapt.following import Following
+from draftwise.adapt.ledger import Ledger
+from draftwise.adapt.performance import PerformanceModel, bucket, class_of_batch
 from draftwise.types import RowResult, Speculation, StepResult
 
-_DEEPEST_LOSS = 4.0
-"""Plain steps below which the account never falls."""
 _HOPELESS_DRAFTS = 8
 _HOPELESS_ACCEPTED = 0.3
 """So many proposals of which less than so many drafts were accepted on average end a trial before its time."""
+_CROWD = 8
+_PIONEERS = 8
+"""In a batch of more requests than `_CROWD` a group about which nothing is known for as many begins with one in
+`_PIONEERS` of them: they say nearly as much, and the loss, if it is one, is that of a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,8 @@ class AdaptiveSettings:
 
     ``explore_share``: time that may be spent on learning what is not in use (probes, pauses, looks beyond the cap).
     ``loss_share``: time that speculation as a whole may lose against plain decoding before it is suspended, and
-    ``loss_steps`` the reserve it starts with and never exceeds. The two shares, and what the controller itself
-    takes, are the 2 % of the promise.
+    ``loss_steps`` the reserve it starts with and never exceeds with few requests. The two shares, and what the
+    controller itself takes, are the 2 % of the promise.
     """
 
     explore_share: float = 0.004
@@ -51,27 +55,41 @@ class AdaptiveSettings:
     idle_interval: int = 128  # when nobody drafts
 
 
+@dataclass(slots=True)
+class Planned:
+    """What is remembered of a step until it is observed; ahead, the next one is planned before."""
+
+    step: int
+    drafting: dict[Group, list[int]] = field(default_factory=dict)  # requests, nodes, catch-up tokens
+    asked: set[int] = field(default_factory=set)  # requests that draft
+
+
 class AdaptiveController(Controller):
     """Measures what drafting and verifying cost and what they gain, and chooses per group and request.
 
     It begins with what the requests ask for, and learns. A choice stands for some steps, so that a step costs
-    microseconds. What is not in use is tried again by an `Explorer`.
+    microseconds. What is not in use is tried again by an `Explorer`; a `Ledger` suspends speculation that loses; where
+    nobody drafts for long, drafters need not see what is decoded (`Following`).
     """
 
     def __init__(
         self,
         tables: Tables | None = None,
         evident: Collection[str] = (),
+        observing: Collection[str] = (),
         *,
+        ahead: bool = False,
         model: PerformanceModel | None = None,
         settings: AdaptiveSettings | None = None,
     ) -> None:
-        """``evident``: methods whose proposals' sizes follow from committed tokens (`Proposer.evident`).
-        ``model``: one that has learned on this engine before."""
+        """``evident``: methods whose proposals' sizes follow from committed tokens (`Proposer.evident`). ``observing``:
+        those whose drafters look at what the target computes (`Proposer.observes`). ``ahead``: a step is planned before
+        the one before it is observed. ``model``: one that has learned on this engine before."""
         self.model = model or PerformanceModel()
         self.settings = settings or AdaptiveSettings()
         self._tables = dict(tables or {})
         self._evident = frozenset(evident)
+        self._ahead = ahead
         self._groups: dict[object, Group] = {}
         self._drafters: dict[int, Drafter | None] = {}  # rid -> None: decodes plainly
         self._ended: list[int] = []
@@ -85,31 +103,51 @@ class AdaptiveController(Controller):
         self._plain_known = False  # `_prices.plain` was measured, not guessed
         self._rate_gain = 1.0  # promised rate over the plain one
         self._explorer = Explorer(self.model, self.settings.explore_share, self.settings.explore_steps)
-        self._balance = self.settings.loss_steps  # plain steps that speculation may still lose
-        self._suspended = False
-        self._drafting: dict[Group, list[int]] = {}  # of the step planned: requests, nodes, catch-up tokens
+        self._ledger = Ledger(self.settings.loss_share, self.settings.loss_steps)
+        self._following = Following(observing, self.model)
+        self.resting = self._following.resting
+        self._planned = Planned(0)  # the newest step
         self._num_decisions = self._num_suspended = 0
 
     # ------------------------------------------------------------------------------------------- planning
 
-    def begin(self, batch_size: int) -> None:
+    def begin(self, batch_size: int) -> Planned:
         self._step += 1
+        planned = self._planned = Planned(self._step)
         if self._ended:
             for rid in self._ended:
-                self._drafters.pop(rid, None)
+                gone = self._drafters.pop(rid, None)
+                if gone is not None:
+                    self._following.forget(gone)
             self._ended.clear()
         self._batch = batch_size
         self._explorer.begin(self._step)
-        if self._drafting:
-            self._drafting = {}
         if not self._groups:
-            return
+            return planned
         if self._step >= self._decide_at or bucket(batch_size) != self._batch_bucket:
             self._decide()
-        if self._suspended:
+        if self._ledger.suspended:
             self._num_suspended += 1
-        elif self._explorer.is_due() and self._prices is not None:
+        elif self._prices is not None and self._explorer.is_due():
             self._explorer.look(self._prices, self._rate_gain, self._plain_known, self._active)
+            self._look_for_samples(self._prices)
+        return planned
+
+    def _look_for_samples(self, prices: Prices) -> None:
+        for group, members in self._active():
+            if group.resting:
+                self._following.renew(group, members, self._step, self._explorer.funds, prices)
+
+    def admit(self, rid: int, speculation: Speculation, missing: int) -> None:
+        drafter = self._drafters.get(rid, _NEW)
+        if drafter is _NEW:
+            drafter = self._enter(rid, speculation)
+        if drafter is None:
+            return
+        drafter.behind, drafter.drafted = max(missing - 1, 0), self._step - 1
+        drafter.waiting = drafter.probe = 0
+        if drafter.group.follows:
+            self._following.admit(drafter, missing, self._explorer.funds, self._prices)
 
     def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
         drafter = self._drafters.get(rid, _NEW)
@@ -119,9 +157,11 @@ class AdaptiveController(Controller):
             return 0
         step = self._step
         drafter.seen = step
-        if self._explorer.pausing or self._suspended:
+        if drafter.glances:
+            self._following.look_away(drafter)
+        if self._explorer.pausing or self._ledger.suspended:
             return 0
-        nodes = drafter.budget
+        nodes = drafter.budget if drafter.ready <= step else 0
         drafter.probing = False
         if not nodes:
             # A probe waits for its outcome before it goes on.
@@ -129,15 +169,20 @@ class AdaptiveController(Controller):
                 return 0
             nodes = drafter.probe
             drafter.probing = True
+            if drafter.ready > step:
+                self._following.glance(drafter)
         elif drafter.group is self._explorer.deep:
             nodes = min(2 * nodes, drafter.most)
             drafter.probing = True
-        lag = step - 1 - drafter.drafted
-        drafter.drafted = step
-        group = self._drafting.get(drafter.group)
+        lag = drafter.lag(step)
+        drafter.drafted, drafter.behind = step, 0
+        drafter.waiting = nodes  # until the outcome says how many
+        planned = self._planned
+        planned.asked.add(rid)
+        group = planned.drafting.get(drafter.group)
         if group is None:
             drafter.group.num_steps += 1
-            self._drafting[drafter.group] = [1, nodes, lag]
+            planned.drafting[drafter.group] = [1, nodes, lag]
         else:
             group[0] += 1
             group[1] = max(group[1], nodes)
@@ -149,7 +194,7 @@ class AdaptiveController(Controller):
         if drafter is None:
             return num_proposed
         drafter.verified = num_proposed
-        if drafter.probing:
+        if drafter.probing or not drafter.group.cuts:
             return num_proposed
         cut = drafter.cuts.get(drafter.group.class_of(num_proposed), num_proposed)
         return min(cut, num_proposed)
@@ -158,17 +203,32 @@ class AdaptiveController(Controller):
         asked = most_nodes(speculation, 0, {})
         drafter = None
         if asked:
-            key = (speculation.method, speculation.rule, speculation.tree, speculation.dynamic)
-            group = self._groups.get(key)
-            if group is None:
-                evident = speculation.method in self._evident
-                group = self._groups[key] = Group(speculation.method, speculation.rule, evident)
-                self._decide_at = 0
+            group = self._group_of(speculation)
             most = self._limit(group, asked)
             budget = most if group.cap is None else min(most, group.cap)
-            drafter = Drafter(group, asked, most, budget, drafted=self._step - 1)
+            known = group.cap is not None and 2 * group.chosen_for >= self._batch
+            if self._batch > _CROWD and not known and not group.evident:
+                if group.entered * _PIONEERS >= self._batch:
+                    budget = 0
+                group.entered += 1
+            drafter = Drafter(group, asked, most, budget, drafted=self._step - 1, rid=rid)
         self._drafters[rid] = drafter
         return drafter
+
+    def _group_of(self, speculation: Speculation) -> Group:
+        key = (speculation.method, speculation.rule, speculation.tree, speculation.dynamic)
+        group = self._groups.get(key)
+        if group is None:
+            evident = speculation.method in self._evident
+            group = self._groups[key] = Group(
+                speculation.method,
+                speculation.rule,
+                evident,
+                cuts=not (evident and self._ahead),
+                follows=self._following.concerns(speculation.method),
+            )
+            self._decide_at = 0
+        return group
 
     def _limit(self, group: Group, asked: int) -> int:
         """Nodes a request may draft in a batch of this size."""
@@ -179,20 +239,32 @@ class AdaptiveController(Controller):
 
     # ------------------------------------------------------------------------------------------- observing
 
-    def observe(self, result: StepResult, shape: StepShape, seconds: float) -> None:
-        step = self._step
+    def observe(self, result: StepResult, shape: StepShape, seconds: float | None) -> None:
+        planned = shape.note if isinstance(shape.note, Planned) else self._planned
+        step = planned.step
         if not self._groups:
             # Plain decoding only. What it takes is soon well known.
-            if step < 64 or step % 8 == 0:
+            if seconds is not None and (step < 64 or step % 8 == 0):
                 self.model.observe_target(shape, seconds - result.draft_time)
             return
-        tokens = 0
+        tokens = drafted = 0
         for row in result.rows:
             tokens += len(row.token_ids)
+            drafted += row.num_drafted
             drafter = self._drafters.get(row.rid)
             if drafter is not None:
-                self._observe_row(drafter, row)
-        plain = shape.rows == shape.requests and not self._drafting
+                self._observe_row(drafter, row, planned)
+        if seconds is None:
+            return
+        if self._ahead and not shape.prompt_rows:  # what was planned is the most that could be
+            shape.requests = len(result.rows)
+            shape.rows = shape.requests + drafted
+        drafting, draft_time = planned.drafting, result.draft_time
+        if drafting and draft_time <= 0 and result.forward_time <= 0:
+            draft_time = self._guess_drafting(shape, seconds)
+        elif draft_time > 0 and not drafting:
+            self._charge_following(draft_time, shape)
+        plain = shape.rows == shape.requests and not drafting
         if plain and step % 4 and self._decide_at > step + 8:
             self._earn(seconds)  # nobody drafts and nothing is due: a sample in four is enough
             return
@@ -206,9 +278,11 @@ class AdaptiveController(Controller):
             if step % 3:
                 self._earn(seconds)
                 return
-        usual = self.model.observe_target(shape, seconds - result.draft_time)
-        if self._drafting:
-            usual += self._observe_drafting(result.draft_time, shape)
+        usual = self.model.observe_target(shape, seconds - draft_time)
+        if drafting:
+            usual += self._observe_drafting(draft_time, shape, planned)
+        if drafting and shape.prompt_rows:
+            self._book_reading(draft_time)
         if decoding:
             self._mean_context = shape.context // shape.requests
             self._sampled = shape.sampled
@@ -218,9 +292,13 @@ class AdaptiveController(Controller):
                 self._account(shape, tokens, min(max(seconds, 0.8 * usual), 1.25 * usual), weight)
         self._earn(seconds)
 
-    def _observe_row(self, drafter: Drafter, row: RowResult) -> None:
+    def _observe_row(self, drafter: Drafter, row: RowResult, planned: Planned) -> None:
         group, drafted = drafter.group, row.num_drafted
-        if drafted:
+        if drafted and drafter.ready > planned.step:
+            drafter.probe = drafter.streak = (
+                0  # drafted to see what it takes: its drafter had seen next to nothing
+            )
+        elif drafted:
             group.num_drafts += 1
             group.num_accepted += row.num_accepted
             if group.trees or not is_chain(row.draft_parents):
@@ -228,23 +306,30 @@ class AdaptiveController(Controller):
                 group.acceptance.counts.add_tree(drafted, row.accepted_nodes)
                 drafter.history.counts.add_tree(drafted, row.accepted_nodes)
             else:
-                kind = group.class_of(drafter.verified)
+                kind = group.class_of(drafter.verified if group.cuts else drafted)
                 group.acceptance.counts.add_chain(kind, drafted, row.num_accepted)
                 drafter.history.counts.add_chain(kind, drafted, row.num_accepted)
             explorer, accepted = self._explorer, row.num_accepted
             if drafter.probe and explorer.take_outcome(drafter, drafted, accepted, self._prices):
                 self._decide_at = min(self._decide_at, self._step + 2)
         proposed = drafter.waiting = row.num_proposed
-        if drafter.drafted != self._step or not row.token_ids:
+        if row.rid not in planned.asked or not row.token_ids:
             return
         if group.evident:
             group.acceptance.add_size(proposed)
         if drafter.probe:
             self._explorer.take_proposal(drafter, proposed)
 
-    def _observe_drafting(self, seconds: float, shape: StepShape) -> float:
+    def _guess_drafting(self, shape: StepShape, seconds: float) -> float:
+        """Seconds of a step that its drafters took, where nobody timed them: what the target's part is not believed to
+        take. Steps of a pause, without drafting, tell what that is."""
+        self._explorer.pause_steps = 2
+        target = self.model.target_time(shape.requests, shape.rows, shape.context, shape.sampled)
+        return max(seconds - target, 0.0) if target > 0 and not shape.prompt_rows else 0.0
+
+    def _observe_drafting(self, seconds: float, shape: StepShape, planned: Planned) -> float:
         """Share the time of all drafters among the groups as the model predicts it; answers the prediction."""
-        drafting = self._drafting.items()
+        drafting = planned.drafting.items()
         guesses = [
             self.model.draft_time(group.method, n, nodes, lag, group.sampled)
             for group, (n, nodes, lag) in drafting
@@ -255,35 +340,50 @@ class AdaptiveController(Controller):
         for (group, (n, nodes, lag)), guess in zip(drafting, guesses, strict=True):
             part = seconds * (guess / total if total > 0 else 1.0 / len(guesses))
             self.model.observe_draft(group.method, n, nodes, lag, group.sampled, part)
+            if lag and not group.cap:
+                usual = self.model.draft_time(group.method, n, nodes, sampled=group.sampled)
+                self._explorer.spend(max(part - usual, 0.0))
         return total or seconds
 
+    def _book_reading(self, seconds: float) -> None:
+        """Drafters have read what others decoded, or prompts."""
+        prices = self._prices
+        if prices is not None and self._plain_known:
+            self._ledger.book(-seconds / prices.plain, prices.requests)
+
+    def _charge_following(self, seconds: float, shape: StepShape) -> None:
+        """Drafters have spent time in a step in which none of them drafted."""
+        prices = self._prices
+        if prices is None:
+            return
+        if any(group.follows and not group.resting for group in self._groups.values()):
+            self._book_reading(seconds)
+            return
+        self._explorer.spend(seconds)  # for a sample
+        if self._explorer.funds < 0:
+            for group in self._groups.values():
+                self._following.drop(group)
+
     def _account(self, shape: StepShape, tokens: int, seconds: float, weight: int) -> None:
-        """Keep the book of what speculation gains or loses against plain decoding, in plain steps; ``weight``: steps
-        that this one stands for.
+        """Book what speculation gains or loses against plain decoding, in plain steps; ``weight``: steps that this one
+        stands for.
 
         Example: 3 tokens for one request in 1.5 times the time of a plain step: 3 - 1.5 = 1.5 steps gained.
         """
         prices = self._prices
         if prices is None or not self._plain_known:
             return
-        if shape.requests != prices.requests or shape.sampled != prices.sampled:
+        if bucket(shape.requests) != bucket(prices.requests) or shape.sampled != prices.sampled:
             return
         gain = tokens / shape.requests - seconds / prices.plain
-        self._balance = min(self._balance + weight * gain, self.settings.loss_steps)
-        # One wild measurement must not keep drafting out for long.
-        self._balance = max(self._balance, -_DEEPEST_LOSS)
-        if self._balance < 0:
-            self._suspended = True
+        self._ledger.book(weight * gain, shape.requests)
 
     def _earn(self, seconds: float) -> None:
         """Time that passes pays for learning, and for losses."""
         prices = self._prices
-        if prices is None:
-            return
-        self._explorer.earn(seconds, prices)
-        self._balance += self.settings.loss_share * seconds / prices.plain
-        if self._suspended and self._balance > 1.0:
-            self._suspended = False
+        if prices is not None:
+            self._explorer.earn(seconds, prices)
+            self._ledger.earn(seconds / prices.plain)
 
     def forget(self, rid: int) -> None:
         if rid in self._drafters:
@@ -300,6 +400,12 @@ class AdaptiveController(Controller):
                 found.setdefault(id(drafter.group), (drafter.group, []))[1].append(drafter)
         return list(found.values())
 
+    def _able(self, group: Group, members: list[Drafter]) -> list[Drafter]:
+        """Those about whom to decide: who has seen enough to draft well; all, if nobody has or the group rests."""
+        if not group.follows or group.resting:
+            return members
+        return [m for m in members if m.ready <= self._step] or members
+
     def _decide(self) -> None:
         settings = self.settings
         self._batch_bucket = bucket(self._batch)
@@ -309,7 +415,10 @@ class AdaptiveController(Controller):
                 if drafter is not None:
                     drafter.most = self._limit(drafter.group, drafter.asked)
                     drafter.budget = min(drafter.budget, drafter.most)
-        groups = self._active()
+        for group in self._groups.values():
+            if group.cap is not None and 2 * group.chosen_for < self._batch:
+                self._recall(group)
+        groups = [(group, self._able(group, members)) for group, members in self._active()]
         if not groups:
             return
         n = max(1, self._batch)
@@ -318,20 +427,37 @@ class AdaptiveController(Controller):
         if plain <= 0:
             return  # no step of pure decoding was measured yet
         self._num_decisions += 1
-        prices = self._prices = Prices(n, context, sampled, plain)
+        prices = self._prices = Prices(n, context, sampled, plain, self._step)
         self._plain_known = self.model.times_measured(n, n, context, sampled) >= 3
         options, rate = choose(groups, prices, self.model)
         self._rate_gain = rate * plain / n
+        interval = settings.idle_interval
         for (group, members), option in zip(groups, options, strict=True):
-            if not self._on_trial(group):
+            trial = self._on_trial(group)
+            if not trial:
                 self._carry_out(group, members, option)
+            drafts = trial or (option.cap > 0 and not self._ledger.suspended)
+            self._following.tidy(group, list(filter(None, self._drafters.values())), n, self._step, drafts)
+            if not drafts:
+                interval = min(interval, self._following.next_look(group, n, self._step))
         if self._step < settings.first_steps:
             interval = 1
         elif any(option.cap for option in options):
-            interval = settings.warm_interval if self._step < settings.warm_steps else settings.interval
-        else:
-            interval = settings.idle_interval
+            usual = settings.warm_interval if self._step < settings.warm_steps else settings.interval
+            interval = min(interval, usual)
         self._decide_at = self._step + interval
+
+    def _recall(self, group: Group) -> None:
+        """The batch has grown much: begin with what was chosen when it was of this size, if it was."""
+        cap = group.chosen.get(class_of_batch(self._batch))
+        if cap is None:
+            return
+        group.cap, group.chosen_for = cap, self._batch
+        members = [d for d in self._drafters.values() if d is not None and d.group is group]
+        for member in members:
+            member.budget = min(cap, member.most)
+        if not cap:
+            self._following.rest(group, members)
 
     def _on_trial(self, group: Group) -> bool:
         """Whether the group goes on drafting what it was asked for, whatever its first times look like: a machine that
@@ -339,13 +465,16 @@ class AdaptiveController(Controller):
         settings = self.settings
         if self._batch > 2 or group.cap is not None or group.num_steps >= settings.trial_steps:
             return False
-        if self._balance < settings.loss_steps - settings.trial_loss:
+        if self._ledger.balance < settings.loss_steps - settings.trial_loss:
             return False
         few = group.num_accepted < _HOPELESS_ACCEPTED * group.num_drafts
         return not (few and group.num_drafts >= _HOPELESS_DRAFTS)
 
     def _carry_out(self, group: Group, members: list[Drafter], option: Option) -> None:
+        assert self._prices is not None
         group.cap = option.cap
+        group.chosen_for, group.entered = self._batch, 0
+        group.chosen[class_of_batch(self._batch)] = 0 if self._ledger.suspended else option.cap
         group.gain = self._rate_gain
         group.hopeful = True
         if option.cap:
@@ -353,7 +482,6 @@ class AdaptiveController(Controller):
         drafting = sum(on for _, on, _ in option.members)
         group.accepted = option.tokens / drafting if drafting else None
         if not option.cap:
-            assert self._prices is not None
             group.hopeful = pays_at_best(group, members, self._prices, self.model)
             for member in members:
                 member.budget = 0
@@ -372,7 +500,7 @@ class AdaptiveController(Controller):
                 method=group.method,
                 rule=group.rule,
                 num_requests=len(members),
-                num_drafting=sum(bool(m.budget) for m in members) if not self._suspended else 0,
+                num_drafting=sum(bool(m.budget) for m in members) if not self._ledger.suspended else 0,
                 cap=group.cap if group.cap is not None else max(m.most for m in members),
                 gain=group.gain,
                 accepted=group.accepted,

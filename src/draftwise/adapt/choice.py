@@ -14,19 +14,30 @@ from draftwise.adapt.performance import PerformanceModel
 
 SWITCH = 0.02
 """A choice is given up for one that promises this much more."""
+_WAKE = 0.05
+"""The same for a group that rests: those who missed the beginning of their requests draft worse for a while."""
+_CATCH_UP_STEPS = 64
+"""Steps on which the price of catching up on what was not drafted for is laid."""
+NEVER = 1 << 62
+"""A step that does not come."""
+_OWN_ROWS = 32
+"""Of the tokens that a head is told of, so many may wait for it to draft: beyond, it reads them by itself."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """Requests with one method, rule and shape of proposals: they draft in one call and share a history.
 
-    ``evident``: the size of a proposal tells how good it is (`Proposer.evident`). ``cap``: nodes drafted now by those
-    who draft; None before the first choice.
+    ``evident``: the size of a proposal tells how good it is (`Proposer.evident`). ``cuts``: that size is known when a
+    step is planned. ``follows``: the drafter keeps something of all that the target reads, unless its requests rest
+    (`Following`). ``cap``: nodes drafted now by those who draft; None before the first choice.
     """
 
     method: str
     rule: str
     evident: bool
+    cuts: bool = True
+    follows: bool = False
     acceptance: GroupAcceptance = field(default_factory=GroupAcceptance)
     cap: int | None = None
     trees: bool = False  # proposals that were no chains have been seen
@@ -38,6 +49,12 @@ class Group:
     num_steps: int = 0  # steps in which it drafted
     num_drafts: int = 0  # proposals verified
     num_accepted: int = 0  # drafts accepted of them
+    chosen_for: int = 0  # requests in the batch when `cap` was chosen
+    entered: int = 0  # requests that came since then
+    chosen: dict[int, int] = field(default_factory=dict)  # class of the batch -> the last `cap` there
+    idle_since: int = NEVER  # step since when nobody drafts
+    resting: bool = False
+    sample: Drafter | None = None  # the one that does not rest
 
     @property
     def sampled(self) -> bool:
@@ -72,6 +89,18 @@ class Drafter:
     last_probe: int = -1  # step; -1: never
     drafted: int = 0  # last step in which it drafted, or the one before its first
     seen: int = 0  # last step in which it was planned
+    rid: int = -1
+    behind: int = 0  # tokens that the drafter has to see besides one for each step since `drafted`
+    ready: int = 0  # step from which on its drafter has seen enough to draft well
+    glances: bool = False  # see `Following.glance`
+
+    def lag(self, step: int) -> int:
+        """Tokens that the drafter has to see before it drafts in this step, beyond those of the step before."""
+        if self.group.evident:
+            return 0  # it looks things up
+        if self.group.follows:
+            return min(max(step - 1 - self.drafted, 0), _OWN_ROWS)
+        return max(self.behind + step - 1 - self.drafted, 0)
 
 
 @dataclass(slots=True)
@@ -87,12 +116,13 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The state of a batch: requests, tokens in the cache, and what a plain step takes (seconds)."""
+    """The state of a batch: requests, tokens in the cache, what a plain step takes (seconds), and the step's number."""
 
     requests: int
     context: int
     sampled: bool
     plain: float
+    step: int = 0
 
 
 def pays_at_best(group: Group, members: Sequence[Drafter], prices: Prices, model: PerformanceModel) -> bool:
@@ -156,6 +186,10 @@ def make_option(
     option.draft_time = (
         whole if drafting == count else model.draft_time(group.method, drafting, cap, sampled=group.sampled)
     )
+    lag = sum(member.lag(prices.step) for member, on, _ in option.members if on)
+    if lag > drafting:  # who did not draft has to be caught up on
+        late = model.catch_up_time(group.method, drafting, cap, lag, group.sampled)
+        option.draft_time += late / _CATCH_UP_STEPS
     return option
 
 
@@ -178,7 +212,7 @@ def _member(
         kind = TREE if group.trees else size
         mean = min(round(sum_nodes / many), nodes)
         curve = member.history.expected(group.acceptance, kind, nodes)
-        cut = best_cut(curve, nodes, row_price)
+        cut = best_cut(curve, nodes, row_price) if group.cuts else nodes
         cuts[kind] = max(cut, cuts.get(kind, 0))
         verified = min(cut, mean)
         tokens += many * curve[verified]
@@ -233,7 +267,8 @@ def choose(
                 if promised > best_rate:
                     best, best_rate = option, promised
             # Plain decoding needs no lead: it is what the promise is measured by.
-            if kept is not None and best_rate < kept_rate * (1 + SWITCH if best.cap else 1):
+            lead = _WAKE if group.resting else SWITCH
+            if kept is not None and best_rate < kept_rate * (1 + lead if best.cap else 1):
                 best, best_rate = kept, kept_rate
             chosen[i] = best
             rate = best_rate

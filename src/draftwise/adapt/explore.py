@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from draftwise.adapt.choice import Drafter, Group, Prices, make_option
-from draftwise.adapt.performance import PerformanceModel, bucket
+from draftwise.adapt.performance import PerformanceModel, class_of_batch
 
 _LONGEST_STREAK = 6
 """Proposals in a row of a probe that succeeds: by then the next choice knows."""
 _TRIAL = 2
 """Nodes drafted in a trial of a group that never drafted."""
+_DEAREST = 2.0
+"""A probe that needs so many full purses to catch up on what was not drafted for is not made."""
 _HOPELESS = 4.0
 """Where not even perfect drafts would pay, by what is believed of their costs, so many times fewer probes are made."""
 
@@ -33,29 +35,43 @@ class Explorer:
         self._model = model
         self._share = share
         self._most_steps = most_steps
-        self._step = 0
+        self.pause_steps = 1
+        """Steps of a pause. In the first one, proposals may still be verified; the next one is all plain, but for its
+        drafting, unless that pauses, too."""
+        self._step = self._pause_until = 0
         self._next_look = 0  # step
         self._funds = 0.0  # seconds that may be spent
         self._row_cost = self._probe_cost = 0.0  # seconds per row of a probe, and per node drafted
-        self._plain_seen: dict[int, int] = {}  # bucket of requests -> step of the last plain measurement
+        self._plain_seen: dict[int, int] = {}  # class of the batch -> step of the last plain measurement
 
     def begin(self, step: int) -> None:
         """A step begins: nothing is tried in it yet."""
         self._step = step
-        self.pausing = False
+        self.pausing = step < self._pause_until
         self.deep = None
 
     def is_due(self) -> bool:
         """Whether to look in this step for something to try."""
         return self._funds > 0 and self._step >= self._next_look
 
+    @property
+    def funds(self) -> float:
+        """Seconds that may be spent."""
+        return self._funds
+
+    def spend(self, seconds: float) -> None:
+        """Something was tried that cost so much: catching up, following a sample. There may be debts."""
+        self._funds -= seconds
+
     def earn(self, seconds: float, prices: Prices) -> None:
         """Time that passes pays for learning."""
-        self._funds = min(self._funds + self._share * seconds, self._most_steps * prices.plain)
+        most = self._most_steps * prices.plain
+        # One wild measurement must not keep everybody from learning for long.
+        self._funds = min(max(self._funds, -most) + self._share * seconds, most)
 
     def saw_plain(self, requests: int) -> None:
         """A plain step with this many requests was measured."""
-        self._plain_seen[bucket(requests)] = self._step
+        self._plain_seen[class_of_batch(requests)] = self._step
 
     # -------------------------------------------------------------------------------------- outcomes of probes
 
@@ -101,14 +117,15 @@ class Explorer:
         step = self._step
         if rate_gain <= 1.0:
             return False
-        seen = self._plain_seen.get(bucket(prices.requests))
-        cost = prices.plain * (1 - 1 / rate_gain)
+        seen = self._plain_seen.get(class_of_batch(prices.requests))
+        cost = self.pause_steps * prices.plain * (1 - 1 / rate_gain)
         # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
         if seen is None or (not plain_known and step >= seen + 8):
             cost = 0.0
         elif not plain_known or step < seen + _pause_interval(rate_gain) or self._funds < cost:
             return False
         self.pausing = True
+        self._pause_until = step + self.pause_steps
         self._funds -= cost
         self.num_pauses += 1
         return True
@@ -123,10 +140,13 @@ class Explorer:
             idle = [m for m in members if not m.budget and not m.probe]
             if idle:
                 self._next_look = step + 4
+                ready = [m for m in idle if m.ready <= step]
+                price = float("inf")
                 if not group.cap and group.hopeful and step - group.last_deep > 256:
-                    need = min(need, self._try_all(group, idle, prices))
-                else:
-                    need = min(need, self._probe(group, idle, prices))
+                    price = self._try_all(group, idle, len(ready), prices)
+                if ready and price > self._most_steps * prices.plain:  # more than can be saved up
+                    price = self._probe(group, ready, prices)
+                need = min(need, price)
             elif group.cap and step - group.last_deep > 64:
                 self._look_deeper(group, members, prices)
         if need < float("inf") and rate_gain <= 1.0:
@@ -142,8 +162,7 @@ class Explorer:
         idle.sort(key=lambda m: m.last_probe)
         chosen = idle[:count]
         nodes = max(m.most for m in chosen) if group.evident else 1
-        lag = sum(self._step - 1 - m.drafted for m in chosen)
-        cost = model.draft_time(group.method, count, nodes, lag, group.sampled)
+        cost = model.draft_time(group.method, count, nodes, sampled=group.sampled)
         rows = count * min(nodes, 4)
         more = model.target_time(n, n + rows, prices.context, prices.sampled) - prices.plain
         self._row_cost = max(more, 0.0) / rows
@@ -153,8 +172,12 @@ class Explorer:
         cost = min(cost, prices.plain)  # what seems dearer is tried too: the belief may be wrong
         if not group.hopeful:
             cost *= _HOPELESS
-        if cost > self._funds:
-            return cost
+        late = self._catch_up(group, chosen, nodes)
+        if late > _DEAREST * self._most_steps * prices.plain:
+            return float("inf")
+        need = cost + min(late, prices.plain)  # what it really takes is paid later, see `spend`
+        if need > self._funds:
+            return need
         self._funds -= cost
         self.num_probes += count
         for member in chosen:
@@ -164,9 +187,14 @@ class Explorer:
             member.history.counts.fade(0.5)
         return 0.0
 
-    def _try_all(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
+    def _catch_up(self, group: Group, members: Sequence[Drafter], nodes: int) -> float:
+        """Seconds it takes until the drafter has seen what these requests committed without it."""
+        lag = sum(m.lag(self._step) for m in members)
+        return self._model.catch_up_time(group.method, len(members), nodes, lag, group.sampled)
+
+    def _try_all(self, group: Group, idle: list[Drafter], ready: int, prices: Prices) -> float:
         """Let the whole group draft once: what it costs together is not seen by probes of a few. Answers the price in
-        seconds; 0: done."""
+        seconds; 0: done. ``ready``: how many of them may draft well."""
         nodes = min(group.last_cap or _TRIAL, max(m.most for m in idle))
         if group.evident:
             nodes = max(m.most for m in idle)
@@ -174,10 +202,12 @@ class Explorer:
         n, model = prices.requests, self._model
         more = model.target_time(n, round(n + option.rows), prices.context, prices.sampled) - prices.plain
         seconds = max(more, 0.0) + option.draft_time
-        cost = max(seconds - option.tokens * prices.plain / n, 0.2 * seconds)
+        gained = option.tokens * ready / len(idle) * prices.plain / n
+        cost = max(seconds - gained, 0.2 * seconds)
         cost = min(cost, 0.5 * self._most_steps * prices.plain)  # as in `_probe`
-        if cost > self._funds:
-            return cost
+        need = cost + self._catch_up(group, idle, nodes)
+        if need > self._funds:
+            return need
         self._funds -= cost
         self.num_probes += len(idle)
         group.last_deep = self._step

@@ -175,7 +175,11 @@ def _controller(config: EngineConfig, proposers: Mapping[str, Proposer]) -> Cont
     if config.speculation_control == "static":
         return StaticController(tables)
     evident = {name for name, proposer in proposers.items() if proposer.evident}
-    return AdaptiveController(tables, evident | {GrammarProposer.name})
+    # Who keeps nothing of past tokens, such as Medusa, needs not to be told of them.
+    observing = {name for name, p in proposers.items() if p.observes and p.has_storage}
+    return AdaptiveController(
+        tables, evident | {GrammarProposer.name}, observing, ahead=config.async_scheduling
+    )
 
 
 def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | None:
