@@ -57,7 +57,7 @@ class Proposal:
 
     @property
     def is_chain(self) -> bool:
-        return is_chain(self.parents)
+        return self.parents == chain_parents(len(self.parents))
 
     def prefix(self, n: int) -> Proposal:
         """The first n nodes. Valid for any n: parents precede children, and n never depends on the tokens."""
@@ -85,14 +85,9 @@ def chain_parents(n: int) -> tuple[int, ...]:
     return _CHAINS[n] if n < len(_CHAINS) else tuple(range(-1, n - 1))
 
 
-def is_chain(parents: tuple[int, ...]) -> bool:
-    """Whether a tree with these parents is a chain."""
-    return parents == chain_parents(len(parents))
-
-
 def tree_depth(parents: tuple[int, ...]) -> int:
     """Nodes of a tree's longest path: (-1, 0, -1) -> 2."""
-    if is_chain(parents):
+    if parents == chain_parents(len(parents)):
         return len(parents)
     depths: list[int] = []
     for parent in parents:

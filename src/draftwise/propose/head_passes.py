@@ -160,7 +160,8 @@ class HeadPasses:
         track, stop = draft.state.tracks[0], draft.row.num_tokens
         first = min(track.next, stop - 1)
         features = track.queue.of(first - 1, stop - 1)
-        return _rows(draft.tokens_of(first, stop), first, draft.row.block_table_np, track.first_key, features)
+        tokens_np = draft.row.token_ids_np[first:]
+        return _rows(tokens_np, first, draft.row.block_table_np, track.first_key, features)
 
     def chains(
         self, drafts: Sequence[HeadDraft], steps: int, draws: ChainDraws | None

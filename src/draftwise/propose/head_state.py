@@ -203,12 +203,12 @@ class HeadState:
     @property
     def filled(self) -> int:
         """Leading tokens whose blocks others may reuse."""
-        return min(track.next for track in self.tracks) if self.gap is None else self.gap
+        return min([track.next for track in self.tracks]) if self.gap is None else self.gap
 
     @property
     def pending(self) -> int:
         """Rows whose features are there."""
-        return max(track.queue.end + 1 - track.next for track in self.tracks)
+        return max([track.queue.end + 1 - track.next for track in self.tracks])
 
     def trimmed(self, num_tokens: int) -> None:
         """What was stored for tokens from ``num_tokens`` on is gone."""

@@ -27,8 +27,9 @@ class StepBatch:
     """A step of R requests, put together.
 
     ``starts`` [R + 1]: first row of each request in the batch. ``requests``: those that reach their last known token
-    and are decided; ``owners[j]``: step row of ``requests[j]``; ``rows``: batch rows with logits, None for all;
-    ``prompt``: (step row, first batch row, count) where prompt logprobs were asked for.
+    and are decided; ``owners[j]``: step row of ``requests[j]``; ``structured``: which of ``requests`` have a grammar;
+    ``rows``: batch rows with logits, None for all; ``prompt``: (step row, first batch row, count) where prompt logprobs
+    were asked for.
     """
 
     steps: list[StepRow]
@@ -36,6 +37,7 @@ class StepBatch:
     input: StepInput
     requests: list[VerifyRequest]
     owners: list[int]
+    structured: list[int]
     rows: list[int] | None
     prompt: list[tuple[int, int, int]]
 
@@ -60,6 +62,7 @@ def assemble(
     trees: list[TreeRows] = []
     requests: list[VerifyRequest] = []
     owners: list[int] = []
+    structured: list[int] = []
     logit_rows: list[int] = []
     prompt: list[tuple[int, int, int]] = []
     for planned in plans:
@@ -85,6 +88,8 @@ def assemble(
             request = VerifyRequest(
                 row.state, proposal, len(logit_rows), row.speculation.rule, tokens_np[:known], None, root
             )
+            if row.grammar is not None:
+                structured.append(len(requests))
             requests.append(request)
             owners.append(len(steps))
             logit_rows += range(root, len(tokens))
@@ -103,4 +108,6 @@ def assemble(
         trees=trees,
     )
     all_rows = len(logit_rows) == len(tokens)
-    return StepBatch(steps, starts, step_input, requests, owners, None if all_rows else logit_rows, prompt)
+    return StepBatch(
+        steps, starts, step_input, requests, owners, structured, None if all_rows else logit_rows, prompt
+    )

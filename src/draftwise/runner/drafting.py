@@ -150,23 +150,21 @@ class Drafting:
                 for (row, _), tokens in zip(members, filled, strict=True):
                     self._fill(name, row, tokens)
 
-    def accepted(
-        self, row: Row, proposal: Proposal, path: Sequence[int], base: int, *, moved: bool = False
-    ) -> None:
-        """Nodes ``path`` of the proposal become tokens base, base + 1, ... (base: tokens with K/V before them).
+    def accepted(self, row: Row, path: Sequence[int], base: int, *, moved: bool = False) -> None:
+        """Nodes ``path`` of the proposal, parents first, become tokens base, base + 1, ... (``base``: tokens with K/V
+        before them).
 
         Node i stands in key base + i and must come to key base + k, k its place in the path. ``moved``: in the target's
         storage they were moved already.
         Example: base 10, path (1, 3): keys 11 -> 10 and 13 -> 11.
         """
-        if not row.fill and not path:
-            return
         for fill in row.fill.values():
             # What a drafter wrote for its own chain is valid as far as the chain was accepted.
             if fill.drafts and fill.tokens == base:
                 fill.tokens += min(len(path), fill.drafts)
             fill.drafts = 0
-        if proposal.is_chain or (moved and not self._movers):
+        in_place = not path or path[-1] == len(path) - 1  # nodes 0, 1, ...
+        if in_place or (moved and not self._movers):
             return
         source, target = self._drafter_moves if moved else self._moves
         size = self._block_size
@@ -285,11 +283,12 @@ class Drafting:
                 raise ValueError(f"{n} tokens, {len(parents)} parents, budget {row.budget}")
             if min(tokens) < 0 or max(tokens) >= self._vocab_size:
                 raise ValueError(f"tokens {tokens}, some of them outside of the vocabulary")
+            depth = n
             if not proposal.is_chain:
                 for i, parent in enumerate(parents):
                     if not -1 <= parent < i:
                         raise ValueError(f"node {i} has parent {parent}, which does not precede it")
-            depth = tree_depth(parents)
+                depth = tree_depth(parents)
             if depth > row.max_depth:
                 raise ValueError(f"a node has depth {depth}, allowed are {row.max_depth}")
             if proposal.q is not None:

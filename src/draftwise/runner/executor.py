@@ -342,10 +342,9 @@ class LocalExecutor(Executor):
         """Decide all requests, each structured one under its grammar's masks; made while a GPU still computes."""
         requests = batch.requests
         failed: dict[int, Exception] = {}
-        for j, i in enumerate(batch.owners):
-            step = batch.steps[i]
-            if step.row.grammar is None:
-                continue
+        for j in batch.structured:
+            step = batch.steps[batch.owners[j]]
+            assert step.row.grammar is not None
             try:
                 masks = step.row.grammar.masks(step.proposal)
             except Exception as error:  # its grammar is too complex, say: it fails alone
@@ -369,7 +368,7 @@ class LocalExecutor(Executor):
 
     def _commit_row(self, step: StepRow, answer: _Outcome) -> _Outcome:
         """Take in what was decided of a request, or that a chunk was computed; answers what came of it."""
-        row, planned, proposal = step
+        row, planned, _ = step
         row.proposal = EMPTY_PROPOSAL
         if isinstance(answer, Exception):
             return answer
@@ -380,7 +379,7 @@ class LocalExecutor(Executor):
         path, token_ids, _ = answer
         if path or row.fill:
             moved = self._compacting is not None and self._compacting.decides(row.state, row.speculation.rule)
-            self._drafting.accepted(row, proposal, path, base, moved=moved)
+            self._drafting.accepted(row, path, base, moved=moved)
         row.num_computed = base + len(path)
         row.append(token_ids)
         row.state.commit(token_ids)

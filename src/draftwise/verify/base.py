@@ -238,10 +238,12 @@ def _verify_unshaped(
     rules: list[str] = []
     adjusts = reports = False
     for request in requests:
-        state = request.state
-        rules.append(_effective_rule(state, request.rule))
-        adjusts = adjusts or state.adjusts or request.masks is not None
-        reports = reports or state.params.logprobs is not None
+        state, rule = request.state, request.rule
+        rules.append("greedy" if state.is_greedy and rule not in _FORCED else rule)
+        if state.adjusts or request.masks is not None:
+            adjusts = True
+        if state.params.logprobs is not None:
+            reports = True
     if not kernels.names.issuperset(rules):
         results: list[Verification | Exception] = [_NOTHING] * len(requests)
         for own in (True, False):  # the others' rules write to rows that are not theirs
