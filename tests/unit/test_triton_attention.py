@@ -124,6 +124,15 @@ def test_a_pass_larger_than_the_workspace_is_launched_in_pieces() -> None:
     assert torch.equal(check(batch, slots, workspace=10 * 4 * 2 * (8 + 2) * 4), whole)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_number_of_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    batch, slots = make_batch(np.random.default_rng(5), [(150, 1, False), (100, 6, True)], gaps=True)
+    whole = check(batch, slots, window=window)
+    for programs in (1, 8, 12):  # 3 tasks x 2 heads: one program each, and two
+        monkeypatch.setattr("draftwise.attention.triton._PROGRAMS", programs)
+        assert torch.equal(check(batch, slots, window=window), whole)
+
+
 def test_empty_pass() -> None:
     batch, slots = make_batch(np.random.default_rng(4), [(4, 0, False)])
     assert check(batch, slots).shape == (0, 32)

@@ -27,6 +27,9 @@ _CACHE_KEY: Final = "triton"
 _WORKSPACE_BYTES: Final = 64 << 20
 """Of partial results, at most (unless one task needs more): a long prefill is launched in pieces."""
 
+_PROGRAMS: Final = 2048
+"""Of a launch, about, however long the contexts may become: enough for every device. What they do is the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -34,7 +37,7 @@ class Tiling:
 
     block_m: int = 16  # lanes (rows x query heads of a group) of a program, if a group is not wider
     block_n: int = 64  # positions of a tile
-    partition: int = 512  # positions of a partition
+    partition: int = 256  # positions of a partition
 
     def __post_init__(self) -> None:
         assert self.block_m >= 16 and self.block_n >= 16 and self.partition % self.block_n == 0
@@ -107,7 +110,8 @@ class TritonAttention(AttentionBackend):
             piece_rows = int(prepared.tasks_np[end - 1, 1] + prepared.tasks_np[end - 1, 2]) - first
             acc = torch.empty((piece_rows, heads, num_parts, dim), dtype=torch.float32, device=q.device)
             best, total = torch.empty((2, piece_rows, heads, num_parts), dtype=torch.float32, device=q.device)
-            partial_attention[(end - begin, num_kv_heads, num_parts)](
+            programs = min(num_parts, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
+            partial_attention[(end - begin, num_kv_heads, programs)](
                 q,
                 kv[0],
                 kv[-1],
@@ -158,6 +162,7 @@ class TritonAttention(AttentionBackend):
                 DIM_PAD=dim_pad,
                 PARTITION=tiling.partition,
                 WINDOWED=window is not None,
+                num_warps=1,
                 **LAUNCH,
             )
         return result
@@ -197,7 +202,15 @@ class TritonAttention(AttentionBackend):
         positions = torch.empty(rows, dtype=torch.int32, device=device)
         paths = torch.empty((rows, 64), dtype=torch.int32, device=device)
         tree_rows[(rows,)](
-            words.view(torch.int64), row_request, query_start, context, is_tree, positions, paths, **LAUNCH
+            words.view(torch.int64),
+            row_request,
+            query_start,
+            context,
+            is_tree,
+            positions,
+            paths,
+            num_warps=1,
+            **LAUNCH,
         )
         made = _Prepared(
             tasks=flat_tasks.view(-1, 3),
@@ -237,6 +250,7 @@ class TritonAttention(AttentionBackend):
             static.is_tree,
             positions,
             paths,
+            num_warps=1,
             **LAUNCH,
         )
         return _Prepared(

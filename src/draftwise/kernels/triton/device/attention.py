@@ -62,16 +62,18 @@ def partial_attention(
     CODES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One task (up to ROWS rows of one request), one key/value head, one partition of the positions.
+    """One task (up to ROWS rows of one request), one key/value head, and every so manieth partition of the positions,
+    each with a result of its own: which program does a partition changes no bit.
 
     A lane is (row, query head of the group). Keys are taken by *position*, tile by tile: what a position adds to a
     row, and in which order, depends neither on slots, nor on the batch, nor on whether the row is a tree's. The
     positions of a tree behind the context are other keys for every row: those tiles are done once per row, and
     only that row's lanes keep the result. Both kinds of tile run through the same instructions.
+
+    Example: positions up to 1100 in partitions of 256, two programs: one does 0, 2 and 4, the other 1 and 3.
     """
     task = tl.program_id(0)
     head = tl.program_id(1)
-    part = tl.program_id(2)
     r = tl.load(tasks + task * 3)
     first_row = tl.load(tasks + task * 3 + 1)
     num_rows = tl.load(tasks + task * 3 + 2)
@@ -85,87 +87,90 @@ def partial_attention(
     live = (row < num_rows) & (row < ROWS)
     pos = tl.load(positions + first_row + row, mask=live, other=-1)
     top = tl.max(pos, 0)
-    start = part * PARTITION
-    if start > top:
-        return  # `combine_partitions` reads a row's own partitions only
-    stop = tl.minimum(start + PARTITION, top + 1)
-    begin = tl.maximum(start, low)
+    floor = low
+    first_part = 0
     if WINDOWED:
-        begin = tl.maximum(begin, tl.min(tl.where(live, pos, 2147483647), 0) - window + 1)
-    first_tile = begin // BLOCK_N
-    num_tiles = tl.maximum((stop + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
-    shared = num_tiles
-    if tree != 0:
-        shared = tl.minimum(tl.maximum(ctx // BLOCK_N - first_tile, 0), num_tiles)
-    tail = num_tiles - shared
-    steps = shared + tail * num_rows
-
+        seen_from = tl.maximum(tl.min(tl.where(live, pos, 2147483647), 0) - window + 1, 0)
+        floor = tl.maximum(low, seen_from)
+        first_part = seen_from // PARTITION
     d = tl.arange(0, DIM_PAD)
     in_dim = d < DIM
     q_at = (first_row + row).to(tl.int64) * q_stride + (head * GROUP + lane % GROUP) * DIM
     query = tl.load(q + q_at[:, None] + d[None, :], mask=live[:, None] & in_dim[None, :], other=0.0)
     if WIDE:
         query = query.to(tl.float32)
-    acc = tl.zeros((BLOCK_M, DIM_PAD), dtype=tl.float32)
-    best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     offsets = tl.arange(0, BLOCK_N)
-    divisor = tl.maximum(tail, 1)
-    for i in range(steps):
-        own = i >= shared
-        behind = tl.maximum(i - shared, 0)
-        which = behind // divisor  # the row whose path this is, if own
-        tile = first_tile + tl.where(own, shared + behind % divisor, i)
-        p = tile * BLOCK_N + offsets
-        limit = tl.where(own, tl.load(positions + first_row + which) + 1, stop)
-        taken = (p >= begin) & (p < tl.minimum(limit, stop))
-        # scalars choose bounds and are in no mask: the interpreter makes integers of masks that mix both
-        in_tree = taken & (p >= tl.where(own, ctx, 2147483647))
-        node = tl.load(paths + (first_row + which) * 64 + (p - ctx), mask=in_tree, other=0)
-        key = tl.where(in_tree, ctx + node, p)
-        page = tl.load(tables + r * table_stride + key // PAGE, mask=taken, other=0)
-        slot = page.to(tl.int64) * PAGE + key % PAGE
-        at = slot * (2 * KV_HEADS)
-        k = tl.load(
-            kv + (at + head)[None, :] * DIM + d[:, None], mask=taken[None, :] & in_dim[:, None], other=0
-        )
-        v = tl.load(
-            kv + (at + KV_HEADS + head)[:, None] * DIM + d[None, :],
-            mask=taken[:, None] & in_dim[None, :],
-            other=0,
-        )
-        if CODES:
-            k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
-            v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
-            k = k.to(tl.float32) * k_scale[None, :]
-            v = v.to(tl.float32) * v_scale[:, None]
-        k = k.to(query.dtype)
-        v = v.to(query.dtype)
-        scores = tl.dot(query, k, input_precision="ieee") * scale
-        if CAPPED:
-            # softcap * tanh(x / softcap): tanh(y) = 1 - 2 / (exp(2 y) + 1), y bounded where it is 1 anyway
-            y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
-        seen = live[:, None] & taken[None, :] & (p[None, :] <= pos[:, None])
-        if WINDOWED:
-            seen = seen & (pos[:, None] - p[None, :] < window)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: no -inf - -inf
-        keep = tl.exp(best - safe)
-        weights = tl.exp(scores - safe[:, None])
-        new_total = total * keep + tl.sum(weights, 1)
-        new_acc = acc * keep[:, None] + tl.dot(weights.to(query.dtype), v, input_precision="ieee")
-        mine = (row >= tl.where(own, which, 0)) & (row <= tl.where(own, which, BLOCK_M))
-        best = tl.where(mine, new_best, best)
-        total = tl.where(mine, new_total, total)
-        acc = tl.where(mine[:, None], new_acc, acc)
-
     out_row = (first_row + row - row_base).to(tl.int64)
-    at_part = (out_row * HEADS + head * GROUP + lane % GROUP) * num_parts + part
-    tl.store(part_max + at_part, best, mask=live)
-    tl.store(part_sum + at_part, total, mask=live)
-    tl.store(part_acc + at_part[:, None] * DIM + d[None, :], acc, mask=live[:, None] & in_dim[None, :])
+    at_part = (out_row * HEADS + head * GROUP + lane % GROUP) * num_parts
+    # `combine_partitions` reads a row's own partitions only
+    for part in range(first_part + tl.program_id(2), top // PARTITION + 1, tl.num_programs(2)):
+        start = part * PARTITION
+        stop = tl.minimum(start + PARTITION, top + 1)
+        begin = tl.maximum(start, floor)
+        first_tile = begin // BLOCK_N
+        num_tiles = tl.maximum((stop + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
+        shared = num_tiles
+        if tree != 0:
+            shared = tl.minimum(tl.maximum(ctx // BLOCK_N - first_tile, 0), num_tiles)
+        tail = num_tiles - shared
+        steps = shared + tail * num_rows
+        acc = tl.zeros((BLOCK_M, DIM_PAD), dtype=tl.float32)
+        best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        divisor = tl.maximum(tail, 1)
+        for i in range(steps):
+            own = i >= shared
+            behind = tl.maximum(i - shared, 0)
+            which = behind // divisor  # the row whose path this is, if own
+            tile = first_tile + tl.where(own, shared + behind % divisor, i)
+            p = tile * BLOCK_N + offsets
+            limit = tl.where(own, tl.load(positions + first_row + which) + 1, stop)
+            taken = (p >= begin) & (p < tl.minimum(limit, stop))
+            # scalars choose bounds and are in no mask: the interpreter makes integers of masks that mix both
+            in_tree = taken & (p >= tl.where(own, ctx, 2147483647))
+            node = tl.load(paths + (first_row + which) * 64 + (p - ctx), mask=in_tree, other=0)
+            key = tl.where(in_tree, ctx + node, p)
+            page = tl.load(tables + r * table_stride + key // PAGE, mask=taken, other=0)
+            slot = page.to(tl.int64) * PAGE + key % PAGE
+            at = slot * (2 * KV_HEADS)
+            k = tl.load(
+                kv + (at + head)[None, :] * DIM + d[:, None], mask=taken[None, :] & in_dim[:, None], other=0
+            )
+            v = tl.load(
+                kv + (at + KV_HEADS + head)[:, None] * DIM + d[None, :],
+                mask=taken[:, None] & in_dim[None, :],
+                other=0,
+            )
+            if CODES:
+                k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
+                v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
+                k = k.to(tl.float32) * k_scale[None, :]
+                v = v.to(tl.float32) * v_scale[:, None]
+            k = k.to(query.dtype)
+            v = v.to(query.dtype)
+            scores = tl.dot(query, k, input_precision="ieee") * scale
+            if CAPPED:
+                # softcap * tanh(x / softcap): tanh(y) = 1 - 2 / (exp(2 y) + 1), y bounded where it is 1 anyway
+                y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)
+                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+            seen = live[:, None] & taken[None, :] & (p[None, :] <= pos[:, None])
+            if WINDOWED:
+                seen = seen & (pos[:, None] - p[None, :] < window)
+            scores = tl.where(seen, scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1))
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: no -inf - -inf
+            keep = tl.exp(best - safe)
+            weights = tl.exp(scores - safe[:, None])
+            new_total = total * keep + tl.sum(weights, 1)
+            new_acc = acc * keep[:, None] + tl.dot(weights.to(query.dtype), v, input_precision="ieee")
+            mine = (row >= tl.where(own, which, 0)) & (row <= tl.where(own, which, BLOCK_M))
+            best = tl.where(mine, new_best, best)
+            total = tl.where(mine, new_total, total)
+            acc = tl.where(mine[:, None], new_acc, acc)
+        tl.store(part_max + at_part + part, best, mask=live)
+        tl.store(part_sum + at_part + part, total, mask=live)
+        at_acc = (at_part + part)[:, None] * DIM + d[None, :]
+        tl.store(part_acc + at_acc, acc, mask=live[:, None] & in_dim[None, :])
 
 
 @triton.jit
