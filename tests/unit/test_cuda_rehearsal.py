@@ -4,6 +4,7 @@ what a rule made up here says."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4", "dtype": "bfloat16"},
     "memory as planned": {"num_kv_blocks": None, "gpu_memory_utilization": 0.9},
     "sizes": {"cudagraph_capture_sizes": [4, 8]},
+    "pieces": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "no pieces": {"compilation_config": {"cudagraph_mode": "FULL"}},
 }
 
 
@@ -217,7 +220,32 @@ def test_an_engine_runs_with_options(
     case = ("methods", "eagle3", "chain")
     with checkpoints.engine(case, **OPTIONS[options]) as llm:
         run(llm, checkpoints.prompts)
+        model = llm._engine.model  # type: ignore[union-attr]
+        if isinstance(model, GraphedDecoder):
+            assert bool(model.num_piecewise) == (options != "no pieces")
+            assert options != "pieces" or not model.num_replays
         if options == "memory as planned":
             free, total = torch.cuda.mem_get_info()
             assert total - free <= 0.9 * total
     assert not said()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_step_waits_for_its_verification_and_for_its_drafts(
+    launches: Launches, device: FakeCuda, checkpoints: Checkpoints, temperature: float
+) -> None:
+    found: list[tuple[int, int]] = []
+    with checkpoints.engine(("methods", "eagle3", "chain")) as llm:
+        model = llm._engine.model  # type: ignore[union-attr]
+        assert isinstance(model, GraphedDecoder)
+        for tokens in (12, 12, 36):
+            before = model.num_replays
+            params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=3)
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                llm.generate(checkpoints.prompts[:3], params)
+            torch.cuda.set_sync_debug_mode("default")
+            found.append((model.num_replays - before, len(caught)))
+    (steps, waits), (more_steps, more_waits) = found[1:]
+    assert more_steps > steps + 4 and more_waits - waits <= 2 * (more_steps - steps)

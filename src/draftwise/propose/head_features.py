@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.head_state import Features
+from draftwise.transfer import to_device
 from draftwise.types import IntArray, TargetOutput
 
 _WAITING_STEPS = 32
@@ -82,8 +83,7 @@ class FeatureSource:
                 ends[block] = first + row
             first += count
         if ends:
-            rows = torch.tensor(list(ends.values()), device=features.device)
-            blocks = torch.tensor(list(ends), device=features.device)
+            rows, blocks = to_device([list(ends.values()), list(ends)], features.device)
             self._blocks[blocks, 0] = features.index_select(0, rows)
 
 
@@ -96,7 +96,7 @@ def _index(rows_np: IntArray, hidden: Tensor) -> Tensor | slice:
     first, stop = int(rows_np[0]), int(rows_np[-1]) + 1
     if stop - first == len(rows_np) and hidden.shape[0] <= _WAITING_ROWS:
         return slice(first, stop)
-    return torch.from_numpy(rows_np.astype(np.int64)).to(hidden.device)
+    return to_device(rows_np.astype(np.int64), hidden.device)
 
 
 def _side_by_side(head: HeadModel, outputs: list[TargetOutput]) -> TargetOutput:

@@ -18,6 +18,7 @@ from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
 from draftwise.sampling.rows import argmax_rows, top_rows
 from draftwise.sampling.state import SamplingState
+from draftwise.transfer import to_device
 from draftwise.types import DrawKind
 
 DraftSampleMethod = Literal["probabilistic", "greedy"]
@@ -349,5 +350,5 @@ def _scores(
 def _target_ids(tokens: list[int], vocab_map: torch.Tensor | None) -> list[int]:
     if vocab_map is None or not tokens:
         return tokens
-    ids: list[int] = vocab_map[tokens].tolist()
+    ids: list[int] = vocab_map.index_select(0, to_device(tokens, vocab_map.device)).tolist()
     return ids
