@@ -24,6 +24,9 @@ from draftwise.graphs.buffers import PassBuffers
 from draftwise.graphs.loop import ChainLoop, LoopSeats
 from draftwise.graphs.resident_memory import STATE, ResidentMemory
 from draftwise.graphs.resident_rules import ResidentRule, verify
+from draftwise.kernels.select import on_triton
+from draftwise.kernels.triton import resident as kernels
+from draftwise.kernels.triton.resident import ResidentVerification
 from draftwise.models.heads.base import HeadModel
 from draftwise.sampling.noise import token_counters
 from draftwise.types import IntArray, TargetOutput
@@ -113,6 +116,9 @@ class ResidentStep:
         if drafter is not None:
             self._take_seats(drafter, vocab_size, device)
         self._counters = token_counters(vocab_size, device)
+        self._kernels: ResidentVerification | None = None
+        if on_triton(device):
+            self._kernels = ResidentVerification(memory, rule, self._q)
         self._told = [backend.host_buffer(memory.told.numel()) for _ in range(_IN_FLIGHT)]
         self._answers = [backend.host_buffer(memory.answer.numel()) for _ in range(_IN_FLIGHT)]
         self._turn = 0
@@ -235,17 +241,24 @@ class ResidentStep:
         tables = [target.rows.tables.tables]
         if self._drafter is not None:
             tables.append(self._drafter.loop.rows.tables.tables)
-        rows.begin(self.memory, target.rows.batch, tables, target.spare_slot)
+        if self._kernels is not None:
+            kernels.begin(self.memory, target.rows.batch, tables, target.spare_slot, self._kernels)
+        else:
+            rows.begin(self.memory, target.rows.batch, tables, target.spare_slot)
 
     def _advance(self) -> None:
         memory, target, drafter, seats = self.memory, self._target, self._drafter, self._seats
         size = self.slots * (self.drafts + 1)
-        verify(memory, target.logits[:size], self.rule, self._q, self._counters)
+        if self._kernels is not None:
+            kernels.verify(memory, target.logits[:size], self._kernels)
+        else:
+            verify(memory, target.logits[:size], self.rule, self._q, self._counters)
+        advance = rows.advance if self._kernels is None else kernels.advance
         if drafter is None or seats is None:
-            rows.advance(memory)
+            advance(memory)
             return
         head, kept = drafter.head, drafter.block_features
-        rows.advance(
+        advance(
             memory,
             seats=seats,
             batch=drafter.loop.rows.batch,
@@ -264,4 +277,5 @@ class ResidentStep:
 
     def _finish(self) -> None:
         assert self._seats is not None
-        rows.finish(self.memory, self._seats, self._target_ids)
+        finish = rows.finish if self._kernels is None else kernels.finish
+        finish(self.memory, self._seats, self._target_ids)

@@ -207,6 +207,63 @@ def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk) -> N
         _draw(p, scratch, ends, numbers, some, walk)
 
 
+def keep_at_rates(
+    logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, rates: Tensor, *, sampled: bool
+) -> None:
+    """Rule ``synthetic`` on chains, of all requests of a batch; arguments as in `walk_trees`.
+
+    Args:
+        rates: [n] float64, see `verify.rates`.
+        sampled: the last token is drawn from softmax(logits), else it is the most likely one.
+    """
+    from draftwise.kernels.triton.device import resident as device
+    from draftwise.kernels.triton.device import verify as choice
+
+    count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
+    parts = -(-vocab // _PART)
+    best = torch.empty((count, nodes + 1, parts), dtype=torch.float32, device=logits.device)
+    token = torch.empty((count, nodes + 1, parts), dtype=torch.int32, device=logits.device)
+    ends, numbers = _new_ends(count, logits.device)
+    stride = batch.table.stride(0)
+    if not sampled:
+        choice.wanted_parts[(count, nodes + 1, parts)](
+            logits,
+            batch.table,
+            members,
+            best,
+            token,
+            vocab,
+            logits.stride(0),
+            stride,
+            nodes,
+            parts,
+            NOISY=False,
+            PART=_PART,
+            BLOCK=_block(vocab),
+            **LAUNCH,
+        )
+    device.keep_at_rates[(count,)](
+        batch.table,
+        rates,
+        best,
+        token,
+        ends,
+        numbers,
+        walk.packed,
+        rates.shape[0],
+        stride,
+        nodes,
+        parts,
+        SAMPLED=sampled,
+        PARTS_PAD=power_of_two(parts),
+        BLOCK=power_of_two(nodes + 1),
+        **LAUNCH,
+    )
+    if sampled:
+        p = logits.softmax(-1)
+        _draw(p, p, ends, numbers, members, walk)
+
+
 def _block(vocab: int) -> int:
     return min(_BLOCK, power_of_two(vocab))
 

@@ -1,0 +1,268 @@
+"""Between the passes of a resident step. Launched by `..resident`; columns of ``state``, ``told`` and ``answer`` are
+numbered in `graphs.resident_memory`, a request's fields for verification in `.verify`."""
+
+import triton
+import triton.language as tl
+
+from draftwise.kernels.triton.device.noise import row_key, uniform
+from draftwise.kernels.triton.device.verify import best_of_parts
+
+
+@triton.jit
+def slots_of(table, keys, real, num_pages, spare_slot, PAGE: tl.constexpr):
+    """Where keys of one request stand; the spare slot of those that are not real."""
+    page = tl.maximum(tl.minimum(keys // PAGE, num_pages - 1), 0)
+    slot = tl.load(table + page, mask=real, other=0).to(tl.int64) * PAGE + keys % PAGE
+    return tl.where(real, slot, spare_slot)
+
+
+@triton.jit
+def begin_rows(
+    state,
+    told,
+    now,
+    table,
+    other_table,
+    tokens,
+    positions,
+    slots,
+    context,
+    fields,
+    q_base,
+    q_slot_bytes,
+    q_row_bytes,
+    state_stride,
+    told_stride,
+    table_stride,
+    other_stride,
+    num_pages,
+    spare_slot,
+    drafts,
+    FRESH: tl.constexpr,
+    FRESH_PAD: tl.constexpr,
+    TABLES: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One slot: its new blocks, its rows of the target's pass, and what verification has to know."""
+    s = tl.program_id(0).to(tl.int64)
+    own = state + s * state_stride
+    said = told + s * told_stride
+    i = tl.arange(0, FRESH_PAD)
+    fresh = tl.load(said + 3 + i, mask=i < FRESH, other=0)
+    block = tl.load(said + 3 + FRESH + i, mask=i < FRESH, other=0).to(tl.int32)
+    tl.store(table + s * table_stride + fresh, block, mask=i < FRESH)
+    if TABLES == 2:
+        tl.store(other_table + s * other_stride + fresh, block, mask=i < FRESH)
+    tl.debug_barrier()  # the table is read by every thread
+    known = tl.load(own)
+    live = known < tl.load(said)
+    nodes = tl.where(live, tl.minimum(tl.load(said + 1), tl.load(own + 2)), 0)
+    tl.store(now + 2 * s, tl.where(live, 1, 0))
+    tl.store(now + 2 * s + 1, nodes)
+    j = tl.arange(0, BLOCK)
+    rows = drafts + 1
+    inside = j < rows
+    real = j < tl.where(live, nodes + 1, 0)
+    # the root, then drafts
+    token = tl.load(own + tl.where(j == 0, 1, 7 + j), mask=real, other=0)
+    key = known - 1 + j
+    at = s * rows + j
+    tl.store(tokens + at, token, mask=inside)
+    tl.store(positions + at, tl.where(real, key, 0), mask=inside)
+    tl.store(
+        slots + at,
+        slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
+        mask=inside,
+    )
+    tl.store(context + s, tl.where(live, known - 1, 0).to(tl.int32))
+    out = fields + s * (6 + 3 * drafts)
+    tl.store(out, s * rows)
+    tl.store(out + 1, nodes)
+    tl.store(out + 2, tl.load(own + 5))
+    tl.store(out + 3, tl.load(own + 6))
+    tl.store(out + 4, known)
+    tl.store(out + 5, known * 0)
+    drafted = j < drafts
+    tl.store(out + 6 + j, tl.load(own + 8 + j, mask=drafted, other=0), mask=drafted)
+    tl.store(out + 6 + drafts + j, (j - 1).to(tl.int64), mask=drafted)
+    q_at = tl.where(q_base != 0, q_base + s * q_slot_bytes + j.to(tl.int64) * q_row_bytes, 0)
+    tl.store(out + 6 + 2 * drafts + j, q_at, mask=drafted)
+
+
+@triton.jit
+def advance_rows(
+    state,
+    told,
+    now,
+    walk,
+    answer,
+    table,
+    tokens,
+    positions,
+    slots,
+    context,
+    last,
+    start,
+    length,
+    noise,
+    ends,
+    state_stride,
+    told_stride,
+    answer_stride,
+    table_stride,
+    num_pages,
+    noise_stride,
+    drafts,
+    max_len,
+    spare_slot,
+    spare_block,
+    DRAFTER: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One slot: what was committed, and its rows of the drafter's first pass. DRAFTER: 0 none, 1 a model, 2 a head;
+    KIND: 0 argmax, 1 draws from q, 2 shared noise."""
+    s = tl.program_id(0).to(tl.int64)
+    own = state + s * state_stride
+    said = told + s * told_stride
+    out = walk + s * (2 * drafts + 2)
+    live = tl.load(now + 2 * s) != 0
+    known = tl.load(own)
+    old_root = tl.load(own + 1)
+    fed = tl.load(own + 3)
+    stored = tl.load(own + 4)
+    limit = tl.load(said)
+    accepted = tl.where(live, tl.load(out), 0).to(tl.int64)
+    newest = tl.load(out + 1 + drafts + accepted).to(tl.int64)
+    after = tl.where(live, known + accepted + 1, known)
+    root = tl.where(live, tl.maximum(newest, 0), old_root)
+    wanted = tl.minimum(tl.load(said + 2), limit - after - 1)
+    wanted = tl.minimum(wanted, max_len - after + 1)
+    wanted = tl.where(live, tl.maximum(tl.minimum(wanted, drafts), 0), 0)
+    j = tl.arange(0, BLOCK)
+    committed = tl.load(out + 1 + drafts + j, mask=j <= drafts, other=0).to(tl.int64)
+    if DRAFTER != 0:
+        drafting = wanted > 0
+        if DRAFTER == 2:
+            first = known
+            count = tl.where(drafting, accepted + 1, accepted)
+            token = committed
+            read = known - 1 + j
+            final = (j < tl.where(live, accepted + 1, 0)) & ((read + 1) % PAGE == 0)
+            page = tl.maximum(tl.minimum(read // PAGE, num_pages - 1), 0)
+            block = tl.load(table + s * table_stride + page, mask=final, other=0).to(tl.int64)
+            tl.store(ends + s * (drafts + 1) + j, tl.where(final, block, spare_block), mask=j <= drafts)
+            fed = tl.where(live & (fed == known), tl.where(drafting, after, after - 1), fed)
+        else:
+            fed += tl.where(live, tl.minimum(accepted, stored), 0)
+            first = tl.minimum(fed, after - 1)
+            count = tl.where(drafting, after - first, 0)
+            # the token before the root: the last accepted draft, or the root of before
+            before = tl.load(own + 8 + tl.maximum(accepted - 1, 0), mask=accepted > 0, other=0)
+            before = tl.where(accepted > 0, before, old_root)
+            token = tl.where((count == 2) & (j == 0), before, root)
+            fed = tl.where(drafting, after, fed)
+        inside = j < ROWS
+        real = inside & (j < count)
+        key = first + j
+        at = s * ROWS + j
+        tl.store(tokens + at, tl.where(real, token, 0), mask=inside)
+        tl.store(positions + at, tl.where(real, key - (DRAFTER - 1), 0), mask=inside)
+        tl.store(
+            slots + at,
+            slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
+            mask=inside,
+        )
+        tl.store(context + s, tl.where(count > 0, first, 0).to(tl.int32))
+        tl.store(last + s, s * ROWS + tl.where(drafting, count - 1, 0))
+        tl.store(start + s, tl.where(drafting, after, 0))
+        tl.store(length + s, wanted)
+        node = j.to(tl.int64)
+        if KIND == 1:
+            u = uniform(tl.load(own + 5), tl.load(own + 6), 1, after + node, node, after)
+            tl.store(noise + s * noise_stride + j, u.to(tl.int64, bitcast=True), mask=j < drafts)
+        if KIND == 2:
+            keys = row_key(tl.load(own + 5), tl.load(own + 6), 0, after + node, node * 0 - 1, node * 0)
+            tl.store(noise + s * noise_stride + j, keys, mask=j < drafts)
+    told_back = answer + s * answer_stride
+    tl.store(told_back, tl.where(live, 1, 0))
+    tl.store(told_back + 1, tl.load(now + 2 * s + 1))
+    tl.store(told_back + 2, accepted)
+    tl.store(told_back + 3, after)
+    tl.store(told_back + 4, wanted)
+    tl.store(told_back + 5, fed)
+    tl.store(told_back + 6 + j, committed, mask=j <= drafts)
+    tl.debug_barrier()  # every thread has read what is written over now
+    tl.store(own, after)
+    tl.store(own + 1, root)
+    tl.store(own + 2, wanted)
+    tl.store(own + 3, fed)
+    tl.store(own + 4, tl.maximum(wanted - 1, 0))
+
+
+@triton.jit
+def keep_drafts(
+    drafted, state, answer, drafted_stride, state_stride, answer_stride, drafts, BLOCK: tl.constexpr
+):
+    """One slot: its new drafts are what waits, and what the host is told."""
+    s = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    token = tl.load(drafted + s * drafted_stride + j, mask=j < drafts, other=0)
+    tl.store(state + s * state_stride + 8 + j, token, mask=j < drafts)
+    tl.store(answer + s * answer_stride + 7 + drafts + j, token, mask=j < drafts)
+
+
+@triton.jit
+def kept_at_rates(fields, rates, num_rates):
+    """Rule ``synthetic``: how many drafts of one request stay."""
+    base = tl.load(fields + 4)
+    u = uniform(tl.load(fields + 2), tl.load(fields + 3), 2, base - 1, base * 0 - 1, base)
+    count = tl.load(fields + 1)
+    kept = count * 0
+    for i in range(num_rates):
+        kept += tl.where((u < tl.load(rates + i)) & (i < count), 1, 0)
+    return kept
+
+
+@triton.jit
+def keep_at_rates(
+    table,
+    rates,
+    part_best,
+    part_token,
+    ends,
+    end_numbers,
+    walk,
+    num_rates,
+    table_stride,
+    num_nodes,
+    num_parts,
+    SAMPLED: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chain under rule ``synthetic``; the last token is the most likely one, or SAMPLED: drawn later (`.draws`)."""
+    r = tl.program_id(0).to(tl.int64)
+    fields = table + r * table_stride
+    out = walk + r * (2 * num_nodes + 2)
+    kept = kept_at_rates(fields, rates, num_rates)
+    j = tl.arange(0, BLOCK)
+    tl.store(out, kept.to(tl.int32))
+    tl.store(out + 1 + j, j, mask=j < kept)
+    token = tl.load(fields + 6 + j, mask=j < kept, other=0)
+    tl.store(out + 1 + num_nodes + j, token.to(tl.int32), mask=j < kept)
+    if SAMPLED:
+        base = tl.load(fields + 4)
+        deep = base + kept
+        tl.store(ends + r * 3, tl.load(fields) + kept)
+        tl.store(ends + r * 3 + 1, base * 0)
+        tl.store(ends + r * 3 + 2, base * 0 - 1)
+        drawn = uniform(tl.load(fields + 2), tl.load(fields + 3), 3, deep, deep - base - 1, base)
+        tl.store(end_numbers + r * 2, drawn)
+        tl.store(end_numbers + r * 2 + 1, drawn * 0.0 + 1.0)
+    else:
+        want = best_of_parts(part_best, part_token, r * (num_nodes + 1) + kept, num_parts, PARTS_PAD)
+        tl.store(out + 1 + num_nodes + kept, want)
