@@ -81,7 +81,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 def runs(llm: LLM) -> ResidentRuns:
     assert llm._engine is not None
     executor: Any = llm._engine.core.executor
-    found: ResidentRuns = executor.inner._runs
+    found: ResidentRuns = executor.inner.runs
     assert found is not None
     return found
 
@@ -201,7 +201,7 @@ def test_a_run_that_is_left_goes_on_as_it_stood(engines: Engines, method: str) -
     async def run() -> list[tuple[int, ...]]:
         async with AsyncLLM(engines.target, **options) as llm:
             executor: Any = llm._engine.core.executor
-            found.append(executor.inner._runs)
+            found.append(executor.inner.runs)
             tasks = []
             for i in range(8):
                 tasks.append(asyncio.create_task(one(llm, i)))

@@ -137,9 +137,9 @@ class LocalExecutor(Executor):
             vocab_size=self._vocab_size,
             device=device,
         )
-        self._runs: ResidentRuns | None = None
+        self.runs: ResidentRuns | None = None  # of steps that stay on the device
         if resident and isinstance(model, GraphedDecoder):
-            self._runs = ResidentRuns(
+            self.runs = ResidentRuns(
                 model,
                 proposers,
                 self._drafting,
@@ -152,12 +152,12 @@ class LocalExecutor(Executor):
     # ------------------------------------------------------------------------------------------- the step
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self._runs is not None:
+        if self.runs is not None:
             return self.launch(plan).finish()
         return self._here(lambda: self._execute(plan))
 
     def launch(self, plan: StepPlan) -> Launched:
-        runs = self._runs
+        runs = self.runs
         if runs is None:
             return Launched(self.execute(plan))
         flight = self._here(lambda: self._launch(plan, runs))

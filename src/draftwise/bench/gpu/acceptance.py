@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from draftwise.types import Verification
 from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, VerifyRequest, get_rule
+from draftwise.verify.common import accept_uniform
 
 
 class ForcedAcceptance(BatchRules):
@@ -21,8 +21,7 @@ class ForcedAcceptance(BatchRules):
     def __init__(self, inner: BatchRules | None, acceptance: SyntheticAcceptance) -> None:
         """``inner``: kernels; None: the rule in torch."""
         self._inner = inner
-        self._rates = acceptance.rates
-        self._random = random.Random(0)
+        self.forced = acceptance
 
     def verify(
         self,
@@ -41,6 +40,7 @@ class ForcedAcceptance(BatchRules):
         drafts = request.proposal.tokens
         if not drafts:
             return answer
-        u = self._random.random()
-        kept = sum(u < rate for rate in self._rates[: len(drafts)])
+        assert self.forced is not None
+        u = accept_uniform(request, -1, 0)
+        kept = sum(u < rate for rate in self.forced.rates[: len(drafts)])
         return Verification(tuple(range(kept)), (*drafts[:kept], answer.token_ids[-1]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ class BenchEngine:
             block_size=BLOCK,
             device=self.setting.device,
             rules=ForcedAcceptance(_rules(self.setting), rates),
+            resident=ahead,
         )
         if ahead:
             executor = ThreadedExecutor(executor)
@@ -101,9 +103,10 @@ class BenchEngine:
         speculation: Speculation,
         steps: int,
         warm: int = 4,
+        around: AbstractContextManager[object] | None = None,
     ) -> tuple[float, float, float]:
         """Tokens per second, seconds per step (median) and tokens per step and request, over ``steps`` steps in which
-        all requests decode."""
+        all requests decode; these are done inside ``around``."""
         rng = np.random.default_rng(0)
         size = self.setting.size
         for _ in range(requests):
@@ -127,11 +130,12 @@ class BenchEngine:
         self.setting.synchronize()
         tokens, times = 0, []
         begun = last = time.perf_counter()
-        for _ in range(steps):
-            tokens += sum(update.num_new for update in core.step())
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
+        with around or nullcontext():
+            for _ in range(steps):
+                tokens += sum(update.num_new for update in core.step())
+                now = time.perf_counter()
+                times.append(now - last)
+                last = now
         self.setting.synchronize()
         seconds = time.perf_counter() - begun
         for rid in range(first, self.rid + 1):
@@ -177,7 +181,6 @@ def measure_engines(setting: Setting, report: PartReport) -> None:
             report.at_least(
                 f"{name}: speculation / plain", rate / plain, _WANTED.get(requests, 0.0), "x", note
             )
-            _compare_gap(engine, report, name, requests, prompt, wide)
         else:
             report.add(f"{name}: speculation, always / plain", rate / plain, "x", note=note)
             learning = engine.core(adaptive=True)
@@ -188,18 +191,38 @@ def measure_engines(setting: Setting, report: PartReport) -> None:
             wanted = _WANTED.get(requests, 0.0) - 0.02  # the controller's promise: at most 2 % lost
             report.at_least(f"{name}: speculation, adaptive / plain", rate / plain, wanted, "x", note)
         ahead = engine.core(ahead=True)
-        for kind, speculation, base in (("plain", PLAIN, plain), ("speculation", SPECULATIVE, plain)):
-            rate, _, _ = engine.decode(ahead, requests, prompt, speculation, size.steps)
-            report.add(f"{name}: {kind}, async scheduling / plain", rate / base, "x")
-        ahead.executor._thread.shutdown()  # type: ignore[attr-defined]
+        alone, _, _ = engine.decode(ahead, requests, prompt, PLAIN, size.steps)
+        rate, step, length = engine.decode(ahead, requests, prompt, SPECULATIVE, size.steps)
+        _say_who_stays(report, name, ahead)
+        ahead.executor.close()
+        base = f"{name}: plain, on the device / plain"
+        report.add(base, alone / plain, "x", note=f"{alone:.0f} tokens/s")
+        note = f"{rate:.0f} tokens/s, {step * 1e3:.2f} ms a step, {length:.2f} tokens per step"
+        wanted = _WANTED.get(requests, 0.0)
+        report.at_least(f"{name}: speculation / plain, both on the device", rate / alone, wanted, "x", note)
+        if requests <= 16:
+            _compare_gap(engine, report, name, requests, prompt, wide, step)
     if setting.cuda:
         _count_waits(engine, report)
 
 
+def _say_who_stays(report: PartReport, name: str, core: EngineCore) -> None:
+    """Whether what was measured ahead are steps that stay on the device."""
+    assert isinstance(core.executor, ThreadedExecutor) and isinstance(core.executor.inner, LocalExecutor)
+    runs = core.executor.inner.runs
+    report.add(f"{name}: steps on the device", 0.0 if runs is None else float(runs.num_steps))
+
+
 def _compare_gap(
-    engine: BenchEngine, report: PartReport, name: str, requests: int, prompt: int, step: float
+    engine: BenchEngine,
+    report: PartReport,
+    name: str,
+    requests: int,
+    prompt: int,
+    waiting: float,
+    resident: float,
 ) -> None:
-    """A speculative step against what its two graphs take alone."""
+    """Speculative steps, one that waits and one that stays on the device, against what their two graphs take alone."""
     from draftwise.graphs.decoder import GraphedDecoder
     from draftwise.graphs.head import GraphedHead
     from draftwise.models.inputs import build_step_input
@@ -218,28 +241,43 @@ def _compare_gap(
         if target is None or loop is None:
             return
         alone = setting.time(target) + setting.time(loop)
-    report.at_most(
-        f"{name}: speculative step / its graphs", step / alone, 1.05, "x", f"graphs {alone * 1e3:.2f} ms"
-    )
+    note = f"graphs {alone * 1e3:.2f} ms"
+    report.add(f"{name}: speculative step that waits / its graphs", waiting / alone, "x", note=note)
+    report.at_most(f"{name}: speculative step on the device / its graphs", resident / alone, 1.05, "x", note)
+
+
+class _Waits(AbstractContextManager["_Waits"]):
+    """Counts how often the host waits for the device, as torch's sync debug mode does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._catching = warnings.catch_warnings(record=True)
+
+    def __enter__(self) -> Self:
+        self._caught = self._catching.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        caught = self._caught or []
+        self.count = sum("synchroniz" in str(w.message).lower() for w in caught)
+        self._catching.__exit__(None, None, None)
 
 
 def _count_waits(engine: BenchEngine, report: PartReport) -> None:
-    """How often a speculative step waits for the device, as torch's sync debug mode counts."""
-    core, prompt = engine.core(), min(64, engine.setting.size.context // 2)
-    engine.decode(core, 1, prompt, SPECULATIVE, 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            engine.decode(core, 1, prompt, SPECULATIVE, 10, warm=0)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waits = sum("synchroniz" in str(w.message).lower() for w in caught)
-    report.add(
-        "waits for the device in 10 speculative steps",
-        float(waits),
-        note="one result of verification, one of drafting",
-    )
+    """How often ten speculative steps wait for the device."""
+    prompt = min(64, engine.setting.size.context // 2)
+    for ahead in (False, True):
+        core, waits = engine.core(ahead=ahead), _Waits()
+        engine.decode(core, 1, prompt, SPECULATIVE, 10, around=waits)
+        if ahead:
+            core.executor.close()
+            report.at_most("waits for the device in 10 speculative steps on it", float(waits.count), 0.0)
+        else:
+            note = "one result of verification, one of drafting"
+            report.add("waits for the device in 10 speculative steps", float(waits.count), note=note)
 
 
 def measure_memory(setting: Setting, report: PartReport) -> None:

@@ -75,7 +75,7 @@ TINY = Size(
     batches=((1, 12), (3, 9)),
     steps=2,
     copy_bytes=1 << 16,
-    prefill=16,
+    prefill=18,
     repeats=1,
 )
 """For tests of this benchmark."""
