@@ -67,7 +67,10 @@ def _launch(
     for size, most in zip(grid, _MOST, strict=False):
         if type(size) is not int or not 0 <= size <= most:
             raise DeviceError(f"{name}: a grid of {grid} programs cannot be launched")
-    kinds = tuple((key, kind_of(f"{name}: argument {key}", key, value)) for key, value in given.items())
+    plain = _not_specialized(kernel)
+    kinds = tuple(
+        (key, kind_of(f"{name}: argument {key}", key, value, key in plain)) for key, value in given.items()
+    )
     found = Launch(name, kinds)
     if launches.how == "compile" and found not in launches.seen:
         launches.compiled(found, kernel.run(**given, grid=grid, warmup=True, **options))
@@ -88,14 +91,23 @@ def _launch(
         recording.add(run, [value for value in given.values() if isinstance(value, CudaTensor)])
 
 
-def kind_of(what: str, name: str, value: Any) -> str:
-    """How Triton's compiler takes an argument: what it would compile anew for is something else."""
+def _not_specialized(kernel: Any) -> set[str]:
+    """Arguments of which the compiler is told nothing but their type."""
+    said = getattr(kernel, "kwargs", None) or vars(
+        kernel
+    )  # of the interpreter's functions, of the compiler's
+    return {*(said["do_not_specialize"] or ()), *(said["do_not_specialize_on_alignment"] or ())}
+
+
+def kind_of(what: str, name: str, value: Any, plain: bool) -> str:
+    """How Triton's compiler takes an argument: what it would compile anew for is something else. ``plain``: it is not
+    told more than the type."""
     if name.isupper():
         return repr(value)
     if isinstance(value, Tensor):
         if not isinstance(value, CudaTensor):
             raise DeviceError(f"{what}: Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        aligned = "" if value.inner.data_ptr() % 16 else " aligned"
+        aligned = "" if plain or value.inner.data_ptr() % 16 else " aligned"
         return f"*{str(value.dtype).removeprefix('torch.')}{aligned}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DeviceError(f"{what} is {value!r}")
@@ -103,9 +115,9 @@ def kind_of(what: str, name: str, value: Any) -> str:
         return "fp32"
     if not -(2**63) <= value < 2**63:
         raise DeviceError(f"{what} has more than 64 bits")
-    if value == 1:
-        return "1"  # the compiler is told
-    return ("i32" if -(2**31) <= value < 2**31 else "i64") + (" aligned" if value % 16 == 0 else "")
+    if value == 1 and not plain:
+        return "1"
+    return ("i32" if -(2**31) <= value < 2**31 else "i64") + ("" if plain or value % 16 else " aligned")
 
 
 class _Driver:

@@ -249,3 +249,20 @@ def test_a_step_waits_for_its_verification_and_for_its_drafts(
             found.append((model.num_replays - before, len(caught)))
     (steps, waits), (more_steps, more_waits) = found[1:]
     assert more_steps > steps + 4 and more_waits - waits <= 2 * (more_steps - steps)
+
+
+def test_later_requests_need_no_code_that_was_not_compiled(
+    launches: Launches, device: FakeCuda, checkpoints: Checkpoints
+) -> None:
+    """Triton compiles for alignments and small numbers apart, which takes seconds; see `kernels.triton.device`."""
+    rng = np.random.default_rng(1)
+    with checkpoints.engine(("methods", "eagle3", "chain")) as llm:
+        run(llm, checkpoints.prompts)
+        before = set(launches.seen)
+        for count in range(1, 5):
+            prompts = [rng.integers(0, VOCAB, int(rng.integers(2, 40))).tolist() for _ in range(count)]
+            llm.generate([{"prompt_token_ids": ids} for ids in prompts], PARAMS[: len(prompts)])
+    assert set(launches.seen) == before
+
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a true device")

@@ -1,1 +1,6 @@
-"""What runs on the device: functions for Triton's compiler, or its interpreter. Launched from the modules one up."""
+"""What runs on the device: functions for Triton's compiler, or its interpreter. Launched from the modules one up.
+
+The compiler makes code of its own for each alignment of a pointer and for whole numbers that are 1 or multiples of 16.
+Where that gains nothing (``do_not_specialize``: numbers of requests, nodes and parts, and pointers into tables of a
+batch), it is told not to: a request would wait seconds for code that differs in nothing.
+"""

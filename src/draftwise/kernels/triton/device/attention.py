@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["masks", "row_request", "query_start", "context", "is_tree"])
 def tree_rows(masks, row_request, query_start, context, is_tree, positions, paths):
     """Per row: its position, and for a row of a tree its path: paths[row, d] = the d-th set bit of its mask.
 
@@ -26,7 +26,18 @@ def tree_rows(masks, row_request, query_start, context, is_tree, positions, path
     tl.store(positions + row, tl.where(tree != 0, ctx + depth, ctx + row - start))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "row_base", "num_parts", "window"],
+    do_not_specialize_on_alignment=[
+        "tables",
+        "tasks",
+        "context",
+        "first_key",
+        "is_tree",
+        "positions",
+        "paths",
+    ],
+)
 def partial_attention(
     q,
     kv,
@@ -173,7 +184,9 @@ def partial_attention(
         tl.store(part_acc + at_acc, acc, mask=live[:, None] & in_dim[None, :])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["row_base", "num_parts", "window"], do_not_specialize_on_alignment=["positions"]
+)
 def combine_partitions(
     part_acc,
     part_max,

@@ -15,7 +15,7 @@ def residual(row, q_at, left_out, scale, v, end):
     return whole, tl.where(v == left_out, 0.0, rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["ends", "end_numbers", "masses"])
 def residual_masses(
     p, scratch, ends, end_numbers, masses, vocab, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -40,7 +40,10 @@ def residual_masses(
     tl.store(to + 1, whole_total)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_nodes", "num_parts"],
+    do_not_specialize_on_alignment=["ends", "end_numbers", "masses", "members", "walk"],
+)
 def draw_last(
     p,
     scratch,

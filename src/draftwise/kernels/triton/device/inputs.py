@@ -7,7 +7,18 @@ import triton.language as tl
 from draftwise.kernels.triton.device.noise import gumbel
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "step",
+        "table_stride",
+        "num_pages",
+        "offset",
+        "max_position",
+        "spare_slot",
+    ],
+    do_not_specialize_on_alignment=["start", "length", "tables", "positions", "slots", "context"],
+)
 def next_rows(
     start,
     length,
@@ -39,7 +50,20 @@ def next_rows(
     tl.store(context + r, key.to(tl.int32), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_nodes", "table_stride", "num_pages", "offset", "max_position", "spare_slot"],
+    do_not_specialize_on_alignment=[
+        "walk",
+        "roots",
+        "start",
+        "tables",
+        "tokens",
+        "source",
+        "positions",
+        "slots",
+        "last",
+    ],
+)
 def committed_rows(
     walk,
     roots,
@@ -82,7 +106,10 @@ def committed_rows(
     tl.store(last + r, r * rows + accepted)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["key_stride", "num_parts"],
+    do_not_specialize_on_alignment=["scales", "keys", "values", "tokens", "sums"],
+)
 def part_of_best(
     logits,
     scales,
@@ -129,7 +156,10 @@ def part_of_best(
         tl.store(tokens + at + k, found)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_parts"],
+    do_not_specialize_on_alignment=["values", "tokens", "sums", "out_values", "out_tokens", "totals"],
+)
 def best_of_all(
     values,
     tokens,
@@ -172,7 +202,9 @@ def best_of_all(
             tl.store(out_tokens + row * K + k, found.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["scales", "tops", "sums", "masses"]
+)
 def part_of_softmax(
     logits,
     scales,
@@ -205,7 +237,10 @@ def part_of_softmax(
     tl.store(masses + row * num_parts + part, tl.sum(weights.to(tl.float64), 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["uniform_stride", "num_parts"],
+    do_not_specialize_on_alignment=["masses", "uniforms", "out"],
+)
 def draw_sampled(
     q,
     masses,

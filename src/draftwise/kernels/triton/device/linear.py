@@ -60,7 +60,7 @@ def dot_block(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "groups"])
 def linear(
     x,
     weight,
@@ -121,7 +121,7 @@ def linear(
         tl.store(out + at_out, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_parts(
     parts,
     x_scales,
@@ -180,7 +180,7 @@ def quantize_rows(x, codes, scales, size, stride, FLOATS: tl.constexpr, BLOCK: t
     tl.store(scales + row, top / largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_codes(
     x,
     x_scales,

@@ -37,7 +37,7 @@ def silu_mul(gate_up, out, size, stride, BLOCK: tl.constexpr):
     tl.store(out + row * size + i, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index"])
 def gather_rows(table, index, out, size, BLOCK: tl.constexpr):
     """One block of one row: out[row] = table[index[row]]."""
     row = tl.program_id(0).to(tl.int64)
@@ -47,7 +47,7 @@ def gather_rows(table, index, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + i, tl.load(table + source * size + i, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def rope_write(
     qkv,
     angles,
@@ -121,7 +121,7 @@ def rope_write(
         tl.store(kv + entry * DIM + HALF + i, wide_b.to(kv.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["slots", "roots", "walk"])
 def compact_paths(
     pool, slots, roots, walk, size, layer_stride, num_nodes, NODES_PAD: tl.constexpr, BLOCK: tl.constexpr
 ):
