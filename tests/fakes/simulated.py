@@ -17,6 +17,7 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.types import RowResult, Speculation, StepPlan, StepResult
+from tests.fakes.fake_executor import LateExecutor
 
 
 @dataclass
@@ -24,7 +25,9 @@ class World:
     """Costs in milliseconds. ``target(requests, rows)``: a step's target part; ``draft(method, requests, nodes)``;
     ``prompt``: per prompt token. ``chance(rid, method, position, time)``: of acceptance, given the positions before.
     ``sizes(method, random)``: size of an evident proposal, None: as many nodes as allowed. ``noise(random)``: factor
-    of a step's time."""
+    of a step's time. ``follow``: per token that a drafter is told of (see `Following`); if it is not 0, drafts behind a
+    gap are accepted rarely for 64 tokens. ``catch_up``: per token that a drafter has not seen when it drafts.
+    ``timed``: whether a step says what part of it was drafting."""
 
     target: Callable[[int, int], float]
     draft: Callable[[str, int, int], float]
@@ -32,6 +35,9 @@ class World:
     sizes: Callable[[str, random.Random], int | None] = lambda method, rng: None
     noise: Callable[[random.Random], float] = lambda rng: 1.0
     prompt: float = 0.001
+    follow: float = 0.0
+    catch_up: float = 0.0
+    timed: bool = True
 
 
 @dataclass
@@ -39,7 +45,11 @@ class _Row:
     speculation: Speculation
     num_tokens: int
     num_computed: int
+    max_total: int
     waiting: int = 0
+    whole: bool = True  # the drafter was told of every token
+    told: int = 0  # of so many in a row up to the newest one
+    drafted: int = 0  # tokens known when it drafted last
 
 
 @dataclass
@@ -52,6 +62,8 @@ class Step:
     requests: int
     rows: int
     budgets: dict[int, int] = field(default_factory=dict)
+    plain: float = 0.0  # seconds that the same step would take without drafts and drafters, and without noise
+    clean: float = 0.0  # seconds without noise
 
 
 class SimulatedExecutor(Executor):
@@ -69,43 +81,72 @@ class SimulatedExecutor(Executor):
         for rid in plan.removed:
             self.rows.pop(rid, None)
         for new in plan.new:
-            self.rows[new.rid] = _Row(new.speculation, len(new.token_ids_np), new.num_computed)
+            self.rows[new.rid] = _Row(new.speculation, len(new.token_ids_np), new.num_computed, new.max_total)
         world, start = self.world, self.now
         results: list[RowResult] = []
         drafting: dict[str, list[int]] = {}
-        decoding = verified = prompt = 0
+        decoding = verified = prompt = told = late = 0
         for planned in plan.rows:
             row = self.rows[planned.rid]
+            if row.num_tokens >= row.max_total:
+                continue  # ahead, the scheduler did not know
+            num_draft = min(planned.num_draft, row.waiting)
             if planned.num_new == 1:
                 decoding += 1
-                verified += 1 + planned.num_draft
+                verified += 1 + num_draft
             else:
                 prompt += planned.num_new
-            results.append(
-                self._row(planned.rid, row, planned.num_new, planned.num_draft, planned.draft_budget)
-            )
+            results.append(self._row(planned.rid, row, planned.num_new, num_draft, planned.draft_budget))
+            told += self._tell(row, planned.num_new + results[-1].num_accepted, planned.follow)
             if planned.draft_budget and results[-1].token_ids:
                 drafting.setdefault(row.speculation.method, []).append(planned.draft_budget)
+                late += max(row.num_tokens - row.drafted - results[-1].num_accepted - 1, 0)
+                row.drafted = row.num_tokens
         noise = world.noise(self.random)
-        target = world.target(decoding, verified) if decoding else 0.0
-        forward = (target + world.prompt * prompt) * noise / 1000
-        draft = sum(world.draft(m, len(n), max(n)) for m, n in drafting.items()) * noise / 1000
+        target = (world.target(decoding, verified) if decoding else 0.0) + world.prompt * prompt
+        extra = sum(world.draft(m, len(n), max(n)) for m, n in drafting.items())
+        extra += world.follow * told + world.catch_up * late
+        forward, draft = target * noise / 1000, extra * noise / 1000
         self.now += forward + draft
         budgets = {p.rid: p.draft_budget for p in plan.rows}
         tokens = sum(len(r.token_ids) for r in results)
-        self.steps.append(Step(self.now, self.now - start, tokens, decoding, verified, budgets))
+        plain = ((world.target(decoding, decoding) if decoding else 0.0) + world.prompt * prompt) / 1000
+        self.steps.append(
+            Step(
+                self.now,
+                self.now - start,
+                tokens,
+                decoding,
+                verified,
+                budgets,
+                plain,
+                (target + extra) / 1000,
+            )
+        )
+        if not world.timed:
+            forward = draft = 0.0
         return StepResult(plan.step, tuple(results), forward_time=forward, draft_time=draft)
+
+    def _tell(self, row: _Row, tokens: int, follow: bool) -> int:
+        """The drafter is told of these tokens, or not: how many it has to take in."""
+        if row.speculation.method == "none" or not self.world.follow:
+            return 0
+        row.told = row.told + tokens if follow else 0
+        row.whole = row.whole and follow
+        return tokens if follow else 0
 
     def _row(self, rid: int, row: _Row, num_new: int, num_draft: int, budget: int) -> RowResult:
         if row.num_computed + num_new < row.num_tokens:
             row.num_computed += num_new
             row.waiting = 0
             return RowResult(rid)
-        assert num_draft <= row.waiting
         method = row.speculation.method
         accepted = 0
         while accepted < num_draft:
-            if self.random.random() >= self.world.chance(rid, method, accepted, self.now):
+            chance = self.world.chance(rid, method, accepted, self.now)
+            if self.world.follow and not row.whole and row.told < 64:
+                chance *= 0.4
+            if self.random.random() >= chance:
                 break
             accepted += 1
         row.num_computed += num_new + accepted
@@ -134,7 +175,13 @@ class Simulation:
     """Requests that come and go; time is the executor's."""
 
     def __init__(
-        self, world: World, controller: Controller, *, seed: int = 0, max_num_seqs: int = 64
+        self,
+        world: World,
+        controller: Controller,
+        *,
+        seed: int = 0,
+        max_num_seqs: int = 64,
+        ahead: bool = False,
     ) -> None:
         self.executor = SimulatedExecutor(world, seed)
         self.controller = controller
@@ -144,7 +191,8 @@ class Simulation:
             controller,
             self.executor.clock,
         )
-        self.core = EngineCore(scheduler, self.executor, self.executor.clock)
+        executor = LateExecutor(self.executor) if ahead else self.executor
+        self.core = EngineCore(scheduler, executor, self.executor.clock, ahead=ahead)
         self._next = 0
 
     def add(

@@ -3,65 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from functools import partial
 
-from draftwise.adapt.acceptance import is_chain
 from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, pays_at_best
-from draftwise.adapt.controller import (
-    Controller,
-    ControlStats,
-    GroupControl,
-    StepShape,
-    Tables,
-    most_nodes,
-)
+from draftwise.adapt.controller import Controller, ControlStats, GroupControl, StepShape, Tables
+from draftwise.adapt.drafting_time import DraftingTime
 from draftwise.adapt.explore import Explorer
 from draftwise.adapt.following import Following
 from draftwise.adapt.ledger import Ledger
 from draftwise.adapt.performance import PerformanceModel, bucket, class_of_batch
+from draftwise.adapt.roster import Planned, Roster, record
+from draftwise.adapt.settings import AdaptiveSettings
 from draftwise.types import RowResult, Speculation, StepResult
 
 _HOPELESS_DRAFTS = 8
 _HOPELESS_ACCEPTED = 0.3
 """So many proposals of which less than so many drafts were accepted on average end a trial before its time."""
-_CROWD = 8
-_PIONEERS = 8
-"""In a batch of more requests than `_CROWD` a group about which nothing is known for as many begins with one in
-`_PIONEERS` of them: they say nearly as much, and the loss, if it is one, is that of a few."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveSettings:
-    """Constants of the controller; times in plain steps, shares of the time that passes.
-
-    ``explore_share``: time that may be spent on learning what is not in use (probes, pauses, looks beyond the cap).
-    ``loss_share``: time that speculation as a whole may lose against plain decoding before it is suspended, and
-    ``loss_steps`` the reserve it starts with and never exceeds with few requests. The two shares, and what the
-    controller itself takes, are the 2 % of the promise.
-    """
-
-    explore_share: float = 0.004
-    explore_steps: float = 8.0
-    loss_share: float = 0.01
-    loss_steps: float = 24.0
-    trial_steps: int = (
-        24  # drafting steps of a new group before times decide about it: the first ones say little
-    )
-    trial_loss: float = 5.0  # plain steps lost that end every trial
-    first_steps: int = 12  # choose every step
-    warm_steps: int = 48  # choose often
-    warm_interval: int = 4
-    interval: int = 16
-    idle_interval: int = 128  # when nobody drafts
-
-
-@dataclass(slots=True)
-class Planned:
-    """What is remembered of a step until it is observed; ahead, the next one is planned before."""
-
-    step: int
-    drafting: dict[Group, list[int]] = field(default_factory=dict)  # requests, nodes, catch-up tokens
-    asked: set[int] = field(default_factory=set)  # requests that draft
+_PROMISING = 1.1
+"""Promised rate over the plain one from which on suspended speculation is tried again before it has paid."""
 
 
 class AdaptiveController(Controller):
@@ -87,14 +46,12 @@ class AdaptiveController(Controller):
         the one before it is observed. ``model``: one that has learned on this engine before."""
         self.model = model or PerformanceModel()
         self.settings = settings or AdaptiveSettings()
-        self._tables = dict(tables or {})
-        self._evident = frozenset(evident)
+        self._roster = Roster(tables or {}, evident, observing, ahead=ahead)
+        self._drafters = self._roster.drafters
+        self._groups = self._roster.groups
         self._ahead = ahead
-        self._groups: dict[object, Group] = {}
-        self._drafters: dict[int, Drafter | None] = {}  # rid -> None: decodes plainly
         self._ended: list[int] = []
         self._step = 0
-        self._batch = 0
         self._batch_bucket = 0
         self._decide_at = 0
         self._mean_context = 0
@@ -104,7 +61,8 @@ class AdaptiveController(Controller):
         self._rate_gain = 1.0  # promised rate over the plain one
         self._explorer = Explorer(self.model, self.settings.explore_share, self.settings.explore_steps)
         self._ledger = Ledger(self.settings.loss_share, self.settings.loss_steps)
-        self._following = Following(observing, self.model)
+        self._following = Following(self.model)
+        self._drafting_time = DraftingTime(self.model, self._explorer)
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
         self._num_decisions = self._num_suspended = 0
@@ -120,7 +78,7 @@ class AdaptiveController(Controller):
                 if gone is not None:
                     self._following.forget(gone)
             self._ended.clear()
-        self._batch = batch_size
+        self._roster.batch = batch_size
         self._explorer.begin(self._step)
         if not self._groups:
             return planned
@@ -128,13 +86,17 @@ class AdaptiveController(Controller):
             self._decide()
         if self._ledger.suspended:
             self._num_suspended += 1
-        elif self._prices is not None and self._explorer.is_due():
-            self._explorer.look(self._prices, self._rate_gain, self._plain_known, self._active)
+        elif self._prices is None:
+            self._explorer.pause_if_untimed()
+        elif self._explorer.is_due():
+            self._explorer.look(
+                self._prices, self._rate_gain, self._plain_known, partial(self._roster.active, self._step)
+            )
             self._look_for_samples(self._prices)
         return planned
 
     def _look_for_samples(self, prices: Prices) -> None:
-        for group, members in self._active():
+        for group, members in self._roster.active(self._step):
             if group.resting:
                 self._following.renew(group, members, self._step, self._explorer.funds, prices)
 
@@ -189,6 +151,17 @@ class AdaptiveController(Controller):
             group[2] += lag
         return nodes
 
+    def _enter(self, rid: int, speculation: Speculation) -> Drafter | None:
+        known = len(self._groups)
+        drafter = self._roster.enter(rid, speculation, self._step)
+        if len(self._groups) > known:
+            self._decide_at = 0
+        return drafter
+
+    def forget(self, rid: int) -> None:
+        if rid in self._drafters:
+            self._ended.append(rid)  # its last row may be still to come
+
     def nodes_to_verify(self, rid: int, num_proposed: int) -> int:
         drafter = self._drafters.get(rid)
         if drafter is None:
@@ -198,44 +171,6 @@ class AdaptiveController(Controller):
             return num_proposed
         cut = drafter.cuts.get(drafter.group.class_of(num_proposed), num_proposed)
         return min(cut, num_proposed)
-
-    def _enter(self, rid: int, speculation: Speculation) -> Drafter | None:
-        asked = most_nodes(speculation, 0, {})
-        drafter = None
-        if asked:
-            group = self._group_of(speculation)
-            most = self._limit(group, asked)
-            budget = most if group.cap is None else min(most, group.cap)
-            known = group.cap is not None and 2 * group.chosen_for >= self._batch
-            if self._batch > _CROWD and not known and not group.evident:
-                if group.entered * _PIONEERS >= self._batch:
-                    budget = 0
-                group.entered += 1
-            drafter = Drafter(group, asked, most, budget, drafted=self._step - 1, rid=rid)
-        self._drafters[rid] = drafter
-        return drafter
-
-    def _group_of(self, speculation: Speculation) -> Group:
-        key = (speculation.method, speculation.rule, speculation.tree, speculation.dynamic)
-        group = self._groups.get(key)
-        if group is None:
-            evident = speculation.method in self._evident
-            group = self._groups[key] = Group(
-                speculation.method,
-                speculation.rule,
-                evident,
-                cuts=not (evident and self._ahead),
-                follows=self._following.concerns(speculation.method),
-            )
-            self._decide_at = 0
-        return group
-
-    def _limit(self, group: Group, asked: int) -> int:
-        """Nodes a request may draft in a batch of this size."""
-        for low, high, limit in self._tables.get(group.method, ()):
-            if low <= self._batch <= high:
-                return min(asked, limit)
-        return asked
 
     # ------------------------------------------------------------------------------------------- observing
 
@@ -260,8 +195,10 @@ class AdaptiveController(Controller):
             shape.requests = len(result.rows)
             shape.rows = shape.requests + drafted
         drafting, draft_time = planned.drafting, result.draft_time
-        if drafting and draft_time <= 0 and result.forward_time <= 0:
-            draft_time = self._guess_drafting(shape, seconds)
+        untimed = bool(drafting) and draft_time <= 0 and result.forward_time <= 0
+        if untimed:
+            self._explorer.pause_steps = 2
+            draft_time = self._drafting_time.guess(shape, seconds)
         elif draft_time > 0 and not drafting:
             self._charge_following(draft_time, shape)
         plain = shape.rows == shape.requests and not drafting
@@ -278,18 +215,20 @@ class AdaptiveController(Controller):
             if step % 3:
                 self._earn(seconds)
                 return
-        usual = self.model.observe_target(shape, seconds - draft_time)
+        usual = seconds - draft_time
+        if not untimed:  # what was guessed by the target's part says nothing of that
+            usual = self.model.observe_target(shape, usual)
         if drafting:
-            usual += self._observe_drafting(draft_time, shape, planned)
+            usual += self._drafting_time.observe(draft_time, shape, planned)
         if drafting and shape.prompt_rows:
             self._book_reading(draft_time)
         if decoding:
             self._mean_context = shape.context // shape.requests
             self._sampled = shape.sampled
-            if pure:
+            if pure and not untimed:
                 self._explorer.saw_plain(shape.requests)
             if not plain:
-                self._account(shape, tokens, min(max(seconds, 0.8 * usual), 1.25 * usual), weight)
+                self._account(shape, tokens, min(seconds, 1.25 * usual), weight)
         self._earn(seconds)
 
     def _observe_row(self, drafter: Drafter, row: RowResult, planned: Planned) -> None:
@@ -299,16 +238,7 @@ class AdaptiveController(Controller):
                 0  # drafted to see what it takes: its drafter had seen next to nothing
             )
         elif drafted:
-            group.num_drafts += 1
-            group.num_accepted += row.num_accepted
-            if group.trees or not is_chain(row.draft_parents):
-                group.trees = True
-                group.acceptance.counts.add_tree(drafted, row.accepted_nodes)
-                drafter.history.counts.add_tree(drafted, row.accepted_nodes)
-            else:
-                kind = group.class_of(drafter.verified if group.cuts else drafted)
-                group.acceptance.counts.add_chain(kind, drafted, row.num_accepted)
-                drafter.history.counts.add_chain(kind, drafted, row.num_accepted)
+            record(drafter, row)
             explorer, accepted = self._explorer, row.num_accepted
             if drafter.probe and explorer.take_outcome(drafter, drafted, accepted, self._prices):
                 self._decide_at = min(self._decide_at, self._step + 2)
@@ -319,31 +249,6 @@ class AdaptiveController(Controller):
             group.acceptance.add_size(proposed)
         if drafter.probe:
             self._explorer.take_proposal(drafter, proposed)
-
-    def _guess_drafting(self, shape: StepShape, seconds: float) -> float:
-        """Seconds of a step that its drafters took, where nobody timed them: what the target's part is not believed to
-        take. Steps of a pause, without drafting, tell what that is."""
-        self._explorer.pause_steps = 2
-        target = self.model.target_time(shape.requests, shape.rows, shape.context, shape.sampled)
-        return max(seconds - target, 0.0) if target > 0 and not shape.prompt_rows else 0.0
-
-    def _observe_drafting(self, seconds: float, shape: StepShape, planned: Planned) -> float:
-        """Share the time of all drafters among the groups as the model predicts it; answers the prediction."""
-        drafting = planned.drafting.items()
-        guesses = [
-            self.model.draft_time(group.method, n, nodes, lag, group.sampled)
-            for group, (n, nodes, lag) in drafting
-        ]
-        total = sum(guesses)
-        if shape.prompt_rows or seconds <= 0:  # behind a prompt, the drafter catches up on it
-            return total
-        for (group, (n, nodes, lag)), guess in zip(drafting, guesses, strict=True):
-            part = seconds * (guess / total if total > 0 else 1.0 / len(guesses))
-            self.model.observe_draft(group.method, n, nodes, lag, group.sampled, part)
-            if lag and not group.cap:
-                usual = self.model.draft_time(group.method, n, nodes, sampled=group.sampled)
-                self._explorer.spend(max(part - usual, 0.0))
-        return total or seconds
 
     def _book_reading(self, seconds: float) -> None:
         """Drafters have read what others decoded, or prompts."""
@@ -356,12 +261,12 @@ class AdaptiveController(Controller):
         prices = self._prices
         if prices is None:
             return
-        if any(group.follows and not group.resting for group in self._groups.values()):
+        if any(group.follows and not group.resting for group in self._groups):
             self._book_reading(seconds)
             return
         self._explorer.spend(seconds)  # for a sample
         if self._explorer.funds < 0:
-            for group in self._groups.values():
+            for group in self._groups:
                 self._following.drop(group)
 
     def _account(self, shape: StepShape, tokens: int, seconds: float, weight: int) -> None:
@@ -383,22 +288,9 @@ class AdaptiveController(Controller):
         prices = self._prices
         if prices is not None:
             self._explorer.earn(seconds, prices)
-            self._ledger.earn(seconds / prices.plain)
-
-    def forget(self, rid: int) -> None:
-        if rid in self._drafters:
-            self._ended.append(rid)  # its last row may be still to come
+            self._ledger.earn(seconds / prices.plain, self._rate_gain > _PROMISING)
 
     # ------------------------------------------------------------------------------------------- deciding
-
-    def _active(self) -> list[tuple[Group, list[Drafter]]]:
-        """Groups with the requests that were planned lately."""
-        found: dict[int, tuple[Group, list[Drafter]]] = {}
-        since = self._step - 3
-        for drafter in self._drafters.values():
-            if drafter is not None and drafter.seen >= since and drafter.most:
-                found.setdefault(id(drafter.group), (drafter.group, []))[1].append(drafter)
-        return list(found.values())
 
     def _able(self, group: Group, members: list[Drafter]) -> list[Drafter]:
         """Those about whom to decide: who has seen enough to draft well; all, if nobody has or the group rests."""
@@ -408,20 +300,16 @@ class AdaptiveController(Controller):
 
     def _decide(self) -> None:
         settings = self.settings
-        self._batch_bucket = bucket(self._batch)
+        self._batch_bucket = bucket(self._roster.batch)
         self._decide_at = self._step + 1
-        if self._tables:
-            for drafter in self._drafters.values():
-                if drafter is not None:
-                    drafter.most = self._limit(drafter.group, drafter.asked)
-                    drafter.budget = min(drafter.budget, drafter.most)
-        for group in self._groups.values():
-            if group.cap is not None and 2 * group.chosen_for < self._batch:
+        self._roster.keep_to_tables()
+        for group in self._groups:
+            if group.cap is not None and 2 * group.chosen_for < self._roster.batch:
                 self._recall(group)
-        groups = [(group, self._able(group, members)) for group, members in self._active()]
+        groups = [(group, self._able(group, members)) for group, members in self._roster.active(self._step)]
         if not groups:
             return
-        n = max(1, self._batch)
+        n = max(1, self._roster.batch)
         context, sampled = self._mean_context * n, self._sampled
         plain = self.model.target_time(n, n, context, sampled)
         if plain <= 0:
@@ -434,10 +322,12 @@ class AdaptiveController(Controller):
         interval = settings.idle_interval
         for (group, members), option in zip(groups, options, strict=True):
             trial = self._on_trial(group)
-            if not trial:
+            if trial:
+                interval = min(interval, settings.warm_interval)
+            else:
                 self._carry_out(group, members, option)
             drafts = trial or (option.cap > 0 and not self._ledger.suspended)
-            self._following.tidy(group, list(filter(None, self._drafters.values())), n, self._step, drafts)
+            self._following.tidy(group, self._roster.members(group), n, self._step, drafts)
             if not drafts:
                 interval = min(interval, self._following.next_look(group, n, self._step))
         if self._step < settings.first_steps:
@@ -449,11 +339,11 @@ class AdaptiveController(Controller):
 
     def _recall(self, group: Group) -> None:
         """The batch has grown much: begin with what was chosen when it was of this size, if it was."""
-        cap = group.chosen.get(class_of_batch(self._batch))
+        cap = group.chosen.get(class_of_batch(self._roster.batch))
         if cap is None:
             return
-        group.cap, group.chosen_for = cap, self._batch
-        members = [d for d in self._drafters.values() if d is not None and d.group is group]
+        group.cap, group.chosen_for = cap, self._roster.batch
+        members = self._roster.members(group)
         for member in members:
             member.budget = min(cap, member.most)
         if not cap:
@@ -463,7 +353,7 @@ class AdaptiveController(Controller):
         """Whether the group goes on drafting what it was asked for, whatever its first times look like: a machine that
         is busy at that moment must not decide. Nearly no draft accepted is reason enough to stop."""
         settings = self.settings
-        if self._batch > 2 or group.cap is not None or group.num_steps >= settings.trial_steps:
+        if self._roster.batch > 2 or group.cap is not None or group.num_steps >= settings.trial_steps:
             return False
         if self._ledger.balance < settings.loss_steps - settings.trial_loss:
             return False
@@ -473,8 +363,8 @@ class AdaptiveController(Controller):
     def _carry_out(self, group: Group, members: list[Drafter], option: Option) -> None:
         assert self._prices is not None
         group.cap = option.cap
-        group.chosen_for, group.entered = self._batch, 0
-        group.chosen[class_of_batch(self._batch)] = 0 if self._ledger.suspended else option.cap
+        group.chosen_for, group.entered = self._roster.batch, 0
+        group.chosen[class_of_batch(self._roster.batch)] = 0 if self._ledger.suspended else option.cap
         group.gain = self._rate_gain
         group.hopeful = True
         if option.cap:
@@ -505,7 +395,7 @@ class AdaptiveController(Controller):
                 gain=group.gain,
                 accepted=group.accepted,
             )
-            for group, members in self._active()
+            for group, members in self._roster.active(self._step)
         )
         return ControlStats(
             "adaptive",

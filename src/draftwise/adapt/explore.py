@@ -35,7 +35,7 @@ class Explorer:
         self._model = model
         self._share = share
         self._most_steps = most_steps
-        self.pause_steps = 1
+        self.pause_steps = 1  # 2: nobody says what part of a step was drafting
         """Steps of a pause. In the first one, proposals may still be verified; the next one is all plain, but for its
         drafting, unless that pauses, too."""
         self._step = self._pause_until = 0
@@ -49,6 +49,12 @@ class Explorer:
         self._step = step
         self.pausing = step < self._pause_until
         self.deep = None
+
+    def pause_if_untimed(self) -> None:
+        """Nothing is known of plain steps, and steps with drafting say nothing about them: make some."""
+        if self.pause_steps > 1:
+            self.pausing = True
+            self._pause_until = max(self._pause_until, self._step + 1)
 
     def is_due(self) -> bool:
         """Whether to look in this step for something to try."""

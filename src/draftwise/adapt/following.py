@@ -7,7 +7,7 @@ requests rest. One of them may go on as a sample, so that there is somebody whos
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 from draftwise.adapt.choice import NEVER, Drafter, Group, Prices
 from draftwise.adapt.performance import PerformanceModel
@@ -27,15 +27,9 @@ _SAMPLE_ROWS = 32
 class Following:
     """``resting``: requests whose drafters are told nothing."""
 
-    def __init__(self, methods: Collection[str], model: PerformanceModel) -> None:
-        """``methods``: whose drafters keep something of every token that the target reads (`Proposer.observes`)."""
+    def __init__(self, model: PerformanceModel) -> None:
         self.resting: set[int] = set()
-        self._methods = frozenset(methods)
         self._model = model
-
-    def concerns(self, method: str) -> bool:
-        """Whether following costs anything for this method."""
-        return method in self._methods
 
     def price(self, group: Group, prices: Prices | None, tokens: int) -> float:
         """Seconds that it takes to follow so many tokens of a request."""
@@ -80,7 +74,7 @@ class Following:
 
     # --------------------------------------------------------------------------------------------- groups
 
-    def tidy(self, group: Group, drafters: Iterable[Drafter], requests: int, step: int, drafts: bool) -> None:
+    def tidy(self, group: Group, drafters: Sequence[Drafter], requests: int, step: int, drafts: bool) -> None:
         """After a choice, which was to draft or not: a group that has not drafted for long rests, one that is to draft
         rests no longer."""
         if not group.follows:
@@ -100,23 +94,21 @@ class Following:
             return NEVER
         return max(1, -(-_IDLE_TOKENS // requests) - (step - min(group.idle_since, step)))
 
-    def rest(self, group: Group, drafters: Iterable[Drafter]) -> None:
+    def rest(self, group: Group, drafters: Sequence[Drafter]) -> None:
         """The group will not draft for long."""
         if group.resting or not group.follows:
             return
         group.resting = True
         for drafter in drafters:
-            if drafter.group is not group:
-                continue
             if group.sample is None and drafter.ready == 0:
                 group.sample = drafter  # it has seen everything: worth most
             else:
                 self._leave(drafter)
 
-    def _wake(self, group: Group, drafters: Iterable[Drafter], step: int) -> None:
+    def _wake(self, group: Group, drafters: Sequence[Drafter], step: int) -> None:
         group.resting, group.sample = False, None
         for drafter in drafters:
-            if drafter.group is group and drafter.ready == NEVER:
+            if drafter.ready == NEVER:
                 drafter.ready = step + _WARM_STEPS
                 self.resting.discard(drafter.rid)
 

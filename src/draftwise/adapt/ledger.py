@@ -8,11 +8,15 @@ _LEAST_RESERVE = 0.25
 _RESERVE_REQUESTS = 4
 """A step of many requests says more about acceptance than one of a few, and its loss is that of all of them: with more
 than so many requests the reserve is less, but not less than this share of it."""
+_RETRY = 64
+"""Plain steps after which suspended speculation that now promises much is tried on credit; after each failure twice as
+many. What suspended it may have been the machine."""
+_CREDIT = 1.0
 
 
 class Ledger:
     """In plain steps of the present batch. Speculation that has lost more than it may is ``suspended`` until time has
-    paid for it."""
+    paid for it, or until it promises much again."""
 
     def __init__(self, share: float, reserve: float) -> None:
         """``share`` of the time that passes may be lost; ``reserve``: what the account starts with and never exceeds
@@ -21,6 +25,8 @@ class Ledger:
         self.suspended = False
         self._share = share
         self._reserve = reserve
+        self._retry_after = _RETRY
+        self._waited = 0.0
 
     def book(self, gain: float, requests: int) -> None:
         """Speculation gained, or lost, so many plain steps."""
@@ -28,9 +34,18 @@ class Ledger:
         self.balance = max(min(self.balance + gain, most), -_DEEPEST_LOSS)
         if self.balance < 0:
             self.suspended = True
+        elif self.balance >= 0.5 * most:
+            self._retry_after = _RETRY
 
-    def earn(self, steps: float) -> None:
-        """The time of so many plain steps has passed."""
+    def earn(self, steps: float, promising: bool) -> None:
+        """The time of so many plain steps has passed. ``promising``: by what is known now, drafting gains much."""
         self.balance += self._share * steps
-        if self.suspended and self.balance > 1.0:
+        if not self.suspended:
+            return
+        self._waited += steps
+        if promising and self._waited >= self._retry_after:
+            self._retry_after *= 2
+            self.balance = max(self.balance, _CREDIT + 0.01)
+        if self.balance > _CREDIT:
             self.suspended = False
+            self._waited = 0.0

@@ -1,0 +1,114 @@
+"""Who drafts: the requests that are there, and the groups they make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from draftwise.adapt.acceptance import is_chain
+from draftwise.adapt.choice import Drafter, Group
+from draftwise.adapt.controller import Tables, most_nodes
+from draftwise.types import RowResult, Speculation
+
+_CROWD = 8
+_PIONEERS = 8
+"""In a batch of more requests than `_CROWD` a group about which nothing is known for as many begins with one in
+`_PIONEERS` of them: they say nearly as much, and the loss, if it is one, is that of a few."""
+
+
+@dataclass(slots=True)
+class Planned:
+    """What is remembered of a step until it is observed; ahead, the next one is planned before."""
+
+    step: int
+    drafting: dict[Group, list[int]] = field(default_factory=dict)  # requests, nodes, catch-up tokens
+    asked: set[int] = field(default_factory=set)  # requests that draft
+
+
+class Roster:
+    """``drafters``: request -> what is known of it; None: it decodes plainly. ``batch``: requests of the next step."""
+
+    def __init__(
+        self, tables: Tables, evident: Collection[str], observing: Collection[str], *, ahead: bool
+    ) -> None:
+        """See `AdaptiveController`."""
+        self.groups: list[Group] = []
+        self.drafters: dict[int, Drafter | None] = {}
+        self.batch = 0
+        self._tables = dict(tables)
+        self._evident = frozenset(evident)
+        self._observing = frozenset(observing)
+        self._ahead = ahead
+        self._by_kind: dict[object, Group] = {}
+
+    def enter(self, rid: int, speculation: Speculation, step: int) -> Drafter | None:
+        """A new request."""
+        asked = most_nodes(speculation, 0, {})
+        drafter = None
+        if asked:
+            group = self._group_of(speculation)
+            most = self._limit(group, asked)
+            budget = most if group.cap is None else min(most, group.cap)
+            known = group.cap is not None and 2 * group.chosen_for >= self.batch
+            if self.batch > _CROWD and not known and not group.evident:
+                if group.entered * _PIONEERS >= self.batch:
+                    budget = 0
+                group.entered += 1
+            drafter = Drafter(group, asked, most, budget, drafted=step - 1, rid=rid)
+        self.drafters[rid] = drafter
+        return drafter
+
+    def _group_of(self, speculation: Speculation) -> Group:
+        method = speculation.method
+        key = (method, speculation.rule, speculation.tree, speculation.dynamic)
+        group = self._by_kind.get(key)
+        if group is None:
+            evident = method in self._evident
+            cuts = not (evident and self._ahead)
+            group = Group(method, speculation.rule, evident, cuts, follows=method in self._observing)
+            self._by_kind[key] = group
+            self.groups.append(group)
+        return group
+
+    def _limit(self, group: Group, asked: int) -> int:
+        """Nodes a request may draft in a batch of this size."""
+        for low, high, limit in self._tables.get(group.method, ()):
+            if low <= self.batch <= high:
+                return min(asked, limit)
+        return asked
+
+    def keep_to_tables(self) -> None:
+        """The batch has another size: the tables may allow less, or more."""
+        if not self._tables:
+            return
+        for drafter in self.drafters.values():
+            if drafter is not None:
+                drafter.most = self._limit(drafter.group, drafter.asked)
+                drafter.budget = min(drafter.budget, drafter.most)
+
+    def members(self, group: Group) -> list[Drafter]:
+        """All requests of a group."""
+        return [d for d in self.drafters.values() if d is not None and d.group is group]
+
+    def active(self, step: int) -> list[tuple[Group, list[Drafter]]]:
+        """Groups with the requests that were planned lately."""
+        found: dict[int, tuple[Group, list[Drafter]]] = {}
+        since = step - 3
+        for drafter in self.drafters.values():
+            if drafter is not None and drafter.seen >= since and drafter.most:
+                found.setdefault(id(drafter.group), (drafter.group, []))[1].append(drafter)
+        return list(found.values())
+
+
+def record(drafter: Drafter, row: RowResult) -> None:
+    """Take in how much of a request's proposal was accepted."""
+    group, drafted = drafter.group, row.num_drafted
+    group.num_drafts += 1
+    group.num_accepted += row.num_accepted
+    for counts in (group.acceptance.counts, drafter.history.counts):
+        if group.trees or not is_chain(row.draft_parents):
+            group.trees = True
+            counts.add_tree(drafted, row.accepted_nodes)
+        else:
+            kind = group.class_of(drafter.verified if group.cuts else drafted)
+            counts.add_chain(kind, drafted, row.num_accepted)
