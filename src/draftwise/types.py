@@ -40,9 +40,9 @@ class Proposal:
 
     Example: tokens (5, 7, 9, 2), parents (-1, -1, 0, 2) is root -> {5, 7}, 5 -> 9, 9 -> 2.
 
-    ``q`` is the draft distribution [P, V] float32, one row for each parent that has children;
-    ``q_rows[i]`` is the row of ``q`` from which node i was drawn (siblings share it). ``q is None``: point
-    masses (n-gram, suffix, greedy drafts, fixed children). ``draw`` says how siblings were drawn from ``q``.
+    ``q`` is the draft distribution [P, V] float32, one row for each parent that has children, perhaps among those of
+    other proposals; ``q_rows[i]`` is the row of ``q`` from which node i was drawn (siblings share it). ``q is None``:
+    point masses (n-gram, suffix, greedy drafts, fixed children). ``draw`` says how siblings were drawn from ``q``.
     """
 
     tokens: tuple[int, ...] = ()
@@ -96,12 +96,16 @@ def tree_depth(parents: tuple[int, ...]) -> int:
 
 
 def chain(
-    tokens: Sequence[int], method: str, q: torch.Tensor | None = None, draw: DrawKind | None = None
+    tokens: Sequence[int],
+    method: str,
+    q: torch.Tensor | None = None,
+    draw: DrawKind | None = None,
+    first_q: int = 0,
 ) -> Proposal:
-    """A chain proposal; ``q`` [len(tokens), V] float32 when the tokens were drawn from it."""
+    """A chain proposal; ``q`` [P, V] float32 when the tokens were drawn from its rows ``first_q ..``."""
     n = len(tokens)
     kind: DrawKind = draw or ("fixed" if q is None else "independent")
-    q_rows = () if q is None else tuple(range(n))
+    q_rows = () if q is None else tuple(range(first_q, first_q + n))
     return Proposal(tuple(tokens), chain_parents(n), method, kind, q, q_rows)
 
 

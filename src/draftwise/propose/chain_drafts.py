@@ -26,7 +26,10 @@ class ChainDraft:
     length: int  # tokens to draft, forced ones included; not positive: none
     tokens: list[int]  # forced ones first
     q: list[torch.Tensor] = field(default_factory=list)  # [V] per drawn token; counts if the row is sampled
-    all_q: torch.Tensor | None = None  # [length, V]: the same of all tokens, if they were drawn in one go
+    all_q: torch.Tensor | None = (
+        None  # [P, V]: the same of all tokens, in rows first_q .., if drawn in one go
+    )
+    first_q: int = 0
     tree: Proposal | None = None  # what was drafted, if it is a tree
 
     def proposal(self, name: str, method: DraftSampleMethod) -> Proposal:
@@ -39,8 +42,7 @@ class ChainDraft:
         if not has_q or not draws_from_q(self.row.sampling, self.row.speculation.rule, method):
             return chain(self.tokens, name)
         if self.all_q is not None:
-            assert len(self.all_q) == len(self.tokens)
-            return chain(self.tokens, name, self.all_q)
+            return chain(self.tokens, name, self.all_q, first_q=self.first_q)
         num_forced = len(self.tokens) - len(self.q)
         q = torch.stack([self.q[0]] * num_forced + self.q)
         if num_forced:
@@ -48,14 +50,16 @@ class ChainDraft:
             q[range(num_forced), self.tokens[:num_forced]] = 1.0
         return chain(self.tokens, name, q)
 
-    def take(self, tokens: Sequence[int], q: torch.Tensor | None) -> None:
-        """Tokens drawn in one go; ``q`` [len(tokens), V] if they were sampled."""
+    def take(self, tokens: Sequence[int], q: torch.Tensor | None, first_q: int = 0) -> None:
+        """Tokens drawn in one go; if they were sampled, from rows ``first_q ..`` of ``q`` [P, V]."""
         if q is not None:
             if not self.tokens:
-                self.all_q = q
+                self.all_q, self.first_q = q, first_q
             else:
-                self.q.extend(q if self.all_q is None else [*self.all_q, *q])
-                self.all_q = None
+                if self.all_q is not None:
+                    self.q.extend(self.all_q[self.first_q : self.first_q + len(self.tokens)])
+                    self.all_q = None
+                self.q.extend(q[first_q : first_q + len(tokens)])
         self.tokens.extend(tokens)
 
 

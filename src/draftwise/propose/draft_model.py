@@ -232,9 +232,10 @@ class DraftModelProposer(Proposer, TreeModel):
             return False
         self.forward_time += time.perf_counter() - start
         drawn, q = chains
+        all_q = None if q is None else q.flatten(0, 1)  # of all requests, one after the other
         for i, (draft, tokens) in enumerate(zip(active, drawn.tolist(), strict=True)):
             draft.fed = len(draft.context_np)
-            draft.take(tokens, None if q is None else q[i])
+            draft.take(tokens, all_q, i * len(tokens))
             draft.stored = len(draft.tokens) - 1
         return True
 

@@ -210,8 +210,9 @@ class HeadProposer(Proposer):
             full = q.new_zeros((*q.shape[:2], self._vocab_size))
             full[:, :, vocab_map] = q
             q = full
+        all_q = None if q is None else q.flatten(0, 1)  # of all requests, one after the other
         for i, (draft, tokens) in enumerate(zip(drafts, drawn.tolist(), strict=True)):
-            draft.take(tokens, None if q is None else q[i])
+            draft.take(tokens, all_q, i * len(tokens))
         return True
 
     def _draft_chains(self, drafts: Sequence[HeadDraft]) -> None:

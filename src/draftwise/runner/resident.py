@@ -201,7 +201,7 @@ class ResidentRuns:
                     temperature=row.state.temperature,
                     first_key=place.first_key,
                     blocks_np=row.blocks_np,
-                    q=proposal.q,
+                    q=None if proposal.q is None else proposal.q[list(proposal.q_rows)],
                 )
             )
         step.board(boarding)

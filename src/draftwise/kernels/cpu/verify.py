@@ -57,6 +57,8 @@ class NativeRules(BatchRules):
         parents: list[int] = []
         q_rows: list[int] = []
         kept_q: list[torch.Tensor] = []
+        last_q: torch.Tensor | None = None
+        last_q_at = 0
         pack = _REQUEST.pack
         for request, rule in zip(requests, rules, strict=True):
             state, proposal = request.state, request.proposal
@@ -67,10 +69,11 @@ class NativeRules(BatchRules):
                 parents += proposal.parents
                 if is_sampled(proposal):
                     q = proposal.q
-                    assert q is not None and q.dtype is torch.float32 and q.shape[1] == logits.shape[1]
-                    q = q.contiguous()
-                    kept_q.append(q)
-                    draw, q_at = _DRAWS[proposal.draw], q.data_ptr()
+                    if q is not last_q:  # requests that were drafted together share it
+                        assert q is not None and q.dtype is torch.float32 and q.shape[1] == logits.shape[1]
+                        kept_q.append(q.contiguous())
+                        last_q, last_q_at = q, kept_q[-1].data_ptr()
+                    draw, q_at = _DRAWS[proposal.draw], last_q_at
                     q_rows += proposal.q_rows
                 else:
                     q_rows += proposal.parents  # not read
