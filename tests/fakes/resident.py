@@ -3,13 +3,18 @@ this step, one that nobody has."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import torch
 
+from draftwise.graphs import resident_rows as rows
 from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.loop import LoopSeats
 from draftwise.graphs.resident_memory import (
+    ANSWER,
     BUDGET,
     FED,
     KNOWN,
@@ -25,6 +30,7 @@ from draftwise.graphs.resident_memory import (
     WAITING,
     ResidentMemory,
 )
+from draftwise.kernels.triton.rows import Walk
 
 SLOTS, DRAFTS, VOCAB, PAGE, SPARE = 6, 3, 40, 4, 999
 KEYS = 40
@@ -79,3 +85,84 @@ def loop_seats(device: torch.device, drafts: int = DRAFTS) -> LoopSeats:
         tokens=torch.arange(SLOTS * drafts, device=device).view(SLOTS, drafts),
         q=None,
     )
+
+
+# ------------------------------------------------------------------- on a pretended device, what kernels would do
+
+
+def _memory(given: dict[str, Any]) -> ResidentMemory:
+    memory = ResidentMemory.__new__(ResidentMemory)
+    memory.state, memory.told, memory.now = given["state"], given["told"], given["now"]
+    memory.slots, memory.drafts = memory.state.shape[0], given["drafts"]
+    memory.pages, memory.block_size, memory.q = (memory.told.shape[1] - TOLD) // 2, given["PAGE"], None
+    return memory
+
+
+def _batch(given: dict[str, Any]) -> Any:
+    static = SimpleNamespace(context=given["context"], tables=given["table"])
+    return SimpleNamespace(
+        token_ids=given["tokens"],
+        positions=given["positions"],
+        slots=given["slots"],
+        attention=SimpleNamespace(static=static),
+    )
+
+
+@torch.inference_mode()
+def _begin(given: dict[str, Any]) -> None:
+    memory, drafts = _memory(given), given["drafts"]
+    tables = [given["table"], given["other_table"]][: given["TABLES"]]
+    rows.begin(memory, _batch(given), tables, given["spare_slot"])
+    slot, fields = torch.arange(memory.slots), given["fields"]
+    known = (slot * (drafts + 1), memory.now[:, 1], *(memory.state[:, i] for i in (SEED, SAMPLE, KNOWN)))
+    fields[:, :5] = torch.stack(known, dim=1)
+    fields[:, 6 : 6 + drafts] = memory.waiting_drafts
+    fields[:, 6 + drafts : 6 + 2 * drafts] = torch.arange(drafts) - 1
+
+
+@torch.inference_mode()
+def _advance(given: dict[str, Any]) -> None:
+    memory = _memory(given)
+    memory.answer, memory.walk = given["answer"], Walk(given["walk"], given["drafts"])
+    if not given["DRAFTER"]:
+        rows.advance(memory)
+        return
+    names = ("last", "start", "length", "noise")
+    head = given["DRAFTER"] == 2
+    rows.advance(
+        memory,
+        seats=LoopSeats(*(given[name] for name in names), None, given["noise"], None),
+        batch=_batch(given),
+        kind=("argmax", "draft", "shared")[given["KIND"]],
+        max_len=given["max_len"],
+        spare_slot=given["spare_slot"],
+        head=head,
+        ends=given["ends"] if head else None,
+        spare_block=given["spare_block"],
+    )
+
+
+@torch.inference_mode()
+def _keep(given: dict[str, Any]) -> None:
+    drafts = given["drafts"]
+    given["state"][:, STATE:] = given["drafted"][:, :drafts]
+    given["answer"][:, ANSWER + drafts + 1 :] = given["drafted"][:, :drafts]
+
+
+@torch.inference_mode()
+def _keep_at_rates(given: dict[str, Any]) -> None:
+    """Two drafts stay."""
+    table, walk, nodes = given["table"], given["walk"], given["num_nodes"]
+    kept = table[:, 1].clamp(max=2)
+    walk[:, 0] = kept
+    walk[:, 1 + nodes : 1 + 2 * nodes] = table[:, 6 : 6 + nodes]
+    walk[:, 1 + nodes :].scatter_(1, kept[:, None], 1)
+
+
+EFFECTS = {
+    "begin_rows": _begin,
+    "advance_rows": _advance,
+    "keep_drafts": _keep,
+    "keep_at_rates": _keep_at_rates,
+}
+"""Of the kernels of resident steps, on their arguments by name, where kernels are not run."""

@@ -261,6 +261,8 @@ class LocalExecutor(Executor):
         self._drafting.forget()
 
     def close(self) -> None:
+        if self.runs is not None:
+            self._here(self.runs.end)  # nothing is on its way to memory that goes
         self._rows.clear()
 
     # ------------------------------------------------------------------------------------- applying diffs

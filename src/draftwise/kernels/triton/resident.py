@@ -83,11 +83,11 @@ def begin(
 
 
 def verify(memory: ResidentMemory, logits: Tensor, verification: ResidentVerification) -> None:
-    """As `graphs.resident_rules.verify`. ``logits`` [S * (K + 1), V] float32 stay as they are."""
+    """As `graphs.resident_rules.verify`. ``logits`` [S * (K + 1), V] float32 are consumed."""
     rule, batch, members, walk = verification.rule, verification.batch, verification.members, memory.walk
     if rule.name != "greedy":
         temperatures = memory.temperatures.float()[:, None].expand(-1, memory.drafts + 1)
-        logits = logits / temperatures.reshape(-1, 1)
+        logits.div_(temperatures.reshape(-1, 1))
     if rule.name in ("greedy", "coupled"):
         rules.walk_trees(logits, batch, members, walk, coupled=rule.name == "coupled")
     elif rule.name == "synthetic":

@@ -16,7 +16,32 @@ def slots_of(table, keys, real, num_pages, spare_slot, PAGE: tl.constexpr):
     return tl.where(real, slot, spare_slot)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "q_base",
+        "q_slot_bytes",
+        "q_row_bytes",
+        "state_stride",
+        "told_stride",
+        "table_stride",
+        "other_stride",
+        "num_pages",
+        "spare_slot",
+        "drafts",
+    ],
+    do_not_specialize_on_alignment=[
+        "state",
+        "told",
+        "now",
+        "table",
+        "other_table",
+        "tokens",
+        "positions",
+        "slots",
+        "context",
+        "fields",
+    ],
+)
 def begin_rows(
     state,
     told,
@@ -90,7 +115,37 @@ def begin_rows(
     tl.store(out + 6 + 2 * drafts + j, q_at, mask=drafted)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "state_stride",
+        "told_stride",
+        "answer_stride",
+        "table_stride",
+        "num_pages",
+        "noise_stride",
+        "drafts",
+        "max_len",
+        "spare_slot",
+        "spare_block",
+    ],
+    do_not_specialize_on_alignment=[
+        "state",
+        "told",
+        "now",
+        "walk",
+        "answer",
+        "table",
+        "tokens",
+        "positions",
+        "slots",
+        "context",
+        "last",
+        "start",
+        "length",
+        "noise",
+        "ends",
+    ],
+)
 def advance_rows(
     state,
     told,
@@ -203,7 +258,10 @@ def advance_rows(
     tl.store(own + 4, tl.maximum(wanted - 1, 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["drafted_stride", "state_stride", "answer_stride", "drafts"],
+    do_not_specialize_on_alignment=["drafted", "state", "answer"],
+)
 def keep_drafts(
     drafted, state, answer, drafted_stride, state_stride, answer_stride, drafts, BLOCK: tl.constexpr
 ):
@@ -227,7 +285,18 @@ def kept_at_rates(fields, rates, num_rates):
     return kept
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rates", "table_stride", "num_nodes", "num_parts"],
+    do_not_specialize_on_alignment=[
+        "table",
+        "rates",
+        "part_best",
+        "part_token",
+        "ends",
+        "end_numbers",
+        "walk",
+    ],
+)
 def keep_at_rates(
     table,
     rates,
