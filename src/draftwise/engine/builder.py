@@ -21,6 +21,7 @@ from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
 from draftwise.errors import ConfigError
+from draftwise.graphs.resident_memory import resident_bytes
 from draftwise.graphs.setup import GraphSetup, backend_for, capturable
 from draftwise.kernels.select import default_rules, native_reason
 from draftwise.kv.manager import KVManager
@@ -311,7 +312,7 @@ def _num_blocks(
             block_size=config.block_size,
             block_bytes=block_bytes,
             fixed=fixed,
-            drafter_bytes=sum(p.memory_static() for p in proposers),
+            drafter_bytes=sum(p.memory_static() for p in proposers) + _resident_bytes(config, model),
             num_graphs=0 if graphs is None else graphs.count,
             most_blocks=useful,
         )
@@ -320,6 +321,13 @@ def _num_blocks(
         memory = _free_memory() - fixed
         blocks = max(1, min(useful, memory // block_bytes))
     return blocks, blocks * block_bytes + fixed
+
+
+def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:
+    """What steps that stay on a GPU take besides."""
+    if not config.async_scheduling:
+        return 0
+    return resident_bytes(config.max_num_seqs or 64, _widths(config)[-1] - 1, model.config.vocab_size)
 
 
 def _free_memory() -> int:

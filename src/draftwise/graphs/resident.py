@@ -54,6 +54,11 @@ class DrafterSeats(NamedTuple):
     head: HeadModel | None = None
     block_features: Tensor | None = None
 
+    @property
+    def own_q(self) -> bool:
+        """Whether what it draws from has to be spread over the target's vocabulary."""
+        return self.loop.kind == "draft" and self.loop.drafter.target_ids is not None
+
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
@@ -98,8 +103,10 @@ class ResidentStep:
         vocab_size: int,
         block_size: int,
         backend: GraphBackend,
+        q: Tensor | None = None,
     ) -> None:
-        """The pass has one row more than the loop has drafts; both have as many requests."""
+        """The pass has one row more than the loop has drafts; both have as many requests. ``q`` [>= S, K, V] float32,
+        for a loop that draws from a vocabulary of its own: zeros where it has no token."""
         shape = target.rows.shape
         self.slots, self.drafts, self.max_keys = shape.requests, shape.rows - 1, shape.keys
         if drafter is not None:
@@ -114,7 +121,7 @@ class ResidentStep:
         self._target_ids: Tensor | None = None
         self._ends: Tensor | None = None
         if drafter is not None:
-            self._take_seats(drafter, vocab_size, device)
+            self._take_seats(drafter, q, device)
         self._counters = token_counters(vocab_size, device)
         self._kernels: ResidentVerification | None = None
         if on_triton(device):
@@ -124,14 +131,14 @@ class ResidentStep:
         self._turn = 0
         self._graphs: tuple[Graph, Graph, Graph | None] | None = None
 
-    def _take_seats(self, drafter: DrafterSeats, vocab_size: int, device: torch.device) -> None:
+    def _take_seats(self, drafter: DrafterSeats, q: Tensor | None, device: torch.device) -> None:
         loop, memory = drafter.loop, self.memory
         nothing_np = np.empty(0, np.int32)
         self._seats = loop.seat(np.empty(0), nothing_np)
         self._target_ids = loop.drafter.target_ids
-        if self._seats.q is not None and self._target_ids is not None:
-            # zeros stay where the drafter has no token
-            memory.q = torch.zeros((self.slots, self.drafts, vocab_size), dtype=torch.float32, device=device)
+        if drafter.own_q:
+            assert q is not None
+            memory.q = q[: self.slots]
         if drafter.head is not None:
             size = self.slots * (self.drafts + 1)
             self._ends = torch.zeros(size, dtype=torch.int64, device=device)

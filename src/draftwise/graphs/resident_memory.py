@@ -43,6 +43,12 @@ def pages_of_step(drafts: int, block_size: int) -> int:
     return -(-(3 * drafts + 2) // block_size) + 1
 
 
+def resident_bytes(slots: int, drafts: int, vocab_size: int) -> int:
+    """Bytes on the device that resident steps of so many slots may take, about: the target's distributions of all rows,
+    while they are verified, and those of the drafts."""
+    return 4 * vocab_size * slots * (2 * drafts + 1)
+
+
 class ResidentMemory:
     """Tensors of S slots with up to K drafts each. They stay where they are, for graphs are captured on them.
 

@@ -40,6 +40,11 @@ class ResidentDrafter(ABC):
         """Drafts of its loops."""
         return self._loops[0].steps
 
+    @property
+    def most_requests(self) -> int:
+        """Of its largest loop."""
+        return max(loop.shape.requests for loop in self._loops)
+
     def kind(self, state: SamplingState, rule: str) -> LoopKind:
         """How the request's drafts are drawn."""
         if draws_from_q(state, rule, self._sample_method):

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from draftwise.graphs import resident_memory as at
 from draftwise.graphs.decoder import GraphedDecoder
@@ -94,6 +96,7 @@ class ResidentRuns:
         self._drafters: dict[str, ResidentDrafter] = {n: d for n, d in found.items() if d is not None}
         self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
         self._made: dict[tuple[Family, int, int], ResidentStep] = {}
+        self._q: dict[str, Tensor] = {}
         # the run
         self._family: Family | None = None
         self._step: ResidentStep
@@ -265,10 +268,20 @@ class ResidentRuns:
                 if seats is None:
                     return None
             vocab = self._target.config.vocab_size
-            backend = self._target.backend
-            step = ResidentStep(target, seats, family.rule, vocab, self._block_size, backend)
+            q = None
+            if drafter is not None and seats is not None and seats.own_q:
+                q = self._q_of(family.method, drafter, vocab)
+            step = ResidentStep(target, seats, family.rule, vocab, self._block_size, self._target.backend, q)
             self._made[family, shape.requests, shape.keys] = step
         return step
+
+    def _q_of(self, method: str, drafter: ResidentDrafter, vocab: int) -> Tensor:
+        """One memory for all steps of a drafter: large, and one run uses it at a time."""
+        q = self._q.get(method)
+        if q is None:
+            shape = (drafter.most_requests, drafter.steps, vocab)
+            q = self._q[method] = torch.zeros(shape, dtype=torch.float32, device=self._target.backend.device)
+        return q
 
     # ---------------------------------------------------------------------------------------- a step
 
