@@ -4,6 +4,7 @@ preemption, chunked prompts, stop tokens, and cancellations in the middle."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 
 from draftwise import LLM, AsyncLLM, SamplingParams
-from draftwise.errors import ConfigError, EngineDeadError
+from draftwise.adapt.adaptive import AdaptiveController
+from draftwise.adapt.controller import Controller, most_nodes
+from draftwise.errors import EngineDeadError
 from draftwise.runner.threaded import ThreadedExecutor
-from draftwise.types import StepResult
+from draftwise.types import Speculation, StepResult
 from tests.e2e.conftest import token_ids
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
@@ -190,9 +193,54 @@ def test_an_interrupted_wait_leaves_the_engine_usable(
         llm.check_integrity()
 
 
-def test_adaptive_control_contradicts_it(engines: Engines) -> None:
-    with pytest.raises(ConfigError, match="async_scheduling"):
-        LLM(engines.target, async_scheduling=True, speculation_control="adaptive", device="cpu")
+class Whim(Controller):
+    """Drafts, verifies and tells drafters by chance."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(5)
+        self.resting: set[int] = set()
+
+    def begin(self, batch_size: int) -> None:
+        self.resting = {rid for rid in range(1000) if self._random.random() < 0.3}
+
+    def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
+        most = most_nodes(speculation, batch_size, {})
+        return 0 if rid in self.resting else self._random.randint(0, most)
+
+    def nodes_to_verify(self, rid: int, num_proposed: int) -> int:
+        return self._random.randint(0, num_proposed)
+
+
+@pytest.mark.parametrize("kind", ["whim", "adaptive"])
+@pytest.mark.parametrize("family", ["methods", "other forms"])
+def test_text_does_not_depend_on_who_drafts(engines: Engines, family: str, kind: str) -> None:
+    for late in (False, True):
+        llm = engines.get(family, late)
+        methods = [spec["method"] for spec in engines.families[family]]
+        scheduler = llm._engine.core.scheduler  # type: ignore[union-attr]
+        static = scheduler._controller
+        observing = {"eagle", "eagle3", "mtp"}
+        scheduler._controller = (
+            Whim() if kind == "whim" else AdaptiveController(None, {"ngram", "suffix"}, observing, ahead=True)
+        )
+        try:
+            for rule, params in RULES.items():
+                mixed = [
+                    p.replace(speculation={"method": methods[i % len(methods)]}) for i, p in enumerate(params)
+                ]
+                assert token_ids(llm.generate(engines.prompts, mixed)) == engines.plain[rule], (rule, late)
+                llm.check_integrity()
+        finally:
+            scheduler._controller = static
+
+
+def test_adaptive_control_is_there_if_asked_for(engines: Engines) -> None:
+    options = engines.options(speculative_config=engines.families["methods"][:1], async_scheduling=True)
+    with LLM(engines.target, **{**options, "speculation_control": "adaptive"}) as llm:
+        for _ in range(2):
+            assert token_ids(llm.generate(engines.prompts, RULES["greedy"])) == engines.plain["greedy"]
+        control = llm.stats().control
+        assert control.mode == "adaptive" and control.decisions > 0
 
 
 def test_grammars_stop_strings_and_logprobs() -> None:

@@ -92,7 +92,7 @@ class EngineConfig:
     )
     enforce_eager: bool = option(False, to.boolean, "do not capture graphs")
     async_scheduling: bool = option(
-        False, to.boolean, "plan each step while the one before it runs (speculation_control static)"
+        False, to.boolean, "plan each step while the one before it runs (speculation_control static unless given)"
     )
     tensor_parallel_size: int = option(1, to.integer(1), "ranks that share the model; 1")
     data_parallel_size: int = option(1, to.integer(1), "replicas of the model; 1")
@@ -193,11 +193,6 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is under "
                 f"max_num_seqs = {self.max_num_seqs}; a step needs a token per request"
-            )
-        if self.async_scheduling and self.speculation_control != "static":
-            raise ConfigError(
-                f"async_scheduling: speculation_control {self.speculation_control!r} contradicts it: it learns from "
-                "what each step takes, and steps that overlap cannot be told apart; use static"
             )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("tokenizer and skip_tokenizer_init contradict each other: give one of them")
