@@ -91,3 +91,17 @@ def test_positions_of_draft_heads_are_one_less_than_their_keys() -> None:
         assert batch.positions.tolist() == positions
         assert batch.slots.tolist() == slots
     assert build_step_input([chain], 4, CPU).positions.tolist() == [1, 2]
+
+
+def test_a_row_each_takes_the_short_way_to_the_same_result() -> None:
+    tables = [np.array([3, 0, 9], np.int32), np.array([5], np.int32), np.array([6, 7], np.int32)]
+    rows = [
+        RowInput([4], 6, tables[0]),
+        RowInput([9], 3, tables[1]),
+        RowInput([1], 5, tables[2], first_key=2),
+    ]
+    short = build_step_input(rows, 4, CPU, position_offset=-1)
+    general = build_step_input([*rows, RowInput([2, 3], 0, tables[1])], 4, CPU, position_offset=-1)
+    assert short.positions.tolist() == general.positions[:3].tolist() == [5, 2, 4]
+    assert short.slots.tolist() == general.slots[:3].tolist() == [2, 23, 29]
+    assert short.slots.dtype == short.positions.dtype == torch.int64

@@ -92,7 +92,9 @@ class EngineConfig:
     )
     enforce_eager: bool = option(False, to.boolean, "do not capture graphs")
     async_scheduling: bool = option(
-        False, to.boolean, "plan each step while the one before it runs (speculation_control static unless given)"
+        False,
+        to.boolean,
+        "plan each step while the one before it runs (speculation_control static unless given)",
     )
     tensor_parallel_size: int = option(1, to.integer(1), "ranks that share the model; 1")
     data_parallel_size: int = option(1, to.integer(1), "replicas of the model; 1")

@@ -142,9 +142,12 @@ def pack_rows(
         blocks_np = tables_np[0][keys // block_size]
     else:
         first_own_np = context_np if tree_start_np is None else context_np + tree_start_np
-        owner = np.repeat(np.arange(count), start_np[1:] - start_np[:-1])
-        # Row t is number t - start of its request: requests of 3 and 2 rows at 0 and 9 have keys 0 1 2 | 9 10.
-        keys = np.arange(total, dtype=np.int64) + (first_own_np - start_np[:-1])[owner]
+        if total == count:  # plain decoding: a row each
+            owner, keys = np.arange(count), first_own_np.astype(np.int64)
+        else:
+            owner = np.repeat(np.arange(count), start_np[1:] - start_np[:-1])
+            # Row t is number t - start of its request: requests of 3 and 2 rows at 0 and 9 have keys 0 1 2 | 9 10.
+            keys = np.arange(total, dtype=np.int64) + (first_own_np - start_np[:-1])[owner]
         blocks_np = tables_np[owner, keys // block_size]
     slots = blocks_np.astype(np.int64) * block_size + keys % block_size
     positions = keys + position_offset if position_offset or trees else keys

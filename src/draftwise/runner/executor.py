@@ -18,6 +18,7 @@ from draftwise.models.base import DecoderModel
 from draftwise.propose.base import Proposer
 from draftwise.runner.batch import StepBatch, StepRow, assemble
 from draftwise.runner.drafting import Drafting
+from draftwise.runner.outcome import Outcome, committed_rows, drafts_on, row_result
 from draftwise.runner.resident import Flight, ResidentRuns
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.logprobs import token_logprobs
@@ -28,7 +29,6 @@ from draftwise.types import (
     EMPTY_PROPOSAL,
     IntArray,
     NewRequest,
-    RowResult,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -182,9 +182,8 @@ class LocalExecutor(Executor):
     def _here(self, run: Callable[[], T]) -> T:
         """Run something with this executor's device and number of threads."""
         if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(
-                self._device
-            )  # of this thread, which need not be the one that loaded the models
+            # of this thread, which need not be the one that loaded the models
+            torch.cuda.set_device(self._device)
         if self._torch_threads is None:
             return run()
         before = torch.get_num_threads()
@@ -220,7 +219,7 @@ class LocalExecutor(Executor):
         read: list[tuple[Row, int, IntArray]] = []
         if self._drafting.observes:
             read = [
-                (s.row, s.row.num_computed, _committed_rows(s, answer, first))
+                (s.row, s.row.num_computed, committed_rows(s, answer, first))
                 for s, answer, first in zip(steps, answers, batch.starts, strict=False)
                 if s.planned.follow
             ]
@@ -234,22 +233,16 @@ class LocalExecutor(Executor):
         self._drafting.compact()
         verified = self._clock()
 
-        self._drafting.propose(
-            [
-                (s.row, s.planned.draft_budget)
-                for s, o in zip(steps, outcomes, strict=True)
-                if _drafts_on(s, o)
-            ]
-        )
+        drafting = [s for s, outcome in zip(steps, outcomes, strict=True) if drafts_on(s, outcome)]
+        self._drafting.propose([(s.row, s.planned.draft_budget) for s in drafting])
         drafted = self._clock()
+        rows = [
+            row_result(s, outcome, prompt.get(i), transferred.get(i))
+            for i, (s, outcome) in enumerate(zip(steps, outcomes, strict=True))
+        ]
         return StepResult(
             step=plan.step,
-            rows=tuple(
-                [
-                    _result(s, outcome, prompt.get(i), transferred.get(i))
-                    for i, (s, outcome) in enumerate(zip(steps, outcomes, strict=True))
-                ]
-            ),
+            rows=tuple(rows),
             input_time=built - start,
             forward_time=forwarded - built,
             verify_time=verified - forwarded - followed,
@@ -370,7 +363,7 @@ class LocalExecutor(Executor):
 
     # -------------------------------------------------------------------------------------------- commit
 
-    def _commit_row(self, step: StepRow, answer: _Outcome) -> _Outcome:
+    def _commit_row(self, step: StepRow, answer: Outcome) -> Outcome:
         """Take in what was decided of a request, or that a chunk was computed; answers what came of it."""
         row, planned, _ = step
         row.proposal = EMPTY_PROPOSAL
@@ -395,7 +388,7 @@ class LocalExecutor(Executor):
         return answer
 
     def _transfer(
-        self, steps: Sequence[StepRow], outcomes: list[_Outcome]
+        self, steps: Sequence[StepRow], outcomes: list[Outcome]
     ) -> dict[int, Mapping[str, object] | None]:
         """What came of prompts, by step row; where that fails, so does the request: in ``outcomes``."""
         found: dict[int, Mapping[str, object] | None] = {}
@@ -406,58 +399,3 @@ class LocalExecutor(Executor):
                 except Exception as error:  # a full disk, say: the request fails, and nobody else
                     outcomes[i] = error
         return found
-
-
-_Outcome = Verification | Exception | None
-"""Of a request in a step: what was committed, why it failed, or None: a chunk of its prompt was computed."""
-
-
-def _committed_rows(step: StepRow, answer: _Outcome, start: int) -> IntArray:
-    """[n] rows of the batch whose tokens are final now; ``start`` is the request's first one.
-
-    Example: rows 5.. are one known token and four nodes, of which nodes 1 and 3 were accepted: rows 5, 7 and 9.
-    """
-    if isinstance(answer, Exception):
-        return np.empty(0, np.int32)
-    first_node = start + step.planned.num_new
-    path = () if answer is None else answer.path
-    if not path or path[-1] == len(path) - 1:  # nodes 0, 1, ...
-        return np.arange(start, first_node + len(path), dtype=np.int32)
-    known = np.arange(start, first_node, dtype=np.int32)
-    return np.concatenate([known, np.asarray(path, np.int32) + first_node])
-
-
-def _drafts_on(step: StepRow, outcome: _Outcome) -> bool:
-    """Whether the request drafts after this step: it may, it reached its root, and is not known to have ended."""
-    if not step.planned.draft_budget or not isinstance(outcome, Verification):
-        return False
-    return step.row.stop_token_ids.isdisjoint(outcome.token_ids)
-
-
-def _result(
-    step: StepRow,
-    outcome: _Outcome,
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None,
-    kv_transfer_params: Mapping[str, object] | None,
-) -> RowResult:
-    row, _, proposal = step
-    if isinstance(outcome, Exception):
-        return RowResult(row.rid, error=f"{type(outcome).__name__}: {outcome}")
-    if outcome is None:
-        return RowResult(row.rid, prompt_logprobs=prompt_logprobs)
-    path, token_ids, logprobs = outcome
-    # By position, which takes half as long as by name: see `RowResult`.
-    return RowResult(
-        row.rid,
-        token_ids,
-        len(proposal.tokens),
-        len(path),
-        path,
-        proposal.tokens,
-        proposal.parents,
-        proposal.method,
-        len(row.proposal.tokens),
-        logprobs,
-        prompt_logprobs,
-        kv_transfer_params,
-    )

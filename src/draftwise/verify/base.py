@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.kv.storage import KVStorage
-from draftwise.sampling.logits import LogitsRow, adjust, process
 from draftwise.sampling.logprobs import token_logprobs
-from draftwise.sampling.masks import Words, exclude
+from draftwise.sampling.masks import Words
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray, Proposal, TokenLogprobs, Verification
+from draftwise.verify.processing import process_rows
 from draftwise.verify.rates import SyntheticAcceptance
 
 __all__ = [
@@ -54,6 +52,10 @@ class VerifyRequest(NamedTuple):
     @property
     def num_rows(self) -> int:
         return 1 + len(self.proposal.tokens)
+
+    def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """[num_rows, V] a view of its rows."""
+        return logits[self.first_row : self.first_row + self.num_rows]
 
     def row_of(self, node: int) -> int:
         """The logits row after node ``node`` (-1: the root)."""
@@ -199,8 +201,10 @@ def verify_batch(
             return list(kernels.verify(logits, requests, ["greedy"] * len(requests), stored))
         return list(get_rule("greedy").verify(logits, requests))
 
-    raw = {r: _rows(logits, q).clone() for r, q in enumerate(requests) if q.state.params.logprobs is not None}
-    failures = _process(logits, requests)
+    raw = {
+        r: q.rows_of(logits).clone() for r, q in enumerate(requests) if q.state.params.logprobs is not None
+    }
+    failures = process_rows(logits, requests)
     groups: dict[str, list[int]] = {}
     names: list[str] = []
     for r, request in enumerate(requests):
@@ -258,8 +262,8 @@ def _verify_unshaped(
     raw: dict[int, torch.Tensor] = {}
     if reports:
         logprobs = [r for r, q in enumerate(requests) if q.state.params.logprobs is not None]
-        raw = {r: _rows(logits, requests[r]).clone() for r in logprobs}
-    failures = _process(logits, requests, shaped=False) if adjusts else {}
+        raw = {r: requests[r].rows_of(logits).clone() for r in logprobs}
+    failures = process_rows(logits, requests, shaped=False) if adjusts else {}
     results = [
         result if result.token_ids[-1] >= 0 else RequestError("the model's logits are not finite")
         for result in kernels.verify(logits, requests, rules, stored)
@@ -294,90 +298,12 @@ def _effective_rule(state: SamplingState, rule: str) -> str:
     return rule if not state.is_greedy or rule in _FORCED else "greedy"
 
 
-def _rows(logits: torch.Tensor, request: VerifyRequest) -> torch.Tensor:
-    return logits[request.first_row : request.first_row + request.num_rows]
-
-
 def _synthetic_rule(rates: SyntheticAcceptance | None) -> Rule:
     from draftwise.verify.synthetic import SyntheticRule
 
     if rates is None:
         raise ConfigError("rule 'synthetic' needs synthetic_acceptance_rates or synthetic_acceptance_length")
     return SyntheticRule(rates)
-
-
-def _process(
-    logits: torch.Tensor, requests: Sequence[VerifyRequest], *, shaped: bool = True
-) -> dict[int, Exception]:
-    """Process all rows in place; returns what went wrong, by row of ``logits``. ``shaped`` off: without temperature,
-    min_p, top_k and top_p."""
-    if shaped and not any(
-        request.state.needs_processing or request.masks is not None for request in requests
-    ):
-        _scale(logits, requests)
-        return {}
-    order: list[int] = []  # the logits row of each entry of `rows`
-    rows: list[LogitsRow] = []
-    can_exclude = False
-    for request in requests:
-        state, proposal = request.state, request.proposal
-        first = request.first_row
-        assert len(request.token_ids_np) == state.num_tokens, "state and tokens must stand at the same step"
-        order.extend(range(first, first + request.num_rows))
-        can_exclude = can_exclude or state.can_exclude or request.masks is not None
-        if not state.needs_history:  # all positions are treated alike
-            rows.extend([LogitsRow(state, (), request.token_ids_np)] * request.num_rows)
-            continue
-        paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
-            paths.append((*paths[parent + 1], token))
-        rows.extend(LogitsRow(state, path, request.token_ids_np) for path in paths)
-    _apply_masks(logits, requests)
-    errors: dict[int, Exception] = {}
-    whole = order == list(range(logits.shape[0]))
-    part = logits if whole else logits[order]
-    if shaped:
-        done = process(part, rows, errors)
-    else:
-        adjust(part, rows, errors)
-        done = part
-    failures = {order[i]: error for i, error in errors.items()}
-    if can_exclude:
-        dead = done.amax(dim=-1) == -math.inf
-        for i in dead.nonzero().flatten().tolist():
-            failures.setdefault(
-                order[i], RequestError("the sampling parameters exclude every token at this position")
-            )
-            done[i] = 0.0  # any distribution will do: the request fails if it gets here
-    if done is not logits:
-        logits[order] = done
-    return failures
-
-
-def _scale(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
-    """`_process` where nothing but temperatures is asked for. Rows of no request are divided by 1."""
-    temperatures = [request.state.temperature for request in requests]
-    if len(set(temperatures)) == 1:
-        if temperatures[0] != 1.0:
-            logits.div_(torch.full((1, 1), temperatures[0], device=logits.device))
-        return
-    of_rows = np.ones((logits.shape[0], 1), np.float32)
-    for request, temperature in zip(requests, temperatures, strict=True):
-        if temperature != 1.0:
-            of_rows[request.first_row : request.first_row + request.num_rows] = temperature
-    logits.div_(torch.from_numpy(of_rows).to(logits.device))
-
-
-def _apply_masks(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
-    """Exclude what grammars forbid, before everything else: what is -inf stays it."""
-    masked = [request for request in requests if request.masks is not None]
-    if len(masked) > 1 and sum(request.num_rows for request in masked) == logits.shape[0]:
-        masked.sort(key=lambda request: request.first_row)
-        exclude(logits, np.concatenate([request.masks for request in masked if request.masks is not None]))
-        return
-    for request in masked:
-        assert request.masks is not None
-        exclude(_rows(logits, request), request.masks)
 
 
 def _add_logprobs(

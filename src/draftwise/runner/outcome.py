@@ -1,0 +1,65 @@
+"""What came of a request in a step, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from draftwise.runner.batch import StepRow
+from draftwise.types import IntArray, RowResult, TokenLogprobs, Verification
+
+Outcome = Verification | Exception | None
+"""Of a request in a step: what was committed, why it failed, or None: a chunk of its prompt was computed."""
+
+
+def committed_rows(step: StepRow, answer: Outcome, start: int) -> IntArray:
+    """[n] rows of the batch whose tokens are final now; ``start`` is the request's first one.
+
+    Example: rows 5.. are one known token and four nodes, of which nodes 1 and 3 were accepted: rows 5, 7 and 9.
+    """
+    if isinstance(answer, Exception):
+        return np.empty(0, np.int32)
+    first_node = start + step.planned.num_new
+    path = () if answer is None else answer.path
+    if not path or path[-1] == len(path) - 1:  # nodes 0, 1, ...
+        return np.arange(start, first_node + len(path), dtype=np.int32)
+    known = np.arange(start, first_node, dtype=np.int32)
+    return np.concatenate([known, np.asarray(path, np.int32) + first_node])
+
+
+def drafts_on(step: StepRow, outcome: Outcome) -> bool:
+    """Whether the request drafts after this step: it may, it reached its root, and is not known to have ended."""
+    if not step.planned.draft_budget or not isinstance(outcome, Verification):
+        return False
+    return step.row.stop_token_ids.isdisjoint(outcome.token_ids)
+
+
+def row_result(
+    step: StepRow,
+    outcome: Outcome,
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    kv_transfer_params: Mapping[str, object] | None,
+) -> RowResult:
+    """What the scheduler is told, once the request has drafted; ``prompt_logprobs``: of the chunk's tokens."""
+    row, _, proposal = step
+    if isinstance(outcome, Exception):
+        return RowResult(row.rid, error=f"{type(outcome).__name__}: {outcome}")
+    if outcome is None:
+        return RowResult(row.rid, prompt_logprobs=prompt_logprobs)
+    path, token_ids, logprobs = outcome
+    # By position, which takes half as long as by name: see `RowResult`.
+    return RowResult(
+        row.rid,
+        token_ids,
+        len(proposal.tokens),
+        len(path),
+        path,
+        proposal.tokens,
+        proposal.parents,
+        proposal.method,
+        len(row.proposal.tokens),
+        logprobs,
+        prompt_logprobs,
+        kv_transfer_params,
+    )
