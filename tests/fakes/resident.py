@@ -99,7 +99,9 @@ def _memory(given: dict[str, Any]) -> ResidentMemory:
 
 
 def _batch(given: dict[str, Any]) -> Any:
-    static = SimpleNamespace(context=given["context"], tables=given["table"])
+    static = SimpleNamespace(
+        context=given["context"], tables=given["table"], first_key=given.get("first_key")
+    )
     return SimpleNamespace(
         token_ids=given["tokens"],
         positions=given["positions"],

@@ -214,7 +214,7 @@ def resident_steps() -> None:
     for drafter, kind in ((0, 0), (1, 1), (2, 2)):
         build(
             resident.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 {'*i64 ' * 5} {'i32 ' * 10}",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 5} {'i32 ' * 10}",
             DRAFTER=drafter,
             KIND=kind,
             ROWS=2 if drafter == 1 else 6,

@@ -129,10 +129,12 @@ def advance(
         static = batch.attention.static
         assert static is not None
         _put(batch, memory, rows, keys, keys - int(head), real, static.tables, spare_slot)
-        static.context.copy_(torch.where(live & (count > 0), first, 0))
+        # rows that fill up must see some key: of nothing no distribution can be made
+        first_key = static.first_key.long()
+        static.context.copy_(torch.where(live & (count > 0), first, first_key))
         slot = torch.arange(memory.slots, device=state.device)
         seats.last.copy_(slot * width + torch.where(drafts_on, count - 1, 0))
-        seats.start.copy_(torch.where(drafts_on, after, 0))
+        seats.start.copy_(torch.where(drafts_on, after, first_key))
         seats.length.copy_(wanted)
         _noise(memory, seats, after, kind)
     state[:, KNOWN].copy_(after)

@@ -112,7 +112,7 @@ def advance(
     from draftwise.kernels.triton.device import resident as device
 
     nothing = memory.now  # where there is no drafter, nothing is written to it
-    first = [nothing] * 9
+    first = [nothing] * 10
     table_stride = num_pages = noise_stride = rows = 0
     if seats is not None:
         assert batch is not None and batch.attention.static is not None
@@ -123,6 +123,7 @@ def advance(
             batch.positions,
             batch.slots,
             static.context,
+            static.first_key,
             seats.last,
             seats.start,
             seats.length,

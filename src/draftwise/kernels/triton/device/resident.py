@@ -139,6 +139,7 @@ def begin_rows(
         "positions",
         "slots",
         "context",
+        "first_key",
         "last",
         "start",
         "length",
@@ -157,6 +158,7 @@ def advance_rows(
     positions,
     slots,
     context,
+    first_key,
     last,
     start,
     length,
@@ -231,9 +233,11 @@ def advance_rows(
             slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
             mask=inside,
         )
-        tl.store(context + s, tl.where(count > 0, first, 0).to(tl.int32))
+        # rows that fill up must see some key: of nothing no distribution can be made
+        unused = tl.load(first_key + s).to(tl.int64)
+        tl.store(context + s, tl.where(count > 0, first, unused).to(tl.int32))
         tl.store(last + s, s * ROWS + tl.where(drafting, count - 1, 0))
-        tl.store(start + s, tl.where(drafting, after, 0))
+        tl.store(start + s, tl.where(drafting, after, unused))
         tl.store(length + s, wanted)
         node = j.to(tl.int64)
         if KIND == 1:
