@@ -17,6 +17,8 @@ from draftwise.kernels.triton import availability, linear, ops
 from tests.fakes.fake_cuda import CudaTensor, DeviceError, FakeCuda
 
 _OPTIONS = {"num_warps", "num_stages", "num_ctas", "enable_fp_fusion", "maxnreg"}
+_STRIDED = {"keys", "uniforms"}
+"""Vectors of which kernels are told the stride."""
 _MOST = (2**31 - 1, 65535, 65535)
 """Programs along the three dimensions of a grid."""
 
@@ -107,6 +109,9 @@ def kind_of(what: str, name: str, value: Any, plain: bool) -> str:
     if isinstance(value, Tensor):
         if not isinstance(value, CudaTensor):
             raise DeviceError(f"{what}: Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        last = value.stride()[-1] if value.dim() and value.shape[-1] > 1 else 1
+        if last != 1 and not (value.dim() == 1 and name in _STRIDED):
+            raise DeviceError(f"{what} has elements {last} apart")
         aligned = "" if plain or value.inner.data_ptr() % 16 else " aligned"
         return f"*{str(value.dtype).removeprefix('torch.')}{aligned}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

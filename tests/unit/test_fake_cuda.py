@@ -50,6 +50,8 @@ FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "a host's tensor among the device's": (lambda x: x + torch.ones(4), "same device"),
     "numpy": (lambda x: x.numpy(), "can't convert"),
     "a kernel given a host's tensor": (lambda x: gather(x, torch.zeros(1, dtype=torch.int64)), "cpu tensor"),
+    "a kernel given a vector with gaps": (lambda x: gather(x, x.long()[::2]), "2 apart"),
+    "a kernel given a number many times": (lambda x: gather(x, x.long()[:1].expand(3)), "0 apart"),
     "a kernel given what it does not know": (lambda x: gather(x, x.long(), SIZE=1), "keyword arguments"),
     "a kernel without an argument": (lambda x: kernels.gather_rows[(1,)](x, x.long()), "missing arguments"),
     "too many programs": (lambda x: gather(x, x.long(), grid=(1, 70000)), "cannot be launched"),

@@ -240,6 +240,7 @@ class TritonAttention(AttentionBackend):
             copies = [torch.from_numpy(part).to(device) for part in (tasks, starts, owners)]
             layout = _Layout(tasks, *copies)
             self._layouts[requests, n, rows_per_task, device] = layout
+        assert static.ancestors.is_contiguous() and static.context.is_contiguous()
         positions = torch.empty(requests * n, dtype=torch.int32, device=device)
         paths = torch.empty((requests * n, 64), dtype=torch.int32, device=device)
         tree_rows[(requests * n,)](

@@ -270,7 +270,7 @@ class TreeLoop:
         stored = (self._live == 1)[:, None] & (at <= drafter.max_position)[:, None]
         return StepInput(
             token_ids=tokens.flatten(),
-            positions=positions.flatten(),
+            positions=positions.flatten().contiguous(),  # of one request: one number, n times
             slots=slots.masked_fill(~stored, self._spare_slot).flatten(),
             attention=AttentionBatch(
                 query_start_np=np.arange(0, requests * n + 1, n, dtype=np.int32),

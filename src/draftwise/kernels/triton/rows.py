@@ -94,7 +94,7 @@ def gather_rows(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tens
     """``table`` [N, ...] dense, ``index`` [T] int64 -> [T, ...]."""
     from draftwise.kernels.triton.device import rows as device
 
-    assert table.is_contiguous()
+    assert table.is_contiguous() and index.is_contiguous()
     count = index.shape[0]
     result = table.new_empty((count, *table.shape[1:])) if out is None else out
     size = table[0].numel()
@@ -119,6 +119,7 @@ def rope_write(
 
     num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
     count = qkv.shape[0]
+    assert qkv.stride(1) == 1 and angles.is_contiguous() and slots.is_contiguous() and kv[0].is_contiguous()
     queries = qkv.new_empty((count, num_q, dim)) if out is None else out
     if count:
         q_weight, q_eps = q_norm or (angles, 0.0)
