@@ -14,8 +14,7 @@ from draftwise.graphs.resident import DrafterSeats
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.head_passes import HeadPasses
 from draftwise.propose.head_state import FeatureQueue, Features, HeadState, Track
-from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
-from draftwise.sampling.state import SamplingState
+from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
 
 
 class Place(NamedTuple):
@@ -45,12 +44,11 @@ class ResidentDrafter(ABC):
         """Of its largest loop."""
         return max(loop.shape.requests for loop in self._loops)
 
-    def kind(self, state: SamplingState, rule: str) -> LoopKind:
-        """How the request's drafts are drawn."""
-        if draws_from_q(state, rule, self._sample_method):
-            return "draft"
-        noisy = rule == "coupled" and not state.is_greedy and self._sample_method == "probabilistic"
-        return "shared" if noisy else "argmax"
+    def kind(self, greedy: bool, rule: str) -> LoopKind:
+        """How drafts are drawn of a request under a rule; ``greedy``: at temperature 0. See `sampling.draw`."""
+        if greedy or self._sample_method == "greedy" or rule in POINT_MASS_RULES:
+            return "argmax"
+        return "shared" if rule == "coupled" else "draft"
 
     def seats(self, requests: int, keys: int, kind: LoopKind) -> DrafterSeats | None:
         """The smallest loop for exactly so many requests of up to ``keys`` keys."""

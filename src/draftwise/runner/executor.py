@@ -149,6 +149,8 @@ class LocalExecutor(Executor):
                 synthetic=synthetic,
                 forced=None if rules is None else rules.forced,
             )
+            if device.type == "cuda":
+                self.runs.prepare()
 
     # ------------------------------------------------------------------------------------------- the step
 

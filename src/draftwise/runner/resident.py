@@ -105,10 +105,17 @@ class ResidentRuns:
         self.num_steps = 0
         self.num_runs = 0
 
-    @property
-    def running(self) -> bool:
-        """Whether the device is ahead of the host's books, or will be."""
-        return self._family is not None
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture a step for one request under the usual rules, so that all kernels are compiled; steps for more are
+        captured when a run needs them, which takes milliseconds."""
+        for method in ("none", *self._drafters):
+            drafter = self._drafters.get(method)
+            for rule in ("greedy", "coupled", "rejection"):
+                kind: LoopKind = "argmax" if drafter is None else drafter.kind(rule == "greedy", rule)
+                step = self._find(Family(method, ResidentRule(rule), kind), 1, 1)
+                if step is not None:
+                    step.capture()
 
     # ---------------------------------------------------------------------------------------- going on
 
@@ -230,7 +237,7 @@ class ResidentRuns:
             return None
         if speculation.tree is not None or speculation.dynamic is not None:
             return None
-        kind = drafter.kind(state, speculation.rule)
+        kind = drafter.kind(state.is_greedy, speculation.rule)
         if proposal.tokens:
             same = proposal.method == speculation.method and proposal.is_chain
             if not same or len(proposal) > drafter.steps or (proposal.q is not None) != (kind == "draft"):

@@ -23,7 +23,7 @@ from draftwise.types import DrawKind
 
 DraftSampleMethod = Literal["probabilistic", "greedy"]
 
-_POINT_MASS_RULES = frozenset({"greedy", "typical", "synthetic"})
+POINT_MASS_RULES = frozenset({"greedy", "typical", "synthetic"})
 """Rules that never look at q: their best proposal is the drafter's most likely token."""
 
 _BELOW_ONE = 1.0 - 2.0**-52
@@ -47,7 +47,7 @@ def draws_from_q(state: SamplingState, rule: str, method: DraftSampleMethod = "p
         method == "probabilistic"
         and not state.is_greedy
         and rule != "coupled"
-        and rule not in _POINT_MASS_RULES
+        and rule not in POINT_MASS_RULES
     )
 
 
@@ -307,7 +307,7 @@ def draft_candidates(
 def _kind(
     state: SamplingState, rule: str, method: DraftSampleMethod
 ) -> Literal["argmax", "coupled", "sampled"]:
-    if state.is_greedy or method == "greedy" or rule in _POINT_MASS_RULES:
+    if state.is_greedy or method == "greedy" or rule in POINT_MASS_RULES:
         return "argmax"
     return "coupled" if rule == "coupled" else "sampled"
 
