@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,20 @@ def test_replays_do_not_wait_for_the_device(engines: Engines, kind: str) -> None
             engine.model.forward_logits(batch, storage, [0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle3"])
+def test_steps_that_stay_on_the_device_wait_for_nothing(engines: Engines, method: str) -> None:
+    executor: Any = engines.ahead._engine.core.executor  # type: ignore[union-attr]
+    waits, steps = [], []
+    for tokens in (4, 4, 44):
+        params = RULES["greedy"].replace(max_tokens=tokens, speculation={"method": method})
+        before = executor.inner.runs.num_steps
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engines.ahead.generate([{"prompt_token_ids": [1, 2, 3]}], params)
+        torch.cuda.set_sync_debug_mode("default")
+        waits.append(len(caught))
+        steps.append(executor.inner.runs.num_steps - before)
+    assert steps[2] > steps[1] + 4 and waits[2] == waits[1]

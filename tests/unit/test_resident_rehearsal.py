@@ -1,0 +1,95 @@
+"""Steps that stay on the device, on a pretended one (`tests.fakes.fake_cuda`): CUDA's graphs, pinned memory, copies
+that arrive when they are waited for, and Triton's launches, which are checked, and done by torch instead."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from tests.fakes.every_method import VOCAB, make_families, make_target
+from tests.fakes.fake_cuda import fake_cuda
+from tests.fakes.fake_cuda_triton import fake_launches
+from tests.fakes.resident import EFFECTS
+
+from draftwise import LLM, SamplingParams
+from draftwise.runner.resident import Flight, ResidentRuns
+from draftwise.types import StepPlan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a true device")
+
+
+def accept(given: dict[str, Any]) -> None:
+    """Stands for a rule: takes up to two drafts, and a token follows that tells how many are known."""
+    table, walk, nodes = given["table"], given["walk"], given["num_nodes"]
+    for r in given["members"].tolist():
+        count, known = min(int(table[r, 1]), 2), int(table[r, 4])
+        walk[r, 0] = count
+        walk[r, 1 + nodes : 1 + nodes + count] = table[r, 6 : 6 + count].int()
+        walk[r, 1 + nodes + count] = (known + count) % VOCAB
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle3"])
+def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    target, families = make_target(tmp_path), make_families(tmp_path)
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cuda",
+        "skip_tokenizer_init": True,
+        "num_kv_blocks": 64,
+        "max_num_seqs": 2,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 32,
+        "speculation_control": "static",
+        "async_scheduling": True,
+        "compilation_config": {"cudagraph_mode": "FULL"},
+        "speculative_config": [s for s in families["methods"] if s["method"] == method] or None,
+    }
+    prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [3, 4, 5]}]
+    found = []
+    with fake_cuda() as device, fake_launches(device, "skip") as launches:
+        launches.effects |= EFFECTS | dict.fromkeys(("walk_trees", "judge_chains"), accept)
+        launches.effects["best_of_all"] = lambda given: given["out_tokens"].zero_()
+        with LLM(target, **options) as llm:
+            executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
+            runs: ResidentRuns = executor.inner.runs
+            under_way: list[int] = []  # steps on the device when another was launched
+            launch = runs.launch
+
+            def watched(plan: StepPlan, fresh: Mapping[int, int]) -> Flight:
+                under_way.append(len(runs._flights))
+                return launch(plan, fresh)
+
+            monkeypatch.setattr(runs, "launch", watched)
+            for temperature, tokens in ((0.0, 8), (0.0, 8), (0.0, 56), (0.9, 8), (0.9, 8), (0.9, 56)):
+                before, waited = runs.num_steps, device.waits
+                params = SamplingParams(
+                    temperature=temperature,
+                    max_tokens=tokens,
+                    ignore_eos=True,
+                    seed=None if temperature else 1,
+                    speculation={"method": method},
+                )
+                torch.cuda.set_sync_debug_mode("warn")
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    done = llm.generate(prompts, params)
+                torch.cuda.set_sync_debug_mode("default")
+                # the token behind n known ones is n, whatever was drafted in between
+                assert (
+                    all(o.outputs[0].token_ids[-1] == (2 + tokens) % VOCAB for o in done) or method != "none"
+                )
+                assert all(len(o.outputs[0].token_ids) == tokens for o in done)
+                found.append((runs.num_steps - before, len(caught), device.waits - waited))
+        assert under_way.count(1) > 3 * under_way.count(0), "the step before it had not been read"
+        assert {"begin_rows", "advance_rows"} <= launches.kernels()
+    for few, many in ((found[1], found[2]), (found[4], found[5])):
+        assert many[0] >= few[0] + 12, "steps on the device"
+        assert many[1] == few[1], "no operation waits"
+        assert many[2] - few[2] <= many[0] - few[0], "an event is waited for once a step"
