@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from draftwise.types import chain_parents
+
 TREE = -1
 """The size class of proposals that are not chains."""
 ANY = 0
@@ -33,10 +35,7 @@ def size_class(n: int) -> int:
 
 def is_chain(parents: Sequence[int]) -> bool:
     """Whether node i hangs below node i - 1, for all i."""
-    return len(parents) < len(_CHAINS) and tuple(parents) == _CHAINS[len(parents)]
-
-
-_CHAINS = [tuple(range(-1, n - 1)) for n in range(128)]
+    return tuple(parents) == chain_parents(len(parents))
 
 
 class Counts:

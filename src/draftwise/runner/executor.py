@@ -205,13 +205,11 @@ class LocalExecutor(Executor):
         if batch is None:
             return StepResult(plan.step, ())
         steps = batch.steps
-
         built = self._clock()
         output, logits = self._model.forward_logits(
             batch.input, self._storage, batch.rows, self._drafting.capture_layers
         )
         forwarded = self._clock()
-
         prompt = {i: self._prompt_logprobs(output.hidden, steps[i], first, n) for i, first, n in batch.prompt}
         if self._drafting.observes:
             self._drafting.observe([s.row.rid for s in steps], batch.input, output)
