@@ -18,6 +18,7 @@ from draftwise.models.base import DecoderModel
 from draftwise.propose.base import Proposer
 from draftwise.runner.batch import StepBatch, StepRow, assemble
 from draftwise.runner.drafting import Drafting
+from draftwise.runner.launched import Launched
 from draftwise.runner.outcome import Outcome, committed_rows, drafts_on, row_result
 from draftwise.runner.resident import Flight, ResidentRuns
 from draftwise.runner.rows import BlockTables, Row
@@ -37,29 +38,6 @@ from draftwise.types import (
 from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, verify_batch
 
 T = TypeVar("T")
-
-
-class Launched:
-    """A step that was begun."""
-
-    def __init__(
-        self, result: StepResult | None = None, finish: Callable[[], StepResult] | None = None
-    ) -> None:
-        """One of the two is given."""
-        self._result = result
-        self._finish = finish
-
-    def finish(self) -> StepResult:
-        """Wait for what came of it."""
-        if self._result is None:
-            assert self._finish is not None
-            self._result = self._finish()
-        return self._result
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to wait for."""
-        return self._result is not None
 
 
 class Executor(ABC):

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +30,14 @@ from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.resident import DrafterSeats, Landing, ResidentStep, SlotState
 from draftwise.graphs.resident_rules import ResidentRule
 from draftwise.propose.base import Proposer
-from draftwise.propose.resident import Place, ResidentDrafter
+from draftwise.propose.resident import ResidentDrafter
 from draftwise.runner.drafting import Drafting
+from draftwise.runner.resident_families import Families, Family, place_of
 from draftwise.runner.rows import Row
 from draftwise.types import EMPTY_PROPOSAL, RowPlan, RowResult, StepPlan, StepResult, chain
 from draftwise.verify.base import SyntheticAcceptance
 
 _NOT_FINITE = "RequestError: the model's logits are not finite"
-
-
-class Family(NamedTuple):
-    """What all requests of a run have in common."""
-
-    method: str
-    rule: ResidentRule
-    kind: LoopKind
 
 
 @dataclass(slots=True)
@@ -90,11 +82,8 @@ class ResidentRuns:
         self._drafting = drafting
         self._rows = rows
         self._block_size = block_size
-        self._synthetic = synthetic
-        self._forced = forced
-        found = {name: proposer.resident() for name, proposer in proposers.items()}
-        self._drafters: dict[str, ResidentDrafter] = {n: d for n, d in found.items() if d is not None}
-        self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
+        self._families = Families(proposers, synthetic, forced)
+        self._drafters = self._families.drafters
         self._made: dict[tuple[Family, int, int], ResidentStep] = {}
         self._q: dict[str, Tensor] = {}
         # the run
@@ -140,14 +129,8 @@ class ResidentRuns:
         if planned.num_new != 1 or len(planned.new_block_ids) > self._step.memory.pages:
             return False
         if self._family.method == "none":
-            return self._decodes_plainly(self._rows[planned.rid], planned)
+            return self._families.decodes_plainly(self._rows[planned.rid], planned)
         return 1 <= planned.draft_budget <= self._step.drafts
-
-    def _decodes_plainly(self, row: Row, planned: RowPlan) -> bool:
-        """Whether nobody drafts for the request, or wants to be told of the step."""
-        if planned.draft_budget:
-            return False
-        return not planned.follow or row.speculation.method not in self._observers or row.drafting_failed
 
     def _smaller(self, requests: int) -> bool:
         """Whether fewer than half of the slots are taken, and there is a smaller step."""
@@ -177,11 +160,11 @@ class ResidentRuns:
         rows = [(row, p) for row, p in rows if not row.is_full]
         if not rows:
             return False
-        family = self._family_of(*rows[0])
-        if family is None or any(self._family_of(row, p) != family for row, p in rows[1:]):
+        family = self._families.of(*rows[0])
+        if family is None or any(self._families.of(row, p) != family for row, p in rows[1:]):
             return False
         drafter = self._drafters.get(family.method)
-        places = [_place(drafter, row) for row, _ in rows]
+        places = [place_of(drafter, row) for row, _ in rows]
         if any(place is None for place in places):
             return False
         self._family = family
@@ -217,48 +200,6 @@ class ResidentRuns:
         step.board(boarding)
         self.num_runs += 1
         return True
-
-    def _family_of(self, row: Row, planned: RowPlan) -> Family | None:
-        """How the request decodes, if it may do so on the device."""
-        state, speculation, proposal = row.state, row.speculation, row.proposal
-        if planned.num_new != 1 or row.num_computed + 1 != row.num_tokens or row.num_tokens < 2:
-            return None
-        if state.needs_processing or row.grammar is not None or state.params.logprobs is not None:
-            return None
-        if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
-            return None
-        rule = self._rule(row)
-        if rule is None:
-            return None
-        if not proposal.tokens and self._decodes_plainly(row, planned):
-            return Family("none", rule, "argmax")
-        drafter = self._drafters.get(speculation.method)
-        if drafter is None or row.drafting_failed or not 1 <= planned.draft_budget <= drafter.steps:
-            return None
-        if speculation.tree is not None or speculation.dynamic is not None:
-            return None
-        kind = drafter.kind(state.is_greedy, speculation.rule)
-        if proposal.tokens:
-            same = proposal.method == speculation.method and proposal.is_chain
-            if not same or len(proposal) > drafter.steps or (proposal.q is not None) != (kind == "draft"):
-                return None
-        return Family(speculation.method, rule, kind)
-
-    def _rule(self, row: Row) -> ResidentRule | None:
-        name, greedy = row.speculation.rule, row.state.is_greedy
-        if name == "synthetic":
-            return None if self._synthetic is None else ResidentRule(name, self._synthetic.rates, not greedy)
-        if name == "typical":
-            return None
-        if greedy:
-            return (
-                ResidentRule("greedy")
-                if self._forced is None
-                else ResidentRule("synthetic", self._forced.rates)
-            )
-        if name == "coupled" or name == "rejection" or name == "block":
-            return ResidentRule(name)
-        return None
 
     def _find(self, family: Family, requests: int, keys: int) -> ResidentStep | None:
         drafter = self._drafters.get(family.method)
@@ -407,11 +348,3 @@ class ResidentRuns:
                 row.proposal = chain(member.drafts, family.method, self._step.q_of(member.slot, count))
             feature = self._step.features_of(member.slot, member.accepted)
             drafter.left(rid, row.num_tokens, member.fed, feature)
-
-
-def _place(drafter: ResidentDrafter | None, row: Row) -> Place | None:
-    if drafter is None:
-        return Place(row.num_tokens, 0, 0)
-    fill = row.fill.get(row.speculation.method)
-    assert fill is not None, "drafters in resident steps have storage"
-    return drafter.place(row.rid, row.num_tokens, fill.tokens, fill.drafts, len(row.proposal))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from draftwise.runner.executor import Executor, Launched
+from draftwise.runner.executor import Executor
+from draftwise.runner.launched import Launched
 from draftwise.types import StepPlan, StepResult
 
 

@@ -1,0 +1,93 @@
+"""Which requests may take part in a run of steps that stay on the device, and together with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from draftwise.graphs.loop import LoopKind
+from draftwise.graphs.resident_rules import ResidentRule
+from draftwise.propose.base import Proposer
+from draftwise.propose.resident import Place, ResidentDrafter
+from draftwise.runner.rows import Row
+from draftwise.types import RowPlan
+from draftwise.verify.base import SyntheticAcceptance
+
+
+class Family(NamedTuple):
+    """What all requests of a run have in common."""
+
+    method: str
+    rule: ResidentRule
+    kind: LoopKind
+
+
+class Families:
+    """Tells families of requests. ``drafters``: those that can take part, by method."""
+
+    def __init__(
+        self,
+        proposers: Mapping[str, Proposer],
+        synthetic: SyntheticAcceptance | None,
+        forced: SyntheticAcceptance | None,
+    ) -> None:
+        """``forced``: what stands for rule greedy, in benchmarks."""
+        found = {name: proposer.resident() for name, proposer in proposers.items()}
+        self.drafters: dict[str, ResidentDrafter] = {n: d for n, d in found.items() if d is not None}
+        self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
+        self._synthetic = synthetic
+        self._forced = forced
+
+    def of(self, row: Row, planned: RowPlan) -> Family | None:
+        """How the request decodes, if it may do so on the device."""
+        state, speculation, proposal = row.state, row.speculation, row.proposal
+        if planned.num_new != 1 or row.num_computed + 1 != row.num_tokens or row.num_tokens < 2:
+            return None
+        if state.needs_processing or row.grammar is not None or state.params.logprobs is not None:
+            return None
+        if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
+            return None
+        rule = self._rule(row)
+        if rule is None:
+            return None
+        if not proposal.tokens and self.decodes_plainly(row, planned):
+            return Family("none", rule, "argmax")
+        drafter = self.drafters.get(speculation.method)
+        if drafter is None or row.drafting_failed or not 1 <= planned.draft_budget <= drafter.steps:
+            return None
+        if speculation.tree is not None or speculation.dynamic is not None:
+            return None
+        kind = drafter.kind(state.is_greedy, speculation.rule)
+        if proposal.tokens:
+            same = proposal.method == speculation.method and proposal.is_chain
+            if not same or len(proposal) > drafter.steps or (proposal.q is not None) != (kind == "draft"):
+                return None
+        return Family(speculation.method, rule, kind)
+
+    def _rule(self, row: Row) -> ResidentRule | None:
+        name, greedy = row.speculation.rule, row.state.is_greedy
+        if name == "synthetic":
+            return None if self._synthetic is None else ResidentRule(name, self._synthetic.rates, not greedy)
+        if name == "typical":
+            return None
+        if greedy:
+            forced = self._forced
+            return ResidentRule("greedy") if forced is None else ResidentRule("synthetic", forced.rates)
+        if name == "coupled" or name == "rejection" or name == "block":
+            return ResidentRule(name)
+        return None
+
+    def decodes_plainly(self, row: Row, planned: RowPlan) -> bool:
+        """Whether nobody drafts for the request, or wants to be told of the step."""
+        if planned.draft_budget:
+            return False
+        return not planned.follow or row.speculation.method not in self._observers or row.drafting_failed
+
+
+def place_of(drafter: ResidentDrafter | None, row: Row) -> Place | None:
+    """Where a request stands whose drafter this is; None: it cannot board yet."""
+    if drafter is None:
+        return Place(row.num_tokens, 0, 0)
+    fill = row.fill.get(row.speculation.method)
+    assert fill is not None, "drafters in resident steps have storage"
+    return drafter.place(row.rid, row.num_tokens, fill.tokens, fill.drafts, len(row.proposal))
