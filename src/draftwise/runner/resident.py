@@ -46,7 +46,6 @@ class _Member:
 
     row: Row
     slot: int
-    base_block: int  # of its first page
     drafts: tuple[int, ...]
     accepted: int = 0  # in the newest step that was read
     fed: int = 0
@@ -89,6 +88,7 @@ class ResidentRuns:
         # the run
         self._family: Family | None = None
         self._step: ResidentStep
+        self._nothing_np: npt.NDArray[np.int64]  # what a step is told of slots that do not take part
         self._members: dict[int, _Member] = {}
         self._flights: deque[Flight] = deque()
         self.num_steps = 0
@@ -176,12 +176,14 @@ class ResidentRuns:
         if drafter is not None:
             drafter.prepare()
         self._members = {}
+        self._nothing_np = np.zeros(tuple(step.memory.told.shape), np.int64)
         boarding = []
         for slot, ((row, _), place) in enumerate(zip(rows, places, strict=True)):
             assert place is not None
             proposal, row.proposal = row.proposal, EMPTY_PROPOSAL
-            first_block = int(row.blocks_np[0])
-            self._members[row.rid] = _Member(row, slot, first_block, proposal.tokens, fed=place.fed)
+            self._members[row.rid] = _Member(row, slot, proposal.tokens, fed=place.fed)
+            # no new block is said by the first page, as it is
+            self._nothing_np[slot, at.TOLD + step.memory.pages :] = row.blocks_np[0]
             boarding.append(
                 SlotState(
                     known=row.num_tokens,
@@ -248,23 +250,22 @@ class ResidentRuns:
             self._land(self._flights.popleft())
         step = self._step
         told_np = step.told()
-        told_np[:] = 0
+        told_np[:] = self._nothing_np
         pages = step.memory.pages
-        members = []
-        for member in self._members.values():
-            # nothing to add is said by what stands there already
-            told_np[member.slot, at.TOLD + pages :] = member.base_block
+        members: list[_Member] = []
+        fields: list[tuple[int, int, int]] = []
         for planned in plan.rows:
             found = self._members.get(planned.rid)
             if found is None:
                 continue  # it had all its tokens when the run began
-            row_np = told_np[found.slot]
-            row_np[: at.TOLD] = (found.row.max_total, planned.num_draft, planned.draft_budget)
+            members.append(found)
+            fields.append((found.row.max_total, planned.num_draft, planned.draft_budget))
             first = fresh.get(planned.rid)
             if first is not None:
+                row_np = told_np[found.slot]
                 for i, block in enumerate(planned.new_block_ids):
                     row_np[at.TOLD + i], row_np[at.TOLD + pages + i] = first + i, block
-            members.append(found)
+        told_np[[member.slot for member in members], : at.TOLD] = fields
         for rid in plan.removed:
             self._members.pop(rid, None)
         flight = Flight(plan.step, step.launch(), members)
@@ -280,18 +281,18 @@ class ResidentRuns:
 
     def _land(self, flight: Flight) -> None:
         assert flight.landing is not None
-        answer_np = flight.landing.wait()
+        answer = flight.landing.wait().tolist()
         results = []
         for member in flight.members:
             row = member.row
-            if self._rows.get(row.rid) is not row or member.failed or not answer_np[member.slot, at.RAN]:
+            words = answer[member.slot]
+            if self._rows.get(row.rid) is not row or member.failed or not words[at.RAN]:
                 continue
-            results.append(self._take(member, answer_np[member.slot]))
+            results.append(self._take(member, words))
         flight.result = StepResult(flight.step, tuple(results))
 
-    def _take(self, member: _Member, answer_np: npt.NDArray[np.int64]) -> RowResult:
+    def _take(self, member: _Member, words: list[int]) -> RowResult:
         row, drafts = member.row, self._step.drafts
-        words = answer_np.tolist()
         verified, accepted = words[at.VERIFIED], words[at.ACCEPTED]
         tokens = tuple(words[at.ANSWER : at.ANSWER + accepted + 1])
         if tokens[-1] < 0:
