@@ -99,9 +99,10 @@ def test_replays_do_not_wait_for_the_device(engines: Engines, kind: str) -> None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(2):
-            batch = build_step_input([row], storage.block_size, engine.model.inputs_on)
-            engine.model.forward_logits(batch, storage, [0])
+        with torch.inference_mode():  # as the executor has it: the graphs' buffers were made so
+            for _ in range(2):
+                batch = build_step_input([row], storage.block_size, engine.model.inputs_on)
+                engine.model.forward_logits(batch, storage, [0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
