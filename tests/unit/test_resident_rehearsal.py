@@ -93,3 +93,29 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert many[0] >= few[0] + 12, "steps on the device"
         assert many[1] == few[1], "no operation waits"
         assert many[2] - few[2] <= many[0] - few[0], "an event is waited for once a step"
+
+
+def test_a_device_that_captures_none_has_ordinary_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from draftwise.graphs import resident
+
+    def refused(*args: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(resident.ResidentStep, "capture", refused)
+    with fake_cuda() as device, fake_launches(device, "skip") as launches:
+        launches.effects["walk_trees"] = accept
+        options: dict[str, Any] = {"num_kv_blocks": 16, "max_num_seqs": 1, "max_model_len": 32}
+        with LLM(
+            make_target(tmp_path),
+            device="cuda",
+            dtype="float32",
+            skip_tokenizer_init=True,
+            async_scheduling=True,
+            compilation_config={"cudagraph_mode": "FULL"},
+            **options,
+        ) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            assert len(llm.generate([{"prompt_token_ids": [1, 2]}], params)[0].outputs[0].token_ids) == 4
+    assert "not permitted" in caplog.text

@@ -127,8 +127,8 @@ class LocalExecutor(Executor):
                 synthetic=synthetic,
                 forced=None if rules is None else rules.forced,
             )
-            if device.type == "cuda":
-                self.runs.prepare()
+            if device.type == "cuda" and not self.runs.prepare():
+                self.runs = None
 
     # ------------------------------------------------------------------------------------------- the step
 

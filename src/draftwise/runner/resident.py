@@ -15,6 +15,7 @@ nobody's, and its rows go to the spare slot.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from draftwise.runner.resident_families import Families, Family, place_of
 from draftwise.runner.rows import Row
 from draftwise.types import EMPTY_PROPOSAL, RowPlan, RowResult, StepPlan, StepResult, chain
 from draftwise.verify.base import SyntheticAcceptance
+
+logger = logging.getLogger("draftwise")
 
 _NOT_FINITE = "RequestError: the model's logits are not finite"
 
@@ -95,9 +98,19 @@ class ResidentRuns:
         self.num_runs = 0
 
     @torch.inference_mode()
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Capture a step for one request under the usual rules, so that all kernels are compiled; steps for more are
-        captured when a run needs them, which takes milliseconds."""
+        captured when a run needs them, which takes milliseconds. False, and a warning: the device refuses it."""
+        try:
+            self._capture_usual()
+        except Exception as error:
+            logger.warning(
+                "no step will stay on the device, for none could be captured: %s", error, exc_info=True
+            )
+            return False
+        return True
+
+    def _capture_usual(self) -> None:
         for method in ("none", *self._drafters):
             drafter = self._drafters.get(method)
             for rule in ("greedy", "coupled", "rejection"):
