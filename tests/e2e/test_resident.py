@@ -5,6 +5,7 @@ capture whatever would read a value on the host."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,62 @@ def test_a_run_that_is_left_goes_on_as_it_stood(engines: Engines, method: str) -
 
     assert asyncio.run(run()) == wanted
     assert found[0].num_runs > 4
+
+
+def test_a_drafter_stops_at_its_longest_context(engines: Engines) -> None:
+    """Behind it nothing is drafted, and a head that is left there goes on behind a gap."""
+    entry = next(entry for entry in engines.chosen if entry["method"] == "eagle3")
+    options = engines.options(
+        speculative_config=entry | {"max_model_len": 24}, enable_prefix_caching=False, num_kv_blocks=80
+    )
+    params = params_of("rejection", "eagle3", max_tokens=20)
+    found = []
+    for ahead in (False, True):
+        with LLM(engines.target, async_scheduling=ahead, **options) as llm:
+            done = llm.generate(engines.prompts, params)
+            found.append([(o.outputs[0].token_ids, o.metrics.speculation.num_draft_tokens) for o in done])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes(engines: Engines, seed: int) -> None:
+    """Random requests, shared prefixes and tight caches in random engines: the text of plain decoding."""
+    rng = random.Random(seed)
+    size = rng.choice([2, 4, 8])
+    options: dict[str, Any] = {
+        "block_size": size,
+        "num_kv_blocks": rng.choice([26, 34, 60]) * 4 // size,
+        "max_num_seqs": rng.choice([3, 4, 6]),
+        "max_num_batched_tokens": rng.choice([20, 33, 64]),
+    }
+    with engines.make(async_scheduling=True, **options) as llm:
+        core = llm._engine.core  # type: ignore[union-attr]
+        found = runs(llm)
+        if seed % 2:
+            assert isinstance(core.executor, ThreadedExecutor)
+            core.executor = LateExecutor(core.executor.inner)
+        for batch in range(3):
+            shared = [rng.randrange(VOCAB) for _ in range(20)]
+            prompts = []
+            params = []
+            method = rng.choice(METHODS[1:])
+            for i in range(10):
+                own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 8))]
+                prompts.append({"prompt_token_ids": shared[: rng.randrange(20)] + own})
+                speculation = {"method": method, "num_speculative_tokens": rng.choice([3, 3, 2])}
+                params.append(
+                    SamplingParams(
+                        temperature=0.8 if batch == 1 else 0.0,
+                        max_tokens=rng.randrange(2, 24),
+                        ignore_eos=True,
+                        seed=i,
+                        stop_token_ids=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
+                        speculation=speculation if rng.random() < 0.85 else {"method": "none"},
+                    )
+                )
+            plain = [p.replace(speculation={"method": "none"}) for p in params]
+            wanted = token_ids(engines.waiting.generate(prompts, plain))
+            assert token_ids(llm.generate(prompts, params)) == wanted
+            llm.check_integrity()
+        assert found.num_steps > 0
