@@ -6,6 +6,7 @@ Host arrays end in ``_np``; everything else that has a shape is a torch tensor o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -340,19 +341,25 @@ class TargetOutput:
 
 
 class ChainKey(NamedTuple):
-    """One request's place in the noise of `sampling.noise`, and its temperature."""
+    """One request's place in the noise of `sampling.noise`, its temperature, and what it leaves of distributions."""
 
     seed: int
     sample_index: int
     base: int  # committed tokens
     node: int  # of the first token that is drawn; it stands at position base + node
     scale: float  # one over the temperature
+    log_min_p: float = -math.inf
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChainDraws:
     """How `DecoderModel.draft_chains` draws: by inverse CDF of softmax(scale * logits) (stream "draft"), or as the
-    argmax of scale * logits + noise (stream "shared"), with the keys that `sampling.draw.draft_tokens` would use."""
+    argmax of scale * logits + noise (stream "shared"), with the keys that `sampling.draw.draft_tokens` would use.
+
+    A loop may leave min_p, top_k and top_p to the target, as captured ones do: what it reports is what it drew from,
+    so that it costs acceptance and nothing else."""
 
     stream: Literal["draft", "shared"]
     keys: tuple[ChainKey, ...]  # one per request

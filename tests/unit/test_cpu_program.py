@@ -23,7 +23,10 @@ from draftwise.models.llama import LlamaModel
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder, recorded
 from draftwise.models.registry import register_model
+from draftwise.sampling.logits import LogitsRow, shape
 from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.state import SamplingState
 from draftwise.types import ChainDraws, ChainKey, StepInput, TargetOutput
 
 CPU = torch.device("cpu")
@@ -166,18 +169,32 @@ def test_draft_chains_in_one_call(folder: str) -> None:
     assert alone is not None and alone[0].tolist() == [[got[1, 0]]]
 
 
+SHAPES: list[dict[str, Any]] = [{}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.3}, {"top_k": 3}]
+
+
 @torch.inference_mode()
+@pytest.mark.parametrize("given", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sampled_chains_draw_from_what_they_report(folder: str, rows: int) -> None:
-    """q is the softmax at the request's temperature, a token the inverse CDF of its uniform; with shared noise the
-    argmax of both together, keys those of `draft_tokens`. K/V as pass by pass."""
+def test_sampled_chains_draw_from_what_they_report(folder: str, rows: int, given: dict[str, Any]) -> None:
+    """q is the softmax at the request's temperature of what min_p, top_k and top_p leave, a token the inverse CDF of
+    its uniform; with shared noise the argmax of both together, keys those of `draft_tokens`. K/V as pass by pass."""
     model = load(folder)
     tables = torch.arange(3, 63, dtype=torch.int32).view(3, 20).numpy()
     steps, temperature = 5, np.array([0.7, 1.0, 2.5], np.float32)[:rows]
-    keys = tuple(
-        ChainKey(seed, seed % 7, 40 + i, 2 * i, float(1 / t))
-        for i, (seed, t) in enumerate(zip((2**64 - 1, 5, 11), temperature, strict=False))
-    )
+    keys: list[ChainKey] = []
+    shaped: list[LogitsRow] = []
+    for i, (seed, t) in enumerate(zip((2**64 - 1, 5, 11), temperature.tolist(), strict=False)):
+        state = SamplingState(
+            SamplingParams(temperature=t, **given),
+            seed=seed,
+            sample_index=seed % 7,
+            token_ids_np=np.zeros(1, np.int32),
+            num_prompt=1,
+            vocab_size=VOCAB,
+        )
+        low, p, scale, log_min_p, k, index = state.draw_fields
+        keys.append(ChainKey(low, index, 40 + i, 2 * i, scale, log_min_p, k, p))
+        shaped.append(LogitsRow(state, (), np.zeros(1, np.int32)))
 
     def first() -> StepInput:
         return build_step_input([RowInput([5 + r], 0, tables[r]) for r in range(rows)], 4, CPU)
@@ -189,20 +206,22 @@ def test_sampled_chains_draw_from_what_they_report(folder: str, rows: int) -> No
             for key, node in zip(keys, nodes, strict=True)
         ]
 
-    for draws in (ChainDraws("draft", keys), ChainDraws("shared", keys)):
+    for draws in (ChainDraws("draft", tuple(keys)), ChainDraws("shared", tuple(keys))):
         one, other = storage(model), storage(model)
         chains = model.draft_chains(first(), one, None, steps, draws)
         assert chains is not None
         tokens, q = chains
         logits = model.forward_logits(first(), other)[1]
         for step in range(steps):
-            scaled = logits / torch.from_numpy(temperature)[:, None]
+            scaled = shape(logits.clone(), shaped)
+            assert bool((scaled == -torch.inf).any()) is bool(given)
             if draws.stream == "shared":
                 assert q is None
                 wanted = (scaled + gumbel(noise_keys(SHARED, step), VOCAB)).argmax(-1).tolist()
             else:
                 assert q is not None
                 torch.testing.assert_close(q[:, step], scaled.softmax(-1), rtol=1e-5, atol=1e-7)
+                assert torch.equal(q[:, step] == 0.0, scaled == -torch.inf)
                 sums = q[:, step].double().cumsum(-1)
                 uniforms = torch.tensor(
                     [uniform(*key) for key in noise_keys(DRAFT, step)], dtype=torch.float64

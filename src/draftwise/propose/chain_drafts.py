@@ -87,12 +87,12 @@ def chain_kind(row: DraftRow, method: DraftSampleMethod) -> ChainKind:
 
 def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[tuple[ChainKind | None, list[D]]]:
     """The rows in groups that want the same number of tokens (near their ends requests want fewer), with how all of a
-    group draw if a model can do the whole loop for them: nothing stands between its passes but a draw at a temperature.
-    None: it cannot."""
+    group draw if a model can do the whole loop for them: nothing stands between its passes but a draw, of what
+    temperature, min_p, top_k and top_p leave. None: it cannot."""
     groups: dict[tuple[ChainKind | None, int], list[D]] = {}
     for draft in drafts:
         row = draft.row
-        plain = not row.sampling.needs_processing and row.grammar is None
+        plain = not row.sampling.adjusts and row.grammar is None
         key = (chain_kind(row, method) if plain else None, draft.length - len(draft.tokens))
         group = groups.get(key)
         if group is None:
@@ -107,11 +107,9 @@ def chain_draws(drafts: Sequence[ChainDraft], kind: ChainKind) -> ChainDraws | N
         return None
     keys = []
     for draft in drafts:
-        state = draft.row.sampling
-        base = draft.row.num_tokens
-        keys.append(
-            ChainKey(state.seed, state.sample_index, base, len(draft.tokens), 1.0 / state.temperature)
-        )
+        seed, top_p, scale, log_min_p, top_k, sample_index = draft.row.sampling.draw_fields
+        base, node = draft.row.num_tokens, len(draft.tokens)
+        keys.append(ChainKey(seed, sample_index, base, node, scale, log_min_p, top_k, top_p))
     return ChainDraws("shared" if kind == "coupled" else "draft", tuple(keys))
 
 

@@ -87,7 +87,7 @@ class _ChainOutput(ctypes.Structure):
     )
 
 
-_CHAIN_KEY = struct.Struct("=QIiif")
+_CHAIN_KEY = struct.Struct("=QIiiffid")
 """``dw::ChainKey`` of ``csrc/sample.h``."""
 _WORD = (1 << 64) - 1
 _NO_NOISE = -1

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <vector>
 
 #include "isa.h"
 #include "pool.h"
@@ -50,17 +52,44 @@ int64_t within(const float* weights, int64_t count, double before, double target
 inline int64_t num_blocks(int64_t n) { return (n + SUM_BLOCK - 1) / SUM_BLOCK; }
 constexpr double BELOW_ONE = 1.0 - 0x1p-52;  // times a total it stays below it after rounding
 
+// What is left of softmax(scale * logits).
+struct Shape {
+  double top_p;     // 1: all
+  float scale;      // one over the temperature
+  float log_min_p;  // -inf: all
+  int32_t top_k;    // 0: all
+
+  bool cuts() const { return top_k > 0 || top_p < 1.0 || log_min_p > -std::numeric_limits<float>::infinity(); }
+};
+
+// Finds the logit below which min_p, top_k and top_p exclude tokens, in this order; what ties with the last one that is
+// kept stays. The reference is draftwise/sampling/logits.py.
+class Floor {
+ public:
+  // x [n], the largest of which is `top` -> the floor; -inf: nothing is excluded.
+  float find(const float* x, float top, const Shape& shape, int64_t n);
+
+ private:
+  float of_head(const float* x, float top, float floor, const Shape& shape, int64_t n);
+
+  std::vector<float> head_, weights_;
+  std::vector<double> sums_;
+};
+
 // A request's place in a chain that is drafted natively. Mirrored by program.py.
 struct ChainKey {
   uint64_t seed;
   uint32_t sample_index;
   int32_t base;  // committed tokens
   int32_t node;  // of the first token that is drawn
-  float scale;   // one over the temperature
+  float scale;   // this and the following: its Shape
+  float log_min_p;
+  int32_t top_k;
+  double top_p;
 };
 
 // One draft. SHARED_NOISE: the largest of scale * logits + noise; DRAFT_NOISE: by inverse CDF of
-// q [vocab] = softmax(scale * logits), which is written.
+// q [vocab] = softmax(scale * logits), which is written; of what the key's shape leaves, both.
 int64_t draw_draft(const float* logits, const ChainKey& key, int stream, int64_t step, const int64_t* target_ids,
                    float* q, int64_t vocab);
 

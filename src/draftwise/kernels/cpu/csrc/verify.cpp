@@ -94,52 +94,14 @@ class Verifier {
 
   // ----------------------------------------------------------------------------------------------- distributions
 
-  // Excluded by min_p, top_k and top_p is what lies below the floor; what ties with the last one kept stays.
+  // Excluded by min_p, top_k and top_p is what lies below the floor.
   Row find_floor(int node) {
+    const Shape shape{wish_->top_p, wish_->scale, wish_->log_min_p, wish_->top_k};
     Row row{logits(node), 0.0f, NONE, 0.0};
-    if (wish_->rule == COUPLED && wish_->top_k == 0 && wish_->top_p >= 1.0 && wish_->log_min_p == NONE) return row;
+    if (wish_->rule == COUPLED && !shape.cuts()) return row;
     row.top = kernels_.max(row.x, n_);
-    if (wish_->log_min_p > NONE) row.floor = row.top + wish_->log_min_p / wish_->scale;
-    if ((wish_->top_k > 0 || wish_->top_p < 1.0) && std::isfinite(row.top)) row.floor = head_floor(row);
+    row.floor = floor_.find(row.x, row.top, shape, n_);
     return row;
-  }
-
-  // Of the largest top_k, the head that holds top_p of their weight.
-  float head_floor(const Row& row) {
-    const bool by_weight = wish_->top_k == 0;
-    double all = 0.0;
-    if (by_weight) all = kernels_.weights(row.x, row.top, wish_->scale, row.floor, nullptr, sums_.data(), n_);
-    head_.resize((size_t)n_);
-    // Tokens within a factor exp(width) of the best one, more and more of them: mostly the first try has the head.
-    for (float width = 4.0f;; width *= 2.0f) {
-      const float reach = row.top - width / wish_->scale;
-      const bool whole = !(reach > row.floor) || width > 1e6f;
-      const float limit = whole ? std::max(row.floor, -std::numeric_limits<float>::max()) : reach;
-      int64_t count = kernels_.collect(row.x, limit, head_.data(), n_);
-      const bool last_try = whole || count == n_;
-      if (!by_weight && count < wish_->top_k && !last_try) continue;
-      float* end = head_.data() + count;
-      if (!by_weight && count > wish_->top_k) {
-        std::nth_element(head_.data(), head_.data() + wish_->top_k - 1, end, std::greater<float>());
-        end = head_.data() + wish_->top_k;
-        count = wish_->top_k;
-      }
-      if (wish_->top_p >= 1.0) return std::max(row.floor, *std::min_element(head_.data(), end));
-      weights_.resize((size_t)n_);
-      head_sums_.resize((size_t)num_blocks(n_));
-      auto weigh = [&] {
-        return kernels_.weights(head_.data(), row.top, wish_->scale, NONE, weights_.data(), head_sums_.data(), count);
-      };
-      if (by_weight && !last_try && weigh() < wish_->top_p * all) continue;
-      std::sort(head_.data(), end, std::greater<float>());
-      const double limit_weight = wish_->top_p * (by_weight ? (weigh(), all) : weigh());
-      double running = 0.0;
-      for (int64_t i = 0; i < count; i++) {
-        running += (double)weights_[(size_t)i];
-        if (running >= limit_weight) return head_[(size_t)i];
-      }
-      if (last_try || !by_weight) return head_[(size_t)count - 1];
-    }
   }
 
   // The row's distribution; running totals stay in sums_, and weights in `out` if that is not null.
@@ -319,8 +281,9 @@ class Verifier {
   const int32_t *tokens_ = nullptr, *parents_ = nullptr, *q_rows_ = nullptr;
   int32_t* path_ = nullptr;
   int32_t kept_ = 0;
-  std::vector<double> sums_, head_sums_, prefix_, p_;
-  std::vector<float> weights_, rest_, q_left_, head_;
+  Floor floor_;
+  std::vector<double> sums_, prefix_, p_;
+  std::vector<float> weights_, rest_, q_left_;
   std::vector<Row> rows_;
 };
 
