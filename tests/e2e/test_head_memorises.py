@@ -4,7 +4,6 @@ Features that got lost, stale or shifted would show as an acceptance that collap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from draftwise import LLM, SamplingParams
 from draftwise.propose.head_features import FeatureSource
 from draftwise.propose.head_passes import HeadDraft, HeadPasses, Rows
-from draftwise.propose.head_state import Features
+from draftwise.propose.head_state import Features, Piece, joined
 from draftwise.types import IntArray, TargetOutput
 from tests.e2e.conftest import random_prompts
 from tests.e2e.test_heads import Target
@@ -146,9 +145,10 @@ def _only_the_last_row(patch: pytest.MonkeyPatch) -> None:
 
     def missing(self: HeadPasses, draft: HeadDraft) -> Rows:
         rows = real(self, draft)
-        left = len(rows.tokens) - 1
-        features = [torch.cat(rows.features)[left:]]
-        return replace(rows, first=rows.first + left, tokens=rows.tokens[left:], features=features)
+        left = rows.size - 1
+        given = rows.input
+        last = given._replace(tokens=given.tokens[left:], context_len=given.context_len + left)
+        return Rows(last, [Piece.of(joined(rows.features)[left:])])
 
     patch.setattr(HeadPasses, "missing", missing)
     patch.setattr(HeadPasses, "fill", lambda self, requests: None)
