@@ -1,4 +1,5 @@
-"""top_p, top_k and min_p leave drafting in one native call: what most people sample with must not cost the speed."""
+"""top_p, top_k, min_p and penalties leave drafting in one native call: what most people sample with must not cost the
+speed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ import pytest
 from draftwise import LLM, SamplingParams
 from tests.native import native_or_skip
 
-SHAPES: list[dict[str, Any]] = [{"top_p": 0.95}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 40}]
+SHAPES: list[dict[str, Any]] = [
+    {"top_p": 0.95},
+    {"top_k": 20},
+    {"min_p": 0.05},
+    {"top_p": 0.9, "repetition_penalty": 1.1},
+]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
@@ -40,6 +46,6 @@ def test_nothing_is_drawn_token_by_token(method: str, rule: str, monkeypatch: py
             assert output.metrics.speculation.num_drafts >= 3
         again = llm.generate(["def main(argv):\n    "], params[0])
         assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
-        # a penalty changes with every token: there it must be drawn in between, which fails here
-        penalised = params[0].replace(repetition_penalty=1.2)
-        assert llm.generate(["def main(argv):\n    "], penalised)[0].metrics.speculation.num_drafts == 0
+        # allowed tokens decide what comes: they are looked at in between, which fails here
+        steered = params[0].replace(allowed_token_ids=[5, 6, 7])
+        assert llm.generate(["def main(argv):\n    "], steered)[0].metrics.speculation.num_drafts == 0

@@ -24,14 +24,16 @@ def native_draws(
 ) -> list[TreeDraws] | None:
     """What `DecoderModel.draft_trees` needs to draft these trees as `draft_trees` would, if it can: nothing stands
     between its passes but a choice of fixed children at a temperature. What min_p, top_k and top_p exclude is chosen
-    last, and only fills up. ``vocab_size``: the target's."""
+    last, and only fills up; penalties are the target's alone, as in `chain_drafts.alike`.
+
+    ``vocab_size``: the target's."""
     if not all(_is_plain(task.row, method) for task in tasks):
         return None
     return [_native_draw(task, vocab_size, method, vocab_map) for task in tasks]
 
 
 def _is_plain(row: DraftRow, method: DraftSampleMethod) -> bool:
-    if row.sampling.adjusts or row.grammar is not None:
+    if row.sampling.steers or row.grammar is not None:
         return False
     sampled = row.speculation.dynamic is None and draws_from_q(row.sampling, row.speculation.rule, method)
     return not sampled

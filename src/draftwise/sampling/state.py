@@ -26,8 +26,10 @@ class SamplingState:
 
     ``needs_processing``: anything besides temperature changes the logits. ``needs_history``: what came before
     a position matters. ``can_exclude``: processing might leave no token at all. ``adjusts``: something changes the
-    logits before they are divided by the temperature. ``draw_fields``: what native kernels must know of a request
-    besides: seed (64 bits), top_p, one over the temperature, log min_p, top_k, sample index.
+    logits before they are divided by the temperature. ``steers``: something may decide what is likely (biases, allowed
+    tokens, processors), where penalties only shift it: drafts made without a look at it are mostly wrong.
+    ``draw_fields``: what native kernels must know of a request besides: seed (64 bits), top_p, one over the
+    temperature, log min_p, top_k, sample index.
 
     Raises `RequestError` if a parameter names a token id outside the vocabulary.
     """
@@ -57,6 +59,7 @@ class SamplingState:
         "sample_index",
         "seed",
         "static_bias",
+        "steers",
         "stop_ids",
         "temperature",
         "top_k",
@@ -122,6 +125,7 @@ class SamplingState:
         if self._penalty_np is not None:
             self._count(token_ids_np[num_prompt:].tolist())
 
+        self.steers = self.has_static or bool(params.logits_processors)
         self._set_flags()
 
     @property
