@@ -15,6 +15,7 @@ SHAPES: list[dict[str, Any]] = [
     {"top_k": 20},
     {"min_p": 0.05},
     {"top_p": 0.9, "repetition_penalty": 1.1},
+    {"bad_words": ["self"], "logit_bias": {5: 1.5}},
 ]
 
 
@@ -47,5 +48,6 @@ def test_nothing_is_drawn_token_by_token(method: str, rule: str, monkeypatch: py
         again = llm.generate(["def main(argv):\n    "], params[0])
         assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
         # allowed tokens decide what comes: they are looked at in between, which fails here
-        steered = params[0].replace(allowed_token_ids=[5, 6, 7])
-        assert llm.generate(["def main(argv):\n    "], steered)[0].metrics.speculation.num_drafts == 0
+        for given in ({"allowed_token_ids": [5, 6, 7]}, {"logit_bias": {5: 9.0}}):
+            steered = params[0].replace(**given)
+            assert llm.generate(["def main(argv):\n    "], steered)[0].metrics.speculation.num_drafts == 0

@@ -88,8 +88,11 @@ def chain_kind(row: DraftRow, method: DraftSampleMethod) -> ChainKind:
 def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[tuple[ChainKind | None, list[D]]]:
     """The rows in groups that want the same number of tokens (near their ends requests want fewer), with how all of a
     group draw if a model can do the whole loop for them: nothing stands between its passes but a draw, of what
-    temperature, min_p, top_k and top_p leave. None: it cannot. Penalties are the target's alone: looking at them after
-    every draft takes twice the time of the loop, and not looking costs a tenth of the acceptance."""
+    temperature, min_p, top_k and top_p leave. None: it cannot.
+
+    Penalties and excluded words are the target's alone: looking at them after every draft takes twice the time of the
+    loop, and not looking costs a tenth of the acceptance.
+    """
     groups: dict[tuple[ChainKind | None, int], list[D]] = {}
     for draft in drafts:
         row = draft.row

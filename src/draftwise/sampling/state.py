@@ -13,6 +13,9 @@ from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import IntArray
 
+_STEERING_BIAS = 3.0
+"""A bias of so much makes a token twenty times as likely."""
+
 
 class SamplingState:
     """One per request, owned by the executor; `commit` is its only writer.
@@ -26,8 +29,9 @@ class SamplingState:
 
     ``needs_processing``: anything besides temperature changes the logits. ``needs_history``: what came before
     a position matters. ``can_exclude``: processing might leave no token at all. ``adjusts``: something changes the
-    logits before they are divided by the temperature. ``steers``: something may decide what is likely (biases, allowed
-    tokens, processors), where penalties only shift it: drafts made without a look at it are mostly wrong.
+    logits before they are divided by the temperature. ``steers``: something may decide what is likely (allowed tokens,
+    large biases, processors), where penalties and excluded words only shift it: drafts made without a look at it are
+    mostly wrong.
     ``draw_fields``: what native kernels must know of a request besides: seed (64 bits), top_p, one over the
     temperature, log min_p, top_k, sample index.
 
@@ -125,7 +129,9 @@ class SamplingState:
         if self._penalty_np is not None:
             self._count(token_ids_np[num_prompt:].tolist())
 
-        self.steers = self.has_static or bool(params.logits_processors)
+        bias = max((params.logit_bias or {}).values(), default=0.0)
+        allowed = params.allowed_token_ids is not None
+        self.steers = allowed or bias > _STEERING_BIAS or bool(params.logits_processors)
         self._set_flags()
 
     @property
