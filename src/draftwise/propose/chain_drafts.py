@@ -90,8 +90,8 @@ def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[tuple[ChainKin
     group draw if a model can do the whole loop for them: nothing stands between its passes but a draw, of what
     temperature, min_p, top_k and top_p leave. None: it cannot.
 
-    Penalties and excluded words are the target's alone: looking at them after every draft takes twice the time of the
-    loop, and not looking costs a tenth of the acceptance.
+    Penalties and excluded words are the target's alone: looking at them after every draft takes up to twice the time of
+    the loop, and not looking costs little acceptance unless they are strong (docs/algorithms/sampling.md).
     """
     groups: dict[tuple[ChainKind | None, int], list[D]] = {}
     for draft in drafts:
