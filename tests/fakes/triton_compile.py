@@ -160,12 +160,6 @@ def between_passes() -> None:
     """What makes the rows of a drafter's next pass."""
     build(inputs.next_rows, "*i64 *i64 *i32 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32 i32", PAGE=16, BLOCK=64)
     build(
-        inputs.committed_rows,
-        "*i32 *i64 *i64 *i32 *i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32 i32",
-        PAGE=16,
-        BLOCK=8,
-    )
-    build(
         inputs.part_of_softmax,
         "*fp32 *fp32 *fp32 *fp32 *fp32 *fp64 i32 i64 i64 i32",
         PART=4096,

@@ -14,8 +14,7 @@ from draftwise.graphs.loop import ChainLoop, Drafter, LoopKind, LoopMemory
 from draftwise.kernels.select import KERNELS_VARIABLE
 from draftwise.kernels.triton import inputs
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, committed_rows, next_rows, sample_tokens
-from draftwise.kernels.triton.rows import Walk
+from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, next_rows, sample_tokens
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.sampling.draw import pick
 from draftwise.sampling.noise import SHARED, NoiseKey, gumbel, row_key
@@ -49,31 +48,6 @@ def test_the_next_rows_of_drafts() -> None:
         SPARE,
     ]
     assert next_rows(longs(), longs(), 0, where).slots.shape == (0,)
-
-
-def test_rejected_drafts_become_padding() -> None:
-    packed = torch.tensor(
-        [
-            [1, 1, 0, 0, 7, 9, 5, 5],  # the example: node 1 of three
-            [3, 0, 1, 2, 1, 2, 3, 4],
-            [0, 2, 2, 2, 6, 8, 8, 8],
-        ],
-        dtype=torch.int32,
-        device=DEVICE,
-    )
-    where = DraftSlots(TABLES, 4, SPARE, max_position=9, position_offset=-1)
-    rows = committed_rows(Walk(packed, 3), longs(5, 10, 20), longs(10, 2, 3), where)
-    assert rows.tokens.view(3, 4).tolist() == [[7, 9, 0, 0], [1, 2, 3, 4], [6, 0, 0, 0]]
-    assert rows.source.view(3, 4).tolist() == [[5, 7, 5, 5], [10, 11, 12, 13], [20, 20, 20, 20]]
-    assert rows.last.tolist() == [1, 7, 8]
-    assert rows.slots.view(3, 4).tolist() == [
-        [9 * 4 + 2, SPARE, SPARE, SPARE],  # the second has position 10, past the model's length
-        [7 * 4 + 2, 7 * 4 + 3, 1 * 4, 1 * 4 + 1],
-        [4 * 4 + 3, SPARE, SPARE, SPARE],
-    ]
-    assert rows.positions.view(3, 4)[:, 0].tolist() == [9, 1, 2] and int(rows.positions.max()) == 9
-    empty = committed_rows(Walk(packed[:0], 3), longs(), longs(), where)
-    assert empty.tokens.shape == (0,) and empty.last.shape == (0,)
 
 
 @pytest.mark.parametrize("vocab", [3, 70, 300])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.rows import Walk, power_of_two
+from draftwise.kernels.triton.rows import power_of_two
 
 _PART = 4096
 
@@ -33,20 +33,6 @@ class NextRows(NamedTuple):
     positions: Tensor  # [R] int64
     slots: Tensor  # [R] int64
     context: Tensor
-
-
-class CommittedRows(NamedTuple):
-    """N + 1 rows per request, for the first pass of its drafter: the tokens that it committed, then padding.
-
-    ``source``: the row of the target's pass whose hidden state each is computed from (of padding: the root's).
-    ``last`` [R] int64: the row of each request's last token, from which it drafts.
-    """
-
-    tokens: Tensor  # [R * (N + 1)] int64; of padding 0
-    source: Tensor  # [R * (N + 1)] int64
-    positions: Tensor  # [R * (N + 1)] int64
-    slots: Tensor  # [R * (N + 1)] int64
-    last: Tensor
 
 
 def next_rows(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:
@@ -85,49 +71,6 @@ def next_rows(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> Ne
             **LAUNCH,
         )
     return NextRows(positions, slots, context)
-
-
-def committed_rows(walk: Walk, roots: Tensor, start: Tensor, where: DraftSlots) -> CommittedRows:
-    """What a drafter has to read after a verification: rejected drafts become padding.
-
-    Args:
-        walk: what R requests committed.
-        roots: [R] int64, the rows of their roots in the target's pass; their nodes follow.
-        start: [R] int64, keys before the first committed token (the number of tokens that were known).
-        where: the requests' slots.
-
-    Example: root in row 5, nodes (0, 1, 2) of which 1 is accepted, 10 known tokens, tokens 7 and 9 committed:
-    tokens 7 9 0 0, source rows 5 7 5 5, keys 10 11, last row 1.
-    """
-    from draftwise.kernels.triton.device import inputs as device
-
-    requests, rows = walk.packed.shape[0], walk.num_nodes + 1
-    tokens, source, positions, slots = torch.empty(
-        (4, requests * rows), dtype=torch.int64, device=start.device
-    )
-    last = torch.empty(requests, dtype=torch.int64, device=start.device)
-    if requests:
-        device.committed_rows[(requests,)](
-            walk.packed,
-            roots,
-            start,
-            where.tables,
-            tokens,
-            source,
-            positions,
-            slots,
-            last,
-            walk.num_nodes,
-            where.tables.stride(0),
-            where.tables.shape[1],
-            where.position_offset,
-            where.max_position,
-            where.spare_slot,
-            PAGE=where.block_size,
-            BLOCK=power_of_two(rows),
-            **LAUNCH,
-        )
-    return CommittedRows(tokens, source, positions, slots, last)
 
 
 class BestTokens(NamedTuple):

@@ -51,62 +51,6 @@ def next_rows(
 
 
 @triton.jit(
-    do_not_specialize=["num_nodes", "table_stride", "num_pages", "offset", "max_position", "spare_slot"],
-    do_not_specialize_on_alignment=[
-        "walk",
-        "roots",
-        "start",
-        "tables",
-        "tokens",
-        "source",
-        "positions",
-        "slots",
-        "last",
-    ],
-)
-def committed_rows(
-    walk,
-    roots,
-    start,
-    tables,
-    tokens,
-    source,
-    positions,
-    slots,
-    last,
-    num_nodes,
-    table_stride,
-    num_pages,
-    offset,
-    max_position,
-    spare_slot,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One request: a row for each token that it committed, and padding behind them."""
-    r = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, BLOCK)
-    rows = num_nodes + 1
-    inside = j < rows
-    own = walk + r * (2 * num_nodes + 2)
-    accepted = tl.load(own)
-    real = inside & (j <= accepted)
-    token = tl.load(own + 1 + num_nodes + j, mask=real, other=0)
-    node = tl.load(own + j, mask=real & (j > 0), other=-1)  # the j-th accepted node; the root for j = 0
-    key = tl.load(start + r) + j
-    position = key + offset
-    page = tl.minimum(key // PAGE, num_pages - 1)
-    slot = tl.load(tables + r * table_stride + page, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
-    slot = tl.where(real & (position <= max_position), slot, spare_slot)
-    at = r * rows + j
-    tl.store(tokens + at, token.to(tl.int64), mask=inside)
-    tl.store(source + at, tl.load(roots + r) + 1 + node.to(tl.int64), mask=inside)
-    tl.store(slots + at, slot, mask=inside)
-    tl.store(positions + at, tl.minimum(tl.maximum(position, 0), max_position), mask=inside)
-    tl.store(last + r, r * rows + accepted)
-
-
-@triton.jit(
     do_not_specialize=["key_stride", "num_parts"],
     do_not_specialize_on_alignment=["scales", "keys", "values", "tokens", "sums"],
 )
