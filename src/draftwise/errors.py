@@ -22,6 +22,18 @@ class RequestError(DraftwiseError, ValueError):
     """One request is invalid or can never be served; other requests are not affected."""
 
 
+class LimitError(RequestError):
+    """A request asks for more than `RequestLimits` allows. ``limit``: the option that would have to be raised;
+    ``field``: the part of the request that is too large."""
+
+    def __init__(self, field: str, given: str, limit: str, allowed: float, more: str = "") -> None:
+        """Example: ``LimitError("stop", "65 strings", "max_stop_strings", 64)`` says "stop: 65 strings; at most 64
+        (max_stop_strings)"."""
+        super().__init__(f"{field}: {given}; at most {allowed:.15g} ({limit}){more}")
+        self.field = field
+        self.limit = limit
+
+
 class EngineDeadError(DraftwiseError):
     """The engine stopped after an internal failure, or was closed; no further request is accepted."""
 

@@ -65,7 +65,13 @@ class ScriptedEngine:
         return True
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        return render_chat(self._tokenizer, messages, **{"tools": None, "chat_template": None, **options})
+        limits: dict[str, Any] = {
+            "limits": self.config.request_limits,
+            "max_model_len": self.max_model_len,
+        }
+        return render_chat(
+            self._tokenizer, messages, **{"tools": None, "chat_template": None, **options, **limits}
+        )
 
     def get_tokenizer(self) -> Any:
         return self._tokenizer

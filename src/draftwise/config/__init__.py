@@ -5,12 +5,15 @@ described by a `SpeculativeConfig`. Every error is a `ConfigError` that names th
 """
 
 from draftwise.config.engine import ENGINE_OPTIONS, EngineConfig
+from draftwise.config.limits import LIMIT_NAMES, RequestLimits
 from draftwise.config.resolve import EMBEDDED_NUM_SPECULATIVE_TOKENS, resolve_engine_config
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.config.speculative_fields import RULES
 
 __all__ = [
     "EngineConfig",
+    "RequestLimits",
+    "LIMIT_NAMES",
     "SpeculativeConfig",
     "resolve_engine_config",
     "ENGINE_OPTIONS",

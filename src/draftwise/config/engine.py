@@ -10,6 +10,7 @@ from draftwise.config.coerce import option
 from draftwise.config.extraction import METHOD as EXTRACTION
 from draftwise.config.extraction import transfer_folder
 from draftwise.config.graphs import LARGEST, SIZES, GraphOptions, compilation, graph_options
+from draftwise.config.limits import RequestLimits
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError
 from draftwise.quantization.scheme import parse_scheme
@@ -137,6 +138,11 @@ class EngineConfig:
     skip_tokenizer_init: bool = option(False, to.boolean, "token ids in and out, no tokenizer")
     disable_log_stats: bool = option(False, to.boolean, "do not log statistics")
     num_threads: int | None = option(None, to.integer(1, 4096), "threads of the CPU kernels")
+    request_limits: RequestLimits = option(
+        RequestLimits(),
+        RequestLimits.from_value,
+        'how much a request may ask for, as JSON: {"max_stop_strings": 64, "max_choices": "10k", ...}',
+    )
     speculative: tuple[SpeculativeConfig, ...] = ()
     embedded: bool = False
     notes: tuple[str, ...] = ()

@@ -240,6 +240,8 @@ class AsyncLLM:
         return render_chat(
             tokenizer_of(self._engine),
             messages,
+            limits=self._engine.processor.limits,
+            max_model_len=self.max_model_len,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,

@@ -154,6 +154,7 @@ def build_engine(
         clock=clock,
         keep_trace=keep_trace,
         grammars=grammars,
+        limits=config.request_limits,
     )
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from draftwise.config import EngineConfig, resolve_engine_config
+from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import RequestGroup, speculation_metrics
+from draftwise.engine.limits import check_messages, check_prompt
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Prompt
 from draftwise.errors import DraftwiseError, EngineDeadError, RequestError
@@ -135,9 +136,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """Messages -> a prompt of token ids, as the model's chat template says."""
+        engine = self._alive()
         return render_chat(
-            tokenizer_of(self._alive()),
+            tokenizer_of(engine),
             messages,
+            limits=engine.processor.limits,
+            max_model_len=engine.processor.max_model_len,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -236,12 +240,15 @@ def render_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
+    limits: RequestLimits,
+    max_model_len: int,
     chat_template: str | None,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None,
     template_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Messages -> ``{"prompt": text, "prompt_token_ids": ids}`` through a chat template. Raises RequestError.
+    """Messages -> ``{"prompt": text, "prompt_token_ids": ids}`` through a chat template. Raises RequestError; its
+    `LimitError` before the template is rendered, or before the text is tokenized.
 
     ``template_options``: further variables of the template, such as ``enable_thinking``.
     """
@@ -250,6 +257,7 @@ def render_chat(
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise RequestError(f"a message is a mapping with 'role' and 'content', got {message!r}")
+    check_messages(limits, messages, tools, max_model_len)
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "this model has no chat template (it is a base model): use generate with a plain prompt, or pass "
@@ -268,6 +276,7 @@ def render_chat(
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise RequestError(f"the chat template refused the messages: {error}") from None
+    check_prompt(limits, text, max_model_len, "messages")
     # The template wrote the special tokens itself.
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from draftwise.config import RULES, SpeculativeConfig
+from draftwise.config import RULES, RequestLimits, SpeculativeConfig
 from draftwise.engine.detokenizer import IncrementalDetokenizer
 from draftwise.engine.group import RequestGroup
+from draftwise.engine.limits import check_params, check_prompt
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.propose.base import Proposer
@@ -58,9 +59,11 @@ class Processor:
         clock: Callable[[], float],
         keep_trace: bool = False,
         grammars: Grammars | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.limits = limits or RequestLimits()
         self._model_config = model_config
         self._drafters = {d.method: d for d in drafters}
         self._proposers = proposers
@@ -85,7 +88,8 @@ class Processor:
         keep_trace: bool | None = None,
     ) -> RequestGroup:
         """Make the n requests of one prompt. ``keep_trace``: whether they remember their steps (None: the engine's
-        choice)."""
+        choice). Raises RequestError; `LimitError`, one of these, before any work is done."""
+        check_params(self.limits, params)
         text, prompt_np = self.tokenize(prompt)
         params.validate_for_vocab(self._model_config.vocab_size)
         speculation = self.resolve_speculation(params)
@@ -177,6 +181,7 @@ class Processor:
             )
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids")
+        check_prompt(self.limits, text, self.max_model_len)
         ids = self.tokenizer.encode(text)
         if not ids:
             raise RequestError("the prompt is empty: it has no tokens")
@@ -187,17 +192,17 @@ class Processor:
             raise RequestError(f"prompt_token_ids must be a list of integers, not {type(ids).__name__}")
         if len(ids) == 0:
             raise RequestError("the prompt is empty: it has no tokens")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but prompt and output together may have at most "
+                f"{self.max_model_len} (max_model_len): no room for an output token"
+            )
         if not all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in ids):
             raise RequestError("prompt_token_ids must be integers")
         vocab = self._model_config.vocab_size
         bad = next((t for t in ids if not 0 <= t < vocab), None)
         if bad is not None:
             raise RequestError(f"token id {bad} is out of range: the vocabulary has {vocab} tokens")
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but prompt and output together may have at most "
-                f"{self.max_model_len} (max_model_len): no room for an output token"
-            )
         return np.asarray(ids, np.int32)
 
     # ----------------------------------------------------------------------------------------- speculation
