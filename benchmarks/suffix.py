@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from draftwise.kernels.cpu.library import native_library, why_not_native
-from draftwise.propose import suffix as module
 from draftwise.propose.base import DraftRow
-from draftwise.propose.suffix import SuffixProposer
+from draftwise.propose.lookup import suffix as module
+from draftwise.propose.lookup.suffix import SuffixProposer
 from draftwise.types import IntArray, Speculation
 
 OUTPUT = 500  # tokens of a cached output

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from draftwise.propose.tree_spec import DynamicTree
+from draftwise.config.trees import DynamicTree
 
 IntArray = npt.NDArray[np.int32]
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from draftwise import LLM, SamplingParams
-from draftwise.propose.head_features import FeatureSource
-from draftwise.propose.head_passes import HeadDraft, HeadPasses, Rows
-from draftwise.propose.head_state import Features, Piece, joined
+from draftwise.propose.heads.features import FeatureSource
+from draftwise.propose.heads.passes import HeadDraft, HeadPasses, Rows
+from draftwise.propose.heads.state import Features, Piece, joined
 from draftwise.types import IntArray, TargetOutput
 from tests.e2e.conftest import random_prompts
 from tests.e2e.test_heads import Target

@@ -27,8 +27,8 @@ def test_nothing_is_drawn_token_by_token(method: str, rule: str, monkeypatch: py
     def refuse(*given: object, **more: object) -> None:
         raise AssertionError("drawn between two passes")
 
-    monkeypatch.setattr("draftwise.propose.heads.draw_next", refuse)
-    monkeypatch.setattr("draftwise.propose.draft_model.draw_next", refuse)
+    monkeypatch.setattr("draftwise.propose.heads.proposer.draw_next", refuse)
+    monkeypatch.setattr("draftwise.propose.models.proposer.draw_next", refuse)
     params = [
         SamplingParams(
             temperature=0.8,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftwise import LLM, SamplingParams
-from draftwise.propose.suffix import SuffixProposer
+from draftwise.propose.lookup.suffix import SuffixProposer
 from tests.e2e.conftest import random_prompts, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

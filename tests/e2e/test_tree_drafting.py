@@ -10,7 +10,8 @@ import pytest
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, RequestError
-from draftwise.propose import draft_model, heads
+from draftwise.propose.heads import proposer as heads
+from draftwise.propose.models import proposer as models
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.tiny import VOCAB, TinyModels
@@ -290,6 +291,6 @@ def test_the_native_expansion_drafts_the_same_trees(
         nonlocal calls
         calls += 1
 
-    monkeypatch.setattr(draft_model if method == "draft_model" else heads, "native_draws", refuse)
+    monkeypatch.setattr(models if method == "draft_model" else heads, "native_draws", refuse)
     assert drafted() == at_once
     assert calls > 20

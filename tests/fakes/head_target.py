@@ -11,7 +11,7 @@ import torch
 from draftwise.config import SpeculativeConfig
 from draftwise.kernels.base import Linear, Ops
 from draftwise.models.base import SharedWeights
-from draftwise.propose.registry import ProposerContext
+from draftwise.propose.base import ProposerContext
 
 TOKENS = 23
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftwise.config.trees import MAX_FED_NODES, DynamicTree, parse_tree
 from draftwise.propose.base import DraftRow
-from draftwise.propose.tree_expansion import TreeModel
-from draftwise.propose.tree_growth import TreeLevel, TreeTask
-from draftwise.propose.tree_spec import MAX_FED_NODES, DynamicTree, parse_tree
+from draftwise.propose.trees.expansion import TreeModel
+from draftwise.propose.trees.growth import TreeLevel, TreeTask
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import Speculation

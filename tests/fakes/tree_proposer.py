@@ -8,8 +8,7 @@ from typing import ClassVar, Literal, Self
 
 import torch
 
-from draftwise.propose.base import DraftRow, Proposer
-from draftwise.propose.registry import ProposerContext
+from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.sampling.draw import draft_children, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.types import EMPTY_PROPOSAL, DrawKind, Proposal

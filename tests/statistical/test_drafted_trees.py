@@ -13,9 +13,9 @@ import pytest
 from tests.fakes.tree_model import ScriptedTreeModel, draft_row
 from world import Drafter, World, assert_caught, assert_same_distribution, simulate
 
-from draftwise.propose.tree_expansion import draft_trees
-from draftwise.propose.tree_growth import StaticTree, TreeTask
-from draftwise.propose.tree_spec import DynamicTree
+from draftwise.config.trees import DynamicTree
+from draftwise.propose.trees.expansion import draft_trees
+from draftwise.propose.trees.growth import StaticTree, TreeTask
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray, Proposal

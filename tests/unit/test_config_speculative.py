@@ -12,10 +12,10 @@ import pytest
 
 from draftwise.config import SpeculativeConfig
 from draftwise.config.methods import detect_method
+from draftwise.config.trees import DEFAULT_TREE_NODES, DynamicTree
 from draftwise.errors import ConfigError
 from draftwise.propose import registry
 from draftwise.propose.registry import canonical_name
-from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree
 
 
 def refused(values: dict[str, Any], *words: str) -> str:

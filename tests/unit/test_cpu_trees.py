@@ -12,16 +12,16 @@ from tests.fakes.tiny import VOCAB, save_llama
 from tests.fakes.tree_model import draft_row
 from tests.native import native_or_skip
 
+from draftwise.config.trees import DynamicTree
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder
-from draftwise.propose.tree_expansion import TreeModel, draft_trees
-from draftwise.propose.tree_growth import TreeLevel, TreeTask
-from draftwise.propose.tree_native import as_proposal, native_draws
-from draftwise.propose.tree_spec import DynamicTree
+from draftwise.propose.trees.expansion import TreeModel, draft_trees
+from draftwise.propose.trees.growth import TreeLevel, TreeTask
+from draftwise.propose.trees.native import as_proposal, native_draws
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import DraftedTree, IntArray, Proposal, TreeDraws
 

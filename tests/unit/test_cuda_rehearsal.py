@@ -191,7 +191,7 @@ def test_a_drafter_that_fails_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "draftwise.propose.heads.HeadProposer.propose", lambda *args: torch.ones(1).cuda() + 1 / 0
+        "draftwise.propose.heads.proposer.HeadProposer.propose", lambda *args: torch.ones(1).cuda() + 1 / 0
     )
     with checkpoints.engine(("methods", "eagle3", "chain")) as llm:
         llm.generate(checkpoints.prompts[:1], PARAMS[0])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftwise.models.heads.base import pick_rows
-from draftwise.propose.head_features import FeatureSource
-from draftwise.propose.head_state import MANY_FEATURES, FeatureQueue, Features, Piece, joined
+from draftwise.propose.heads.features import FeatureSource
+from draftwise.propose.heads.state import MANY_FEATURES, FeatureQueue, Features, Piece, joined
 from draftwise.types import TargetOutput
 
 SIZE = 3

@@ -23,7 +23,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel
 from draftwise.models.heads.loading import load_eagle, load_eagle3
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.propose.registry import ProposerContext
+from draftwise.propose.base import ProposerContext
 from draftwise.types import TargetOutput
 
 CPU = torch.device("cpu")

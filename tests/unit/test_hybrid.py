@@ -11,11 +11,11 @@ import torch
 
 from draftwise import ConfigError
 from draftwise.config import SpeculativeConfig
+from draftwise.config.trees import DynamicTree
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.hybrid import HybridProposer, join
-from draftwise.propose.ngram import NgramProposer
-from draftwise.propose.suffix import SuffixProposer
-from draftwise.propose.tree_spec import DynamicTree
+from draftwise.propose.lookup.ngram import NgramProposer
+from draftwise.propose.lookup.suffix import SuffixProposer
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, Proposal, Speculation, chain

@@ -26,7 +26,7 @@ from draftwise.models.heads.base import HeadModel
 from draftwise.models.heads.loading import load_mtp
 from draftwise.models.heads.mtp_names import mtp_form, mtp_tensors
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.propose.registry import ProposerContext
+from draftwise.propose.base import ProposerContext
 from draftwise.types import TargetOutput
 
 CPU = torch.device("cpu")

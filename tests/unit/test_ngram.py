@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwise.propose.base import DraftRow
-from draftwise.propose.ngram import NgramProposer
+from draftwise.propose.lookup.ngram import NgramProposer
 from draftwise.types import EMPTY_PROPOSAL, Speculation
 
 

@@ -55,7 +55,7 @@ def test_register_a_class_or_a_path() -> None:
 
 @pytest.mark.parametrize("separator", [".", ":"])
 def test_a_path_needs_no_registration(separator: str) -> None:
-    found = resolve_proposer(f"draftwise.propose.ngram{separator}NgramProposer")
+    found = resolve_proposer(f"draftwise.propose.lookup.ngram{separator}NgramProposer")
     assert found is resolve_proposer("ngram")
 
 
@@ -87,7 +87,7 @@ def test_taken_names_and_aliases() -> None:
         ("zzz", "unknown method 'zzz' "),
         ("dflash", "'dflash' is not supported yet; available: draft_model, .*ngram"),
         ("no.such.module.Class", "cannot load"),
-        ("draftwise.propose.ngram.Missing", "cannot load"),
+        ("draftwise.propose.lookup.ngram.Missing", "cannot load"),
         (".Class", "cannot load"),
         ("draftwise.errors.ConfigError", "no subclass of"),
         ("draftwise.errors.suggest", "no subclass of"),
@@ -112,8 +112,5 @@ def test_create_defaults_to_no_arguments() -> None:
 
 def test_the_registry_and_the_tree_parser_do_not_import_torch() -> None:
     """Configurations are checked before anything heavy is loaded."""
-    code = (
-        "import sys, draftwise.propose.registry, draftwise.propose.tree_spec; "
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, draftwise.propose.registry, draftwise.config.trees; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

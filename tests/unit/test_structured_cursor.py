@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.fakes.word_grammar import Word, WordMatcher, cursor_over, following
 
 from draftwise.errors import RequestError
+from draftwise.propose.grammar import fit
 from draftwise.sampling.masks import unpack
 from draftwise.structured.cursor import Cursor, Vocabulary, paths_of
-from draftwise.structured.proposer import fit
 from draftwise.types import Proposal, chain
 
 VOCAB = 6

@@ -12,12 +12,12 @@ import torch
 from scipy.stats import chi2
 from tests.fakes.word_grammar import Word, cursor_over, following
 
+from draftwise.propose.grammar import fit
 from draftwise.sampling.draw import draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.structured.cursor import Cursor
-from draftwise.structured.proposer import fit
 from draftwise.types import IntArray, Proposal, Verification, chain
 from draftwise.verify.base import VerifyRequest, verify_batch
 

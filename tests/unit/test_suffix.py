@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.native import native_or_skip
 
 from draftwise.config import SpeculativeConfig
+from draftwise.config.trees import DynamicTree
 from draftwise.errors import ConfigError
-from draftwise.propose import suffix as suffix_module
 from draftwise.propose.base import DraftRow
-from draftwise.propose.suffix import SuffixProposer
-from draftwise.propose.suffix_native import NativeSuffixTree
-from draftwise.propose.suffix_python import PythonSuffixTree, SuffixLimits, draft
-from draftwise.propose.tree_spec import DynamicTree
+from draftwise.propose.lookup import suffix as suffix_module
+from draftwise.propose.lookup.suffix import SuffixProposer
+from draftwise.propose.lookup.suffix_native import NativeSuffixTree
+from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixLimits, draft
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation
 
 TEXT = list(range(10, 60))

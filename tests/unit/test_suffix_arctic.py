@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tests.native import native_or_skip
 
-from draftwise.propose.suffix_native import NativeSuffixTree, native_draft
-from draftwise.propose.suffix_python import SuffixLimits
+from draftwise.propose.lookup.suffix_native import NativeSuffixTree, native_draft
+from draftwise.propose.lookup.suffix_python import SuffixLimits
 from draftwise.types import IntArray
 
 original = pytest.importorskip(

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.native import native_or_skip
 
-from draftwise.propose.suffix_native import NativeSuffixTree, native_draft
-from draftwise.propose.suffix_python import PythonSuffixTree, SuffixDraft, SuffixLimits, draft
+from draftwise.propose.lookup.suffix_native import NativeSuffixTree, native_draft
+from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixDraft, SuffixLimits, draft
 from draftwise.types import IntArray
 
 

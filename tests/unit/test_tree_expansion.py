@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.fakes.tree_model import ScriptedTreeModel, draft_row
 from tests.fakes.word_grammar import cursor_over
 
-from draftwise.propose.tree_expansion import ScratchBlocks, draft_trees
-from draftwise.propose.tree_growth import TreeTask
-from draftwise.propose.tree_spec import DynamicTree
+from draftwise.config.trees import DynamicTree
+from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees
+from draftwise.propose.trees.growth import TreeTask
 from draftwise.sampling.noise import SHARED, NoiseKey, gumbel
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import Proposal

@@ -30,8 +30,8 @@ from draftwise.config.speculative_fields import (
     weight_format,
 )
 from draftwise.config.synthetic import acceptance_rates, check_synthetic
+from draftwise.config.trees import DEFAULT_TREE_NODES, DynamicTree
 from draftwise.errors import ConfigError, suggest
-from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree
 
 
 class _Unset(int):

@@ -7,8 +7,8 @@ from typing import Any
 
 from draftwise.config import coerce as to
 from draftwise.config.heads import sorted_choices
+from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.errors import ConfigError
-from draftwise.propose.tree_spec import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.quantization.scheme import parse_scheme
 
 MAX_DRAFT = 63

@@ -29,13 +29,13 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.loader import load_model
 from draftwise.models.tokenizer import load_tokenizer
-from draftwise.propose.base import Proposer
-from draftwise.propose.registry import ProposerContext, resolve_proposer
+from draftwise.propose.base import Proposer, ProposerContext
+from draftwise.propose.grammar import GrammarProposer
+from draftwise.propose.registry import resolve_proposer
 from draftwise.runner.executor import Executor, LocalExecutor
 from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.structured.grammars import Grammars
-from draftwise.structured.proposer import GrammarProposer
 from draftwise.verify.base import SyntheticAcceptance
 
 logger = logging.getLogger("draftwise")

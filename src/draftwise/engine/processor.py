@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from draftwise.config import RULES, RequestLimits, SpeculativeConfig
+from draftwise.config.trees import DEFAULT_TREE_NODES, DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.engine.detokenizer import IncrementalDetokenizer
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.propose.base import Proposer
-from draftwise.propose.tree_spec import DEFAULT_TREE_NODES, DynamicTree, parse_dynamic_tree, parse_tree
+from draftwise.propose.grammar import GrammarProposer
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
 from draftwise.sched.request import Request
 from draftwise.structured.grammars import DEFAULT_DRAFTS, Grammars
-from draftwise.structured.proposer import GrammarProposer
 from draftwise.types import MAX_TREE_NODES, IntArray, Speculation
 
 Prompt = str | Mapping[str, Any]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from draftwise.config.trees import parse_tree
 from draftwise.graphs.backend import CudaGraphs, GraphBackend
 from draftwise.graphs.buffers import Shape
 from draftwise.graphs.capture import Captures
@@ -17,7 +18,6 @@ from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
 from draftwise.graphs.trees import TreePlan
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
-from draftwise.propose.tree_spec import parse_tree
 from draftwise.types import TreeShape
 
 if TYPE_CHECKING:

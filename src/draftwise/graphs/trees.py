@@ -1,8 +1,8 @@
 """Trees of fixed children as one captured graph: a pass per level, with the choice of nodes between them on the device.
 
-The shapes and the choices are those of `propose.tree_growth`, which has the words: a static tree whose nodes are tokens
-of given ranks, or EAGLE-2's (arXiv:2406.16858), which feeds the likeliest nodes of a level, by the product along their
-paths. What is verified of the latter is chosen on the host, from all candidates.
+The shapes and the choices are those of `propose.trees.growth`, which has the words: a static tree whose nodes are
+tokens of given ranks, or EAGLE-2's (arXiv:2406.16858), which feeds the likeliest nodes of a level, by the product along
+their paths. What is verified of the latter is chosen on the host, from all candidates.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class DecoderModel(ABC):
 
     def first_layers(self, count: int) -> DecoderModel:
         """A model of this one's first ``count`` layers, final norm and head: the same weights, not copies. It runs on
-        this model's own storage, whose first ``count`` layers it reads and writes (propose/early_exit.py).
+        this model's own storage, whose first ``count`` layers it reads and writes (propose/models/early_exit.py).
 
         Raises:
             NotImplementedError: the family's layers cannot be run without the later ones.

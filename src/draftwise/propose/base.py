@@ -5,18 +5,39 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
+from draftwise.config import SpeculativeConfig
+from draftwise.graphs.setup import GraphSetup
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel, ModelConfig
+from draftwise.propose.resident import ResidentDrafter
+from draftwise.sampling.state import SamplingState
+from draftwise.structured.cursor import Cursor
 from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOutput
 
-if TYPE_CHECKING:
-    from draftwise.kv.storage import KVStorage
-    from draftwise.propose.registry import ProposerContext
-    from draftwise.propose.resident import ResidentDrafter
-    from draftwise.sampling.state import SamplingState
-    from draftwise.structured.cursor import Cursor
+
+@dataclass(frozen=True, slots=True)
+class ProposerContext:
+    """What an engine offers a proposer that is being built (`Proposer.create`). The number of cache blocks is
+    known later, see `Proposer.allocate`."""
+
+    speculative: SpeculativeConfig  # the entry of speculative_config that asks for it
+    target_config: ModelConfig
+    target_model: DecoderModel
+    block_size: int  # tokens per block
+    dtype: torch.dtype  # of the target
+    device: torch.device
+    max_model_len: int  # tokens; no position reaches it
+    max_num_seqs: int  # requests in one call of `propose`, at most
+    vocab_size: int  # of the target; draft tokens are below it
+    tokenizer: Any = None  # of the target (Transformers); None: the engine has none
+    transfer_folder: str | None = None  # where hidden states are written to (kv_transfer_config)
+    target_path: str | None = None  # where the target was loaded from: folder or hub id
+    target_revision: str | None = None
+    graphs: GraphSetup | None = None  # captures a drafter's passes; None: nothing is captured
 
 
 @dataclass(slots=True)

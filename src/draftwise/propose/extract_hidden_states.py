@@ -12,17 +12,14 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
 from draftwise.errors import ConfigError
-from draftwise.propose.base import Committed, DraftRow, Proposer
+from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
-
-if TYPE_CHECKING:
-    from draftwise.propose.registry import ProposerContext
 
 logger = logging.getLogger("draftwise")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol, Self
 
-from draftwise.propose.base import DraftRow, Proposer
-from draftwise.propose.registry import ProposerContext, resolve_proposer
+from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.registry import resolve_proposer
 from draftwise.structured.cursor import is_point_mass
 from draftwise.types import IntArray, Proposal
 

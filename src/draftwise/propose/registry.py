@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftwise.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
-    import torch
-
-    from draftwise.config import SpeculativeConfig
-    from draftwise.graphs.setup import GraphSetup
-    from draftwise.models.base import DecoderModel, ModelConfig
     from draftwise.propose.base import Proposer
-
-
-@dataclass(frozen=True, slots=True)
-class ProposerContext:
-    """What an engine offers a proposer that is being built (`Proposer.create`). The number of cache blocks is
-    known later, see `Proposer.allocate`."""
-
-    speculative: SpeculativeConfig  # the entry of speculative_config that asks for it
-    target_config: ModelConfig
-    target_model: DecoderModel
-    block_size: int  # tokens per block
-    dtype: torch.dtype  # of the target
-    device: torch.device
-    max_model_len: int  # tokens; no position reaches it
-    max_num_seqs: int  # requests in one call of `propose`, at most
-    vocab_size: int  # of the target; draft tokens are below it
-    tokenizer: Any = None  # of the target (Transformers); None: the engine has none
-    transfer_folder: str | None = None  # where hidden states are written to (kv_transfer_config)
-    target_path: str | None = None  # where the target was loaded from: folder or hub id
-    target_revision: str | None = None
-    graphs: GraphSetup | None = None  # captures a drafter's passes; None: nothing is captured
 
 
 ALIASES: dict[str, str] = {
@@ -63,14 +36,14 @@ PLANNED = "dflash"
 _registered: dict[str, str | type[Proposer]] = {
     "extract_hidden_states": "draftwise.propose.extract_hidden_states:ExtractHiddenStatesProposer",
     "hybrid": "draftwise.propose.hybrid:HybridProposer",
-    "early_exit": "draftwise.propose.early_exit:EarlyExitProposer",
-    "draft_model": "draftwise.propose.draft_model:DraftModelProposer",
-    "eagle": "draftwise.propose.eagle:EagleProposer",
-    "eagle3": "draftwise.propose.eagle:Eagle3Proposer",
-    "medusa": "draftwise.propose.medusa:MedusaProposer",
-    "mtp": "draftwise.propose.mtp:MtpProposer",
-    "ngram": "draftwise.propose.ngram:NgramProposer",
-    "suffix": "draftwise.propose.suffix:SuffixProposer",
+    "early_exit": "draftwise.propose.models.early_exit:EarlyExitProposer",
+    "draft_model": "draftwise.propose.models.draft_model:DraftModelProposer",
+    "eagle": "draftwise.propose.heads.eagle:EagleProposer",
+    "eagle3": "draftwise.propose.heads.eagle:Eagle3Proposer",
+    "medusa": "draftwise.propose.heads.medusa:MedusaProposer",
+    "mtp": "draftwise.propose.heads.mtp:MtpProposer",
+    "ngram": "draftwise.propose.lookup.ngram:NgramProposer",
+    "suffix": "draftwise.propose.lookup.suffix:SuffixProposer",
     "synthetic": "draftwise.propose.synthetic:SyntheticProposer",
 }
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
-from draftwise.propose.base import DraftRow, Proposer
+from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.types import Proposal, chain
-
-if TYPE_CHECKING:
-    from draftwise.propose.registry import ProposerContext
 
 _MASK = (1 << 64) - 1
 

@@ -12,8 +12,8 @@ import torch
 
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import Committed, DraftRow, Proposer
+from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.rows import DrafterFill, Row
-from draftwise.structured.proposer import GrammarProposer, fit
 from draftwise.types import (
     MAX_TREE_NODES,
     IntArray,

@@ -22,7 +22,7 @@ from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.graphs.setup import GraphSetup
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
-from draftwise.propose.eagle import Eagle3Proposer
+from draftwise.propose.heads.eagle import Eagle3Proposer
 from draftwise.runner.executor import Executor, LocalExecutor
 from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.sampling.params import SamplingParams

@@ -40,7 +40,7 @@ from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import parse_scheme
 
 if TYPE_CHECKING:
-    from draftwise.propose.registry import ProposerContext
+    from draftwise.propose.base import ProposerContext
 
 
 def head_folder(model: str | None, revision: str | None, method: str) -> Path:

@@ -36,7 +36,7 @@ struct Locus {
 
 constexpr int32_t kMaxDraft = 63;
 
-// What may be drafted. Mirrored in propose/suffix.py.
+// What may be drafted. Mirrored in propose/lookup/suffix.py.
 struct SuffixLimits {
   double factor, offset;   // at most floor(match length * factor + offset) nodes
   double min_prob;         // nodes less likely than this are left out

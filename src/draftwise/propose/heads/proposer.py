@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
+from draftwise.graphs.head import GraphedHead
 from draftwise.models.heads.base import HeadModel
-from draftwise.propose.base import Committed, DraftRow, Proposer
-from draftwise.propose.chain_drafts import ChainKind, alike, chain_draws, draw_next, longest_chain
-from draftwise.propose.head_passes import Fill, HeadDraft, HeadPasses
-from draftwise.propose.head_state import MANY_FEATURES, Features, HeadState
-from draftwise.propose.head_trees import HeadTrees
-from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import ScratchBlocks, draft_trees, is_tree
-from draftwise.propose.tree_growth import TreeTask
-from draftwise.propose.tree_native import as_proposal, native_draws
+from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
+from draftwise.propose.chains import ChainKind, alike, chain_draws, draw_next, longest_chain
+from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
+from draftwise.propose.heads.resident import ResidentHead
+from draftwise.propose.heads.state import MANY_FEATURES, Features, HeadState
+from draftwise.propose.heads.trees import HeadTrees
+from draftwise.propose.resident import ResidentDrafter
+from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
+from draftwise.propose.trees.growth import TreeTask
+from draftwise.propose.trees.native import as_proposal, native_draws
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
-
-if TYPE_CHECKING:
-    from draftwise.propose.resident import ResidentDrafter
 
 _PENDING_ROWS = 32
 """A request with so many rows to come is filled at once: many steps without drafting. It bounds the memory of waiting
@@ -293,9 +292,6 @@ class HeadProposer(Proposer):
         return self._head.static_bytes()
 
     def resident(self) -> ResidentDrafter | None:
-        from draftwise.graphs.head import GraphedHead
-        from draftwise.propose.resident import ResidentHead
-
         head = self._head
         if not isinstance(head, GraphedHead) or not head.chains:
             return None

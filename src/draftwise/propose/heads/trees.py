@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftwise.config.trees import MAX_FED_NODES
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.propose.head_passes import HeadDraft, HeadPasses
-from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel
-from draftwise.propose.tree_growth import TreeLevel
-from draftwise.propose.tree_spec import MAX_FED_NODES
+from draftwise.propose.heads.passes import HeadDraft, HeadPasses
+from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel
+from draftwise.propose.trees.growth import TreeLevel
 
 _PLACES = 1 + MAX_FED_NODES  # of the features of a request's root and fed nodes
 

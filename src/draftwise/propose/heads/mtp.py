@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from draftwise.models.heads.base import HeadModel
-from draftwise.propose.heads import HeadProposer
-from draftwise.propose.registry import ProposerContext
+from draftwise.models.heads.loading import load_mtp
+from draftwise.propose.base import ProposerContext
+from draftwise.propose.heads.proposer import HeadProposer
 
 
 class MtpProposer(HeadProposer):
@@ -16,6 +17,4 @@ class MtpProposer(HeadProposer):
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:
-        from draftwise.models.heads.loading import load_mtp
-
         return load_mtp(context)

@@ -10,12 +10,12 @@ from typing import ClassVar, Self
 import torch
 
 from draftwise.errors import ConfigError
+from draftwise.models.heads.loading import head_folder, load_medusa, target_link
 from draftwise.models.heads.medusa import MedusaHeads
-from draftwise.propose.base import Committed, DraftRow, Proposer
-from draftwise.propose.chain_drafts import ChainDraft, draw_next
-from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import TreeModel, draft_trees, is_tree
-from draftwise.propose.tree_growth import TreeLevel, TreeTask
+from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
+from draftwise.propose.chains import ChainDraft, draw_next
+from draftwise.propose.trees.expansion import TreeModel, draft_trees, is_tree
+from draftwise.propose.trees.growth import TreeLevel, TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens
 from draftwise.sampling.logits import LogitsRow
 from draftwise.types import Proposal, StepInput, TargetOutput
@@ -64,8 +64,6 @@ class MedusaProposer(Proposer, TreeModel):
             ConfigError: K or the tree is deeper than there are heads.
             ModelLoadError: they cannot be loaded, or are for another target.
         """
-        from draftwise.models.heads.loading import head_folder, load_medusa, target_link
-
         config = context.speculative
         folder = head_folder(config.model, config.revision, config.method)
         link, ops = target_link(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from draftwise.kernels.cpu.library import NativeLibrary
-from draftwise.propose.suffix_python import SuffixDraft, SuffixLimits
+from draftwise.propose.lookup.suffix_python import SuffixDraft, SuffixLimits
 from draftwise.types import MAX_TREE_NODES, IntArray
 
 _PTR, _I32, _I64, _U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import ClassVar, Self, cast
 
 from draftwise.models.heads.base import HeadModel
-from draftwise.propose.heads import HeadProposer
-from draftwise.propose.registry import ProposerContext
+from draftwise.models.heads.loading import load_eagle, load_eagle3
+from draftwise.propose.base import ProposerContext
+from draftwise.propose.heads.parallel import ParallelHeadProposer
+from draftwise.propose.heads.proposer import HeadProposer
 
 
 class EagleProposer(HeadProposer):
@@ -16,8 +18,6 @@ class EagleProposer(HeadProposer):
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:
-        from draftwise.models.heads.loading import load_eagle
-
         return load_eagle(context)
 
 
@@ -29,13 +29,9 @@ class Eagle3Proposer(HeadProposer):
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
         if context.speculative.parallel_drafting and cls is Eagle3Proposer:
-            from draftwise.propose.parallel_heads import ParallelHeadProposer
-
             return cast(Self, ParallelHeadProposer.create(context))
         return super().create(context)
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:
-        from draftwise.models.heads.loading import load_eagle3
-
         return load_eagle3(context)

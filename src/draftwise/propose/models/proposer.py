@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -15,8 +15,11 @@ from draftwise.errors import ConfigError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.propose.base import DraftRow, Proposer
-from draftwise.propose.chain_drafts import (
+from draftwise.models.loader import load_model
+from draftwise.models.mapped import MappedDecoder, VocabularyMap
+from draftwise.models.tokenizer import load_tokenizer
+from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.chains import (
     ChainDraft,
     ChainKind,
     alike,
@@ -24,24 +27,20 @@ from draftwise.propose.chain_drafts import (
     draw_next,
     longest_chain,
 )
-from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
-from draftwise.propose.tree_growth import TreeLevel, TreeTask
-from draftwise.propose.tree_native import as_proposal, native_draws
+from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
+from draftwise.propose.trees.growth import TreeLevel, TreeTask
+from draftwise.propose.trees.native import as_proposal, native_draws
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal
 
-if TYPE_CHECKING:
-    from draftwise.propose.resident import ResidentDrafter
-
 logger = logging.getLogger("draftwise")
 
-_CATCH_UP_ROWS = 2048
+CATCH_UP_ROWS = 2048
 """Rows of one catch-up pass: a long prompt is caught up in pieces, so that activations stay small."""
 
 
 @dataclass(slots=True)
-class _Draft(ChainDraft):
+class ModelDraft(ChainDraft):
     """One row while it drafts. ``context_np`` [num_tokens + forced]: what is fed before the first draw; ``fed``: how
     much of it has K/V; ``stored``: drafts with K/V behind it."""
 
@@ -50,7 +49,7 @@ class _Draft(ChainDraft):
     stored: int = 0
 
 
-class DraftModelProposer(Proposer, TreeModel):
+class ModelProposer(Proposer, TreeModel):
     """Runs a draft model autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
     The drafter's K/V lives in its own storage, indexed by the target's block tables. Before it drafts, it catches
@@ -58,7 +57,6 @@ class DraftModelProposer(Proposer, TreeModel):
     rejected tail, a prefix-cache hit it does not share, or a prompt.
     """
 
-    name: ClassVar[str] = "draft_model"
     has_storage: ClassVar[bool] = True
     drafts_trees: ClassVar[bool] = True
     drafts_dynamic_trees: ClassVar[bool] = True
@@ -81,18 +79,12 @@ class DraftModelProposer(Proposer, TreeModel):
         self._block_size = block_size
         self._max_len = min(max_model_len, model.config.max_model_len)
         self._sample_method = sample_method
-        self._drafts: dict[int, _Draft] = {}
+        self._drafts: dict[int, ModelDraft] = {}
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
         """Load the draft model named by ``speculative_config``; raises ConfigError if it does not fit the target."""
-        from draftwise.models.loader import load_model
-
         config = context.speculative
-        if config.parallel_drafting and cls is DraftModelProposer:
-            from draftwise.propose.parallel import ParallelDraftProposer
-
-            return cast(Self, ParallelDraftProposer.create(context))
         if config.model is None:
             raise ConfigError("speculative_config: method 'draft_model' needs 'model', a folder or hub id")
         model = load_model(
@@ -149,17 +141,19 @@ class DraftModelProposer(Proposer, TreeModel):
                 logits = self._advance(active)
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
-    def _start(self, row: DraftRow) -> _Draft:
+    def _start(self, row: DraftRow) -> ModelDraft:
         length = longest_chain(row, self._max_len, self._block_size)
         forced = row.forced[: max(length, 0)]
         context_np = row.token_ids_np
         if forced:
             context_np = np.concatenate([context_np, np.asarray(forced, np.int32)])
-        draft = _Draft(row, length, list(forced), context_np=context_np, fed=min(row.filled, row.num_tokens))
+        draft = ModelDraft(
+            row, length, list(forced), context_np=context_np, fed=min(row.filled, row.num_tokens)
+        )
         self._drafts[row.rid] = draft
         return draft
 
-    def _draft_trees(self, drafts: Sequence[_Draft]) -> None:
+    def _draft_trees(self, drafts: Sequence[ModelDraft]) -> None:
         """Draft the trees of as many requests as there are scratch blocks for."""
         tasks = [
             TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
@@ -172,11 +166,11 @@ class DraftModelProposer(Proposer, TreeModel):
         for draft, tree in zip(drafts, trees, strict=True):
             draft.tree = tree
 
-    def _draft_trees_at_once(self, drafts: Sequence[_Draft], tasks: Sequence[TreeTask]) -> bool:
+    def _draft_trees_at_once(self, drafts: Sequence[ModelDraft], tasks: Sequence[TreeTask]) -> bool:
         """Let the model do all levels, where it can and nothing but a choice stands between them."""
         starts = [min(d.fed, len(d.context_np) - 1) for d in drafts]
         rows = sum(len(d.context_np) - start for d, start in zip(drafts, starts, strict=True))
-        if rows > _CATCH_UP_ROWS:
+        if rows > CATCH_UP_ROWS:
             return False
         draws = native_draws(tasks, vocab_size=self._model.config.vocab_size, method=self._sample_method)
         if draws is None:
@@ -211,11 +205,11 @@ class DraftModelProposer(Proposer, TreeModel):
         ]
         return self._forward(inputs, all_rows=True)
 
-    def _draft_at_once(self, active: Sequence[_Draft], kind: ChainKind | None) -> bool:
+    def _draft_at_once(self, active: Sequence[ModelDraft], kind: ChainKind | None) -> bool:
         """Let the model do the whole loop where nothing stands between its passes but a draw at a temperature, the
         same ``kind`` for all. False: it cannot."""
         rows = sum(len(d.context_np) - min(d.fed, len(d.context_np) - 1) for d in active)
-        if kind is None or rows > _CATCH_UP_ROWS:
+        if kind is None or rows > CATCH_UP_ROWS:
             return False
         steps = active[0].length - len(active[0].tokens)
         start = time.perf_counter()
@@ -239,15 +233,15 @@ class DraftModelProposer(Proposer, TreeModel):
             draft.stored = len(draft.tokens) - 1
         return True
 
-    def _catch_up(self, active: Sequence[_Draft]) -> torch.Tensor:
+    def _catch_up(self, active: Sequence[ModelDraft]) -> torch.Tensor:
         """Feed every committed token that has no K/V yet, the root included, and the forced ones: logits behind the
         last of them [R, V]."""
         last: dict[int, torch.Tensor] = {}
         pending = list(active)
         while pending:
-            left = _CATCH_UP_ROWS
+            left = CATCH_UP_ROWS
             inputs: list[RowInput] = []
-            members: list[_Draft] = []
+            members: list[ModelDraft] = []
             for draft in pending:
                 # The last one is always fed: its logits are needed even if its K/V is there already.
                 end = len(draft.context_np)
@@ -270,7 +264,7 @@ class DraftModelProposer(Proposer, TreeModel):
             pending = [d for d in pending if d.fed < len(d.context_np) or d.row.rid not in last]
         return torch.stack([last[d.row.rid] for d in active])
 
-    def _advance(self, active: Sequence[_Draft]) -> torch.Tensor:
+    def _advance(self, active: Sequence[ModelDraft]) -> torch.Tensor:
         """Feed the last drawn token of each active row: logits [R, V]."""
         inputs = [
             RowInput((d.tokens[-1],), d.row.num_tokens + len(d.tokens) - 1, d.row.block_table_np)
@@ -316,16 +310,6 @@ class DraftModelProposer(Proposer, TreeModel):
     def memory_static(self) -> int:
         return self._model.static_bytes()
 
-    def resident(self) -> ResidentDrafter | None:
-        from draftwise.graphs.decoder import GraphedDecoder
-        from draftwise.propose.resident import ResidentModel
-
-        model = self._model
-        if type(self) is not DraftModelProposer or not isinstance(model, GraphedDecoder) or not model.chains:
-            return None
-        assert self._storage is not None, "allocate comes first"
-        return ResidentModel(model.chains, self._max_len, self._sample_method, self._storage)
-
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
         total = num_blocks + self._scratch.count
@@ -338,9 +322,6 @@ class DraftModelProposer(Proposer, TreeModel):
 
 def _mapped(model: DecoderModel, context: ProposerContext) -> DecoderModel:
     """The draft model behind a map between its vocabulary and the target's."""
-    from draftwise.models.mapped import MappedDecoder, VocabularyMap
-    from draftwise.models.tokenizer import load_tokenizer
-
     assert context.speculative.model is not None
     if context.tokenizer is None:
         raise ConfigError(

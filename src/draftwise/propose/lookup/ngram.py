@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
-from draftwise.propose.base import DraftRow, Proposer
+from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
-
-if TYPE_CHECKING:
-    from draftwise.propose.registry import ProposerContext
 
 _ITEM = 4  # bytes of an int32 token
 

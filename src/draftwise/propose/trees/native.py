@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from draftwise.propose.base import DraftRow
-from draftwise.propose.chain_drafts import chain_kind
-from draftwise.propose.tree_growth import TreeTask
+from draftwise.propose.chains import chain_kind
+from draftwise.propose.trees.growth import TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
 from draftwise.sampling.noise import SHARED, NoiseKey, gumbel
 from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, TreeShape
@@ -24,7 +24,7 @@ def native_draws(
 ) -> list[TreeDraws] | None:
     """What `DecoderModel.draft_trees` needs to draft these trees as `draft_trees` would, if it can: nothing stands
     between its passes but a choice of fixed children at a temperature. What min_p, top_k and top_p exclude is chosen
-    last, and only fills up; penalties are the target's alone, as in `chain_drafts.alike`.
+    last, and only fills up; penalties are the target's alone, as in `chains.alike`.
 
     ``vocab_size``: the target's."""
     if not all(_is_plain(task.row, method) for task in tasks):

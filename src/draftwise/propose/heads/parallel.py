@@ -10,14 +10,16 @@ from typing import ClassVar
 
 import torch
 
-from draftwise.propose.base import DraftRow
-from draftwise.propose.chain_drafts import draw_next
-from draftwise.propose.eagle import Eagle3Proposer
-from draftwise.propose.head_passes import HeadDraft
+from draftwise.models.heads.base import HeadModel
+from draftwise.models.heads.loading import load_eagle3
+from draftwise.propose.base import DraftRow, ProposerContext
+from draftwise.propose.chains import draw_next
+from draftwise.propose.heads.passes import HeadDraft
+from draftwise.propose.heads.proposer import HeadProposer
 from draftwise.types import EMPTY_PROPOSAL, Proposal
 
 
-class ParallelHeadProposer(Eagle3Proposer):
+class ParallelHeadProposer(HeadProposer):
     """Runs an EAGLE-3 head that was trained to fill in masks: K drafts are one pass of the rows that it has not seen,
     the last known token's among them, and K - 1 mask rows behind them.
 
@@ -26,8 +28,13 @@ class ParallelHeadProposer(Eagle3Proposer):
     `HeadProposer`'s; what is stored of mask rows is overwritten by the rows of the tokens that come there.
     """
 
+    name: ClassVar[str] = "eagle3"
     drafts_trees: ClassVar[bool] = False
     drafts_dynamic_trees: ClassVar[bool] = False
+
+    @classmethod
+    def load(cls, context: ProposerContext) -> HeadModel:
+        return load_eagle3(context)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         drafts = [self._start(row) for row in rows]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.models.heads.base import HeadModel
-from draftwise.propose.head_state import Features
+from draftwise.propose.heads.state import Features
 from draftwise.transfer import to_device
 from draftwise.types import IntArray, TargetOutput
 

@@ -1,7 +1,7 @@
 """Trees while they are drafted: which nodes there are, whose children come next, and what the proposal is in the end.
 
 Shapes that the user chose, and those of EAGLE-2 (Li et al., arXiv:2406.16858, section 4), which follow the drafter's
-confidence. `tree_expansion.draft_trees` runs the passes between their levels.
+confidence. `expansion.draft_trees` runs the passes between their levels.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from draftwise.config.trees import DynamicTree
 from draftwise.propose.base import DraftRow
-from draftwise.propose.tree_spec import DynamicTree
 from draftwise.types import EMPTY_PROPOSAL, Proposal
 
 

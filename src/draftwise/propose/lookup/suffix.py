@@ -11,15 +11,15 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.library import NativeLibrary, native_library, why_not_native
-from draftwise.propose import suffix_python
-from draftwise.propose.base import DraftRow, Proposer
-from draftwise.propose.suffix_native import (
+from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.lookup import suffix_python
+from draftwise.propose.lookup.suffix_native import (
     BEST_FIRST,
     CHAIN,
     SHAPED,
@@ -31,11 +31,8 @@ from draftwise.propose.suffix_native import (
     static_shape,
     suffix_functions,
 )
-from draftwise.propose.suffix_python import PythonSuffixTree, SuffixDraft, SuffixLimits
+from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixDraft, SuffixLimits
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
-
-if TYPE_CHECKING:
-    from draftwise.propose.registry import ProposerContext
 
 logger = logging.getLogger("draftwise")
 

@@ -11,10 +11,9 @@ from typing import ClassVar, Self
 
 from draftwise.errors import ConfigError
 from draftwise.kv.storage import KVStorage
-from draftwise.propose.base import DraftRow
-from draftwise.propose.draft_model import DraftModelProposer
-from draftwise.propose.registry import ProposerContext
-from draftwise.propose.tree_expansion import ScratchBlocks
+from draftwise.propose.base import DraftRow, ProposerContext
+from draftwise.propose.models.proposer import ModelProposer
+from draftwise.propose.trees.expansion import ScratchBlocks
 from draftwise.types import Proposal
 
 
@@ -27,7 +26,7 @@ def default_num_layers(num_layers: int) -> int:
     return max(1, num_layers // 4)
 
 
-class EarlyExitProposer(DraftModelProposer):
+class EarlyExitProposer(ModelProposer):
     """Drafts with the target's first layers, its final norm and its head, on the target's own K/V.
 
     No weights and no storage of its own: what the first layers store of a committed token is what they compute of it,

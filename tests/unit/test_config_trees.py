@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftwise.config.trees import MAX_NODES, DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.errors import ConfigError, RequestError
-from draftwise.propose.tree_spec import MAX_NODES, DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.types import MAX_TREE_NODES
 
 

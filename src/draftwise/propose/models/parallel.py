@@ -15,14 +15,13 @@ from draftwise.config.heads import mask_token_of
 from draftwise.config.methods import read_config
 from draftwise.errors import ConfigError
 from draftwise.models.inputs import RowInput
-from draftwise.propose.base import DraftRow
-from draftwise.propose.chain_drafts import draw_next
-from draftwise.propose.draft_model import _CATCH_UP_ROWS, DraftModelProposer, _Draft
-from draftwise.propose.registry import ProposerContext
+from draftwise.propose.base import DraftRow, ProposerContext
+from draftwise.propose.chains import draw_next
+from draftwise.propose.models.proposer import CATCH_UP_ROWS, ModelDraft, ModelProposer
 from draftwise.types import Proposal
 
 
-class ParallelDraftProposer(DraftModelProposer):
+class ParallelDraftProposer(ModelProposer):
     """Runs a draft model that was trained to fill in mask tokens: K drafts cost one pass of K - 1 rows more than the
     tokens it catches up on, instead of K passes.
 
@@ -32,6 +31,7 @@ class ParallelDraftProposer(DraftModelProposer):
     drafts are fed again.
     """
 
+    name: ClassVar[str] = "draft_model"
     drafts_trees: ClassVar[bool] = False
     drafts_dynamic_trees: ClassVar[bool] = False
     mask_token = 0
@@ -70,25 +70,25 @@ class ParallelDraftProposer(DraftModelProposer):
             left = left[group:]
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
-    def _together(self, drafts: Sequence[_Draft]) -> int:
+    def _together(self, drafts: Sequence[ModelDraft]) -> int:
         """How many of the first drafts fit one pass; at least one."""
         rows = 0
         for i, draft in enumerate(drafts):
-            rows += min(len(draft.context_np) - draft.fed, _CATCH_UP_ROWS) + draft.length
-            if i and rows > _CATCH_UP_ROWS:
+            rows += min(len(draft.context_np) - draft.fed, CATCH_UP_ROWS) + draft.length
+            if i and rows > CATCH_UP_ROWS:
                 return i
         return len(drafts)
 
-    def _draft(self, drafts: Sequence[_Draft]) -> None:
+    def _draft(self, drafts: Sequence[ModelDraft]) -> None:
         inputs: list[RowInput] = []
         wanted: list[int] = []  # rows of the pass that drafts are drawn from
         total = 0
         for draft in drafts:
             end = len(draft.context_np)
-            while end - draft.fed > _CATCH_UP_ROWS:  # a long prompt, in pieces
-                piece = draft.context_np[draft.fed : draft.fed + _CATCH_UP_ROWS]
+            while end - draft.fed > CATCH_UP_ROWS:  # a long prompt, in pieces
+                piece = draft.context_np[draft.fed : draft.fed + CATCH_UP_ROWS]
                 self._forward([RowInput(piece, draft.fed, draft.row.block_table_np)])
-                draft.fed += _CATCH_UP_ROWS
+                draft.fed += CATCH_UP_ROWS
             start = min(draft.fed, end - 1)
             masks = draft.length - len(draft.tokens) - 1
             fed_np = np.concatenate([draft.context_np[start:], np.full(masks, self.mask_token, np.int32)])

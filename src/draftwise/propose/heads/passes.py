@@ -15,9 +15,9 @@ from torch import Tensor
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.propose.chain_drafts import ChainDraft
-from draftwise.propose.head_features import FeatureSource
-from draftwise.propose.head_state import Features, HeadState, Piece, joined
+from draftwise.propose.chains import ChainDraft
+from draftwise.propose.heads.features import FeatureSource
+from draftwise.propose.heads.state import Features, HeadState, Piece, joined
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
 
 _PASS_ROWS = 2048

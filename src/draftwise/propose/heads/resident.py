@@ -1,0 +1,64 @@
+"""A draft head's side of resident steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftwise.graphs.loop import ChainLoop
+from draftwise.graphs.resident import DrafterSeats
+from draftwise.propose.heads.passes import HeadPasses
+from draftwise.propose.heads.state import FeatureQueue, Features, HeadState, Track
+from draftwise.propose.resident import Place, ResidentDrafter
+from draftwise.sampling.draw import DraftSampleMethod
+
+
+class ResidentHead(ResidentDrafter):
+    """A draft head of one depth."""
+
+    def __init__(
+        self,
+        loops: Sequence[ChainLoop],
+        max_len: int,
+        sample_method: DraftSampleMethod,
+        passes: HeadPasses,
+        states: dict[int, HeadState],
+    ) -> None:
+        """``states``: the proposer's, by request."""
+        super().__init__(loops, max_len, sample_method)
+        self._passes = passes
+        self._states = states
+
+    def _seats(self, loop: ChainLoop) -> DrafterSeats:
+        passes = self._passes
+        assert passes.kv.spare_slot is not None
+        return DrafterSeats(loop, self._max_len, passes.kv.spare_slot, passes.head, passes.block_features)
+
+    def prepare(self) -> None:
+        self._passes.source.compute()  # what waits was computed before what the run computes
+
+    def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
+        state = self._states.get(rid)
+        if state is None or state.tracks[0].next != known or known < 2:
+            return None
+        return Place(known, 0, state.tracks[0].first_key)
+
+    def went_on(self, rid: int, fed: int, drafts: int) -> tuple[int, int]:
+        state = self._states[rid]
+        track = state.tracks[0]
+        # features stay on the device, for `left`; a request that is removed now has nothing to fill
+        track.next, track.queue = fed, FeatureQueue(fed - 1)
+        return state.filled, 0
+
+    def left(self, rid: int, known: int, fed: int, feature: Tensor | None) -> None:
+        assert feature is not None
+        state = self._states[rid]
+        track = state.tracks[0]
+        if fed < known - 1:
+            # past its longest context it has stopped; features of tokens in between are gone
+            state.gap = fed if state.gap is None else state.gap
+            track = state.tracks[0] = Track.at(known - 1, known - 1)
+        else:
+            track.next, track.queue = fed, FeatureQueue(known - 2)
+        track.queue.append(Features.of(feature), 0, 1)

@@ -1,0 +1,1 @@
+"""Drafts of whole models: a small one, or the target's own first layers."""
