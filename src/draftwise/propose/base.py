@@ -95,6 +95,12 @@ class Proposer(ABC):
     A proposer that keeps per-token device state (``has_storage``) indexes it by the target's block table and
     is told through `DraftRow.filled` what of it is valid: it catches up on the rest itself. The runner tracks
     validity: after `propose` it records `filled_after` for the row.
+
+    Behind ``filled`` it may rely on nothing but what it wrote there itself for tokens that were committed by then, each
+    in the slot of its own position, and only as far as no `trimmed` said that the slots went away. Drafts of a chain
+    that stay valid are counted in (`drafts_stored`). A tree's nodes do not stand where their path will be, and nobody
+    moves them: after a step the target's storage is compacted, a drafter's is not. Whoever drafts trees reads the
+    accepted path again, in the pass that reads the new last token anyway.
     """
 
     name: ClassVar[str]
@@ -178,9 +184,6 @@ class Proposer(ABC):
 
     def forget(self) -> None:  # noqa: B027
         """Drop what was learned from requests that have left: as if the engine had just started."""
-
-    def move_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:  # noqa: B027
-        """The accepted path of trees was compacted: move storage rows ``src`` -> ``dst`` (int64 [n] each)."""
 
     def memory_per_block(self) -> int:
         """Bytes of storage per block of tokens, counted into the cache plan."""

@@ -19,7 +19,6 @@ _OF_THE_MODEL = (
     "committed",
     "memory_fixed",
     "memory_per_block",
-    "move_slots",
     "observe",
     "settle",
     "target_scratch_blocks",

@@ -54,12 +54,7 @@ class Drafting:
         self.capture_layers = tuple(sorted({i for p in self._proposers.values() for i in p.capture_layers}))
         self._observers = {n: p for n, p in self._proposers.items() if p.capture_layers or p.observes}
         self.observes = bool(self._observers)
-        self._moves: tuple[list[int], list[int]] = ([], [])  # slots: from, to
-        self._drafter_moves: tuple[list[int], list[int]] = (
-            [],
-            [],
-        )  # the same, of entries that the target moved
-        self._movers = [p for p in self._proposers.values() if type(p).move_slots is not Proposer.move_slots]
+        self._moves: tuple[list[int], list[int]] = ([], [])  # slots of the target: from, to
         self._warnings: list[str] = []
 
     # -------------------------------------------------------------------------------------- block changes
@@ -154,19 +149,18 @@ class Drafting:
         """Nodes ``path`` of the proposal, parents first, become tokens base, base + 1, ... (``base``: tokens with K/V
         before them).
 
-        Node i stands in key base + i and must come to key base + k, k its place in the path. ``moved``: in the target's
-        storage they were moved already.
+        Node i stands in key base + i of the target's storage and must come to key base + k, k its place in the path.
+        ``moved``: it was moved already. In drafters' storages nothing is moved: see `Proposer`.
         Example: base 10, path (1, 3): keys 11 -> 10 and 13 -> 11.
         """
-        for fill in row.fill.values():
+        for name, fill in row.fill.items():
             # What a drafter wrote for its own chain is valid as far as the chain was accepted.
             if fill.drafts and fill.tokens == base:
-                fill.tokens += min(len(path), fill.drafts)
+                self._fill(name, row, base + min(len(path), fill.drafts))
             fill.drafts = 0
-        in_place = not path or path[-1] == len(path) - 1  # nodes 0, 1, ...
-        if in_place or (moved and not self._movers):
+        if moved or not path or path[-1] == len(path) - 1:  # nodes 0, 1, ... stand where they belong
             return
-        source, target = self._drafter_moves if moved else self._moves
+        source, target = self._moves
         size = self._block_size
         table = row.blocks_np
         for k, node in enumerate(path):
@@ -176,18 +170,13 @@ class Drafting:
                 target.append(int(table[dst // size]) * size + dst % size)
 
     def compact(self) -> None:
-        """Carry out the moves of this step's accepted paths, in every storage."""
-        for whose, moves in (("all", self._moves), ("drafters", self._drafter_moves)):
-            if not moves[0]:
-                continue
-            source = torch.tensor(moves[0], device=self._device)
-            target = torch.tensor(moves[1], device=self._device)
-            if whose == "all":
-                self._storage.move(source, target)
-            for proposer in self._movers:
-                if proposer.has_storage:
-                    proposer.move_slots(source, target)
-        self._moves, self._drafter_moves = ([], []), ([], [])
+        """Carry out the moves of this step's accepted paths in the target's storage."""
+        source, target = self._moves
+        if source:
+            self._storage.move(
+                torch.tensor(source, device=self._device), torch.tensor(target, device=self._device)
+            )
+            self._moves = ([], [])
 
     # -------------------------------------------------------------------------------------------- propose
 

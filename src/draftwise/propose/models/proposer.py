@@ -297,10 +297,6 @@ class ModelProposer(Proposer, TreeModel):
         # A tree's nodes do not stand where its path will be: what is accepted is read again.
         return 0 if draft is None or draft.tree is not None else draft.stored
 
-    def move_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        assert self._storage is not None
-        self._storage.move(src, dst)
-
     def memory_per_block(self) -> int:
         return KVStorage.bytes_per_block(self._model.kv_layout(), self._block_size, self._model.dtype)
 
