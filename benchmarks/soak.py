@@ -161,7 +161,8 @@ class Soak:
         body["max_tokens"] = self.args.max_tokens
         data = json.dumps(body).encode()
         _, writer = await asyncio.open_connection(self.target.host, self.target.port, limit=1024)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
         writer.write(head.encode() + data)
         await asyncio.sleep(self.rng.random() * 3)
         writer.transport.abort()

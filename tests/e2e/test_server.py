@@ -22,7 +22,7 @@ from draftwise.bench.http_client import Target
 from draftwise.bench.serve import bench_serve
 from draftwise.errors import ConfigError
 from draftwise.server.sockets import check_tls
-from tests.fakes.running_server import RunningServer
+from tests.fakes.running_server import RunningServer, head_of
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.tiny_chat import make_tiny_chat
 
@@ -76,8 +76,7 @@ def open_stream(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(20)
     connection.connect(("127.0.0.1", server.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
+    connection.sendall(head_of(f"Content-Length: {len(data)}") + data)
     return connection
 
 
@@ -112,9 +111,7 @@ def test_bodies_have_a_largest_size(llm: AsyncLLM) -> None:
         assert status == 413 and error_of(body)["code"] == "body_too_large"
         # Chunked: the size is not announced.
         with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-            )
+            connection.sendall(head_of("Transfer-Encoding: chunked"))
             connection.sendall(b"400\r\n" + b"x" * 0x400 + b"\r\n")
             assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
         assert server.request("POST", "/v1/completions", {**BODY, "max_tokens": 1})[0] == 200
@@ -236,9 +233,7 @@ def test_a_client_that_leaves_is_cancelled(llm: AsyncLLM, stream: bool) -> None:
             connection.close()
             data = json.dumps({**LONG, "n": 2}).encode()
             connection = socket.create_connection(("127.0.0.1", server.port))
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data)
-            )
+            connection.sendall(head_of(f"Content-Length: {len(data)}"))
             connection.sendall(data)
         wait_until(lambda: llm.stats().num_running > 0)
         connection.close()
@@ -473,3 +468,21 @@ def test_nothing_of_a_prompt_is_logged(
     captured = capfd.readouterr()
     assert "SECRETWORD" not in caplog.text + captured.out + captured.err
     assert Path(__file__).name not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"type": "function", "function": {"name": "f"}}, '{"a": 1}'),
+        ("required", '{"name": "f", "arguments": {"a": 1}}'),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_calls_end_with_tool_calls(
+    scripted: Callable[..., ScriptedEngine], choice: Any, text: str, stream: bool
+) -> None:
+    with RunningServer(scripted(text[:5], text[5:])) as server:
+        body = chat_body(tool_choice=choice, stream=stream)
+        _, _, answer = server.request("POST", "/v1/chat/completions", body)
+        last = answer if not stream else answer.strip().split(b"data: ")[-2]
+        assert json.loads(last)["choices"][0]["finish_reason"] == "tool_calls"

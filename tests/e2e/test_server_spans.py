@@ -156,7 +156,9 @@ def test_a_collector_gets_them() -> None:
         url = re.search(r"http://\S+", server.stdout.readline())
         assert url is not None
         asked = urllib.request.Request(
-            url[0] + "/v1/completions", json.dumps({"prompt": "def f(", "max_tokens": 8}).encode()
+            url[0] + "/v1/completions",
+            json.dumps({"prompt": "def f(", "max_tokens": 8}).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(asked, timeout=60) as answer:
             answer_id = json.load(answer)["id"]

@@ -18,6 +18,12 @@ from draftwise.server.run import make_server, serve
 from draftwise.server.spans import Spans
 
 
+def head_of(*headers: str, path: str = "/v1/completions", method: str = "POST") -> bytes:
+    """The head of a request as it goes over the wire, JSON announced."""
+    lines = (f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers)
+    return "\r\n".join((*lines, "", "")).encode()
+
+
 class RunningServer:
     """``with RunningServer(engine, max_queue=1) as server: server.url``. ``exit_code`` is there after the end."""
 
@@ -50,7 +56,8 @@ class RunningServer:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
-            connection.request(method, path, data, headers or {})
+            json_type = {"Content-Type": "application/json"} if data is not None else {}
+            connection.request(method, path, data, json_type | (headers or {}))
             answer = connection.getresponse()
             return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
         finally:

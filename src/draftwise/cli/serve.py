@@ -51,6 +51,11 @@ def add_parser(subparsers: Subparsers) -> None:
     add("ssl-keyfile", "key file: serve HTTPS", metavar="FILE")
     add("ssl-certfile", "certificate file: serve HTTPS", metavar="FILE")
     add("ssl-ca-certs", "certificates that clients' certificates are checked against", metavar="FILE")
+    add(
+        "allowed-hosts",
+        'names under which a server without keys is found, besides its own: ["llm.example.com"]; "*": any',
+        _strings,
+    )
     add("allowed-origins", 'CORS: origins whose pages may read answers, as JSON: ["https://..."]', _strings)
     add("allowed-methods", 'CORS: methods (["*"])', _strings)
     add("allowed-headers", 'CORS: headers (["*"])', _strings)

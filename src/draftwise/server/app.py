@@ -76,7 +76,7 @@ def create_app(
     _add_errors(app)
     app.add_middleware(Direct, routes=app.state.direct)
     http: HttpCounts = metrics.http
-    app.add_middleware(Gate, api_keys=config.api_keys, max_body_size=config.max_body_size, count=http.count)
+    app.add_middleware(Gate, config=config, count=http.count)
     if config.allowed_origins:  # around the gate: a page must be able to read a refusal
         app.add_middleware(
             CORSMiddleware,
@@ -315,6 +315,8 @@ def _add_errors(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code in (404, 405):
+            return _absent(request.method, request.url.path, error).response()
         return APIError(error.status_code, str(error.detail), headers=error.headers).response()
 
     async def gone(request: Request, error: Exception) -> Response:
@@ -329,3 +331,21 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, unknown)
+
+
+def _absent(method: str, path: str, error: HTTPException) -> APIError:
+    """Nothing is served there, or not by this method. Names what is: a client's base URL may lack /v1, or have it
+    twice."""
+    served = [line.split() for line, _ in ENDPOINTS]
+    near = next((p for _, p in served if path.endswith(p) or (path != "/" and p.endswith(path))), None)
+    hint = "" if near is None or near == path else f"; did you mean {near}?"
+    if error.status_code == 405:
+        says = f"{path[:200]} takes {(error.headers or {}).get('Allow', 'another method')}, not {method}"
+    else:
+        says = f"{method} {path[:200]} is not served here{hint}"
+    return APIError(
+        error.status_code,
+        f"{says}; there are {', '.join(' '.join(one) for one in served)}",
+        code="method_not_allowed" if error.status_code == 405 else "unknown_url",
+        headers=error.headers,
+    )

@@ -172,7 +172,7 @@ class _Answer:
         if calls:
             message["tool_calls"] = calls
             message["content"] = text or None
-            finish = "tool_calls" if finish == "stop" and self._plan.parse else finish
+            finish = "tool_calls" if finish == "stop" else finish
         choice: dict[str, Any] = {
             "index": completion.index,
             "message": message,
@@ -247,6 +247,7 @@ class _Answer:
                     text = ""
                     if finish is not None:
                         delta["tool_calls"] = [{"index": 0, **forced_call(self._plan, forced[index])}]
+                        finish = "tool_calls" if finish == "stop" else finish
                 elif self._plan.parse:
                     parser = parsers.setdefault(index, self._parser(only_one=self._only_one))
                     text, finish = self._parse(parser, completion, delta)

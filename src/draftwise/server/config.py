@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftwise.errors import ConfigError
+from draftwise.server.hosts import check_hosts
 from draftwise.server.tool_formats import parser_class
 
 DEFAULT_MODEL_NAME = "draftwise-demo"
@@ -27,6 +28,7 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
+    allowed_hosts: tuple[str, ...] = ()  # names of this server besides those that `Hosts` knows; "*": any
     allowed_origins: tuple[str, ...] = ()  # CORS; none: no cross-origin page may read answers
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -80,6 +82,7 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: no file {path!r}")
+        check_hosts(self.allowed_hosts)
         parser_class(self.tool_call_parser)
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials: needs named origins, not '*'")

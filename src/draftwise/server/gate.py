@@ -1,14 +1,16 @@
-"""The door in front of the application: keys, sizes, counting. Plain ASGI: nothing is buffered."""
+"""The door in front of the application: keys, names, types, sizes, counting. Plain ASGI: nothing is buffered."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from draftwise.server.config import ServerConfig
 from draftwise.server.errors import APIError
+from draftwise.server.hosts import Hosts
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping", "/version", "/metrics"})
 """Served without a key: the pages themselves, what load balancers and Prometheus ask for. So is all of /static/."""
@@ -19,14 +21,18 @@ class _TooLarge(Exception):
 
 
 class Gate:
-    """Checks the key and the size of a body, and tells ``count`` (path, status) of every answer."""
+    """Checks who asks, and the type and size of a body, and tells ``count`` (path, status) of every answer."""
 
-    def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], max_body_size: int, count: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[str, int], None]) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-        self._limit = max_body_size
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        # A page cannot know a key. Names that were listed are meant to be all there are, with a key, too.
+        self._hosts = (
+            Hosts(config.host, config.allowed_hosts, ("*",) if config.api_keys else config.allowed_origins)
+            if config.allowed_hosts or not config.api_keys
+            else None
+        )
+        self._limit = config.max_body_size
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,6 +62,8 @@ class Gate:
             if refusal is not None:
                 await refusal.response()(scope, receive, counted_send)
                 return
+            if scope["method"] == "HEAD":  # what GET answers; the server leaves the body out
+                scope = {**scope, "method": "GET"}
             await self._app(scope, limited_receive, counted_send)
         except _TooLarge:
             if status == 499:
@@ -71,6 +79,8 @@ class Gate:
     def _refusal(self, scope: Scope) -> APIError | None:
         headers = dict(scope["headers"])
         path = scope["path"]
+        if self._hosts is not None and (refusal := self._hosts.refusal(headers, path)) is not None:
+            return refusal
         # A browser asks without a key whether it may ask (CORS).
         if (
             self._digests
@@ -86,6 +96,17 @@ class Gate:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get(b"content-length", b"0")
+        if (length != b"0" or b"transfer-encoding" in headers) and not _is_json(
+            headers.get(b"content-type", b"")
+        ):
+            # Pages may send any other type without asking first, so that this holds for them if all else fails.
+            return APIError(
+                415,
+                "the body must be JSON and say so: send Content-Type: application/json "
+                "(curl: -H 'Content-Type: application/json')",
+                code="unsupported_media_type",
+                headers={"Connection": "close"},
+            )
         if length.isdigit() and int(length) > self._limit:
             return self._too_large()
         return None
@@ -105,3 +126,8 @@ class Gate:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+def _is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))

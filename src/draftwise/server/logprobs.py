@@ -19,10 +19,14 @@ def _text(token: int, entry: Logprob) -> str:
     return entry.decoded_token if entry.decoded_token is not None else f"token_id:{token}"
 
 
-def _top(position: LogprobsDict, count: int) -> list[tuple[int, Logprob]]:
-    """The ``count`` most likely tokens; the sampled one stands first in ``position`` and may not be among them."""
-    ranked = [(token, e) for token, e in position.items() if e.rank is not None and e.rank <= count]
-    return sorted(ranked, key=lambda item: item[1].rank or 0)
+def _top(token: int, position: LogprobsDict, count: int) -> list[tuple[int, Logprob]]:
+    """The ``count`` most likely tokens by rank and, if it is none of them, ``token`` behind them; with a ``count`` of
+    0 nothing."""
+    if not count:
+        return []
+    ranked = [(t, e) for t, e in position.items() if e.rank is not None and e.rank <= count]
+    ranked.sort(key=lambda item: item[1].rank or 0)
+    return ranked if any(t == token for t, _ in ranked) else [*ranked, (token, position[token])]
 
 
 def chat_logprobs(token_ids: Sequence[int], positions: Sequence[LogprobsDict], count: int) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def chat_logprobs(token_ids: Sequence[int], positions: Sequence[LogprobsDict], c
 
     content = []
     for token, position in zip(token_ids, positions, strict=True):
-        tops = [one(t, e) for t, e in _top(position, count)]
+        tops = [one(t, e) for t, e in _top(token, position, count)]
         content.append({**one(token, position[token]), "top_logprobs": tops})
     return {"content": content, "refusal": None}
 
@@ -64,7 +68,7 @@ class CompletionLogprobs:
                 continue
             out["token_logprobs"].append(_value(position[token]))
             top: dict[str, float] = {}
-            for t, e in _top(position, self._count):
+            for t, e in _top(token, position, self._count):
                 top.setdefault(_text(t, e), _value(e))  # of tokens with the same text the likelier one
             out["top_logprobs"].append(top or {text: _value(position[token])})
         return out
