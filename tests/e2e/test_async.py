@@ -152,6 +152,21 @@ def test_invalid_requests_and_doubled_ids(tiny: TinyModels) -> None:
     asyncio.run(main())
 
 
+def test_names_that_the_engine_gives_are_nobody_elses(tiny: TinyModels) -> None:
+    """Users number their requests, too."""
+
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            prompt = random_prompts(1)[0]
+            unnamed = [llm.submit(prompt, SLOW) for _ in range(3)]
+            named = [llm.submit(prompt, GREEDY, str(i)) for i in range(8)]
+            assert len({stream.request_id for stream in (*unnamed, *named)}) == 11
+            for stream in (*unnamed, *named):
+                stream.close()
+
+    asyncio.run(main())
+
+
 def test_a_dead_engine_fails_its_readers(tiny: TinyModels) -> None:
     async def main() -> None:
         async with engine(tiny) as llm:

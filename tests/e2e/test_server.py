@@ -206,6 +206,20 @@ def test_the_queue_has_a_limit(scripted: Callable[..., ScriptedEngine]) -> None:
         assert len(engine.closed) == 2
 
 
+def test_clients_may_choose_the_same_request_id(scripted: Callable[..., ScriptedEngine]) -> None:
+    """Names of several prompts of one request are made of its id: "a" with two prompts and "a-1" met."""
+    engine = scripted("a", hang=True)
+    with RunningServer(engine) as server:
+        two = LONG | {"prompt": ["x", "y"], "request_id": "a"}
+        with (
+            open_stream(server, two),
+            open_stream(server, two),
+            open_stream(server, LONG | {"request_id": "a-1"}),
+        ):
+            wait_until(lambda: server.context.admission.num_requests == 3)
+            wait_until(lambda: len(engine.streams) == 5)
+
+
 def test_a_deadline_ends_requests(llm: AsyncLLM, scripted: Callable[..., ScriptedEngine]) -> None:
     with RunningServer(scripted("a", hang=True)) as server:
         status, headers, body = server.request("POST", "/v1/completions", {**BODY, "timeout": 0.1})

@@ -13,6 +13,7 @@ from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.choice import Drafter, Group, Prices, best_cut, caps, choose
 from draftwise.adapt.controller import Controller, StaticController, StepShape
 from draftwise.adapt.performance import PerformanceModel
+from draftwise.adapt.roster import MAX_GROUPS
 from draftwise.types import Speculation
 
 K = 4
@@ -344,3 +345,25 @@ def test_a_machine_that_was_busy_at_the_start_is_not_held_against_drafting(evide
     steps = simulation.run(300)
     assert common_budget(steps) >= 3
     assert sum(any(s.budgets.values()) for s in steps) > 280
+
+
+def test_kinds_of_trees_that_requests_make_up_are_bounded() -> None:
+    """Requests may bring as many trees as they like, one after the other or at once."""
+
+    def tree(i: int) -> Speculation:
+        return Speculation(
+            "model", 12, "greedy", tuple(-1 if i >> b & 1 else b - 1 for b in range(12)), (0,) * 12
+        )
+
+    controller = AdaptiveController()
+    for rid in range(3000):
+        controller.begin(1)
+        controller.admit(rid, tree(rid), 8)
+        assert controller.draft_budget(rid, tree(rid), 1) > 0
+        controller.forget(rid)
+    assert len(controller._groups) == MAX_GROUPS
+    for rid in range(3000, 4000):
+        controller.admit(rid, tree(rid), 8)
+    assert len(controller._groups) <= MAX_GROUPS + 2
+    kinds = {id(drafter.group) for drafter in controller._drafters.values() if drafter is not None}
+    assert kinds <= {id(group) for group in controller._groups}, "a request's group was dropped"

@@ -43,9 +43,9 @@ def test_salts_differ_from_each_other_and_from_none() -> None:
 def test_match_leaves_a_token_to_compute() -> None:
     cache = PrefixCache(4)
     digests = fill(cache, TOKENS, [3, 1, 2, 0])
-    assert cache.match(TOKENS[:8], None) == ([3], digests[0])
-    assert cache.match(TOKENS[:9], None) == ([3, 1], digests[1])
-    assert cache.match(TOKENS[:4], None) == ([], root_digest(None))
+    assert cache.match(TOKENS[:8], None)[:2] == ([3], digests[0])
+    assert cache.match(TOKENS[:9], None)[:2] == ([3, 1], digests[1])
+    assert cache.match(TOKENS[:4], None)[:2] == ([], root_digest(None))
     assert cache.match(TOKENS[:9], "salt")[0] == []
 
 
@@ -53,9 +53,9 @@ def test_match_across_chunks() -> None:
     tokens = np.arange(1001, dtype=np.int32)
     cache = PrefixCache(4)
     digests = fill(cache, tokens, list(range(250)))
-    assert cache.match(tokens, None) == (list(range(250)), digests[-1])
+    assert cache.match(tokens, None)[:2] == (list(range(250)), digests[-1])
     cache.forget(100)
-    assert cache.match(tokens, None) == (list(range(100)), digests[99])
+    assert cache.match(tokens, None)[:2] == (list(range(100)), digests[99])
 
 
 def test_the_first_block_registered_stays() -> None:

@@ -64,7 +64,7 @@ def test_a_planned_name_can_be_taken() -> None:
     assert resolve_proposer("dflash") is Silent
 
 
-@pytest.mark.parametrize("name", ["", "none", "auto", "a.b", "a:b", "\n"])
+@pytest.mark.parametrize("name", ["", "none", "auto", "grammar", "a.b", "a:b", "\n"])
 def test_names_that_cannot_be_registered(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot name a method"):
         register_proposer(name, Silent)

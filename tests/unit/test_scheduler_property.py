@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -10,6 +11,7 @@ from tests.fakes.fake_executor import VOCAB, FakeExecutor, LateExecutor, expecte
 
 from draftwise.adapt.controller import StaticController
 from draftwise.engine.core import EngineCore
+from draftwise.errors import RequestError
 from draftwise.kv.manager import KVManager
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request
@@ -28,9 +30,18 @@ class Engine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         caching=st.booleans(),
         mode=st.sampled_from(["in step", "ahead", "late"]),
+        chunks=st.booleans(),
     )
     def start(
-        self, extra_blocks: int, block_size: int, budget: int, seqs: int, seed: int, caching: bool, mode: str
+        self,
+        extra_blocks: int,
+        block_size: int,
+        budget: int,
+        seqs: int,
+        seed: int,
+        caching: bool,
+        mode: str,
+        chunks: bool,
     ) -> None:
         """``mode``: steps are taken in at once, or one later; and then the device may be late, too."""
         num_blocks = -(-MAX_LEN // block_size) + extra_blocks  # one request fits alone, two seldom do
@@ -38,7 +49,7 @@ class Engine(RuleBasedStateMachine):
         ahead = mode != "in step"
         self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs), ahead)
         self.scheduler = Scheduler(
-            SchedulerConfig(seqs, max(budget, seqs)),
+            SchedulerConfig(seqs, max(budget, seqs), chunks),
             KVManager(num_blocks, block_size, caching),
             StaticController(),
             self.clock,
@@ -73,6 +84,10 @@ class Engine(RuleBasedStateMachine):
             arrival_time=self.time,
             priority=priority,
         )
+        if not self.scheduler.config.chunked_prefill and len(prompt) > self.executor.max_rows:
+            with pytest.raises(RequestError, match="chunked prefill is off"):
+                self.core.add(request)
+            return
         self.requests.append(request)
         self.core.add(request)
 

@@ -136,6 +136,12 @@ class AdaptiveController(Controller):
         elif drafter.group is self._explorer.deep:
             nodes = min(2 * nodes, drafter.most)
             drafter.probing = True
+        return nodes
+
+    def granted(self, rid: int, nodes: int) -> None:
+        drafter = self._drafters[rid]
+        assert drafter is not None, "a request that decodes plainly is to draft"
+        step = self._step
         lag = drafter.lag(step)
         drafter.drafted, drafter.behind = step, 0
         drafter.waiting = nodes  # until the outcome says how many
@@ -149,12 +155,11 @@ class AdaptiveController(Controller):
             group[0] += 1
             group[1] = max(group[1], nodes)
             group[2] += lag
-        return nodes
 
     def _enter(self, rid: int, speculation: Speculation) -> Drafter | None:
-        known = len(self._groups)
+        known = self._roster.num_made
         drafter = self._roster.enter(rid, speculation, self._step)
-        if len(self._groups) > known:
+        if self._roster.num_made > known:
             self._decide_at = 0
         return drafter
 

@@ -90,7 +90,11 @@ class Controller(ABC):
 
     @abstractmethod
     def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
-        """Nodes to propose at the end of the coming step; 0 switches drafting off for it."""
+        """Nodes to propose at the end of the coming step; 0 switches drafting off for it. A question: there may be room
+        for fewer, or for none (`granted`)."""
+
+    def granted(self, rid: int, nodes: int) -> None:  # noqa: B027
+        """The request will propose up to ``nodes`` nodes, at least 1, at the end of the coming step."""
 
     def nodes_to_verify(self, rid: int, num_proposed: int) -> int:
         """How many of the nodes that wait, the first ones, the coming step verifies."""

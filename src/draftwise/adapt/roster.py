@@ -16,6 +16,11 @@ _PIONEERS = 8
 `_PIONEERS` of them: they say nearly as much, and the loss, if it is one, is that of a few."""
 
 
+MAX_GROUPS = 64
+"""Groups that are remembered. Trees come from requests, so that anybody can make up as many kinds as he likes; a
+decision looks at all groups."""
+
+
 @dataclass(slots=True)
 class Planned:
     """What is remembered of a step until it is observed; ahead, the next one is planned before."""
@@ -35,11 +40,12 @@ class Roster:
         self.groups: list[Group] = []
         self.drafters: dict[int, Drafter | None] = {}
         self.batch = 0
+        self.num_made = 0  # groups, dropped ones included
         self._tables = dict(tables)
         self._evident = frozenset(evident)
         self._observing = frozenset(observing)
         self._ahead = ahead
-        self._by_kind: dict[object, Group] = {}
+        self._by_kind: dict[object, Group] = {}  # the one that was entered last stands last
 
     def enter(self, rid: int, speculation: Speculation, step: int) -> Drafter | None:
         """A new request."""
@@ -60,15 +66,30 @@ class Roster:
 
     def _group_of(self, speculation: Speculation) -> Group:
         method = speculation.method
-        key = (method, speculation.rule, speculation.tree, speculation.dynamic)
-        group = self._by_kind.get(key)
+        kind: object = (method, speculation.rule, speculation.tree, speculation.dynamic)
+        group = self._by_kind.pop(kind, None)
+        if group is None and len(self._by_kind) >= MAX_GROUPS and not self._drop_group():
+            # More kinds at once than are told apart: what is left of them shares one history.
+            kind = (method, speculation.rule)
+            group = self._by_kind.pop(kind, None)
         if group is None:
             evident = method in self._evident
             cuts = not (evident and self._ahead)
             group = Group(method, speculation.rule, evident, cuts, follows=method in self._observing)
-            self._by_kind[key] = group
             self.groups.append(group)
+            self.num_made += 1
+        self._by_kind[kind] = group
         return group
+
+    def _drop_group(self) -> bool:
+        """Forget the kind that nobody has used for longest; False if there are requests of all kinds."""
+        used = {id(drafter.group) for drafter in self.drafters.values() if drafter is not None}
+        for kind, group in self._by_kind.items():
+            if id(group) not in used:
+                del self._by_kind[kind]
+                self.groups.remove(group)
+                return True
+        return False
 
     def _limit(self, group: Group, asked: int) -> int:
         """Nodes a request may draft in a batch of this size."""

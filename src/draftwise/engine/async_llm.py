@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -165,7 +166,9 @@ class AsyncLLM:
             self._preparing
         ):  # tokenizing, compiling a grammar: not while the engine waits for the core's lock
             self._check_alive()
-            group = self._engine.processor.group(prompt, params, request_id, priority, keep_trace=keep_trace)
+            # A name that nobody else gives: a number would be taken from the user who counts his requests.
+            name = request_id if request_id is not None else uuid.uuid4().hex
+            group = self._engine.processor.group(prompt, params, name, priority, keep_trace=keep_trace)
         with self._wakeup:
             self._check_alive()
             if group.request_id in self._streams:

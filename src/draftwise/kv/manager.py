@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftwise.kv.block_pool import BlockPool
-from draftwise.kv.prefix_cache import PrefixCache, block_digests, root_digest
+from draftwise.kv.prefix_cache import PrefixCache, PrefixMatch, block_digests, root_digest
 
 if TYPE_CHECKING:
     from draftwise.types import IntArray
@@ -85,12 +85,33 @@ class KVManager:
 
         A multiple of the block size, and at least one token is left to compute.
         """
-        if not self.enable_prefix_caching:
-            return 0
-        return len(self._cache.match(token_ids_np, salt)[0]) * self.block_size
+        return len(self.match(token_ids_np, salt=salt).blocks) * self.block_size
+
+    def match(
+        self, token_ids_np: IntArray, *, salt: str | None = None, use_cache: bool = True
+    ) -> PrefixMatch:
+        """What `open` would find cached of ``token_ids_np`` [n]; changes nothing."""
+        if not self.enable_prefix_caching or not use_cache:
+            return PrefixMatch([], root_digest(salt))
+        return self._cache.match(token_ids_np, salt)
+
+    def num_idle(self, prefix: PrefixMatch) -> int:
+        """Blocks of the prefix that nobody holds: they count as free until they are taken."""
+        refs = self._pool.ref_counts
+        return sum(refs[block] == 0 for block in prefix.blocks)
+
+    def is_cached(self, digest: bytes) -> bool:
+        """Whether the block that the digest names (`PrefixMatch.missing`) can be found."""
+        return self._cache.holds(digest)
 
     def open(
-        self, rid: int, token_ids_np: IntArray, *, salt: str | None = None, use_cache: bool = True
+        self,
+        rid: int,
+        token_ids_np: IntArray,
+        *,
+        salt: str | None = None,
+        use_cache: bool = True,
+        prefix: PrefixMatch | None = None,
     ) -> tuple[int, tuple[int, ...]]:
         """Start (or resume) a request with ``token_ids_np`` [n] known tokens, n >= 1.
 
@@ -102,16 +123,13 @@ class KVManager:
             raise ValueError(f"request {rid} is open already")
         if len(token_ids_np) == 0:
             raise ValueError(f"request {rid} has no tokens")
-        blocks: list[int] = []
-        digest = root_digest(salt)
-        queried = -1
-        if self.enable_prefix_caching and use_cache:
-            blocks, digest = self._cache.match(token_ids_np, salt)
-            queried = len(token_ids_np)
-            for block in blocks:
-                self._pool.acquire(block)
+        found = prefix or self.match(token_ids_np, salt=salt, use_cache=use_cache)
+        blocks = list(found.blocks)
+        for block in blocks:
+            self._pool.acquire(block)
+        queried = len(token_ids_np) if self.enable_prefix_caching and use_cache else -1
         committed = len(blocks) * self.block_size
-        self._tables[rid] = _Table(blocks, committed, digest, queried)
+        self._tables[rid] = _Table(blocks, committed, found.digest, queried)
         return committed, tuple(blocks)
 
     def reserve(self, rid: int, n: int) -> tuple[int, ...] | None:
@@ -164,10 +182,16 @@ class KVManager:
             table.hashed = full
             table.digest = digests[-1]
 
-    def trim(self, rid: int) -> int:
-        """Give back blocks beyond those that committed tokens touch. Returns how many are kept."""
+    def surplus(self, rid: int, keep: int = 0) -> int:
+        """Blocks that ``trim(rid, keep)`` would give back."""
         table = self._tables[rid]
-        keep = -(-table.committed // self.block_size)
+        return max(0, len(table.blocks) - -(-(table.committed + keep) // self.block_size))
+
+    def trim(self, rid: int, keep: int = 0) -> int:
+        """Give back blocks beyond those that committed tokens touch, and the ``keep`` tokens behind them. Returns how
+        many are left."""
+        table = self._tables[rid]
+        keep = min(-(-(table.committed + keep) // self.block_size), len(table.blocks))
         while len(table.blocks) > keep:
             self._pool.release(table.blocks.pop(), retain=False)  # never hashed: nothing in it is committed
         table.reserved = min(table.reserved, keep * self.block_size - table.committed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,18 @@ def block_digests(
     return out
 
 
+class PrefixMatch(NamedTuple):
+    """The longest cached prefix of some tokens.
+
+    ``digest``: of its last block (the root's if there is none). ``missing``: digest of the block behind it, which is
+    not cached; None if no further block could match.
+    """
+
+    blocks: list[int]
+    digest: bytes
+    missing: bytes | None = None
+
+
 class PrefixCache:
     """Digest -> block, one to one.
 
@@ -69,8 +81,12 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._digests
 
-    def match(self, token_ids_np: IntArray, salt: str | None) -> tuple[list[int], bytes]:
-        """Blocks that hold the longest cached prefix, and the digest of the last one (the root's if none).
+    def holds(self, digest: bytes) -> bool:
+        """Whether some block holds what the digest names."""
+        return digest in self._blocks
+
+    def match(self, token_ids_np: IntArray, salt: str | None) -> PrefixMatch:
+        """Find the longest cached prefix.
 
         At least one token is left to compute, because a step needs the logits of the last one: of 8 tokens
         in blocks of 4, only the first block can match.
@@ -85,10 +101,10 @@ class PrefixCache:
             for candidate in block_digests(digest, token_ids_np, self.block_size, first, last):
                 block = self._blocks.get(candidate)
                 if block is None:
-                    return found, digest
+                    return PrefixMatch(found, digest, candidate)
                 found.append(block)
                 digest = candidate
-        return found, digest
+        return PrefixMatch(found, digest)
 
     def register(self, digest: bytes, block: int) -> None:
         """``block`` now holds what ``digest`` names, unless another block does already."""

@@ -33,6 +33,9 @@ ALIASES: dict[str, str] = {
 PLANNED = "dflash"
 """Methods that are known but not built; a third party may register one of these names."""
 
+RESERVED = ("none", "auto", "grammar")
+"""Names of methods that the engine gives itself: they are nobody else's."""
+
 _registered: dict[str, str | type[Proposer]] = {
     "extract_hidden_states": "draftwise.propose.extract_hidden_states:ExtractHiddenStatesProposer",
     "hybrid": "draftwise.propose.hybrid:HybridProposer",
@@ -60,9 +63,10 @@ def register_proposer(name: str, proposer: type[Proposer] | str) -> None:
     "package.module.Class"), imported at first use. Registering the same thing twice is allowed.
 
     Raises:
-        ConfigError: the name is empty, contains a dot, is "none" or an alias of another name, or is taken.
+        ConfigError: the name is empty, contains a dot, is one that the engine gives ("none", "auto", "grammar") or an
+            alias of another name, or is taken.
     """
-    if not name or not name.isprintable() or "." in name or ":" in name or name in ("none", "auto"):
+    if not name or not name.isprintable() or "." in name or ":" in name or name in RESERVED:
         raise ConfigError(f"register_proposer: {name!r} cannot name a method")
     if name in ALIASES:
         raise ConfigError(f"register_proposer: {name!r} is another name of {ALIASES[name]!r}")

@@ -176,6 +176,16 @@ class Request:
         return (self.priority, self.rid)
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether it may use what the cache has of its tokens; otherwise the target has to read all of them."""
+        return not self.wants_prompt_logprobs and not self.speculation.whole_prompt
+
+    @property
     def known_np(self) -> IntArray:
         """[num_tokens] prompt and output so far (a view)."""
         return self.tokens_np[: self.num_tokens]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
 from draftwise.errors import RequestError
 from draftwise.kv.manager import KVManager
+from draftwise.sched.admission import Refusal, admission
 from draftwise.sched.ahead import outlook
+from draftwise.sched.order import Ordered
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
+from draftwise.sched.shares import Share, divide, draft_limit, kept_for_drafts
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, tree_depth
 
 MAX_TRACE_STEPS = 4096
@@ -19,8 +21,8 @@ MAX_TRACE_STEPS = 4096
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """``max_num_batched_tokens``: rows of one step, drafts included. ``chunked_prefill`` off: a prompt is
-    computed in one step or not at all."""
+    """``max_num_batched_tokens``: rows of one step, drafts included; at least ``max_num_seqs``. ``chunked_prefill``
+    off: a prompt is computed in one step or not at all; what a preempted request computes again may take several."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -42,8 +44,8 @@ class Scheduler:
         self._controller = controller
         self._clock = clock
         self._requests: dict[int, Request] = {}
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._running: list[Request] = []  # sorted by Request.order
+        self._waiting = Ordered()
+        self._running = Ordered()
         self._removed: list[int] = []  # the executor still has them
         self._planned: dict[int, RowPlan] = {}  # rows of the newest plan
         self._flying: dict[int, RowPlan] = {}  # of the one before it, while that was not taken in
@@ -51,8 +53,7 @@ class Scheduler:
         self._batch_size = 0
         self._shape = StepShape()  # of the newest plan
         self._flying_shape = self._shape  # of the one before it
-        self._refused = -1  # the waiting request that found no room, and the free blocks it found
-        self._refused_free = 0
+        self._refusal: Refusal | None = None  # the newest one
         self._finished: list[RequestUpdate] = []  # cancelled between steps
         self._step = 0
         self.num_preemptions = 0
@@ -65,7 +66,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._requests) - len(self._running)
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +92,7 @@ class Scheduler:
         self.check(request.num_prompt, request.max_total)
         assert request.rid not in self._requests
         self._requests[request.rid] = request
-        heapq.heappush(self._waiting, (request.order, request))
+        self._waiting.add(request)
 
     def cancel(self, rid: int, reason: str = "abort") -> bool:
         """Stop a request wherever it is; False if it is not here (any more)."""
@@ -105,7 +106,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ schedule
 
     def schedule(self) -> StepPlan:
-        """Plan a step: running requests first, in order of priority and arrival, then waiting ones.
+        """Plan a step: a row for everybody who runs, then prompts, new requests, and drafts from what is left.
 
         One plan may be made ahead: before the step of the newest one was taken in. Who cannot be planned without
         knowing what that step does waits for the next plan, which may then be empty.
@@ -118,21 +119,26 @@ class Scheduler:
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
         self._flying_shape = self._shape
         self._shape = StepShape(note=self._controller.begin(self._batch_size))
-        left = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
-        for request in list(self._running):
-            if left == 0:
-                break
-            if request.status is RequestStatus.RUNNING:  # not preempted by one before it
-                left -= self._plan_running(request, left)
+        shares = self._share_roots()
+        self._wish_drafts(shares)
+        left = self.config.max_num_batched_tokens - len(shares)
+        kept = kept_for_drafts(sum(share.num_draft for share in shares), left)
+        for share in shares:
+            if share.missing > 1:
+                share.num_new += min(share.missing - 1, left - kept)
+                left -= share.num_new - 1
         new: list[NewRequest] = []
-        if preempted == self.num_preemptions:  # no room was found for those that run: admit nobody
-            while left > 0 and len(self._running) < self.config.max_num_seqs:
-                admitted = self._admit(left)
+        if preempted == self.num_preemptions:  # else no room was found for those that run: admit nobody
+            while self._waiting and len(self._running) < self.config.max_num_seqs:
+                admitted = self._admit(left, kept, shares)
                 if admitted is None:
                     break
                 new.append(admitted)
-                left -= self._planned[admitted.rid].num_new
+                left -= shares[-1].num_new
+        self._divide_drafts(shares, left)
+        for share in shares:
+            self._plan(share)
         plan = StepPlan(
             step=self._step,
             rows=tuple(self._planned.values()),
@@ -144,68 +150,123 @@ class Scheduler:
         assert plan.rows or self._flying or not self._requests, "work is waiting but nothing could be planned"
         return plan
 
-    def _plan_running(self, request: Request, left: int) -> int:
-        """Plan one running request with at most ``left`` rows; preempts others, or it, when the cache is full."""
-        missing, proposed, before = request.num_tokens - request.num_computed, request.num_proposed, 0
-        flying = self._flying.get(request.rid)
-        if flying is not None:
-            expected = outlook(request, flying)
-            if expected is None:
-                return 0
-            missing, proposed, before = expected
-        num_new = min(missing, left)
-        if num_new < missing and not self.config.chunked_prefill:
-            return 0
-        num_draft = budget = 0
-        if num_new == missing:
-            if proposed:
-                num_draft = self._controller.nodes_to_verify(request.rid, proposed)
-                num_draft = min(num_draft, left - num_new)
-            budget = self._controller.draft_budget(request.rid, request.speculation, self._batch_size)
-        while True:
-            blocks = self.kv.reserve(request.rid, before + num_new + num_draft + budget)
+    def _share_roots(self) -> list[Share]:
+        """A row for every running request, and blocks for its known tokens: there are at least as many rows as
+        requests that may run. Preempts the last ones when the cache is full."""
+        shares: list[Share] = []
+        reserve, flying = self.kv.reserve, self._flying
+        for request in self._running.copy():
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted by one before it
+            before = 0
+            row = flying.get(request.rid)
+            if row is None:
+                missing, proposed = request.num_tokens - request.num_computed, request.num_proposed
+            else:
+                expected = outlook(request, row)
+                if expected is None:
+                    continue
+                missing, proposed, before = expected
+            blocks = reserve(request.rid, before + missing)
+            if blocks is None:
+                if row is not None:
+                    continue
+                blocks = self._make_room(request, missing)
+                if blocks is None:
+                    continue
+            share = Share(request, missing, before, blocks=blocks)
+            if missing == 1:
+                share.num_draft = proposed
+            shares.append(share)
+        return shares
+
+    def _make_room(self, request: Request, missing: int) -> tuple[int, ...] | None:
+        """Blocks for the ``missing`` known tokens of a running request. Cheapest first: what others reserved ahead,
+        then somebody's place. None: it lost its own."""
+        for other in reversed(self._running):
+            # Blocks of a step on its way are written to.
+            if other is request or other.rid in self._flying or other.rid in self._trimmed:
+                continue
+            known = other.num_tokens - other.num_computed
+            if not self.kv.surplus(other.rid, known):
+                continue
+            self._trimmed[other.rid] = self.kv.trim(other.rid, known)
+            blocks = self.kv.reserve(request.rid, missing)
             if blocks is not None:
-                break
-            if flying is not None:
-                return 0
-            # Cheapest first: what others reserved ahead, then drafting, then somebody's place.
-            if self._trim_others(request):
-                continue
-            if budget or num_draft:
-                budget = num_draft = 0
-                continue
-            victim = self._running[-1]
+                return blocks
+        while True:
+            victim = self._running.last
             self._preempt(victim)
             if victim is request:
-                return 0
-        follow = request.rid not in self._controller.resting
-        self._planned[request.rid] = RowPlan(request.rid, num_new, num_draft, budget, blocks, follow)
+                return None
+            blocks = self.kv.reserve(request.rid, missing)
+            if blocks is not None:
+                return blocks
+
+    def _wish_drafts(self, shares: list[Share]) -> None:
+        """What those who decode would like to verify and to draft, as far as there are blocks: lookahead of who runs
+        comes before who waits, but is worth nobody's place."""
+        controller, batch_size = self._controller, self._batch_size
+        for share in shares:
+            if share.missing > 1:
+                continue
+            request = share.request
+            rid = request.rid
+            if share.num_draft:
+                share.num_draft = controller.nodes_to_verify(rid, share.num_draft)
+            share.budget = controller.draft_budget(rid, request.speculation, batch_size)
+            self._reserve_drafts(share)
+
+    def _reserve_drafts(self, share: Share) -> None:
+        """Blocks behind the known tokens: for drafts that are verified and for those to come, for the former alone, or
+        for none."""
+        if not share.num_draft and not share.budget:
+            return
+        reserve, rid, known = self.kv.reserve, share.request.rid, share.before + share.missing
+        blocks = reserve(rid, known + share.num_draft + share.budget)
+        if blocks is None:
+            share.budget = 0
+            blocks = reserve(rid, known + share.num_draft)
+        if blocks is None:
+            share.num_draft = 0
+        else:
+            share.blocks += blocks
+
+    def _divide_drafts(self, shares: list[Share], left: int) -> None:
+        """Drafts get the rows that are left; drafting more than can be verified next would be in vain."""
+        for share in shares:
+            if (share.missing > 1 or share.fresh) and share.completes:
+                request = share.request
+                share.budget = self._controller.draft_budget(
+                    request.rid, request.speculation, self._batch_size
+                )
+                self._reserve_drafts(share)
+        drafting = [share for share in shares if share.num_draft]
+        for share, rows in zip(drafting, divide([s.num_draft for s in drafting], left), strict=True):
+            share.num_draft = rows
+        limit = draft_limit(shares, self.config.max_num_batched_tokens)
+        for share in shares:
+            if share.budget > limit:
+                share.budget = limit
+
+    def _plan(self, share: Share) -> None:
+        request, rid = share.request, share.request.rid
+        num_new, num_draft, budget = share.num_new, share.num_draft, share.budget
+        if budget:
+            self._controller.granted(rid, budget)
+        follow = rid not in self._controller.resting
+        self._planned[rid] = RowPlan(rid, num_new, num_draft, budget, share.blocks, follow)
         shape = self._shape
-        if num_new == missing == 1:
+        if share.missing == 1 and not share.fresh:
             shape.requests += 1
             shape.rows += 1 + num_draft
             shape.context += request.num_computed
             shape.sampled = shape.sampled or request.speculation.rule != "greedy"
         else:
             shape.prompt_rows += num_new + num_draft
-        return num_new + num_draft
-
-    def _trim_others(self, request: Request) -> bool:
-        """Take back lookahead blocks of requests that have no row in this step yet."""
-        gained = False
-        for other in self._running:
-            if other is request or any(other.rid in t for t in (self._planned, self._flying, self._trimmed)):
-                continue
-            before = len(self.kv.block_ids(other.rid))
-            kept = self.kv.trim(other.rid)
-            if kept < before:
-                self._trimmed[other.rid] = kept
-                gained = True
-        return gained
 
     def _preempt(self, victim: Request) -> None:
         """Give up the request's cache; it is computed again from its tokens (and what the prefix cache kept)."""
-        assert victim.rid not in self._planned, "victims are later in the order than what is planned"
         self.num_preemptions += 1
         victim.num_preemptions += 1
         self._running.remove(victim)
@@ -214,48 +275,32 @@ class Scheduler:
         self._removed.append(victim.rid)
         victim.status = RequestStatus.WAITING
         victim.num_computed = victim.num_proposed = 0
-        if victim.prompt_logprobs is not None and len(victim.prompt_logprobs) < victim.num_prompt:
+        if victim.wants_prompt_logprobs:
             victim.prompt_logprobs = [None]
-        heapq.heappush(self._waiting, (victim.order, victim))
+        self._waiting.add(victim)
 
-    def _admit(self, left: int) -> NewRequest | None:
-        """Admit the first waiting request if its tokens fit the budget and the cache."""
-        while self._waiting and self._waiting[0][1].status is not RequestStatus.WAITING:
-            heapq.heappop(self._waiting)  # cancelled while waiting
-        if not self._waiting:
+    def _admit(self, left: int, kept: int, shares: list[Share]) -> NewRequest | None:
+        """Admit the first waiting request if there is room for it, and give it a share. ``left``: rows that nobody has
+        yet, of which a prompt that can be cut leaves ``kept`` to drafts."""
+        request = self._waiting.first
+        # What a preempted request computes again may be longer than a step, whatever its prompt was.
+        whole = not self.config.chunked_prefill and request.num_output == 0
+        rows = left if whole else left - kept
+        if rows <= 0 or (self._refusal is not None and self._refusal.stands(request, rows, self.kv)):
             return None
-        request = self._waiting[0][1]
-        if self._running and self._refused == request.rid and self.kv.num_free <= self._refused_free:
-            return None  # nothing was freed since: do not match its prefix again every step
-        wants_prompt_logprobs = (
-            request.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt
-        )
-        known = request.known_np
-        cached, blocks = self.kv.open(
-            request.rid, known, use_cache=not wants_prompt_logprobs and not request.speculation.whole_prompt
-        )
-        num_new = min(request.num_tokens - cached, left)
-        completes = num_new == request.num_tokens - cached
-        budget = 0
-        self._controller.admit(request.rid, request.speculation, request.num_tokens - cached)
-        if completes:
-            budget = self._controller.draft_budget(request.rid, request.speculation, self._batch_size)
-        # All known tokens must fit now, even if their computation takes several steps: admitting on the first
-        # chunk alone makes requests preempt each other half-way.
-        fits = completes or self.config.chunked_prefill
-        if fits and self._running:
-            needed = -(-request.num_tokens // self.kv.block_size) - len(blocks)
-            fits = needed <= self.kv.num_free
-        fresh = self.kv.reserve(request.rid, num_new + budget) if fits else None
-        if fits and fresh is None and budget:
-            budget = 0
-            fresh = self.kv.reserve(request.rid, num_new)
-        if fresh is None:
-            self.kv.release(request.rid)
-            self._refused, self._refused_free = request.rid, self.kv.num_free
+        answer = admission(request, rows, self.kv, whole=whole)
+        if isinstance(answer, Refusal):
+            self._refusal = answer
             return None
-        self._refused = -1
-        heapq.heappop(self._waiting)
+        self._refusal = None
+        rid = request.rid
+        takes_prefix, wants_logprobs = request.takes_prefix, request.wants_prompt_logprobs
+        cached, blocks = self.kv.open(rid, request.known_np, use_cache=takes_prefix, prefix=answer.prefix)
+        missing = request.num_tokens - cached
+        fresh = self.kv.reserve(rid, missing)
+        assert fresh is not None, "what was granted is there"
+        self._controller.admit(rid, request.speculation, missing)
+        self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.num_computed = cached
         request.num_cached = (
@@ -263,17 +308,11 @@ class Scheduler:
         )
         if request.scheduled_time is None:
             request.scheduled_time = self._clock()
-        # Keep the running list in order: later ones are preempted first.
-        index = len(self._running)
-        while index and self._running[index - 1].order > request.order:
-            index -= 1
-        self._running.insert(index, request)
-        follow = request.rid not in self._controller.resting
-        self._planned[request.rid] = RowPlan(request.rid, num_new, 0, budget, fresh, follow)
-        self._shape.prompt_rows += num_new
+        self._running.add(request)
+        shares.append(Share(request, missing, num_new=answer.num_new, fresh=True, blocks=fresh))
         return NewRequest(
-            rid=request.rid,
-            token_ids_np=known.copy(),
+            rid=rid,
+            token_ids_np=request.known_np.copy(),
             num_prompt=request.num_prompt,
             max_total=request.max_total,
             sampling=request.params,
@@ -284,7 +323,7 @@ class Scheduler:
             block_ids=blocks,
             stop_token_ids=request.stop_token_ids,
             bad_words_ids=request.bad_words_ids,
-            prompt_logprobs=request.params.prompt_logprobs if wants_prompt_logprobs else None,
+            prompt_logprobs=request.params.prompt_logprobs if wants_logprobs else None,
         )
 
     # -------------------------------------------------------------------------------------------- commit
@@ -359,6 +398,8 @@ class Scheduler:
             self._running.remove(request)
             self.kv.release(request.rid)
             self._removed.append(request.rid)
+        else:
+            self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.finished_time = self._clock()
@@ -375,7 +416,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError, naming what is wrong, if the books do not agree."""
         self.kv.check_integrity()
-        assert self._running == sorted(self._running, key=lambda r: r.order), "running list out of order"
+        for name, queue in (("running", self._running), ("waiting", self._waiting)):
+            orders = [request.order for request in queue]
+            assert orders == sorted(orders), f"{name} requests out of order"
         for request in self._running:
             assert request.status is RequestStatus.RUNNING, f"request {request.rid} runs as {request.status}"
             assert self._requests.get(request.rid) is request, f"request {request.rid} runs but is unknown"
@@ -384,8 +427,8 @@ class Scheduler:
                 f"request {request.rid}: cache has {committed} tokens, scheduler {request.num_computed}"
             )
             assert request.num_computed < request.num_tokens, f"request {request.rid} has nothing to compute"
-        waiting = {r.rid for _, r in self._waiting if r.status is RequestStatus.WAITING}
-        expected = set(self._requests) - {r.rid for r in self._running}
-        assert waiting == expected, f"waiting {sorted(waiting)} but expected {sorted(expected)}"
+        waiting = sorted(r.rid for r in self._waiting if r.status is RequestStatus.WAITING)
+        expected = sorted(set(self._requests) - {r.rid for r in self._running})
+        assert waiting == expected, f"waiting {waiting} but expected {expected}"
         if not self._running:
             assert self.kv.num_used == 0, f"{self.kv.num_used} blocks are held by nobody"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ class Generation:
         self._last: list[RequestOutput | None] = [None] * len(prompts)
         try:
             for i, prompt in enumerate(prompts):
-                name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+                # Clients choose request ids. In the engine no two requests may share a name, whatever they chose.
+                name = f"{request_id}-{i}-{uuid.uuid4().hex}"
                 stream = engine.submit(prompt, params, name, priority=priority, keep_trace=keep_trace)
                 self._streams.append(stream)
                 self._names.append(name)

@@ -1,0 +1,58 @@
+"""Requests in scheduling order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from operator import attrgetter
+
+from draftwise.sched.request import Request
+
+_order = attrgetter("order")
+
+
+class Ordered:
+    """Requests sorted by `Request.order`, which is unique and never changes.
+
+    One that leaves is gone at once, wherever it stood: a search by halves finds it.
+    """
+
+    __slots__ = ("_requests",)
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
+
+    @property
+    def first(self) -> Request:
+        """Who is served first. IndexError if nobody is there."""
+        return self._requests[0]
+
+    @property
+    def last(self) -> Request:
+        """Who gives up its place first. IndexError if nobody is there."""
+        return self._requests[-1]
+
+    def copy(self) -> list[Request]:
+        """The requests as they stand now, for a loop in which some may leave."""
+        return self._requests.copy()
+
+    def add(self, request: Request) -> None:
+        requests = self._requests
+        if requests and requests[-1].order > request.order:
+            requests.insert(bisect_left(requests, request.order, key=_order), request)
+        else:  # nearly always: who comes later stands later
+            requests.append(request)
+
+    def remove(self, request: Request) -> None:
+        index = bisect_left(self._requests, request.order, key=_order)
+        assert self._requests[index] is request, f"request {request.rid} is not where its order says"
+        del self._requests[index]
