@@ -31,9 +31,10 @@ Family = list[dict[str, Any]]
 """Entries of ``speculative_config`` that are loaded side by side: one of each method."""
 
 
-def make_target(root: Path) -> str:
-    """Three layers: enough for EAGLE-3's features and for self-speculation."""
-    return save_llama(root / "target", seed=1, **_SETTINGS)
+def make_target(root: Path, **settings: Any) -> str:
+    """Three layers: enough for EAGLE-3's features and for self-speculation. ``settings``: of its config, other than
+    those here."""
+    return save_llama(root / "target", seed=1, **(_SETTINGS | settings))
 
 
 _SETTINGS: dict[str, Any] = {
@@ -44,13 +45,14 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-def make_families(root: Path) -> dict[str, Family]:
-    """Two sets of drafters for `make_target`: the methods, and the other forms that some of them have."""
-    draft = save_llama(root / "draft", seed=1, noise=0.05, **_SETTINGS)
-    eagle = HeadShape("eagle", 32, 32, VOCAB)
-    eagle3 = HeadShape("eagle3", 32, 32, VOCAB, feature_layers=(0, 1, 2), draft_vocab=6)
-    masked = HeadShape("eagle3", 32, 32, VOCAB, feature_layers=(0, 1, 2), mask_token=VOCAB - 1)
-    one, three = MtpShape("deepseek", vocab=VOCAB), MtpShape("mimo", vocab=VOCAB, layers=3)
+def make_families(root: Path, vocab: int = VOCAB, **settings: Any) -> dict[str, Family]:
+    """Two sets of drafters for `make_target` with these ``settings``: the methods, and the other forms that some of
+    them have."""
+    draft = save_llama(root / "draft", seed=1, noise=0.05, **(_SETTINGS | {"vocab_size": vocab} | settings))
+    eagle = HeadShape("eagle", 32, 32, vocab)
+    eagle3 = HeadShape("eagle3", 32, 32, vocab, feature_layers=(0, 1, 2), draft_vocab=vocab - 2)
+    masked = HeadShape("eagle3", 32, 32, vocab, feature_layers=(0, 1, 2), mask_token=vocab - 1)
+    one, three = MtpShape("deepseek", vocab=vocab), MtpShape("mimo", vocab=vocab, layers=3)
 
     def head(name: str, shape: HeadShape) -> str:
         return save_head(root / name, shape, random_weights(shape, seed=2, scale=0.15))
@@ -64,7 +66,7 @@ def make_families(root: Path) -> dict[str, Family]:
         {"method": "eagle", "model": head("eagle", eagle), "num_speculative_tokens": K},
         {"method": "eagle3", "model": head("eagle3", eagle3), "num_speculative_tokens": K},
         {"method": "mtp", "model": layers("mtp", one), "num_speculative_tokens": K},
-        {"method": "medusa", "model": save_medusa(root / "medusa", random_heads(32, VOCAB), 3)},
+        {"method": "medusa", "model": save_medusa(root / "medusa", random_heads(32, vocab), 3)},
         {"method": "early_exit", "draft_num_layers": 2, "num_speculative_tokens": K},
         {"method": "hybrid", "hybrid_drafter": inner, "hybrid_min_match": 3, "num_speculative_tokens": 6},
         {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": K},
@@ -74,7 +76,7 @@ def make_families(root: Path) -> dict[str, Family]:
     parallel = root / "pard"
     shutil.copytree(draft, parallel)
     config = json.loads((parallel / "config.json").read_text())
-    (parallel / "config.json").write_text(json.dumps(config | {"pard_token": VOCAB - 1}))
+    (parallel / "config.json").write_text(json.dumps(config | {"pard_token": vocab - 1}))
     forms: Family = [
         {
             "method": "draft_model",

@@ -57,7 +57,7 @@ def row_result(
         path,
         proposal.tokens,
         proposal.parents,
-        proposal.method,
+        proposal.method if proposal.tokens else "none",
         len(row.proposal.tokens),
         logprobs,
         prompt_logprobs,

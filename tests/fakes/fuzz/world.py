@@ -1,0 +1,52 @@
+"""The models of the engine fuzzer: one tiny target with a tokenizer, drafters of every method for it, and the target
+itself as a drafter that is always right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.fakes.every_method import Family, K, make_families, make_target
+
+TOKENS = ["a", "b", "c", "Ġ", "Ã", "©", ",", "1", "ab", "bc", "Ġa", "<|end|>"]
+"""Token ids to texts in the alphabet of byte-level tokenizers: "é" takes two tokens, "ab" can be written in two
+ways."""
+VOCAB = len(TOKENS)
+END = VOCAB - 1
+MODEL_LEN = 72
+"""Prompt and output of one request, in every engine."""
+
+
+@dataclass(frozen=True)
+class World:
+    """``families``: entries of ``speculative_config`` that can be loaded side by side, by the name of the set."""
+
+    target: str
+    families: dict[str, Family]
+
+
+def make_world(root: Path) -> World:
+    settings: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": END, "bos_token_id": None}
+    target = make_target(root, **settings)
+    _save_tokenizer(Path(target))
+    families = make_families(root, VOCAB, **{**settings, "vocab_size": VOCAB})
+    families["oracle"] = [
+        {"method": "draft_model", "model": target, "num_speculative_tokens": K},
+        {"method": "synthetic", "num_speculative_tokens": K},
+    ]
+    return World(target, families)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {text: i for i, text in enumerate(TOKENS[:END])}
+    merges = [("a", "b"), ("b", "c"), ("Ġ", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[END])
+    assert len(fast) == VOCAB
+    fast.save_pretrained(folder)
