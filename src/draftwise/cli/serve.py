@@ -60,6 +60,8 @@ def add_parser(subparsers: Subparsers) -> None:
     add("allowed-methods", 'CORS: methods (["*"])', _strings)
     add("allowed-headers", 'CORS: headers (["*"])', _strings)
     add("allow-credentials", "CORS: allow credentials", _boolean, metavar="BOOL")
+    add("max-header-size", "largest first line and headers of a request together in bytes (64 KiB)", int)
+    add("max-headers", "most headers of a request (128)", int)
     add("max-body-size", "largest body of a request in bytes (8 MiB)", int)
     add("max-concurrent", "most requests being answered at once, more get a 429 (1024)", int)
     add("max-queue", "most samples waiting for the engine, more get a 429 (1024)", int)
@@ -71,7 +73,14 @@ def add_parser(subparsers: Subparsers) -> None:
         float,
     )
     add("request-timeout", "deadline of a request in seconds (none)", float, metavar="SECONDS")
-    add("send-timeout", "give up clients that leave a stream unread so long (120)", float, metavar="SECONDS")
+    add(
+        "header-timeout",
+        "most time for the headers of a request to come, 0: any (15)",
+        float,
+        metavar="SECONDS",
+    )
+    add("body-timeout", "most time for the body of a request to come, 0: any (60)", float, metavar="SECONDS")
+    add("send-timeout", "give up clients that leave an answer unread so long (120)", float, metavar="SECONDS")
     add("drain-timeout", "finish requests for so long after SIGTERM (30)", float, metavar="SECONDS")
     add("chat-template", "a Jinja template, or a file with one", metavar="TEMPLATE")
     add("trust-request-chat-template", "take templates from requests", _boolean, metavar="BOOL")

@@ -55,7 +55,7 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
             ) from None
         raise
     if body.stream:
-        return EventStream(answer.chunks(generation), generation.close, context.config.send_timeout)
+        return EventStream(answer.chunks(generation), generation.close)
     try:
         outputs = await unless_gone(request, generation.final())
     finally:

@@ -38,7 +38,7 @@ async def completions(context: Context, request: Request, body: CompletionBody) 
         headers=request.headers,
     )
     if body.stream:
-        return EventStream(answer.chunks(generation), generation.close, context.config.send_timeout)
+        return EventStream(answer.chunks(generation), generation.close)
     try:
         outputs = await unless_gone(request, generation.final())
     finally:

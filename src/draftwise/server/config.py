@@ -13,6 +13,10 @@ from draftwise.server.tool_formats import parser_class
 DEFAULT_MODEL_NAME = "draftwise-demo"
 """What the embedded model is called in answers."""
 
+_COUNTS = (
+    "max_header_size", "max_headers", "max_body_size", "max_concurrent", "max_queue", "max_samples", "max_logprobs",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -33,6 +37,8 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    max_header_size: int = 64 << 10  # a request's first line and headers together
+    max_headers: int = 128
     max_body_size: int = 8 << 20
     max_concurrent: int = 1024  # requests being answered
     max_queue: int = 1024  # samples that wait for the engine
@@ -42,7 +48,9 @@ class ServerConfig:
     max_chunk_rate: float | None = (
         None  # chunks per second over all streams; None: 1250 per core, 0: no limit
     )
-    send_timeout: float = 120.0  # how long a client may leave a stream unread
+    header_timeout: float = 15.0  # how long the headers of a request may take to come
+    body_timeout: float = 60.0  # and its body
+    send_timeout: float = 120.0  # how long a client may leave an answer unread
     drain_timeout: float = 30.0  # how long running requests may go on after SIGTERM
     chat_template: str | None = None  # text of a Jinja template; None: the model's
     trust_request_chat_template: bool = False
@@ -60,14 +68,22 @@ class ServerConfig:
         return self.max_chunk_rate or None
 
     def __post_init__(self) -> None:
-        for name in ("max_body_size", "max_concurrent", "max_queue", "max_samples", "max_logprobs"):
+        for name in (
+            "max_header_size",
+            "max_headers",
+            "max_body_size",
+            "max_concurrent",
+            "max_queue",
+            "max_samples",
+            "max_logprobs",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected a port in 0..65535, got {self.port}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout: expected seconds > 0, got {self.request_timeout:g}")
-        for name in ("send_timeout", "drain_timeout", "log_interval"):
+        for name in ("header_timeout", "body_timeout", "send_timeout", "drain_timeout", "log_interval"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected seconds >= 0, got {getattr(self, name):g}")
         if self.max_chunk_rate is not None and self.max_chunk_rate < 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Callable
@@ -14,6 +16,10 @@ from draftwise.server.hosts import Hosts
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping", "/version", "/metrics"})
 """Served without a key: the pages themselves, what load balancers and Prometheus ask for. So is all of /static/."""
+
+
+_LINGER_SECONDS = 2.0
+_LINGER_BYTES = 64 << 20
 
 
 class _TooLarge(Exception):
@@ -60,14 +66,14 @@ class Gate:
         try:
             refusal = self._refusal(scope)
             if refusal is not None:
-                await refusal.response()(scope, receive, counted_send)
+                await _refuse(refusal, receive, counted_send)
                 return
             if scope["method"] == "HEAD":  # what GET answers; the server leaves the body out
                 scope = {**scope, "method": "GET"}
             await self._app(scope, limited_receive, counted_send)
         except _TooLarge:
             if status == 499:
-                await self._too_large().response()(scope, receive, counted_send)
+                await _refuse(self._too_large(), receive, counted_send)
         except Exception:
             status = 500 if status == 499 else status  # answered further out
             raise
@@ -131,3 +137,20 @@ class Gate:
 def _is_json(content_type: bytes) -> bool:
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+async def _refuse(refusal: APIError, receive: Receive, send: Send) -> None:
+    """Answer at once, and read and drop what is still sent of the body for a moment: a client that is in the middle of
+    sending learns why nobody wants it. Closing would reset the connection, and the answer with it."""
+    answer = refusal.response()
+    await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+    left = _LINGER_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while left > 0:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    break
+                left -= len(message.get("body", b""))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -56,7 +56,7 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
             ) from None
         raise
     if body.stream:
-        return EventStream(answer.events(generation), generation.close, context.config.send_timeout)
+        return EventStream(answer.events(generation), generation.close)
     try:
         outputs = await unless_gone(request, generation.final())
     finally:

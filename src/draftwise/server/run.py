@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -18,6 +19,7 @@ from draftwise.metrics import statistics_line
 from draftwise.server.config import ServerConfig
 from draftwise.server.context import Context
 from draftwise.server.sockets import bind
+from draftwise.server.wire import wire_protocol
 
 logger = logging.getLogger("draftwise.server")
 
@@ -54,6 +56,8 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
             port=config.port,
             log_level=config.log_level,
             access_log=config.access_log,
+            http=wire_protocol(config),
+            ws="none",
             lifespan="off",
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
@@ -129,6 +133,11 @@ async def _log_statistics(context: Context, interval: float) -> None:
 
 def run(app: FastAPI, config: ServerConfig, bound: socket.socket | None = None) -> int:
     """`serve` in an event loop of its own (uvloop where it is installed)."""
+    # A connection is an open file, and the usual 1024 are soon taken by a few idle strangers.
+    with contextlib.suppress(ValueError, OSError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     # What was loaded lives as long as the server: full collections, which stop everybody, need not look at it again.
     gc.collect()
     gc.freeze()

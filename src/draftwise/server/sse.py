@@ -78,77 +78,49 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await _cancel(task, gone)
 
 
-_GIVEN_UP = "a client stopped reading its stream; the request was given up"
-
-
 class EventStream(Response):
     """Sends ``chunks`` as they come and calls ``close`` at the end, whatever the end is.
 
-    Nothing is read from ``chunks`` while the client has not taken the last one. A client that leaves a chunk unread
-    for ``send_timeout`` seconds (0: for ever) is given up. An error after the first chunk becomes an event
-    ``{"error": ...}``.
+    Nothing is read from ``chunks`` while the client has not taken the last one. A client that takes nothing more is
+    given up by the connection (`wire.Wire`). An error after the first chunk becomes an event ``{"error": ...}``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None], send_timeout: float) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._close = close
-        self._send_timeout = send_timeout
-        self._sending_since: float | None = None  # event loop's clock; None: nothing is on its way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_gone(receive))
         pump = asyncio.ensure_future(self._pump(send))
-        ends = {gone, pump}
-        if self._send_timeout:
-            ends.add(asyncio.ensure_future(self._unread()))
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({gone, pump}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
-            elif not gone.done():
-                logger.info(_GIVEN_UP)
         finally:
             self._close()
-            await _cancel(*ends)
+            await _cancel(gone, pump)
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             try:
                 async for chunk in self._chunks:
-                    await self._send(send, chunk)
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:
                 if isinstance(error, OSError):
                     raise
-                await self._send(send, event(self._error(error).body()))
+                last = event(self._error(error).body())
+                await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # the connection broke
-            logger.info(_GIVEN_UP)
+        except OSError:
+            logger.info("a client's connection broke; its request was given up")
         finally:
             with contextlib.suppress(Exception):
                 await self._chunks.aclose()  # type: ignore[attr-defined]
-
-    async def _send(self, send: Send, chunk: bytes) -> None:
-        self._sending_since = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        self._sending_since = None
-
-    async def _unread(self) -> None:
-        """Ends when a chunk has been on its way for too long. One timer for a stream costs less than one per chunk.
-
-        Example of a limit of 10: looked at 0, nothing on its way; a chunk starts at 4; looked at 10, 4 are left; at 14.
-        """
-        clock = asyncio.get_running_loop().time
-        while True:
-            since = self._sending_since
-            left = self._send_timeout if since is None else since + self._send_timeout - clock()
-            if left <= 0:
-                return
-            await asyncio.sleep(left)
 
     def _error(self, error: Exception) -> APIError:
         known = from_exception(error)
