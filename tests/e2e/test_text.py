@@ -70,6 +70,21 @@ def test_stop_strings_cut_inside_accepted_drafts(llm: LLM) -> None:
             assert stop in llm.get_tokenizer().decode(completion.token_ids)
 
 
+def test_stop_strings_need_text(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="stop: stop strings need detokenize=True"):
+        llm.generate(PROMPT, GREEDY.replace(stop=["x"], detokenize=False))
+    plain = llm.generate(PROMPT, GREEDY.replace(detokenize=False))[0].outputs[0]
+    assert plain.text == "" and len(plain.token_ids) == 48
+
+
+def test_samples_share_one_automaton_of_stop_strings(llm: LLM) -> None:
+    assert llm._engine is not None
+    params = GREEDY.replace(n=32, stop=["x" * 10_000, "y"])
+    group = llm._engine.processor.group(PROMPT, params)
+    stops = {id(request.sink._stops) for request in group.requests if request.sink is not None}  # type: ignore[attr-defined]
+    assert len(group.requests) == 32 and len(stops) == 1
+
+
 def test_bad_words_never_appear(llm: LLM) -> None:
     free = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
     word = max(free.split(), key=len)

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from draftwise.engine import detokenizer as module
 from draftwise.engine.detokenizer import IncrementalDetokenizer, StopMatch, byte_of_char
+from draftwise.engine.stops import StopStrings
 
 SAMPLES = [
     "def naïve(self):\n\treturn 'ascii'\n",
@@ -71,7 +72,9 @@ class Letters:
 
 def run(pieces: list[str], **options: object) -> tuple[IncrementalDetokenizer, list[str], StopMatch | None]:
     """Push pieces until one completes a stop string, and finish: (detokenizer, deltas, match)."""
-    detokenizer = IncrementalDetokenizer(Letters(pieces), **options)  # type: ignore[arg-type]
+    stop = options.pop("stop", ())
+    stops = StopStrings(stop) if stop else None  # type: ignore[arg-type]
+    detokenizer = IncrementalDetokenizer(Letters(pieces), stop=stops, **options)  # type: ignore[arg-type]
     deltas = []
     for i in range(len(pieces)):
         match = detokenizer.push(i)
@@ -307,7 +310,7 @@ def test_stop_strings_against_an_oracle(
 def test_a_stop_string_across_tokens_of_a_real_tokenizer() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("return é😀 done").ids
-    detokenizer = IncrementalDetokenizer(tokenizer, stop=("é😀",))
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=StopStrings(["é😀"]))
     matches = []
     for token in ids:
         matches.append(detokenizer.push(token))
@@ -319,8 +322,38 @@ def test_a_stop_string_across_tokens_of_a_real_tokenizer() -> None:
     assert detokenizer.text == "return "
 
 
+def with_token(token: str) -> Tokenizer:
+    """A tokenizer with one more token, in the alphabet of byte-level ones."""
+    tokenizer: Tokenizer = byte_level.__wrapped__()
+    tokenizer.add_tokens([token])
+    return tokenizer
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_whose_last_token_begins_a_character(include: bool) -> None:
+    """The token "D" + the first byte of a character completes the stop string: the half character is cut, too."""
+    tokenizer = with_token("Dæ")  # the alphabet's æ is the byte 0xE6, with which "漢" begins
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, stop=StopStrings(["END"]), include_stop_str_in_output=include
+    )
+    assert [detokenizer.push(tokenizer.token_to_id(char)) for char in "aEN"] == [None] * 3
+    assert detokenizer.push(tokenizer.token_to_id("Dæ")) == StopMatch("END")
+    detokenizer.finish()
+    assert detokenizer.text == detokenizer.delta() == ("aEND" if include else "a")
+
+
+def test_a_character_begun_inside_a_stop_string_is_whole_when_that_goes_on_otherwise() -> None:
+    tokenizer = with_token("Næ")
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=StopStrings(["END", "漢!"]))
+    deltas = []
+    for token in ("E", "Næ", "¼", "¢", "x"):  # "EN", and the bytes 0xE6 0xBC 0xA2 of "漢"
+        assert detokenizer.push(tokenizer.token_to_id(token)) is None
+        deltas.append(detokenizer.delta())
+    assert deltas == ["", "", "", "EN", "漢x"]
+
+
 def test_nothing_follows_a_stop_string() -> None:
-    detokenizer = IncrementalDetokenizer(Letters(["ab", "c"]), stop=("b",))
+    detokenizer = IncrementalDetokenizer(Letters(["ab", "c"]), stop=StopStrings(["b"]))
     assert detokenizer.push(0) == StopMatch("b")
     with pytest.raises(AssertionError):
         detokenizer.push(1)
@@ -329,7 +362,7 @@ def test_nothing_follows_a_stop_string() -> None:
 def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
     for tokenizer in (byte_level(), sentencepiece_like()):
         ids = tokenizer.encode("a thing. " * 4).ids
-        detokenizer = IncrementalDetokenizer(tokenizer, stop=("zzz",))
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=StopStrings(["zzz"]))
 
         def median(detokenizer: IncrementalDetokenizer = detokenizer, ids: list[int] = ids) -> float:
             times = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from draftwise.cli.serve import BOOLEANS, settings
 from draftwise.config import resolve_engine_config
 from draftwise.engine.outputs import Logprob
 from draftwise.errors import ConfigError, RequestError
+from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import StepTrace
 from draftwise.server.config import ServerConfig
 from draftwise.server.config_file import read_config_file, split_options
 from draftwise.server.errors import APIError, from_exception
 from draftwise.server.logprobs import FLOOR, CompletionLogprobs, chat_logprobs
 from draftwise.server.page import Page
+from draftwise.server.params import chat_params
 from draftwise.server.protocol import NO_EFFECT, ChatBody, CompletionBody, parse
 from draftwise.server.sse import TextEvents, event
 from draftwise.server.tool_formats import HermesParser
@@ -136,6 +139,29 @@ def test_errors_name_their_field() -> None:
     assert from_exception(RequestError("speculation: method 'x' is not loaded")).param == "speculation"
     internal = from_exception(ZeroDivisionError("secret"))
     assert internal.status == 500 and "secret" not in str(internal.body())
+
+
+def test_a_response_format_beside_structured_outputs_is_a_contradiction() -> None:
+    def params(**fields: Any) -> SamplingParams:
+        body = parse(
+            ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
+        )
+        return chat_params(body, ServerConfig(), None)
+
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+    outputs = {"regex": "a+"}
+    with pytest.raises(APIError, match="response_format and structured_outputs contradict") as error:
+        params(response_format=form, structured_outputs=outputs)
+    assert (error.value.status, error.value.param) == (400, "response_format")
+    # Each alone, and a format that asks for nothing, are fine.
+    one = params(response_format=form).structured_outputs
+    assert one is not None and json.loads(one.schema) == {"type": "integer"}
+    for fields in (
+        {"structured_outputs": outputs},
+        {"structured_outputs": outputs, "response_format": {"type": "text"}},
+    ):
+        other = params(**fields).structured_outputs
+        assert other is not None and other.regex == "a+"
 
 
 # ----------------------------------------------------------------------------------------- configuration

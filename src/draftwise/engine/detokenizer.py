@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+from draftwise.engine.stops import StopStrings
+
 _REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 5
+CONTEXT_TOKENS = 4 * _CONTEXT_TOKENS
+"""Tokens before the output that its text may depend on."""
 _MAX_PENDING = 6
 """Tokens held back while their text ends in U+FFFD. A character has at most 4 bytes, and a token at least one:
 what is not whole after more tokens than that is no character."""
@@ -53,16 +57,14 @@ class IncrementalDetokenizer:
     __slots__ = (
         "_held",
         "_include",
-        "_longest",
         "_min_tokens",
         "_new",
         "_num_tokens",
         "_parts",
-        "_prefixes",
+        "_state",
         "_stopped",
         "_stops",
         "_stream",
-        "_tail",
     )
 
     def __init__(
@@ -71,30 +73,25 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
         """
         Args:
             tokenizer: of Transformers (a fast one) or of the tokenizers library.
-            prompt_ids: [n] tokens before the output; only the last few are looked at.
+            prompt_ids: [n] tokens before the output; only the last 20 are looked at.
             skip_special_tokens: special tokens have no text.
-            stop: stop strings, none of them empty.
+            stop: stop strings; samples of one prompt share them.
             include_stop_str_in_output: cut behind the stop string and not before it.
             min_tokens: a stop string that is complete within this many tokens does not count.
         """
-        assert all(stop), "an empty stop string"
         self._stream = _text_stream(tokenizer, prompt_ids, skip_special_tokens)
-        self._stops = tuple(stop)
-        self._longest = max(map(len, self._stops), default=0)
+        self._stops = stop
+        self._state = 0  # of `stop`, behind all text so far
         self._include = include_stop_str_in_output
-        # A stop string that is part of the output need not be held back while it is beginning.
-        held = () if include_stop_str_in_output else self._stops
-        self._prefixes = frozenset(s[:n] for s in held for n in range(1, len(s)))
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._tail = ""  # the last characters of the text, held ones included: one less than the longest stop
         self._held = ""  # a suffix of the text, and the beginning of a stop string
         self._parts: list[str] = []  # text that is safe to show
         self._new: list[str] = []  # of these, what `delta` has not returned
@@ -124,55 +121,33 @@ class IncrementalDetokenizer:
         piece = self._stream.push((token_id,))
         if not piece:
             return None
-        if not self._stops:
+        if self._stops is None:
             self._release(piece)
             return None
-        return self._push_text(piece)
+        return self._push_text(self._stops, piece)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take the next output tokens, however many; only without stop strings."""
-        assert not self._stops, "a stop string may end the text between them"
+        assert self._stops is None, "a stop string may end the text between them"
         self._num_tokens += len(token_ids)
         self._release(self._stream.push(token_ids))
 
-    def _push_text(self, piece: str) -> StopMatch | None:
-        window = self._tail + piece
-        fresh = len(self._tail)  # window[fresh:] is the piece
-        pending = self._held + piece
-        found = self._search(window, fresh) if self._num_tokens > self._min_tokens else None
+    def _push_text(self, stops: StopStrings, piece: str) -> StopMatch | None:
+        early = self._num_tokens <= self._min_tokens
+        self._state, found = stops.read(self._state, piece, ignore=early)
+        pending = self._held + piece if self._held else piece
         if found is not None:
-            end, start, stop = found
-            # `window` and `pending` end at the same character; what stands before `pending` is shown already.
-            cut = (end if self._include else start) - (len(window) - len(pending))
+            cut = len(self._held) + found.end - (0 if self._include else len(found.stop))
             assert cut >= 0, "a part of the stop string was shown"
             self._release(pending[:cut])
             self._held = ""
             self._stopped = True
-            return StopMatch(stop)
-        self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
-        keep = self._begun(pending)
+            return StopMatch(found.stop)
+        # A stop string that is part of the output need not be held back while it is beginning.
+        keep = 0 if self._include else stops.held(self._state)
         self._release(pending[: len(pending) - keep])
         self._held = pending[len(pending) - keep :]
         return None
-
-    def _search(self, window: str, fresh: int) -> tuple[int, int, str] | None:
-        """(end, start, stop) of the stop string that is complete first, in or after ``window[fresh]``."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            # It must end in the piece: what ended before was looked at before, or came within `min_tokens`.
-            start = window.find(stop, max(0, fresh + 1 - len(stop)))
-            if start >= 0:
-                candidate = (start + len(stop), start, stop)
-                if best is None or candidate < best:
-                    best = candidate
-        return best
-
-    def _begun(self, pending: str) -> int:
-        """Length of the longest suffix with which a stop string begins (and is not complete)."""
-        for length in range(min(len(pending), self._longest - 1), 0, -1):
-            if pending[-length:] in self._prefixes:
-                return length
-        return 0
 
     def _release(self, text: str) -> None:
         if text:
@@ -292,7 +267,7 @@ class _WindowStream:
         self._pending: list[int] = []
         self._context: list[int] = []
         self._context_text = ""
-        tail = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._skipped]
+        tail = [i for i in prompt_ids[-CONTEXT_TOKENS:] if i not in self._skipped]
         # One of four neighbouring bytes begins a character. If no start will do, the prompt ends inside one, and
         # there is nothing to build on.
         for length in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + 4):

@@ -11,9 +11,10 @@ import numpy as np
 
 from draftwise.config import RULES, RequestLimits, SpeculativeConfig
 from draftwise.config.trees import DEFAULT_TREE_NODES, DynamicTree, parse_dynamic_tree, parse_tree
-from draftwise.engine.detokenizer import IncrementalDetokenizer
+from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
+from draftwise.engine.stops import StopStrings
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.propose.base import Proposer
@@ -96,6 +97,8 @@ class Processor:
         total = self.max_model_len
         if params.max_tokens is not None:
             total = min(total, len(prompt_np) + params.max_tokens)
+        if params.stop and not params.detokenize:
+            raise RequestError("stop: stop strings need detokenize=True")
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop and bad_words are strings, but the engine has no tokenizer")
         bad_words: tuple[tuple[int, ...], ...] = ()
@@ -108,8 +111,8 @@ class Processor:
         ignores = params.ignore_eos and params.structured_outputs is None
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores else self._eos)
         seed = params.seed if params.seed is not None else self._draw_seed()
-        if params.stop and not params.detokenize:
-            raise RequestError("stop strings need detokenize=True")
+        stops = StopStrings(params.stop) if params.stop else None  # one for all samples
+        before = prompt_np[-CONTEXT_TOKENS:].tolist()
         requests: list[Request] = []
         detokenizers: list[IncrementalDetokenizer | None] = []
         arrival = self._clock()
@@ -118,9 +121,9 @@ class Processor:
             if self.tokenizer is not None and params.detokenize:
                 detokenizer = IncrementalDetokenizer(
                     self.tokenizer,
-                    prompt_np.tolist(),
+                    before,
                     skip_special_tokens=params.skip_special_tokens,
-                    stop=params.stop,
+                    stop=stops,
                     include_stop_str_in_output=params.include_stop_str_in_output,
                     min_tokens=params.min_tokens,
                 )
@@ -137,7 +140,7 @@ class Processor:
                     priority=priority,
                     stop_token_ids=stop_ids,
                     bad_words_ids=bad_words,
-                    sink=detokenizer if params.stop else None,
+                    sink=None if stops is None else detokenizer,
                     keep_trace=self._keep_trace if keep_trace is None else keep_trace,
                 )
             )
