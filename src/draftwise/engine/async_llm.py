@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import RequestGroup, TextPiece
@@ -108,9 +109,10 @@ class AsyncLLM:
     ) -> None:
         """``max_chunk_rate``: most outputs per second that the readers of an event loop are woken for; with more than
         a few readers, the tokens of several steps then come in one output (None: every step is told)."""
-        self._engine: Engine = build_engine(
-            resolve_engine_config(model=model, **options), keep_trace=keep_trace
-        )
+        with lifetime.computing():
+            self._engine: Engine = build_engine(
+                resolve_engine_config(model=model, **options), keep_trace=keep_trace
+            )
         self._streams: dict[str, RequestStream] = {}
         self._by_rid: dict[int, RequestStream] = {}
         self._readers: dict[asyncio.AbstractEventLoop, Readers] = {}
@@ -122,6 +124,8 @@ class AsyncLLM:
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="draftwise-engine", daemon=True)
+        lifetime.stop_at_exit(self)
+        lifetime.survive_forks(self)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------ generating
@@ -196,7 +200,7 @@ class AsyncLLM:
                 return piece
             finished = group.finished
             if self._failure is not None and not finished:
-                raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
+                self._check_alive()
             if not finished and not stream.wants_pieces:
                 return None
             return group.output(group.params.output_kind)
@@ -270,6 +274,8 @@ class AsyncLLM:
                 self._announce(updates)
                 if self._observers:
                     self._tell(updates)
+        except lifetime.ProgramEnding:
+            pass
         except BaseException as error:
             logger.exception("the engine failed")
             with self._wakeup:
@@ -345,6 +351,8 @@ class AsyncLLM:
         self._engine.core.check_integrity()
 
     def _check_alive(self) -> None:
+        if isinstance(self._failure, EngineDeadError):
+            raise EngineDeadError(str(self._failure))
         if self._failure is not None:
             raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
         if self._closing:
@@ -363,6 +371,30 @@ class AsyncLLM:
             self._wakeup.notify()
         self._thread.join()
         self._engine.core.close()
+
+    def ask_to_stop(self) -> None:
+        """At the end of the program: no step after the one under way."""
+        self._closing = True
+        if self._wakeup.acquire(
+            timeout=1.0
+        ):  # the thread holds it for moments only, unless something has gone wrong
+            self._wakeup.notify_all()
+            self._wakeup.release()
+
+    def wait_stopped(self, timeout: float) -> None:
+        """See `ask_to_stop`."""
+        self._thread.join(timeout)
+
+    def after_fork_in_child(self) -> None:
+        """The thread stayed in the parent: this copy answers with EngineDeadError."""
+        self._engine.core.after_fork_in_child()
+        self._wakeup = threading.Condition(self._engine.core.lock)
+        self._preparing = threading.Lock()
+        if self._failure is None:
+            self._failure = EngineDeadError(
+                "the engine runs in the process that this one was forked from: build one here, or start processes with "
+                "spawn"
+            )
 
     async def __aenter__(self) -> Self:
         return self

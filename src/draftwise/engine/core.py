@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from draftwise.runner.executor import Executor
 from draftwise.sched.request import Request, RequestUpdate, SpeculationCounts
 from draftwise.sched.scheduler import Scheduler
@@ -61,8 +63,14 @@ class EngineCore:
         self.lock = threading.RLock()
         self.totals = Totals()
         self._ahead = ahead
+        self._stepping = False  # somebody is in `step`
         self._flights: deque[_Flight] = deque()  # handed over, not taken in: two at most
         self._taken_in = 0.0  # when the latest step was, or the first one was handed over
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was handed over and not taken in."""
+        return bool(self._flights)
 
     @property
     def has_work(self) -> bool:
@@ -80,8 +88,13 @@ class EngineCore:
 
     def step(self) -> list[RequestUpdate]:
         """Compute one step for everybody who can take part in it; ahead, answers what the step before it did."""
-        if self._ahead:
-            return self._step_ahead()
+        self._stepping = True
+        try:
+            return self._step_ahead() if self._ahead else self._step()
+        finally:
+            self._stepping = False
+
+    def _step(self) -> list[RequestUpdate]:
         start = self.clock()
         with self.lock:
             plan = self.scheduler.schedule()
@@ -154,6 +167,14 @@ class EngineCore:
         """Raise AssertionError if the books of scheduler and cache do not agree."""
         with self.lock:
             self.scheduler.check_integrity()
+
+    def after_fork_in_child(self) -> bool:
+        """Called in a forked child. False: another thread was at it when the process forked, and it cannot be used."""
+        # The threads of torch's OpenMP stayed in the parent, and it would wait for them for ever.
+        torch.set_num_threads(1)
+        whole = not self._stepping and not self._flights and self.lock.acquire(blocking=False)
+        self.lock = threading.RLock()  # nobody else is here to release the old one
+        return whole
 
     def close(self) -> None:
         self.executor.close()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from draftwise import lifetime
 from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import RequestGroup, speculation_metrics
@@ -32,7 +33,10 @@ class LLM:
     def __init__(self, model: str | None = None, *, keep_trace: bool = False, **options: Any) -> None:
         """``keep_trace``: remember every verified tree in the outputs' ``trace`` (for reports; costs memory)."""
         self._engine: Engine | None = None
-        self._engine = build_engine(resolve_engine_config(model=model, **options), keep_trace=keep_trace)
+        self._gone = "it was closed or has failed"  # why there is no engine, when there is none
+        lifetime.survive_forks(self)
+        with lifetime.computing():
+            self._engine = build_engine(resolve_engine_config(model=model, **options), keep_trace=keep_trace)
 
     # ------------------------------------------------------------------------------------------- generating
 
@@ -83,7 +87,9 @@ class LLM:
         try:
             for request in requests:
                 engine.core.add(request)
-            while open_rids:
+            while (
+                open_rids or engine.core.in_flight
+            ):  # nothing is under way afterwards: a process may fork then
                 for update in engine.core.step():
                     if update.finished:
                         open_rids.discard(update.request.rid)
@@ -93,6 +99,8 @@ class LLM:
             # Ctrl-C and the like: leave nothing behind, so that the engine stays usable.
             for rid in open_rids:
                 engine.core.cancel(rid)
+            if isinstance(error, lifetime.ProgramEnding):
+                lifetime.rest()
             if isinstance(error, Exception) and not isinstance(error, DraftwiseError):
                 self._engine = None
                 engine.core.close()
@@ -195,8 +203,14 @@ class LLM:
 
     def _alive(self) -> Engine:
         if self._engine is None:
-            raise EngineDeadError("the engine was closed or has failed")
+            raise EngineDeadError(f"there is no engine: {self._gone}")
         return self._engine
+
+    def after_fork_in_child(self) -> None:
+        """An engine at rest goes on in the child. One that another thread was computing with is gone there."""
+        if self._engine is not None and not self._engine.core.after_fork_in_child():
+            self._engine = None
+            self._gone = "another thread was computing with it when this process was forked; build one here"
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ import torch
 
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.kv.storage import KVStorage
+from draftwise.lifetime import computing
 from draftwise.models.base import DecoderModel
 from draftwise.propose.base import Proposer
 from draftwise.runner.batch import StepBatch, StepRow, assemble
@@ -158,20 +159,22 @@ class LocalExecutor(Executor):
         self._apply(plan)
         return runs.launch(plan, {}) if runs.begin(plan) else self._execute(plan, applied=True)
 
-    @torch.inference_mode()
     def _here(self, run: Callable[[], T]) -> T:
-        """Run something with this executor's device and number of threads."""
-        if self._device.type == "cuda" and self._device.index is not None:
-            # of this thread, which need not be the one that loaded the models
-            torch.cuda.set_device(self._device)
-        if self._torch_threads is None:
-            return run()
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._torch_threads)
-        try:
-            return run()
-        finally:
-            torch.set_num_threads(before)
+        """Run something with this executor's device and number of threads.
+
+        Raises ProgramEnding at the end of the program."""
+        with computing(), torch.inference_mode():
+            if self._device.type == "cuda" and self._device.index is not None:
+                # of this thread, which need not be the one that loaded the models
+                torch.cuda.set_device(self._device)
+            if self._torch_threads is None:
+                return run()
+            before = torch.get_num_threads()
+            torch.set_num_threads(self._torch_threads)
+            try:
+                return run()
+            finally:
+                torch.set_num_threads(before)
 
     def _execute(self, plan: StepPlan, *, applied: bool = False) -> StepResult:
         if not applied:

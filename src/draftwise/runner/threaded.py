@@ -2,12 +2,76 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import ParamSpec
 
+from draftwise import lifetime
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
 from draftwise.types import StepPlan, StepResult
+
+P = ParamSpec("P")
+
+
+class _Thread:
+    """Runs functions one after the other. Unlike a `concurrent.futures` pool it goes on while threads that are no
+    daemons still do (an engine may be theirs), and begins anew in a forked child.
+
+    The thread knows the queue and nothing else, so that it ends when nobody can give it work any more.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begin()
+        lifetime.stop_at_exit(self)
+        lifetime.survive_forks(self)
+
+    def _begin(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # nothing comes behind the end
+        self._finish = weakref.finalize(self, self._queue.put, None)
+
+    def start(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have ``function`` called after everything before it. It must not raise.
+
+        Raises ProgramEnding after `ask_to_stop`.
+        """
+        with self._lock:
+            if not self._finish.alive:
+                raise lifetime.ProgramEnding(f"{self._name} has stopped")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_work, args=(self._queue,), name=self._name, daemon=True
+                )
+                self._thread.start()
+            self._queue.put(lambda: function(*args, **kwargs))
+
+    def ask_to_stop(self) -> None:
+        """What was given before is still done."""
+        with self._lock:
+            self._finish()
+
+    def wait_stopped(self, timeout: float | None = None) -> None:
+        """Wait for the thread, which was asked to stop."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def after_fork_in_child(self) -> None:
+        """The thread stayed in the parent, and the queue's lock may be anyhow."""
+        self._finish.detach()
+        self._begin()
+
+
+def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (function := queue.get()) is not None:
+        function()
+        del function  # what it refers to is not kept alive by a thread that waits
 
 
 class _Pending(Future[StepResult]):
@@ -35,20 +99,24 @@ class ThreadedExecutor(Executor):
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draftwise-executor")
+        self._thread = _Thread("draftwise-executor")
         self._failure: BaseException | None = None
+        self._closed = False
         self._flights: deque[tuple[_Pending, Launched]] = deque()  # of the thread
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         future = _Pending(self)
-        self._thread.submit(self._launch, plan, future)
+        self._thread.start(self._launch, plan, future)
         return future
 
     def land(self, future: Future[StepResult]) -> None:
         """Let the thread wait for a step, behind what it was told to do before."""
-        self._thread.submit(self._land, future)
+        self._thread.start(self._land, future)
 
     def _launch(self, plan: StepPlan, future: _Pending) -> None:
+        if self._closed:
+            future.cancel()
+            return
         # After a failed step, rows are in no known state: what was submitted meanwhile fails likewise.
         if self._failure is not None:
             future.set_exception(self._failure)
@@ -81,10 +149,21 @@ class ThreadedExecutor(Executor):
         return self.submit(plan).result()
 
     def forget(self) -> None:
-        self._thread.submit(self.inner.forget).result()
+        done: Future[None] = Future()
+        self._thread.start(self._forget, done)
+        done.result()
+
+    def _forget(self, done: Future[None]) -> None:
+        try:
+            self.inner.forget()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._closed = True
+        self._thread.ask_to_stop()
+        self._thread.wait_stopped()
         while self._flights:
             self._flights.popleft()[0].cancel()
         self.inner.close()

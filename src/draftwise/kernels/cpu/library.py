@@ -12,7 +12,8 @@ import enum
 import functools
 import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from draftwise.errors import ConfigError
@@ -64,6 +65,18 @@ class NativeLibrary:
                 f"{ISA_VARIABLE}={isa.name.lower()}: this processor and build offer at most "
                 f"{self.best_isa.name.lower()}"
             )
+
+
+def release_with(
+    owner: object, free: Callable[..., object], *arguments: object
+) -> Callable[[], object | None]:
+    """Call ``free(*arguments)`` when ``owner`` is gone, or when the returned function is called; once.
+
+    Not at the end of the program: a thread may still be in a call that reads this memory, and the system takes it back.
+    """
+    finalizer = weakref.finalize(owner, free, *arguments)
+    finalizer.atexit = False
+    return finalizer
 
 
 @functools.cache

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import weakref
 
 import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Linear
-from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
@@ -43,7 +42,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8
 class NativeLinear(Linear):
     """Packed weights. ``pointer`` is a ``dw::Linear*``, valid while this object lives."""
 
-    __slots__ = ("__weakref__", "_finalizer", "bytes", "dtype", "inputs", "outputs", "paired", "pointer")
+    __slots__ = ("__weakref__", "bytes", "dtype", "inputs", "outputs", "paired", "pointer")
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class NativeLinear(Linear):
         self.dtype = dtype  # of the rows that go in
         self.paired = paired
         self.bytes: int = kernels.bytes_of(pointer)  # what one pass reads
-        self._finalizer = weakref.finalize(self, kernels.free, pointer)
+        release_with(self, kernels.free, pointer)
 
     @property
     def num_bytes(self) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 
-from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.library import NativeLibrary, release_with
 
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
@@ -27,7 +26,7 @@ class ThreadPool:
         )
         self.threads = threads
         self.pointer: int = create(threads)  # a dw::Pool*, valid while this object lives
-        self._close = weakref.finalize(self, destroy, self.pointer)
+        self._close = release_with(self, destroy, self.pointer)
 
     def parallel_for(self, tasks: int, run: ctypes._CFunctionType) -> None:
         """``run(None, task, thread)`` for each task; ``run`` is a `TASK`. For tests: Python tasks run one at a time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.cpu.attention import BatchView, address, fill_view
-from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
 from draftwise.sampling.noise import DRAFT, SHARED
@@ -162,7 +161,7 @@ class Program:
             len(places),
             len(self._externals),
         )
-        self._finalizer = weakref.finalize(self, destroy, self._pointer)
+        release_with(self, destroy, self._pointer)
         self._input = _PassInput()
         self._input.externals = ctypes.addressof(self._externals)
         self._arena = torch.empty(0, dtype=torch.uint8)

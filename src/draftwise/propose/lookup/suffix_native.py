@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.propose.lookup.suffix_python import SuffixDraft, SuffixLimits
 from draftwise.types import MAX_TREE_NODES, IntArray
 
@@ -98,12 +98,8 @@ class NativeSuffixTree:
     def __init__(self, library: NativeLibrary, depth: int) -> None:
         self.depth = depth
         self._functions = suffix_functions(library)
-        self.handle = self._functions.new(depth)
-
-    def __del__(self) -> None:
-        functions = getattr(self, "_functions", None)
-        if functions is not None:
-            functions.free(self.handle)
+        self.handle: int = self._functions.new(depth)
+        release_with(self, self._functions.free, self.handle)
 
     def begin(self) -> int:
         seq: int = self._functions.begin(self.handle)
