@@ -13,7 +13,7 @@ from typing import Any
 
 from draftwise import LLM, SamplingParams
 from draftwise.bench.workloads import code_prompts
-from draftwise.models.embedded import embedded_path
+from draftwise.config.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
 
 TOKENS = 128

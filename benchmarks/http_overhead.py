@@ -30,7 +30,7 @@ SHARED = 4
 def prompts(count: int, tokens: int) -> list[list[int]]:
     """Token ids that share no prefix, so that the prefix cache changes nothing. The same for both sides."""
     from draftwise.bench.workloads import code_prompts
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
     from draftwise.models.tokenizer import load_tokenizer
 
     found = code_prompts(load_tokenizer(str(embedded_path("target"))), count, tokens, 0)

@@ -32,7 +32,7 @@ MEASURED = 10  # requests
 
 def code(tokens: int) -> IntArray:
     """Python's standard library in the embedded model's tokens, files in random order; repeated if it is too short."""
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
     from draftwise.models.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(str(embedded_path("target")))

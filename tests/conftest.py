@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True, scope="module")
 def _registered_proposers() -> Iterator[None]:
     """What a module registers is gone after it: the order of modules must not matter."""
-    from draftwise.propose import registry
+    from draftwise.config import registry
 
     before = dict(registry._registered)
     yield

@@ -11,7 +11,7 @@ import torch
 from channel import Engine, Generated, Load, Unsupported, serve
 
 from draftwise import LLM, SamplingParams, __version__
-from draftwise.models.embedded import embedded_path
+from draftwise.config.embedded import embedded_path
 from draftwise.models.inputs import RowInput, build_step_input
 
 QUANTIZATION = {"bf16": None, "int8-dynamic": "int8_dynamic", "int4-dynamic": "int4_dynamic"}

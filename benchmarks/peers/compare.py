@@ -212,7 +212,7 @@ def picked(prompts: Sequence[Sequence[int]], turn: int, size: int) -> list[Seque
 def generate(run: Run, given: argparse.Namespace) -> dict[str, Any]:
     """Workload (b): the embedded pair, end to end."""
     from draftwise.bench.workloads import code_prompts
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
     from draftwise.models.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(str(embedded_path("target")))

@@ -42,7 +42,7 @@ def make(out: Path, command: list[str]) -> None:
 
 
 def main() -> None:
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from draftwise.models.registry import register_model as register_model
     from draftwise.propose.registry import register_proposer as register_proposer
     from draftwise.sampling.params import SamplingParams as SamplingParams
-    from draftwise.verify.base import register_verifier as register_verifier
+    from draftwise.verify.registry import register_verifier as register_verifier
 
 _EXPORTS = {
     "LLM": "draftwise.engine.llm",
@@ -38,7 +38,7 @@ _EXPORTS = {
     "RequestError": "draftwise.errors",
     "EngineDeadError": "draftwise.errors",
     "register_proposer": "draftwise.propose.registry",
-    "register_verifier": "draftwise.verify.base",
+    "register_verifier": "draftwise.verify.registry",
     "register_model": "draftwise.models.registry",
 }
 

@@ -16,13 +16,11 @@ import numpy.typing as npt
 import torch
 
 from draftwise.config.trees import DynamicTree
+from draftwise.names import MAX_TREE_NODES
 
 IntArray = npt.NDArray[np.int32]
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 """``fn(token_ids, logits) -> logits``: prompt and output ids so far, logits float32 [V]. Must be pure."""
-
-MAX_TREE_NODES = 63
-"""Nodes of one proposal that a step verifies: root + 63 nodes fit one 64-bit ancestor mask."""
 
 
 # --------------------------------------------------------------------------------------------- proposals

@@ -108,7 +108,7 @@ def test_steps_without_drafting_do_no_harm_to_drafts(
 def test_not_drafting_does_not_call_the_drafter(
     make_llm: Callable[..., LLM], tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftwise.propose.models.proposer import DraftModelProposer
+    from draftwise.propose.models.draft_model import DraftModelProposer
 
     llm = make_llm(speculative_config={"method": "draft_model", "model": tiny.near})
     put(llm, Pattern(range(0)))

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from draftwise.cli import main
-from draftwise.models.embedded import embedded_path
+from draftwise.config.embedded import embedded_path
 
 DRAFTWISE = [sys.executable, "-m", "draftwise"]
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.

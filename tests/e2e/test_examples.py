@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftwise.propose import registry
+from draftwise.config import registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

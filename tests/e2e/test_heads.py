@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwise import LLM, SamplingParams
 from draftwise.adapt.controller import StaticController
-from draftwise.models.embedded import embedded_path
+from draftwise.config.embedded import embedded_path
 from draftwise.models.loader import load_config
 from draftwise.types import Speculation
 from tests.e2e.conftest import random_prompts, token_ids

@@ -15,8 +15,8 @@ import torch
 
 from draftwise import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from draftwise.cli import main
-from draftwise.models.embedded import embedded_path
-from draftwise.propose import registry
+from draftwise.config import registry
+from draftwise.config.embedded import embedded_path
 from tests.fakes.tree_proposer import tree_proposer
 
 PROMPTS = [

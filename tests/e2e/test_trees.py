@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from draftwise import LLM, SamplingParams, register_proposer
-from draftwise.propose import registry
+from draftwise.config import registry
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.tree_proposer import oracle_from_outputs, tree_proposer
 

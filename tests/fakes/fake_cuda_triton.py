@@ -12,8 +12,7 @@ from unittest import mock
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from draftwise.attention import triton as attention
-from draftwise.kernels.triton import availability, linear, ops
+from draftwise.kernels.triton import attention, availability, linear, ops
 from tests.fakes.fake_cuda import CudaTensor, DeviceError, FakeCuda
 
 _OPTIONS = {"num_warps", "num_stages", "num_ctas", "enable_fp_fusion", "maxnreg"}

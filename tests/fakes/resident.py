@@ -12,8 +12,7 @@ import torch
 from draftwise.graphs import resident_rows as rows
 from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
-from draftwise.graphs.loop import LoopSeats
-from draftwise.graphs.resident_memory import (
+from draftwise.kernels.resident import (
     ANSWER,
     BUDGET,
     FED,
@@ -28,9 +27,10 @@ from draftwise.graphs.resident_memory import (
     TEMPERATURE,
     TOLD,
     WAITING,
+    LoopSeats,
     ResidentMemory,
 )
-from draftwise.kernels.triton.rows import Walk
+from draftwise.kernels.walk import Walk
 
 SLOTS, DRAFTS, VOCAB, PAGE, SPARE = 6, 3, 40, 4, 999
 KEYS = 40

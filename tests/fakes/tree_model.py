@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftwise.config.trees import MAX_FED_NODES, DynamicTree, parse_tree
+from draftwise.config.trees import DynamicTree, parse_tree
+from draftwise.names import MAX_FED_NODES
 from draftwise.propose.base import DraftRow
 from draftwise.propose.trees.expansion import TreeModel
 from draftwise.propose.trees.growth import TreeLevel, TreeTask

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from draftwise.config.embedded import embedded_path
 from draftwise.errors import ModelLoadError
-from draftwise.models.embedded import embedded_path
 from draftwise.models.loader import load_config
 from draftwise.models.tokenizer import load_tokenizer
 from tests.parity.helpers import Driver, expected_logits, load

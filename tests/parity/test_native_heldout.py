@@ -8,7 +8,7 @@ import pytest
 
 from draftwise import LLM, SamplingParams
 from draftwise.bench.workloads import code_prompts
-from draftwise.models.embedded import embedded_path
+from draftwise.config.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
 from tests.native import native_or_skip
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from draftwise import LLM, SamplingParams
+from draftwise.config.embedded import embedded_path
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.models.base import DecoderModel
-from draftwise.models.embedded import embedded_path
 from draftwise.models.loader import load_model
 from tests.native import forced_isa, native_or_skip
 from tests.parity.helpers import Driver, MakeModel, expected_logits, tokens_of

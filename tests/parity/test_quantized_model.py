@@ -36,7 +36,7 @@ def test_same_text_with_and_without_speculation(quantization: str) -> None:
 
 def test_the_draft_model_has_a_format_of_its_own() -> None:
     native_or_skip()
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
 
     drafter = {"method": "draft_model", "model": str(embedded_path("draft")), "num_speculative_tokens": 3}
     with LLM() as plain, LLM(speculative_config={**drafter, "quantization": "int8_dynamic"}) as llm:

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from draftwise import LLM, SamplingParams
-from draftwise.attention.triton import Tiling, TritonAttention
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kernels.triton.attention import Tiling, TritonAttention
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import LinearTiling
 from draftwise.kernels.triton.ops import TritonOps

@@ -19,7 +19,8 @@ from draftwise.sampling.logits import LogitsRow
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import Verification, chain
-from draftwise.verify.base import VerifyRequest, verify_batch
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
 
 VOCAB = 4096
 TRIALS = 40_960

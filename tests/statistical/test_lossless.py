@@ -16,7 +16,8 @@ from world import CHAINS, PROMPT, World, assert_same_distribution, simulate
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import DrawKind, Proposal, Verification
-from draftwise.verify.base import VerifyRequest, verify_batch
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
 
 TRIALS = 6_000
 TREES = (

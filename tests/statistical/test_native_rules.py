@@ -12,10 +12,10 @@ from tests.native import native_or_skip
 from world import CHAINS, Shape, World, assert_caught, assert_same_distribution, simulate
 
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.verify import NativeRules
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import DrawKind, Proposal, Verification
 from draftwise.verify.base import VerifyRequest
+from draftwise.verify.native import NativeRules
 
 TRIALS = 6_000
 TREES = ((-1, -1, 0, 0, 1, 2), (-1, 0, -1, 0, -1, 2), (-1, -1, -1), (-1, 0, 1, 1, 1, 0))

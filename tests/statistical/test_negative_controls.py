@@ -9,8 +9,9 @@ import pytest
 import torch
 from world import CHAINS, World, assert_caught, assert_same_distribution, simulate
 
+from draftwise.names import DRAFT
 from draftwise.sampling import draw
-from draftwise.sampling.noise import DRAFT, uniform
+from draftwise.sampling.noise import uniform
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import Proposal
 from draftwise.verify import common, rejection

@@ -22,7 +22,8 @@ from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import DrawKind, IntArray, Proposal, Verification
-from draftwise.verify.base import BatchRules, VerifyRequest, verify_batch
+from draftwise.verify.base import BatchRules, VerifyRequest
+from draftwise.verify.batch import verify_batch
 
 PROMPT = np.zeros(1, dtype=np.int32)  # the chains start in token 0
 CHAINS = {k: tuple(range(-1, k - 1)) for k in (1, 2, 3, 4)}

@@ -198,7 +198,7 @@ def test_rotation() -> None:
 
 @pytest.mark.parametrize("name", list(WORKLOADS))
 def test_workloads(name: str) -> None:
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
     from draftwise.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(embedded_path("target")))

@@ -33,7 +33,7 @@ def test_defaults_of_a_users_model() -> None:
 
 
 def test_embedded_model_brings_its_drafters() -> None:
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
 
     config = resolve_engine_config(device="cpu")
     assert config.embedded and config.model == str(embedded_path("target"))

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from draftwise.config import SpeculativeConfig
+from draftwise.config import SpeculativeConfig, registry
 from draftwise.config.methods import detect_method
-from draftwise.config.trees import DEFAULT_TREE_NODES, DynamicTree
+from draftwise.config.registry import canonical_name
+from draftwise.config.trees import DynamicTree
 from draftwise.errors import ConfigError
-from draftwise.propose import registry
-from draftwise.propose.registry import canonical_name
+from draftwise.names import DEFAULT_TREE_NODES
 
 
 def refused(values: dict[str, Any], *words: str) -> str:

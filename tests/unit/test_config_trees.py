@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwise.config.trees import MAX_NODES, DynamicTree, parse_dynamic_tree, parse_tree
+from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.errors import ConfigError, RequestError
-from draftwise.types import MAX_TREE_NODES
-
-
-def test_the_limit_is_the_engine_s() -> None:
-    assert MAX_NODES == MAX_TREE_NODES
 
 
 @pytest.mark.parametrize(

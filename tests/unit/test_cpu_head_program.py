@@ -19,7 +19,8 @@ from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.heads.recorded import RecordedHead, recorded_head
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.names import DRAFT, SHARED
+from draftwise.sampling.noise import NoiseKey, gumbel, uniform
 from draftwise.types import ChainDraws, ChainKey, StepInput, TargetOutput
 
 CPU = torch.device("cpu")

@@ -23,8 +23,9 @@ from draftwise.models.llama import LlamaModel
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder, recorded
 from draftwise.models.registry import register_model
+from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.logits import LogitsRow, shape
-from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.sampling.noise import NoiseKey, gumbel, uniform
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import ChainDraws, ChainKey, StepInput, TargetOutput

@@ -14,13 +14,15 @@ from tests.native import forced_isa, native_or_skip
 from draftwise.errors import RequestError
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.verify import NativeRules
+from draftwise.names import SHARED
 from draftwise.sampling.masks import pack
-from draftwise.sampling.noise import SHARED, NoiseKey, gumbel, row_key
+from draftwise.sampling.noise import NoiseKey, gumbel, row_key
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, DrawKind, Proposal, Verification, chain
-from draftwise.verify.base import VerifyRequest, verify_batch
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
+from draftwise.verify.native import NativeRules
 
 RULES = ("greedy", "coupled", "rejection", "block")
 TREE = (-1, -1, 0, 1, 0, 2, -1, 4)

@@ -192,7 +192,7 @@ def test_pieces_on_a_pretended_device(tmp_path: Path) -> None:
     from tests.fakes.fake_cuda import fake_cuda
     from tests.fakes.fake_cuda_triton import fake_launches
 
-    from draftwise.attention.triton import Tiling, TritonAttention
+    from draftwise.kernels.triton.attention import Tiling, TritonAttention
     from draftwise.kernels.triton.linear import LinearTiling
     from draftwise.kernels.triton.ops import TritonOps
 

@@ -22,8 +22,9 @@ from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
+from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.draw import pick
-from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.sampling.noise import NoiseKey, gumbel, uniform
 from draftwise.types import ChainDraws, ChainKey, StepInput
 
 CPU = torch.device("cpu")

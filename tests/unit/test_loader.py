@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels import torch_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models import checkpoint
-from draftwise.models.embedded import embedded_path
-from draftwise.models.loader import checkpoint_num_parameters, load_config, load_model, resolve_path
+from draftwise.models.loader import checkpoint_num_parameters, load_config, load_model
+from draftwise.models.paths import resolve_path
 from draftwise.models.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")

@@ -10,18 +10,9 @@ import pytest
 import torch
 from scipy import stats
 
+from draftwise.names import ACCEPT, DRAFT, RECOVER, SHARED
 from draftwise.sampling import noise
-from draftwise.sampling.noise import (
-    ACCEPT,
-    DRAFT,
-    RECOVER,
-    SHARED,
-    NoiseKey,
-    gumbel,
-    many_uniforms,
-    row_key,
-    uniform,
-)
+from draftwise.sampling.noise import NoiseKey, gumbel, many_uniforms, row_key, uniform
 
 EULER = 0.5772156649015329
 N = 60_000

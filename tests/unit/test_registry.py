@@ -6,15 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from draftwise.config import registry
+from draftwise.config.registry import available_methods, canonical_name
 from draftwise.errors import ConfigError
-from draftwise.propose import registry
 from draftwise.propose.base import DraftRow, Proposer
-from draftwise.propose.registry import (
-    available_proposers,
-    canonical_name,
-    register_proposer,
-    resolve_proposer,
-)
+from draftwise.propose.registry import register_proposer, resolve_proposer
 from draftwise.types import EMPTY_PROPOSAL, Proposal
 
 
@@ -39,8 +35,8 @@ def test_built_in_names_and_aliases(name: str) -> None:
 
 
 def test_every_built_in_class_carries_its_registered_name() -> None:
-    assert {"draft_model", "medusa", "ngram", "suffix", "synthetic"} <= set(available_proposers())
-    for name in available_proposers():
+    assert {"draft_model", "medusa", "ngram", "suffix", "synthetic"} <= set(available_methods())
+    for name in available_methods():
         assert resolve_proposer(name).name == name
 
 
@@ -50,7 +46,7 @@ def test_register_a_class_or_a_path() -> None:
     assert resolve_proposer("silent") is Silent
     register_proposer("lazy", "draftwise.propose.synthetic:SyntheticProposer")
     assert resolve_proposer("lazy").name == "synthetic"
-    assert {"silent", "lazy"} <= set(available_proposers())
+    assert {"silent", "lazy"} <= set(available_methods())
 
 
 @pytest.mark.parametrize("separator", [".", ":"])

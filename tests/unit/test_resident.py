@@ -16,7 +16,8 @@ from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.loop import ChainLoop, Drafter, LoopMemory
 from draftwise.graphs.resident import DrafterSeats, PassSeats, ResidentStep, SlotState
-from draftwise.graphs.resident_memory import (
+from draftwise.graphs.resident_rules import verify
+from draftwise.kernels.resident import (
     ACCEPTED,
     ANSWER,
     ANSWERED_FED,
@@ -26,12 +27,11 @@ from draftwise.graphs.resident_memory import (
     TOLD,
     VERIFIED,
     ResidentMemory,
+    ResidentRule,
     pages_of_step,
 )
-from draftwise.graphs.resident_rules import ResidentRule, verify
+from draftwise.names import ACCEPT, SHARED
 from draftwise.sampling.noise import (
-    ACCEPT,
-    SHARED,
     device_keys,
     row_key,
     signed_word,
@@ -42,7 +42,9 @@ from draftwise.sampling.noise import (
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, StepInput, TargetOutput, chain
-from draftwise.verify.base import SyntheticAcceptance, VerifyRequest, verify_batch
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
+from draftwise.verify.rates import SyntheticAcceptance
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.draw import draft_children, draft_tokens, draws_from_q, pick
 from draftwise.sampling.logits import LogitsRow
 from draftwise.sampling.logprobs import token_logprobs
-from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.sampling.noise import NoiseKey, gumbel, uniform
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.rows import SortedRows, argmax_rows
 from draftwise.sampling.state import SamplingState

@@ -11,7 +11,7 @@ import pytest
 
 from draftwise.errors import DraftwiseError, RequestError
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
-from draftwise.structured.spec import StructuredOutputs
+from draftwise.sampling.structured import StructuredOutputs
 
 
 def test_defaults() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError, RequestError
-from draftwise.models.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.sampling.masks import unpack
+from draftwise.sampling.structured import StructuredOutputs
 from draftwise.structured.cursor import Cursor, Vocabulary
 from draftwise.structured.grammars import Grammars
 from draftwise.structured.llguidance import LlguidanceBackend, _without_anchors
-from draftwise.structured.spec import StructuredOutputs
 from draftwise.types import Proposal
 
 VOCAB = 4096

@@ -19,7 +19,8 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.structured.cursor import Cursor
 from draftwise.types import IntArray, Proposal, Verification, chain
-from draftwise.verify.base import VerifyRequest, verify_batch
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
 
 VOCAB = 6
 EOS = 0

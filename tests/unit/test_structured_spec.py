@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftwise.errors import RequestError
-from draftwise.structured.spec import StructuredOutputs
+from draftwise.sampling.structured import StructuredOutputs
 
 
 @pytest.mark.parametrize(

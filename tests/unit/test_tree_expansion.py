@@ -14,9 +14,10 @@ from tests.fakes.tree_model import ScriptedTreeModel, draft_row
 from tests.fakes.word_grammar import cursor_over
 
 from draftwise.config.trees import DynamicTree
+from draftwise.names import SHARED
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees
 from draftwise.propose.trees.growth import TreeTask
-from draftwise.sampling.noise import SHARED, NoiseKey, gumbel
+from draftwise.sampling.noise import NoiseKey, gumbel
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import Proposal
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from tests.fakes.tree_proposer import TreeProposer, oracle_from_outputs, tree_proposer
 
+from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import DraftRow
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
-from draftwise.types import MAX_TREE_NODES, Proposal, Speculation
-from draftwise.verify.base import VerifyRequest, verify_batch
+from draftwise.types import Proposal, Speculation
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
 
 VOCAB = 13
 Draw = Literal["fixed", "independent", "without_replacement"]

@@ -12,7 +12,7 @@ from tests.unit.test_attention_torch import make_batch
 
 from draftwise.attention.base import first_key, request_keys, request_slots
 from draftwise.attention.reference import ReferenceAttention
-from draftwise.attention.triton import Tiling, TritonAttention, _tasks
+from draftwise.kernels.triton.attention import Tiling, TritonAttention, _tasks
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kv.storage import quantized
 from draftwise.types import AttentionBatch
@@ -129,7 +129,7 @@ def test_the_number_of_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch, 
     batch, slots = make_batch(np.random.default_rng(5), [(150, 1, False), (100, 6, True)], gaps=True)
     whole = check(batch, slots, window=window)
     for programs in (1, 8, 12):  # 3 tasks x 2 heads: one program each, and two
-        monkeypatch.setattr("draftwise.attention.triton._PROGRAMS", programs)
+        monkeypatch.setattr("draftwise.kernels.triton.attention._PROGRAMS", programs)
         assert torch.equal(check(batch, slots, window=window), whole)
 
 

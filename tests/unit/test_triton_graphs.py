@@ -13,12 +13,12 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from tests.fakes.tiny import VOCAB, save_llama
 
-from draftwise.attention.triton import Tiling, TritonAttention
 from draftwise.graphs.backend import CudaGraphs, Rerun
 from draftwise.graphs.buffers import Shape
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder, on_device
 from draftwise.graphs.trees import TreePlan
+from draftwise.kernels.triton.attention import Tiling, TritonAttention
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import LinearTiling
 from draftwise.kernels.triton.ops import TritonOps

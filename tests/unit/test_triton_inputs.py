@@ -16,8 +16,9 @@ from draftwise.kernels.triton import inputs
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, next_rows, sample_tokens
 from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.names import SHARED
 from draftwise.sampling.draw import pick
-from draftwise.sampling.noise import SHARED, NoiseKey, gumbel, row_key
+from draftwise.sampling.noise import NoiseKey, gumbel, row_key
 from draftwise.types import ChainDraws, ChainKey, StepInput
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")

@@ -15,6 +15,7 @@ from draftwise.kernels.triton import rows
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, linear, pack_pairs, pack_quantized
 from draftwise.kernels.triton.ops import TritonOps
+from draftwise.kernels.walk import Walk
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.quantization.weights import QuantizedWeight
 
@@ -114,12 +115,12 @@ def test_paths_are_compacted_as_by_moves(dtype: torch.dtype) -> None:
     roots = torch.tensor([1, 6, 12], device=DEVICE)
     # length, path, tokens of each request
     packed = [[2, 1, 3, 9, 9] + [0] * 5, [4, 0, 1, 2, 3] + [0] * 5, [0, 9, 9, 9, 9] + [0] * 5]
-    walk = rows.Walk(torch.tensor(packed, dtype=torch.int32, device=DEVICE), 4)
+    walk = Walk(torch.tensor(packed, dtype=torch.int32, device=DEVICE), 4)
     expected = pool.clone()
     expected[:, [9, 1]] = pool[:, [1, 30]]
     rows.compact_paths(pool, slots, roots, walk)
     assert torch.equal(pool, expected)
-    rows.compact_paths(pool, slots, roots[:0], rows.Walk(walk.packed[:0], 4))
+    rows.compact_paths(pool, slots, roots[:0], Walk(walk.packed[:0], 4))
     assert torch.equal(pool, expected)
 
 

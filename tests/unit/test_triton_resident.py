@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from tests.fakes.resident import DRAFTS, SLOTS, SPARE, VOCAB, loop_seats, pass_rows, random_memory
 
 from draftwise.graphs import resident_rows as rows
-from draftwise.graphs.resident_memory import ACCEPTED, ANSWER, ResidentMemory
-from draftwise.graphs.resident_rules import ResidentRule, verify
+from draftwise.graphs.resident_rules import verify
+from draftwise.kernels.resident import ACCEPTED, ANSWER, ResidentMemory, ResidentRule
 from draftwise.kernels.triton import resident as kernels
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.resident import ResidentVerification

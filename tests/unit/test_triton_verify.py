@@ -10,12 +10,14 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from draftwise.kernels.triton import verify as launchers
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kernels.triton.rules import TritonRules
 from draftwise.kernels.triton.verify import DraftFields, draft_table
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, DrawKind, Proposal, Verification, chain
-from draftwise.verify.base import VerifyRequest, get_rule, verify_batch
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
+from draftwise.verify.registry import get_rule
+from draftwise.verify.triton import TritonRules
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 PROMPT = np.array([1, 2, 3], np.int32)

@@ -9,20 +9,16 @@ import pytest
 import torch
 
 from draftwise.errors import ConfigError, RequestError
+from draftwise.names import ACCEPT, SHARED
 from draftwise.sampling.masks import pack
-from draftwise.sampling.noise import ACCEPT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.sampling.noise import NoiseKey, gumbel, uniform
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, Proposal, Verification, chain
-from draftwise.verify.base import (
-    Rule,
-    SyntheticAcceptance,
-    VerifyRequest,
-    get_rule,
-    register_verifier,
-    verifier_names,
-    verify_batch,
-)
+from draftwise.verify.base import Rule, VerifyRequest
+from draftwise.verify.batch import verify_batch
+from draftwise.verify.rates import SyntheticAcceptance
+from draftwise.verify.registry import get_rule, register_verifier, verifier_names
 from draftwise.verify.typical import TypicalRule
 
 V = 8

@@ -12,7 +12,8 @@ import torch
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import chain
-from draftwise.verify.base import VerifyRequest, verify_batch
+from draftwise.verify.base import VerifyRequest
+from draftwise.verify.batch import verify_batch
 
 VOCAB, K = 4096, 4
 IDS = np.arange(10, dtype=np.int32)

@@ -3,6 +3,7 @@ Triton, so that it runs from the source tree on a machine where nothing is insta
 
 from __future__ import annotations
 
+import runpy
 import sys
 
 
@@ -13,9 +14,9 @@ def main() -> int:
         from draftwise.bench.gpu.command import main as gpu
 
         return gpu(arguments[1:])
-    from draftwise.cli.main import main as command
-
-    return command(["bench", *arguments])
+    sys.argv[1:] = ["bench", *arguments]
+    runpy.run_module("draftwise", run_name="__main__")  # the commands stand above: they are run, not imported
+    return 0
 
 
 if __name__ == "__main__":

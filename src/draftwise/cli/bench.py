@@ -11,6 +11,7 @@ from draftwise.bench.workloads import WORKLOADS, code_prompts, make_workload
 from draftwise.cli import bench_gpu, bench_kernels, bench_quality, bench_serve
 from draftwise.cli.env import environment
 from draftwise.cli.errors import UsageError
+from draftwise.cli.numbers import positive, temperature
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import note, print_json, progress
 
@@ -51,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     group = parser.add_argument_group("measurement")
 
-    def add(flag: str, default: Any, text: str, kind: Any = _positive) -> None:
+    def add(flag: str, default: Any, text: str, kind: Any = positive) -> None:
         shown = " ".join(map(str, default)) if isinstance(default, list) else default
         nargs = "+" if isinstance(default, list) else None
         metavar = flag.rpartition("-")[2].upper()
@@ -67,17 +68,17 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     if kind == "latency":
         add("--prompts", 8, "prompts")
-        add("--temperatures", [0.0, 0.8], "temperatures", _temperature)
+        add("--temperatures", [0.0, 0.8], "temperatures", temperature)
         add("--output-tokens", 128, "tokens generated per prompt")
         add("--rounds", 3, "times each prompt is run with each method")
     elif kind == "throughput":
         add("--concurrency", [1, 8, 16, 64], "requests at once")
-        add("--temperature", 0.0, "temperature", _temperature)
+        add("--temperature", 0.0, "temperature", temperature)
         add("--output-tokens", 128, "tokens generated per request")
         add("--rounds", 3, "times each batch is run with each method")
     else:
         add("--prompts", 8, "prompts per workload")
-        add("--temperature", 0.0, "temperature", _temperature)
+        add("--temperature", 0.0, "temperature", temperature)
         add("--output-tokens", 96, "tokens generated per prompt")
         group.add_argument(
             "--workloads",
@@ -99,23 +100,6 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add("--prompt-tokens", 128, "tokens per prompt")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other prompts (0)")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -307,9 +291,9 @@ def _variants(llm: LLM, methods: Sequence[str], shapes: Sequence[str]) -> list[s
 
 def _everything() -> list[dict[str, Any]]:
     """Every drafter that comes with the embedded target."""
-    from draftwise.config.heads import SHIPPED_HEADS
+    from draftwise.config.embedded import embedded_path
     from draftwise.errors import ModelLoadError
-    from draftwise.models.embedded import embedded_path
+    from draftwise.names import SHIPPED_HEADS
 
     found: list[dict[str, Any]] = []
     for head in SHIPPED_HEADS:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from draftwise.cli.env import environment
+from draftwise.cli.numbers import positive
 from draftwise.cli.report import note, print_json, progress
 
 _TEXT = "native linear layers of a 1.1 B model: what 1, 2, ... rows cost, against what the machine allows"
@@ -14,8 +15,6 @@ _TEXT = "native linear layers of a 1.1 B model: what 1, 2, ... rows cost, agains
 
 def add_parser(kinds: Any) -> None:
     """Register the kind with ``bench``'s parsers."""
-    from draftwise.cli.bench import _positive
-
     parser = kinds.add_parser(
         "kernels", help=_TEXT, description=_TEXT, usage="draftwise bench kernels [options]"
     )
@@ -26,14 +25,14 @@ def add_parser(kinds: Any) -> None:
     group.add_argument(
         "--rows",
         nargs="+",
-        type=_positive,
+        type=positive,
         metavar="N",
         default=[1, 2, 4, 6, 8, 16, 64],
         help="(1 2 4 6 8 16 64)",
     )
-    group.add_argument("--threads", type=_positive, metavar="N", help="(as many as torch uses)")
+    group.add_argument("--threads", type=positive, metavar="N", help="(as many as torch uses)")
     group.add_argument(
-        "--rounds", type=_positive, default=15, metavar="N", help="times everything is run (15)"
+        "--rounds", type=positive, default=15, metavar="N", help="times everything is run (15)"
     )
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)

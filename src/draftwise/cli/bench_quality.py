@@ -8,6 +8,7 @@ from typing import Any
 
 from draftwise.bench.quality import FORMATS
 from draftwise.cli.env import environment
+from draftwise.cli.numbers import positive
 from draftwise.cli.options import add_engine_options, engine_kwargs
 from draftwise.cli.report import print_json, progress
 
@@ -16,8 +17,6 @@ _TEXT = "perplexity on held-out code with the weights rounded to each format"
 
 def add_parser(kinds: Any) -> None:
     """Register the kind with ``bench``'s parsers."""
-    from draftwise.cli.bench import _positive
-
     parser = kinds.add_parser(
         "quality", help=_TEXT, description=_TEXT, usage="draftwise bench quality [options]"
     )
@@ -28,9 +27,9 @@ def add_parser(kinds: Any) -> None:
         metavar="FORMAT",
         help="names of --quantization, and none (the weights as they are)",
     )
-    group.add_argument("--prompts", type=_positive, default=32, metavar="N", help="prompts (32)")
+    group.add_argument("--prompts", type=positive, default=32, metavar="N", help="prompts (32)")
     group.add_argument(
-        "--prompt-tokens", type=_positive, default=256, metavar="N", help="tokens per prompt (256)"
+        "--prompt-tokens", type=positive, default=256, metavar="N", help="tokens per prompt (256)"
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other prompts (0)")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")

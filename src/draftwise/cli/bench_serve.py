@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.env import environment
 from draftwise.cli.errors import UsageError
+from draftwise.cli.numbers import positive, temperature
 from draftwise.cli.report import note, print_json, progress
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ _TEXT = "load on any OpenAI-compatible server: first token, time per token, thro
 
 def add_parser(kinds: Any) -> None:
     """Register the kind with ``bench``'s parsers."""
-    from draftwise.cli.bench import _positive, _temperature
-
     parser = kinds.add_parser(
         "serve", help=_TEXT, description=_TEXT, usage="draftwise bench serve --url URL [options]"
     )
@@ -35,7 +34,7 @@ def add_parser(kinds: Any) -> None:
     add("--model", "the model's name (the server's first)")
     add("--api-key", "also OPENAI_API_KEY")
     group.add_argument("--chat", action="store_true", help="/v1/chat/completions instead of /v1/completions")
-    add("--num-requests", "requests in all (64)", _positive, default=64)
+    add("--num-requests", "requests in all (64)", positive, default=64)
     add(
         "--request-rate",
         "open loop: requests per second, arriving at random (Poisson); inf: all at once; several: one after the other",
@@ -45,18 +44,18 @@ def add_parser(kinds: Any) -> None:
     add(
         "--concurrency",
         "closed loop: so many clients (8; several: one after the other); with a rate: most requests in flight",
-        _positive,
+        positive,
         nargs="+",
     )
     add(
         "--prompt-tokens",
         "tokens of a prompt, by the embedded model's tokenizer (128)",
-        _positive,
+        positive,
         default=128,
     )
     add("--prompts-file", "a text file with one prompt per line instead")
-    add("--output-tokens", "tokens generated per request (64)", _positive, default=64)
-    add("--temperature", "(0)", _temperature, default=0.0)
+    add("--output-tokens", "tokens generated per request (64)", positive, default=64)
+    add("--temperature", "(0)", temperature, default=0.0)
     add("--goodput", "SLA in milliseconds: ttft:200 tpot:50 itl:100 e2e:2000", nargs="+")
     add("--extra-body", "JSON object added to every request", _object)
     add("--seed", "another seed, other arrivals and prompts (0)", int, default=0)
@@ -198,7 +197,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             raise UsageError(f"--prompts-file {args.prompts_file}: no prompt in it")
         return prompts
     from draftwise.bench.workloads import code_prompts
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
     from draftwise.models.tokenizer import load_tokenizer
 
     if args.prompt_tokens < 32:

@@ -138,7 +138,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _num_layers(path: str | None, revision: str | None) -> int:
-    from draftwise.models.embedded import embedded_path
+    from draftwise.config.embedded import embedded_path
     from draftwise.models.loader import load_config
 
     return load_config(path or str(embedded_path("target")), revision).num_layers

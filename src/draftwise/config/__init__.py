@@ -8,7 +8,6 @@ from draftwise.config.engine import ENGINE_OPTIONS, EngineConfig
 from draftwise.config.limits import LIMIT_NAMES, RequestLimits
 from draftwise.config.resolve import EMBEDDED_NUM_SPECULATIVE_TOKENS, resolve_engine_config
 from draftwise.config.speculative import SpeculativeConfig
-from draftwise.config.speculative_fields import RULES
 
 __all__ = [
     "EngineConfig",
@@ -18,5 +17,4 @@ __all__ = [
     "resolve_engine_config",
     "ENGINE_OPTIONS",
     "EMBEDDED_NUM_SPECULATIVE_TOKENS",
-    "RULES",
 ]

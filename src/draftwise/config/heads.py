@@ -9,11 +9,7 @@ from typing import Any
 
 from draftwise.config.methods import method_of, read_config
 from draftwise.errors import ConfigError
-
-HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")
-"""Methods whose model is a head on the target's hidden states."""
-SHIPPED_HEADS = ("eagle3", "medusa", "mtp")
-"""Those the embedded target comes with."""
+from draftwise.names import HEAD_METHODS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from draftwise.config import coerce as to
 from draftwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from draftwise.config.speculative import SpeculativeConfig
 
 _OF_THE_OUTER = (
     "num_speculative_tokens_per_batch_size",
@@ -21,58 +16,33 @@ _OF_THE_OUTER = (
 """Fields that the drafter inside may not have."""
 
 
-def inner_drafter(name: str, value: Any) -> SpeculativeConfig:
-    """``hybrid_drafter``: the drafter inside a hybrid one."""
-    from draftwise.config.speculative import SpeculativeConfig
-
-    try:
-        inner = SpeculativeConfig.from_dict(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if inner.method in ("hybrid", "ngram", "suffix"):
-        raise ConfigError(f"{name}: method {inner.method!r} is no model; give a draft model or a head")
-    # A head may bring a tree along; that is no contradiction.
-    given: Mapping[str, Any] = {} if isinstance(value, SpeculativeConfig) else to.mapping(name, value)
+def check_inner(name: str, method: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a drafter of this method, of which these fields were given, cannot stand inside."""
+    if method in ("hybrid", "ngram", "suffix"):
+        raise ConfigError(f"{name}: method {method!r} is no model; give a draft model or a head")
     for field_name in _OF_THE_OUTER:
         if given.get(field_name) is not None:
             raise ConfigError(f"{name}.{field_name}: belongs beside hybrid_drafter, not into it")
-    return inner
 
 
-def drafter_of(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The drafter inside, which ``model`` alone may name, too.
+def check_look_up(lookup: str | None, given: Iterable[str]) -> None:
+    """Raise ConfigError if a field that was given is a setting of the other look-up."""
+    other, prefix = ("suffix", "suffix_decoding_") if lookup == "ngram" else ("ngram", "prompt_lookup_")
+    for name in given:
+        if name.startswith(prefix):
+            raise ConfigError(f"speculative_config.{name}: only with hybrid_lookup {other!r}")
 
-    Raises:
-        ConfigError: there is none, or two of them.
+
+def check_match_length(lookup: str | None, min_match: int | None, longest: int | None) -> None:
+    """Raise ConfigError if no n-gram is as long as the match that beats the model.
+
+    Args:
+        lookup: ``hybrid_lookup``.
+        min_match: ``hybrid_min_match``.
+        longest: ``prompt_lookup_max``, resolved.
     """
-    if config.hybrid_drafter is not None:
-        if config.model is not None:
-            raise ConfigError("speculative_config.model: contradicts hybrid_drafter, which names the model")
-        return config.hybrid_drafter
-    if config.model is None:
-        raise ConfigError(
-            "speculative_config.hybrid_drafter: method 'hybrid' needs a model that drafts where nothing matches, such "
-            "as {'method': 'draft_model', 'model': ...}"
-        )
-    return inner_drafter(
-        "speculative_config.hybrid_drafter", {"model": config.model, "revision": config.revision}
-    )
-
-
-def check_look_up(config: SpeculativeConfig) -> None:
-    """Raise ConfigError for a setting of the other look-up."""
-    other, prefix = (
-        ("suffix", "suffix_decoding_") if config.hybrid_lookup == "ngram" else ("ngram", "prompt_lookup_")
-    )
-    for f in fields(config):
-        if f.name.startswith(prefix) and getattr(config, f.name) is not None:
-            raise ConfigError(f"speculative_config.{f.name}: only with hybrid_lookup {other!r}")
-
-
-def check_match_length(config: SpeculativeConfig) -> None:
-    """Raise ConfigError if no n-gram is as long as the match that beats the model. Lengths are resolved."""
-    least, longest = config.hybrid_min_match or 4, config.prompt_lookup_max
-    if config.hybrid_lookup == "ngram" and longest is not None and least > longest:
+    least = min_match or 4
+    if lookup == "ngram" and longest is not None and least > longest:
         raise ConfigError(
             f"speculative_config.hybrid_min_match: {least} is over prompt_lookup_max = {longest}: no match is as long"
         )

@@ -7,16 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftwise.config.registry import available_methods, canonical_name, method_class
 from draftwise.errors import ConfigError
-from draftwise.propose.registry import available_proposers, canonical_name, resolve_proposer
-
-MODELLESS_METHODS = ("early_exit", "extract_hidden_states", "ngram", "synthetic", "suffix")
-CHAIN_METHODS = ("extract_hidden_states", "ngram")
-"""Methods that draft chains only, and so refuse a `speculative_token_tree`."""
-STATIC_METHODS = ("extract_hidden_states", "ngram", "synthetic")
-"""Methods that refuse a `speculative_dynamic_tree`."""
-CAPTURED_METHODS = ("draft_model", "eagle", "eagle3", "hybrid", "mtp")
-"""Methods whose drafters are captured in CUDA graphs, on a device that has them."""
+from draftwise.names import MODELLESS_METHODS
 
 
 def resolve_method(value: str) -> str:
@@ -26,9 +19,9 @@ def resolve_method(value: str) -> str:
         ConfigError: the method is unknown (the closest name is suggested) or not supported yet.
     """
     name = canonical_name(value)
-    if name not in available_proposers():
+    if name not in available_methods():
         try:
-            resolve_proposer(value)  # imports a dotted path; explains any other name
+            method_class(value)  # imports a dotted path; explains any other name
         except ConfigError as error:
             raise ConfigError(f"speculative_config.method: {error}") from error
     return name

@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from draftwise.config import coerce as to
+from draftwise.config.embedded import embedded_path
 from draftwise.config.engine import ENGINE_OPTIONS, EngineConfig, device_name
 from draftwise.config.graphs import unused
-from draftwise.config.heads import SHIPPED_HEADS, served_speculator
-from draftwise.config.methods import CAPTURED_METHODS
+from draftwise.config.heads import served_speculator
+from draftwise.config.registry import canonical_name
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError, suggest
-from draftwise.propose.registry import canonical_name
+from draftwise.names import CAPTURED_METHODS, SHIPPED_HEADS
 
 logger = logging.getLogger("draftwise")
 
@@ -81,7 +82,7 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
     options.setdefault("max_num_seqs", _default_num_seqs(device, options))
     config = EngineConfig(**options)
     embedded = config.model is None
-    model = str(_embedded("target")) if config.model is None else config.model
+    model = str(embedded_path("target")) if config.model is None else config.model
     served = None if embedded else served_speculator(model, config.revision)
     if served is not None:  # a head was named: its verifier is the target
         if speculative_config is None and not {"model", "method"} & old.keys():
@@ -126,12 +127,6 @@ def _resolve_device(device: str) -> str:
             f"device: {device!r} asked for, but there are {torch.cuda.device_count()} CUDA devices"
         )
     return device
-
-
-def _embedded(part: str) -> Any:
-    from draftwise.models.embedded import embedded_path
-
-    return embedded_path(part)
 
 
 def _resolve_speculative(given: Any, old: Mapping[str, Any], embedded: bool) -> tuple[SpeculativeConfig, ...]:
@@ -187,7 +182,7 @@ def _build(entry: Any, embedded: bool) -> SpeculativeConfig:
         method = canonical_name(str(entry.get("method")))
         if method in ("draft_model", *SHIPPED_HEADS):
             part = "draft" if method == "draft_model" else method
-            entry = {**entry, "model": str(_embedded(part))}
+            entry = {**entry, "model": str(embedded_path(part))}
         elif method == "hybrid":
             inner = entry.get("hybrid_drafter") or {"method": "draft_model"}
             if isinstance(inner, Mapping):

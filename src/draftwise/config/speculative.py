@@ -9,29 +9,24 @@ from typing import Any, Self
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
 from draftwise.config.extraction import extracted_layers
-from draftwise.config.heads import HEAD_METHODS, head_defaults
-from draftwise.config.hybrid import check_look_up, check_match_length, drafter_of, inner_drafter
-from draftwise.config.methods import (
+from draftwise.config.heads import head_defaults
+from draftwise.config.hybrid import check_inner, check_look_up, check_match_length
+from draftwise.config.methods import detect_method, resolve_method
+from draftwise.config.speculative_fields import choices, dynamic_tree, ranges, tree_paths, weight_format
+from draftwise.config.synthetic import check_synthetic, rates_of_length
+from draftwise.config.trees import DynamicTree
+from draftwise.errors import ConfigError, suggest
+from draftwise.names import (
     CAPTURED_METHODS,
     CHAIN_METHODS,
+    DEFAULT_TREE_NODES,
+    HEAD_METHODS,
+    MAX_TREE_NODES,
     MODELLESS_METHODS,
-    STATIC_METHODS,
-    detect_method,
-    resolve_method,
-)
-from draftwise.config.speculative_fields import (
-    MAX_DRAFT,
     RULE_ALIASES,
     RULES,
-    choices,
-    dynamic_tree,
-    ranges,
-    tree_paths,
-    weight_format,
+    STATIC_METHODS,
 )
-from draftwise.config.synthetic import acceptance_rates, check_synthetic
-from draftwise.config.trees import DEFAULT_TREE_NODES, DynamicTree
-from draftwise.errors import ConfigError, suggest
 
 
 class _Unset(int):
@@ -60,6 +55,17 @@ _ONLY_FOR = {
 }
 
 
+def _inner_drafter(name: str, value: Any) -> SpeculativeConfig:
+    """``hybrid_drafter``: the drafter inside a hybrid one."""
+    try:
+        inner = SpeculativeConfig.from_dict(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    # A head may bring a tree along; that is no contradiction.
+    check_inner(name, inner.method, {} if value is inner else to.mapping(name, value))
+    return inner
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """One drafter. Validated, and missing values resolved, on construction.
@@ -77,7 +83,7 @@ class SpeculativeConfig:
         "ngram, suffix, draft_model, eagle, eagle3, medusa, mtp, synthetic, a registered name or a dotted path",
     )
     model: str | None = option(None, to.string, "the draft model or head: local folder or hub id")
-    num_speculative_tokens: int = option(_UNSET, to.integer(1, MAX_DRAFT), "draft tokens per step (K)")
+    num_speculative_tokens: int = option(_UNSET, to.integer(1, MAX_TREE_NODES), "draft tokens per step (K)")
     draft_tensor_parallel_size: int | None = option(None, to.integer(1), "ranks of the draft model; 1")
     max_model_len: int | None = option(
         None, to.size(), "the drafter's context; beyond it drafting is skipped"
@@ -91,7 +97,7 @@ class SpeculativeConfig:
         None, to.integer(1), "early_exit: layers of the target that draft (a quarter of them)"
     )
     hybrid_drafter: SpeculativeConfig | None = option(
-        None, inner_drafter, "hybrid: speculative_config of the model that drafts where nothing matches"
+        None, _inner_drafter, "hybrid: speculative_config of the model that drafts where nothing matches"
     )
     hybrid_lookup: str | None = option(
         None, to.choice("suffix", "ngram"), "hybrid: what is looked up first, suffix or ngram (suffix)"
@@ -130,7 +136,7 @@ class SpeculativeConfig:
         None, to.sequence_of(to.number(0, 1), "a list of rates"), "forced acceptance per draft position"
     )
     synthetic_acceptance_length: float | None = option(
-        None, to.number(1, MAX_DRAFT + 1), "forced mean acceptance length, in [1, K + 1]"
+        None, to.number(1, MAX_TREE_NODES + 1), "forced mean acceptance length, in [1, K + 1]"
     )
     draft_sample_method: str = option(
         "probabilistic", to.choice("probabilistic", "greedy"), "how a drafter picks its tokens when sampling"
@@ -174,13 +180,17 @@ class SpeculativeConfig:
         self._resolve_method()
         self._resolve_head()
         if self.method == "hybrid":
-            self._set("hybrid_drafter", drafter_of(self))
-            self._set("model", None)
+            self._resolve_inner()
         self._refuse_unsupported()
         self._refuse_contradictions()
         self._resolve_num_tokens()
         self._resolve_lookup()
-        check_synthetic(self)
+        check_synthetic(
+            self.rejection_sample_method,
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+            self.num_speculative_tokens,
+        )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -204,7 +214,12 @@ class SpeculativeConfig:
 
         A length L gives sum(rates) = L - 1, certain positions first: L = 2.6, K = 3 -> (1.0, 0.6, 0.0).
         """
-        return acceptance_rates(self)
+        if self.rejection_sample_method != "synthetic":
+            return None
+        if self.synthetic_acceptance_rates is not None:
+            return self.synthetic_acceptance_rates
+        assert self.synthetic_acceptance_length is not None
+        return rates_of_length(self.synthetic_acceptance_length, self.num_speculative_tokens)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -243,6 +258,22 @@ class SpeculativeConfig:
                 "speculative_config.model: method 'draft_model' needs a model (folder or hub id)"
             )
 
+    def _resolve_inner(self) -> None:
+        """The drafter inside a hybrid one, which ``model`` alone may name, too."""
+        name = "speculative_config.hybrid_drafter"
+        if self.hybrid_drafter is None and self.model is None:
+            raise ConfigError(
+                f"{name}: method 'hybrid' needs a model that drafts where nothing matches, such as "
+                "{'method': 'draft_model', 'model': ...}"
+            )
+        if self.hybrid_drafter is None:
+            self._set(
+                "hybrid_drafter", _inner_drafter(name, {"model": self.model, "revision": self.revision})
+            )
+        elif self.model is not None:
+            raise ConfigError("speculative_config.model: contradicts hybrid_drafter, which names the model")
+        self._set("model", None)
+
     def _resolve_head(self) -> None:
         """Settings that a head's own config.json brings along."""
         if self.method not in HEAD_METHODS:
@@ -271,7 +302,7 @@ class SpeculativeConfig:
         elif self._shape_is_open() and defaults.tree is not None:
             self._set("speculative_token_tree", choices("medusa_choices", defaults.tree))
         elif self._shape_is_open() and defaults.num_tokens is not None:
-            self._set("num_speculative_tokens", min(defaults.num_tokens, MAX_DRAFT))
+            self._set("num_speculative_tokens", min(defaults.num_tokens, MAX_TREE_NODES))
 
     def _shape_is_open(self) -> bool:
         """Whether the user said nothing about how much to draft."""
@@ -314,7 +345,8 @@ class SpeculativeConfig:
                     f"speculative_config.{f.name}: only for method {methods[0]!r}, not for {self.method!r}"
                 )
         if self.method == "hybrid":
-            check_look_up(self)
+            given = (f.name for f in fields(self) if getattr(self, f.name) is not None)
+            check_look_up(self.hybrid_lookup, given)
         if self.method == "extract_hidden_states":
             extracted_layers(self.draft_model_config)
             if self.num_speculative_tokens is not _UNSET and self.num_speculative_tokens != 1:
@@ -379,4 +411,4 @@ class SpeculativeConfig:
                 f"speculative_config.prompt_lookup_min: {self.prompt_lookup_min} is over "
                 f"prompt_lookup_max = {self.prompt_lookup_max}"
             )
-        check_match_length(self)
+        check_match_length(self.hybrid_lookup, self.hybrid_min_match, self.prompt_lookup_max)

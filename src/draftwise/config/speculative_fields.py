@@ -9,17 +9,8 @@ from draftwise.config import coerce as to
 from draftwise.config.heads import sorted_choices
 from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.errors import ConfigError
+from draftwise.names import MAX_TREE_NODES
 from draftwise.quantization.scheme import parse_scheme
-
-MAX_DRAFT = 63
-"""Most draft tokens of one step: `draftwise.types.MAX_TREE_NODES`, again because that module needs torch."""
-
-RULES = ("rejection", "block", "coupled", "typical", "synthetic")
-RULE_ALIASES = {
-    "standard": "rejection",
-    "rejection_sampler": "rejection",
-    "typical_acceptance_sampler": "typical",
-}
 
 
 def weight_format(name: str, value: Any) -> str:
@@ -33,10 +24,10 @@ def ranges(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
     rows: tuple[tuple[int, ...], ...] = to.sequence_of(to.sequence_of(to.integer(0), what), what)(name, value)
     last = 0
     for row in rows:
-        if len(row) != 3 or not last < row[0] <= row[1] or row[2] > MAX_DRAFT:
+        if len(row) != 3 or not last < row[0] <= row[1] or row[2] > MAX_TREE_NODES:
             raise ConfigError(
                 f"{name}: expected [from, to, K] with rising, separate batch sizes >= 1 and K in "
-                f"0..{MAX_DRAFT}, got {list(row)!r}"
+                f"0..{MAX_TREE_NODES}, got {list(row)!r}"
             )
         last = row[1]
     if not rows:

@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftwise.errors import ConfigError, DraftwiseError, suggest
-
-MAX_NODES = 63
-"""`draftwise.types.MAX_TREE_NODES`, again because that module needs torch and configurations do not."""
-
-MAX_FED_NODES = 64
-"""Nodes of one tree that a drafter feeds to itself: one bit of an ancestor mask for each (its root is not among them).
-More than are verified: it chooses among what it expanded."""
-
-DEFAULT_TREE_NODES = 15
-"""Nodes verified of a dynamic tree when ``num_speculative_tokens`` does not say: with the root 16 rows, what a step of
-a CPU takes in well. EAGLE-2's 60 are for devices on which 61 rows cost about what one costs."""
+from draftwise.names import MAX_FED_NODES, MAX_TREE_NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +66,8 @@ def parse_dynamic_tree(value: object, *, error: type[DraftwiseError] = ConfigErr
 
 
 def _count(name: str, value: Any, error: type[DraftwiseError]) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
-        raise error(f"{name}: expected an integer in 1..{MAX_NODES}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TREE_NODES:
+        raise error(f"{name}: expected an integer in 1..{MAX_TREE_NODES}, got {value!r}")
     return value
 
 
@@ -107,8 +97,10 @@ def parse_tree(
     paths = _paths(spec, error)
     if not paths:
         raise error("speculative_token_tree: a tree needs at least one path, such as [[0]]")
-    if len(paths) > MAX_NODES:
-        raise error(f"speculative_token_tree: {len(paths)} nodes; at most {MAX_NODES} are verified in a step")
+    if len(paths) > MAX_TREE_NODES:
+        raise error(
+            f"speculative_token_tree: {len(paths)} nodes; at most {MAX_TREE_NODES} are verified in a step"
+        )
     index: dict[tuple[int, ...], int] = {}
     last_child: dict[tuple[int, ...], int] = {}  # path of a parent -> rank of its latest child
     parents: list[int] = []

@@ -21,9 +21,9 @@ from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
 from draftwise.errors import ConfigError
-from draftwise.graphs.resident_memory import resident_bytes
 from draftwise.graphs.setup import GraphSetup, backend_for, capturable
-from draftwise.kernels.select import default_rules, native_reason
+from draftwise.kernels.resident import resident_bytes
+from draftwise.kernels.select import native_reason
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -36,7 +36,8 @@ from draftwise.runner.executor import Executor, LocalExecutor
 from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.structured.grammars import Grammars
-from draftwise.verify.base import SyntheticAcceptance
+from draftwise.verify.rates import SyntheticAcceptance
+from draftwise.verify.select import default_rules
 
 logger = logging.getLogger("draftwise")
 
@@ -265,7 +266,7 @@ def _quantization_cache(config: EngineConfig) -> Path | None:
     if config.quantization_cache is None:
         return None
     if config.quantization_cache == "auto":
-        from draftwise.quantization.cache import default_cache
+        from draftwise.models.rounded import default_cache
 
         return default_cache()
     return Path(config.quantization_cache).expanduser()

@@ -13,7 +13,7 @@ from typing import Any
 from draftwise.config.limits import RequestLimits
 from draftwise.errors import LimitError, RequestError
 from draftwise.sampling.params import SamplingParams
-from draftwise.structured.spec import StructuredOutputs
+from draftwise.sampling.structured import StructuredOutputs
 
 _COUNTS = (
     ("stop", "strings", "max_stop_strings"),

@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from draftwise.config import RULES, RequestLimits, SpeculativeConfig
-from draftwise.config.trees import DEFAULT_TREE_NODES, DynamicTree, parse_dynamic_tree, parse_tree
+from draftwise.config import RequestLimits, SpeculativeConfig
+from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
 from draftwise.engine.stops import StopStrings
 from draftwise.errors import ConfigError, RequestError, suggest
 from draftwise.models.base import ModelConfig
+from draftwise.names import DEFAULT_TREE_NODES, MAX_TREE_NODES, RULES
 from draftwise.propose.base import Proposer
 from draftwise.propose.grammar import GrammarProposer
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
 from draftwise.sched.request import Request
 from draftwise.structured.grammars import DEFAULT_DRAFTS, Grammars
-from draftwise.types import MAX_TREE_NODES, IntArray, Speculation
+from draftwise.types import IntArray, Speculation
 
 Prompt = str | Mapping[str, Any]
 """A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,10 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
+from draftwise.kernels.resident import LoopSeats
 from draftwise.kernels.select import on_triton
-from draftwise.sampling.noise import (
-    DRAFT,
-    SHARED,
-    gumbel_of_keys,
-    row_key,
-    signed_word,
-    token_counters,
-    uniform,
-)
+from draftwise.names import DRAFT, SHARED
+from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, token_counters, uniform
 from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
 
 LoopKind = Literal["argmax", "draft", "shared"]
@@ -70,19 +64,6 @@ class LoopMemory:
         if drafter.feature_size is not None:
             rows = max(shape.size for shape in shapes)
             self.features = torch.zeros((rows, drafter.feature_size), dtype=drafter.dtype, device=device)
-
-
-class LoopSeats(NamedTuple):
-    """What a replay of a `ChainLoop` over R requests reads besides the rows of its first pass, and what it leaves
-    behind, ``tokens`` and ``q``: for those who fill it in on the device."""
-
-    last: Tensor  # [R] int64, row of the first pass from which each request drafts
-    start: Tensor  # [R] int64, key of its first draft
-    length: Tensor  # [R] int64, drafts that count
-    noise: Tensor  # [R, steps] int64, `row_key` as signed words, or the bits of float64 uniforms
-    features: Tensor | None  # [rows of the first pass, F] of heads
-    tokens: Tensor  # [R, steps] int64
-    q: Tensor | None  # [R, steps, Vd] float32; None: nothing is drawn from it
 
 
 class ChainLoop:

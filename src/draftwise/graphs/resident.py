@@ -21,9 +21,9 @@ from torch import Tensor
 from draftwise.graphs import resident_rows as rows
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import PassBuffers
-from draftwise.graphs.loop import ChainLoop, LoopSeats
-from draftwise.graphs.resident_memory import STATE, ResidentMemory
-from draftwise.graphs.resident_rules import ResidentRule, verify
+from draftwise.graphs.loop import ChainLoop
+from draftwise.graphs.resident_rules import verify
+from draftwise.kernels.resident import STATE, LoopSeats, ResidentMemory, ResidentRule
 from draftwise.kernels.select import on_triton
 from draftwise.kernels.triton import resident as kernels
 from draftwise.kernels.triton.resident import ResidentVerification
@@ -62,7 +62,7 @@ class DrafterSeats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """A request that takes a slot; see `resident_memory` for the words."""
+    """A request that takes a slot; see `kernels.resident` for the words."""
 
     known: int
     root: int
@@ -86,7 +86,7 @@ class Landing:
         self._slots = slots
 
     def wait(self) -> npt.NDArray[np.int64]:
-        """[S, 6 + 2 K + 1], see `resident_memory`; to be read before the step after the next is launched."""
+        """[S, 6 + 2 K + 1], see `kernels.resident`; to be read before the step after the next is launched."""
         self._fence.synchronize()
         answer: npt.NDArray[np.int64] = self._buffer.numpy().reshape(self._slots, -1)
         return answer
@@ -205,7 +205,7 @@ class ResidentStep:
         return self.memory.q if self.memory.q is not None else self._seats.q if self._seats else None
 
     def told(self) -> npt.NDArray[np.int64]:
-        """[S, 3 + 2 P] for the coming step, to be filled in whole: see `resident_memory`."""
+        """[S, 3 + 2 P] for the coming step, to be filled in whole: see `kernels.resident`."""
         told: npt.NDArray[np.int64] = self._told[self._turn].numpy().reshape(self.slots, -1)
         return told
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwise.graphs.loop import LoopSeats
-from draftwise.graphs.resident_memory import (
+from draftwise.kernels.resident import (
     ACCEPTED,
     ANSWER,
     ANSWERED_FED,
@@ -31,9 +30,11 @@ from draftwise.graphs.resident_memory import (
     TOLD,
     VERIFIED,
     WAITING,
+    LoopSeats,
     ResidentMemory,
 )
-from draftwise.sampling.noise import DRAFT, SHARED, device_keys, uniforms_of_keys
+from draftwise.names import DRAFT, SHARED
+from draftwise.sampling.noise import device_keys, uniforms_of_keys
 from draftwise.types import StepInput
 
 

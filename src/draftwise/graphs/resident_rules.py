@@ -6,40 +6,14 @@ Sums over the vocabulary are torch's own: a draw by inverse CDF may differ from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from draftwise.graphs.resident_memory import KNOWN, SAMPLE, SEED, ResidentMemory
-from draftwise.sampling.noise import (
-    ACCEPT,
-    RECOVER,
-    SHARED,
-    device_keys,
-    gumbel_of_keys,
-    uniforms_of_keys,
-)
+from draftwise.kernels.resident import KNOWN, SAMPLE, SEED, ResidentMemory, ResidentRule
+from draftwise.names import ACCEPT, RECOVER, SHARED
+from draftwise.sampling.noise import device_keys, gumbel_of_keys, uniforms_of_keys
 
 _BELOW_ONE = 1.0 - 2.0**-52
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentRule:
-    """How a run verifies. ``name``: ``greedy`` (also for the others at temperature 0), ``coupled``, ``rejection``,
-    ``block`` or ``synthetic``.
-
-    ``rates``: of rule ``synthetic``; ``sampled``: whether its last token is drawn, or the most likely one.
-    """
-
-    name: str
-    rates: tuple[float, ...] = ()
-    sampled: bool = False
-
-    @property
-    def draws(self) -> bool:
-        """Whether distributions are drawn from."""
-        return self.name in ("rejection", "block") or (self.name == "synthetic" and self.sampled)
 
 
 class _Numbers:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from draftwise.config import SpeculativeConfig
+from draftwise.config.graphs import GraphMode
 from draftwise.config.trees import parse_tree
 from draftwise.graphs.backend import CudaGraphs, GraphBackend
 from draftwise.graphs.buffers import Shape
@@ -19,10 +20,6 @@ from draftwise.graphs.trees import TreePlan
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
 from draftwise.types import TreeShape
-
-if TYPE_CHECKING:
-    from draftwise.config import SpeculativeConfig
-    from draftwise.config.graphs import GraphMode
 
 
 def backend_for(device: torch.device) -> GraphBackend | None:

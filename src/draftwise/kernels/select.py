@@ -17,7 +17,6 @@ from draftwise.kernels.triton.availability import why_not_triton
 if TYPE_CHECKING:
     from draftwise.kernels.cpu.pool import ThreadPool
     from draftwise.quantization.scheme import Scheme
-    from draftwise.verify.base import BatchRules
 
 logger = logging.getLogger("draftwise")
 
@@ -68,17 +67,6 @@ def default_ops(
             f"native kernels: {reason}"
         )
     return TorchOps(dtype, device)
-
-
-def default_rules(device: torch.device) -> BatchRules | None:
-    """Kernels that verify, where models run on kernels; None: the rules in torch do."""
-    if native_reason(torch.float32, device) is None:
-        return _native_rules()
-    if not on_triton(device):
-        return None
-    from draftwise.kernels.triton.rules import TritonRules
-
-    return TritonRules()
 
 
 def on_triton(device: torch.device) -> bool:
@@ -134,7 +122,7 @@ def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:
 
     library = native_library()
     assert library is not None
-    pool = _shared_pool(torch.get_num_threads())
+    pool = shared_pool(torch.get_num_threads())
     if scheme is None:
         return NativeOps(library, pool, dtype)
     from draftwise.kernels.cpu.quantized import QuantizedOps
@@ -142,19 +130,10 @@ def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:
     return QuantizedOps(library, pool, dtype, scheme)
 
 
-def _native_rules() -> BatchRules:
-    from draftwise.kernels.cpu.library import native_library
-    from draftwise.kernels.cpu.verify import NativeRules
-
-    library = native_library()
-    assert library is not None
-    return NativeRules(library, _shared_pool(torch.get_num_threads()))
-
-
 @functools.cache
-def _shared_pool(threads: int) -> ThreadPool:
-    """One pool for all models of a process that use as many threads: a target and its drafter take turns anyway, and
-    the idle threads of one would be in the way of the other."""
+def shared_pool(threads: int) -> ThreadPool:
+    """Threads of the native kernels: one pool for all models of a process that use as many, for a target and its
+    drafter take turns anyway, and the idle threads of one would be in the way of the other."""
     from draftwise.kernels.cpu.library import native_library
     from draftwise.kernels.cpu.pool import ThreadPool
 

@@ -17,62 +17,15 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
 from draftwise.models.config import ModelConfig, token_ids
 from draftwise.models.heads.mtp_names import mtp_tensors
+from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
+from draftwise.models.rounded import cached_checkpoint
 from draftwise.models.weights import WeightPlan
-from draftwise.quantization.cache import cached_checkpoint
 from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
 from draftwise.quantization.scheme import parse_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLOAT_NAMES = frozenset({"F64", "F32", "BF16", "F16"})
-
-
-def resolve_path(
-    path: str | Path,
-    revision: str | None = None,
-    *,
-    weights: bool = True,
-    code: bool = False,
-    pickles: bool = False,
-) -> Path:
-    """The folder of a model: ``path`` itself if it is one, else the hub's snapshot of that id (cached or downloaded).
-
-    Args:
-        revision: branch, tag or commit on the hub; a local folder has none, so giving one there is an error.
-        weights: whether the weight files are needed too.
-        code: whether Python files are (a tokenizer's own code, when it is trusted).
-        pickles: whether weights that ``torch.save`` wrote are needed too, as some draft heads have them.
-
-    Raises:
-        ModelLoadError: neither a folder nor an id that can be had.
-    """
-    text = str(path)
-    if not text.strip():
-        raise ModelLoadError("the model's path is empty")
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise ModelLoadError(f"revision {revision!r} was given, but {folder} is a local folder")
-        return folder
-    if folder.exists():
-        raise ModelLoadError(f"{text} is a file; a model is a folder with config.json and safetensors")
-    if text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise ModelLoadError(f"model folder {text!r} does not exist")
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.txt", "*.model", "*.jinja"]
-    wanted += ["*.safetensors"] * weights + ["*.py"] * code + ["*.bin", "*.pt"] * pickles
-    # some repositories hold the same weights a second time, in their vendor's own format
-    unwanted = ["consolidated*", "original/*"]
-    try:
-        return Path(
-            snapshot_download(text, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
-        )
-    except Exception as error:  # offline, no such id, gated, disk full: all end here
-        reason = str(error).strip().split("\n")[0]
-        raise ModelLoadError(
-            f"{text!r} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
-        ) from error
 
 
 def load_config(
@@ -114,7 +67,7 @@ def load_model(
         trust_remote_code: accepted for the tokenizer's sake; models are never run from a checkpoint's own code.
         max_model_len: see `load_config`.
         quantization: a format of `quantization.scheme` that linear layers are rounded to; None: none.
-        quantization_cache: folder in which rounded weights are kept, see `quantization.cache`; None: they are not.
+        quantization_cache: folder in which rounded weights are kept, see `models.rounded`; None: they are not.
         batch_invariant: a row's bits may not depend on the rows computed with it; see `kernels.select.default_ops`.
         ops: the kernels to run on; None: `kernels.select.default_ops`.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftwise.errors import ModelLoadError
-from draftwise.models.loader import resolve_path
+from draftwise.models.paths import resolve_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -11,17 +11,11 @@ import numpy.typing as npt
 import torch
 
 from draftwise.kv.storage import KVStorage
+from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.rows import DrafterFill, Row
-from draftwise.types import (
-    MAX_TREE_NODES,
-    IntArray,
-    Proposal,
-    StepInput,
-    TargetOutput,
-    tree_depth,
-)
+from draftwise.types import IntArray, Proposal, StepInput, TargetOutput, tree_depth
 
 logger = logging.getLogger("draftwise")
 

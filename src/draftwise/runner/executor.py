@@ -36,7 +36,9 @@ from draftwise.types import (
     TokenLogprobs,
     Verification,
 )
-from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, verify_batch
+from draftwise.verify.base import BatchRules, PassSlots
+from draftwise.verify.batch import verify_batch
+from draftwise.verify.rates import SyntheticAcceptance
 
 T = TypeVar("T")
 

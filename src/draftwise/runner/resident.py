@@ -25,18 +25,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.graphs import resident_memory as at
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.resident import DrafterSeats, Landing, ResidentStep, SlotState
-from draftwise.graphs.resident_rules import ResidentRule
+from draftwise.kernels import resident as at
+from draftwise.kernels.resident import ResidentRule
 from draftwise.propose.base import Proposer
 from draftwise.propose.resident import ResidentDrafter
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.resident_families import Families, Family, place_of
 from draftwise.runner.rows import Row
 from draftwise.types import EMPTY_PROPOSAL, RowPlan, RowResult, StepPlan, StepResult, chain
-from draftwise.verify.base import SyntheticAcceptance
+from draftwise.verify.rates import SyntheticAcceptance
 
 logger = logging.getLogger("draftwise")
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from draftwise.graphs.loop import LoopKind
-from draftwise.graphs.resident_rules import ResidentRule
+from draftwise.kernels.resident import ResidentRule
 from draftwise.propose.base import Proposer
 from draftwise.propose.resident import Place, ResidentDrafter
 from draftwise.runner.rows import Row
 from draftwise.types import RowPlan
-from draftwise.verify.base import SyntheticAcceptance
+from draftwise.verify.rates import SyntheticAcceptance
 
 
 class Family(NamedTuple):

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.logits import LogitsRow, process
-from draftwise.sampling.noise import DRAFT, SHARED, NoiseKey, gumbel, uniform
+from draftwise.sampling.noise import NoiseKey, gumbel, uniform
 from draftwise.sampling.rows import argmax_rows, top_rows
 from draftwise.sampling.state import SamplingState
 from draftwise.transfer import to_device

@@ -26,10 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-SHARED: Final = 0
-DRAFT: Final = 1
-ACCEPT: Final = 2
-RECOVER: Final = 3
+from draftwise.names import SHARED
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, splitmix64's increment

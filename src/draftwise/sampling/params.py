@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from draftwise.errors import RequestError, suggest
-from draftwise.structured.spec import StructuredOutputs
+from draftwise.sampling.structured import StructuredOutputs
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")

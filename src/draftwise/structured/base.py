@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from draftwise.sampling.masks import Words
-from draftwise.structured.spec import StructuredOutputs
+from draftwise.sampling.structured import StructuredOutputs
 
 
 class Matcher(ABC):

@@ -12,7 +12,7 @@ from draftwise.structured.cursor import Cursor, Vocabulary
 
 if TYPE_CHECKING:
     from draftwise.sampling.params import SamplingParams
-    from draftwise.structured.spec import StructuredOutputs
+    from draftwise.sampling.structured import StructuredOutputs
 
 DEFAULT_DRAFTS = 8
 """Forced tokens proposed per step where no drafter is loaded."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from draftwise.errors import ConfigError, RequestError
 from draftwise.sampling.masks import Words
+from draftwise.sampling.structured import StructuredOutputs
 from draftwise.structured.base import GrammarBackend, Matcher
-from draftwise.structured.spec import StructuredOutputs
 
 _KEPT = 256
 """Compiled grammars kept; one takes 10 to 100 KB."""

@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError
 from draftwise.models.checkpoint import read_json
-from draftwise.models.embedded import embedded_path
 from draftwise.models.rope import RopeConfig
 
 from .continuations import continue_prompts

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from draftwise.sampling.noise import ACCEPT, RECOVER, many_uniforms, uniform
+from draftwise.names import ACCEPT, RECOVER
+from draftwise.sampling.noise import many_uniforms, uniform
 from draftwise.verify.base import VerifyRequest
 
 

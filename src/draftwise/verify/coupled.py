@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from draftwise.sampling.noise import SHARED, NoiseKey, gumbel
+from draftwise.names import SHARED
+from draftwise.sampling.noise import NoiseKey, gumbel
 from draftwise.sampling.rows import argmax_rows
 from draftwise.types import Verification
 from draftwise.verify.base import Rule, VerifyRequest

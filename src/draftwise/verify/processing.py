@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +12,7 @@ import torch
 from draftwise.errors import RequestError
 from draftwise.sampling.logits import LogitsRow, adjust, process
 from draftwise.sampling.masks import exclude
-
-if TYPE_CHECKING:
-    from draftwise.verify.base import VerifyRequest
+from draftwise.verify.base import VerifyRequest
 
 
 def process_rows(

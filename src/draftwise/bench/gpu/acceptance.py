@@ -8,8 +8,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from draftwise.types import Verification
-from draftwise.verify.base import BatchRules, PassSlots, SyntheticAcceptance, VerifyRequest, get_rule
+from draftwise.verify.base import BatchRules, PassSlots, VerifyRequest
 from draftwise.verify.common import accept_uniform
+from draftwise.verify.rates import SyntheticAcceptance
+from draftwise.verify.registry import get_rule
 
 
 class ForcedAcceptance(BatchRules):

@@ -29,7 +29,8 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.types import Speculation
-from draftwise.verify.base import BatchRules, SyntheticAcceptance
+from draftwise.verify.base import BatchRules
+from draftwise.verify.rates import SyntheticAcceptance
 
 _WANTED = {1: 2.3, 16: 1.7, 64: 1.0, 256: 1.0}
 """Speed over plain decoding at an acceptance of `_LENGTH` tokens per step, by batch size."""
@@ -150,7 +151,7 @@ class BenchEngine:
 def _rules(setting: Setting) -> BatchRules | None:
     if not setting.cuda:
         return None
-    from draftwise.kernels.triton.rules import TritonRules
+    from draftwise.verify.triton import TritonRules
 
     return TritonRules()
 

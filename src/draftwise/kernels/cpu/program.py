@@ -16,7 +16,7 @@ from draftwise.kernels.cpu.attention import BatchView, address, fill_view
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
-from draftwise.sampling.noise import DRAFT, SHARED
+from draftwise.names import DRAFT, SHARED
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float

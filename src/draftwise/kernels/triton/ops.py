@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend, attend
-from draftwise.attention.triton import TritonAttention
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
 from draftwise.kernels.triton import rows
+from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
 from draftwise.quantization.scheme import Scheme

@@ -5,21 +5,17 @@ the rows of the drafter's first pass, one for the new drafts. The reference is `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from draftwise.kernels.resident import LoopSeats, ResidentMemory, ResidentRule
 from draftwise.kernels.triton import verify as rules
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.triton.rows import power_of_two
 from draftwise.kernels.triton.verify import FIELDS, DraftBatch
-
-if TYPE_CHECKING:
-    from draftwise.graphs.loop import LoopSeats
-    from draftwise.graphs.resident_memory import ResidentMemory
-    from draftwise.graphs.resident_rules import ResidentRule
-    from draftwise.types import StepInput
+from draftwise.types import StepInput
 
 _KINDS: Final = {"argmax": 0, "draft": 1, "shared": 2}
 

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.triton.availability import LAUNCH
+from draftwise.kernels.walk import Walk
 
 _BLOCK = 1024
-
-
-class Walk(NamedTuple):
-    """What requests commit: ``packed`` [R, 2 N + 2] int32. Entries behind a path's length, or behind the last token,
-    mean nothing."""
-
-    packed: Tensor
-    num_nodes: int
-
-    @property
-    def accepted(self) -> Tensor:
-        """[R] lengths of the accepted paths."""
-        return self.packed[:, 0]
-
-    @property
-    def paths(self) -> Tensor:
-        """[R, N] their nodes."""
-        return self.packed[:, 1 : 1 + self.num_nodes]
-
-    @property
-    def tokens(self) -> Tensor:
-        """[R, N + 1] their tokens, then the one that follows; -1: the target's distribution has no weight."""
-        return self.packed[:, 1 + self.num_nodes :]
 
 
 def power_of_two(n: int) -> int:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.rows import Walk, power_of_two
+from draftwise.kernels.triton.rows import power_of_two
+from draftwise.kernels.walk import Walk
 
 FIELDS: Final = 6
 """Of a request in `DraftBatch.table`, before its nodes."""

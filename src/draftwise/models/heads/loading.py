@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from draftwise.config import SpeculativeConfig
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
@@ -35,12 +36,38 @@ from draftwise.models.heads.medusa import MedusaHeads, medusa_shape, rename_medu
 from draftwise.models.heads.mtp import MtpHead
 from draftwise.models.heads.mtp_names import mtp_form, renamer
 from draftwise.models.heads.tensors import HeadTensors, scan_head
-from draftwise.models.loader import resolve_path
+from draftwise.models.paths import resolve_path
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import parse_scheme
 
-if TYPE_CHECKING:
-    from draftwise.propose.base import ProposerContext
+
+class HeadContext(Protocol):
+    """What the loading of a head needs to know of an engine."""
+
+    @property
+    def speculative(self) -> SpeculativeConfig:
+        """The entry of ``speculative_config`` that names the head."""
+
+    @property
+    def target_model(self) -> DecoderModel: ...
+
+    @property
+    def target_path(self) -> str | None:
+        """Where the target was loaded from: folder or hub id."""
+
+    @property
+    def target_revision(self) -> str | None: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens; no position reaches it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target."""
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 def head_folder(model: str | None, revision: str | None, method: str) -> Path:
@@ -100,7 +127,7 @@ def target_link(
     return link, ops
 
 
-def load_eagle(context: ProposerContext) -> HeadModel:
+def load_eagle(context: HeadContext) -> HeadModel:
     """The EAGLE head that a ``speculative_config`` names.
 
     Raises:
@@ -117,7 +144,7 @@ def load_eagle(context: ProposerContext) -> HeadModel:
     return _filled(head, plan, tensors, ops)
 
 
-def load_eagle3(context: ProposerContext) -> HeadModel:
+def load_eagle3(context: HeadContext) -> HeadModel:
     """The EAGLE-3 head, or with ``parallel_drafting`` the P-EAGLE head, that a ``speculative_config`` names. Raises as
     `load_eagle`."""
     folder, raw, link, ops = _opened(context)
@@ -135,7 +162,7 @@ def load_eagle3(context: ProposerContext) -> HeadModel:
     return _filled(head, plan, tensors, ops)
 
 
-def load_mtp(context: ProposerContext) -> HeadModel:
+def load_mtp(context: HeadContext) -> HeadModel:
     """The MTP layers of a folder of their own, or, where ``speculative_config`` names none, of the target's own
     checkpoint. Raises as `load_eagle`."""
     own = context.speculative.model is None
@@ -195,7 +222,7 @@ def _check_shared(tensors: HeadTensors, num_layers: int) -> None:
                 )
 
 
-def _opened(context: ProposerContext) -> tuple[Path, RawConfig, TargetLink, Ops]:
+def _opened(context: HeadContext) -> tuple[Path, RawConfig, TargetLink, Ops]:
     """Folder and settings of the head that a context asks for, and what the target lends it."""
     spec = context.speculative
     model, revision = spec.model, spec.revision

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar, Self, cast
 
 from draftwise.models.heads.base import HeadModel
-from draftwise.models.heads.loading import load_eagle, load_eagle3
 from draftwise.propose.base import ProposerContext
 from draftwise.propose.heads.parallel import ParallelHeadProposer
 from draftwise.propose.heads.proposer import HeadProposer
@@ -18,6 +17,8 @@ class EagleProposer(HeadProposer):
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:
+        from draftwise.models.heads.loading import load_eagle
+
         return load_eagle(context)
 
 
@@ -34,4 +35,6 @@ class Eagle3Proposer(HeadProposer):
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:
+        from draftwise.models.heads.loading import load_eagle3
+
         return load_eagle3(context)

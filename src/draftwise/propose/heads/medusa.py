@@ -10,7 +10,6 @@ from typing import ClassVar, Self
 import torch
 
 from draftwise.errors import ConfigError
-from draftwise.models.heads.loading import head_folder, load_medusa, target_link
 from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import ChainDraft, draw_next
@@ -64,6 +63,8 @@ class MedusaProposer(Proposer, TreeModel):
             ConfigError: K or the tree is deeper than there are heads.
             ModelLoadError: they cannot be loaded, or are for another target.
         """
+        from draftwise.models.heads.loading import head_folder, load_medusa, target_link
+
         config = context.speculative
         folder = head_folder(config.model, config.revision, config.method)
         link, ops = target_link(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from draftwise.models.heads.base import HeadModel
-from draftwise.models.heads.loading import load_mtp
 from draftwise.propose.base import ProposerContext
 from draftwise.propose.heads.proposer import HeadProposer
 
@@ -17,4 +16,6 @@ class MtpProposer(HeadProposer):
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:
+        from draftwise.models.heads.loading import load_mtp
+
         return load_mtp(context)

@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 
 from draftwise.models.heads.base import HeadModel
-from draftwise.models.heads.loading import load_eagle3
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import draw_next
 from draftwise.propose.heads.passes import HeadDraft
@@ -34,6 +33,8 @@ class ParallelHeadProposer(HeadProposer):
 
     @classmethod
     def load(cls, context: ProposerContext) -> HeadModel:
+        from draftwise.models.heads.loading import load_eagle3
+
         return load_eagle3(context)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:

@@ -79,7 +79,10 @@ class HeadProposer(Proposer):
     @classmethod
     @abstractmethod
     def load(cls, context: ProposerContext) -> HeadModel:
-        """Load the head named by ``speculative_config``; ConfigError or ModelLoadError if it does not fit."""
+        """Load the head named by ``speculative_config``; ConfigError or ModelLoadError if it does not fit.
+
+        What reads checkpoints is imported here: `draftwise bench gpu` makes heads of random weights where nothing is
+        installed that could read one."""
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:

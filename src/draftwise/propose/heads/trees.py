@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwise.config.trees import MAX_FED_NODES
 from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.names import MAX_FED_NODES
 from draftwise.propose.heads.passes import HeadDraft, HeadPasses
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel
 from draftwise.propose.trees.growth import TreeLevel

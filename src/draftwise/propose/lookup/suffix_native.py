@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
+from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.lookup.suffix_python import SuffixDraft, SuffixLimits
-from draftwise.types import MAX_TREE_NODES, IntArray
+from draftwise.types import IntArray
 
 _PTR, _I32, _I64, _U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _NODES = _I32 * MAX_TREE_NODES

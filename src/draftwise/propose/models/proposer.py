@@ -15,9 +15,6 @@ from draftwise.errors import ConfigError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.models.loader import load_model
-from draftwise.models.mapped import MappedDecoder, VocabularyMap
-from draftwise.models.tokenizer import load_tokenizer
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
     ChainDraft,
@@ -84,6 +81,8 @@ class ModelProposer(Proposer, TreeModel):
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
         """Load the draft model named by ``speculative_config``; raises ConfigError if it does not fit the target."""
+        from draftwise.models.loader import load_model
+
         config = context.speculative
         if config.model is None:
             raise ConfigError("speculative_config: method 'draft_model' needs 'model', a folder or hub id")
@@ -318,6 +317,9 @@ class ModelProposer(Proposer, TreeModel):
 
 def _mapped(model: DecoderModel, context: ProposerContext) -> DecoderModel:
     """The draft model behind a map between its vocabulary and the target's."""
+    from draftwise.models.mapped import MappedDecoder, VocabularyMap
+    from draftwise.models.tokenizer import load_tokenizer
+
     assert context.speculative.model is not None
     if context.tokenizer is None:
         raise ConfigError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draftwise.config.trees import MAX_FED_NODES
+from draftwise.names import MAX_FED_NODES
 from draftwise.propose.base import DraftRow
 from draftwise.propose.trees.growth import GrowingTree, ScoredTree, StaticTree, TreeLevel, TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draft_candidates, draft_children, draws_from_q

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from draftwise.names import SHARED
 from draftwise.propose.base import DraftRow
 from draftwise.propose.chains import chain_kind
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
-from draftwise.sampling.noise import SHARED, NoiseKey, gumbel
+from draftwise.sampling.noise import NoiseKey, gumbel
 from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, TreeShape
 
 

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError
-from draftwise.models.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.train.continuations import continue_prompts
 from draftwise.train.demo_recipe import LlamaShape, Schedule

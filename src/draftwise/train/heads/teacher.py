@@ -16,7 +16,8 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import copy_tensors, scan_checkpoint
 from draftwise.models.config import ModelConfig
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.models.loader import load_model, resolve_path
+from draftwise.models.loader import load_model
+from draftwise.models.paths import resolve_path
 
 from .layers import HeadShape
 

@@ -1,4 +1,4 @@
-"""Paged attention for ragged batches. Launched by `attention.triton`, which documents the arguments' shapes."""
+"""Paged attention for ragged batches. Launched by `kernels.triton.attention`, which documents the arguments' shapes."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
 """Between the passes of a resident step. Launched by `..resident`; columns of ``state``, ``told`` and ``answer`` are
-numbered in `graphs.resident_memory`, a request's fields for verification in `.verify`."""
+numbered in `kernels.resident`, a request's fields for verification in `.verify`."""
 
 import triton
 import triton.language as tl

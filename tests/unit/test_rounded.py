@@ -15,9 +15,9 @@ from tests.native import native_or_skip
 from draftwise import LLM
 from draftwise.errors import ConfigError
 from draftwise.kv.storage import KVStorage
+from draftwise.models import rounded
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import is_quantized_checkpoint, load_model
-from draftwise.quantization import cache as quantization_cache
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -95,7 +95,7 @@ def test_a_writer_that_fails_leaves_nothing_and_the_model_loads(
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(quantization_cache, "save_file", full)
+    monkeypatch.setattr(rounded, "save_file", full)
     with caplog.at_level(logging.WARNING, "draftwise"):
         assert torch.equal(logits(folder, "int8", tmp_path / "cache"), want)
     assert "no space left" in caplog.text

@@ -1,11 +1,15 @@
-"""What a resident run keeps on the device: a row per slot, and a slot per request."""
+"""What resident steps work on: what a run keeps on the device (a row per slot, a slot per request), what a draft loop
+reads and leaves behind, and how a run verifies."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftwise.kernels.triton.rows import Walk
+from draftwise.kernels.walk import Walk
 
 # columns of the state
 KNOWN = 0  # tokens of the request, the root included
@@ -88,3 +92,34 @@ class ResidentMemory:
     def live(self) -> Tensor:
         """[S] bool, in a step: which slots take part."""
         return self.now[:, 0].bool()
+
+
+class LoopSeats(NamedTuple):
+    """What a replay of a `ChainLoop` over R requests reads besides the rows of its first pass, and what it leaves
+    behind, ``tokens`` and ``q``: for those who fill it in on the device."""
+
+    last: Tensor  # [R] int64, row of the first pass from which each request drafts
+    start: Tensor  # [R] int64, key of its first draft
+    length: Tensor  # [R] int64, drafts that count
+    noise: Tensor  # [R, steps] int64, `row_key` as signed words, or the bits of float64 uniforms
+    features: Tensor | None  # [rows of the first pass, F] of heads
+    tokens: Tensor  # [R, steps] int64
+    q: Tensor | None  # [R, steps, Vd] float32; None: nothing is drawn from it
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRule:
+    """How a run verifies. ``name``: ``greedy`` (also for the others at temperature 0), ``coupled``, ``rejection``,
+    ``block`` or ``synthetic``.
+
+    ``rates``: of rule ``synthetic``; ``sampled``: whether its last token is drawn, or the most likely one.
+    """
+
+    name: str
+    rates: tuple[float, ...] = ()
+    sampled: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether distributions are drawn from."""
+        return self.name in ("rejection", "block") or (self.name == "synthetic" and self.sampled)
