@@ -228,9 +228,21 @@ class RowResult(NamedTuple):
     error: str | None = None  # this request failed (for example its logits processor raised)
 
 
+class DrafterFailure(NamedTuple):
+    """A drafter raised, or gave an answer that cannot be. ``hook``: what it was asked, a method of `Proposer`, or of
+    `ResidentDrafter` with "resident_" before it. ``rids``: requests that go on without speculation."""
+
+    method: str
+    hook: str
+    rids: tuple[int, ...]
+    error: str
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Times in seconds of the host's clock: ``input_time`` applying the diff and building inputs, ``forward_time`` the
+    """``drafter_failures``: of this step, and of what happened between the last one and it.
+
+    Times in seconds of the host's clock: ``input_time`` applying the diff and building inputs, ``forward_time`` the
     target's pass with logits, ``verify_time`` sampling, verification and compaction, ``draft_time`` the proposers, what
     they keep of the target's pass included, ``draft_forward_time`` that part of it which their models' passes took.
     Who cannot tell leaves ``forward_time`` and ``draft_time`` at 0."""
@@ -242,7 +254,7 @@ class StepResult:
     verify_time: float = 0.0
     draft_time: float = 0.0
     draft_forward_time: float = 0.0
-    warnings: tuple[str, ...] = ()
+    drafter_failures: tuple[DrafterFailure, ...] = ()
 
 
 # ------------------------------------------------------------------------------------- one forward pass

@@ -245,6 +245,59 @@ def test_a_drafter_stops_at_its_longest_context(engines: Engines) -> None:
     assert found[0] == found[1]
 
 
+def failing(*_: object, **__: object) -> Any:
+    raise RuntimeError("lost")
+
+
+WRONG: dict[str, list[Any]] = {
+    "kind": [failing, lambda *_: "guess"],
+    "place": [failing, lambda *_: (10_000, 0, 0), lambda *_: 3],
+    "seats": [failing],
+    "prepare": [failing],
+    "went_on": [failing, lambda *_: (10_000, 0), lambda *_: (1, 99), lambda *_: None],
+    "left": [failing],
+}
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("hook", WRONG)
+def test_a_drafter_that_fails_in_a_run_costs_speculation_only(
+    engines: Engines, method: str, hook: str
+) -> None:
+    """A run ends when the last request finds a place; that one has another drafter, and goes on with it."""
+    prompts = engines.prompts[:4]
+    params = [params_of("coupled", method, max_tokens=8 + 2 * i)[i] for i in range(3)]
+    params.append(params_of("coupled", "mtp", max_tokens=6)[3])
+    wanted = token_ids(engines.waiting.generate(prompts, params))
+    used = [entry for entry in engines.chosen if entry["method"] in (method, "mtp")]
+    with engines.make(async_scheduling=True, speculative_config=used, max_num_seqs=3) as llm:
+        drafter = runs(llm)._drafters[method]._drafter
+        for number, wrong in enumerate(WRONG[hook]):
+            before = llm.stats().drafter_failures.get(f"{method}.resident_{hook}", 0)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(drafter, hook, wrong)
+                runs(llm)._made.clear()
+                outputs = llm.generate(prompts, params)
+            assert token_ids(outputs) == wanted, number
+            assert llm.stats().drafter_failures[f"{method}.resident_{hook}"] > before, number
+            assert outputs[3].metrics.speculation.num_drafts > 1, "its neighbour goes on"
+            llm.check_integrity()
+        again = llm.generate(prompts, params)
+        assert token_ids(again) == wanted and again[0].metrics.speculation.num_drafts > 1
+
+
+def test_a_drafter_that_cannot_say_whether_it_is_resident_is_not(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftwise.propose.models.draft_model.DraftModelProposer.resident", failing)
+    params = params_of("coupled", "draft_model")
+    wanted = token_ids(engines.waiting.generate(engines.prompts, params))
+    with engines.make(async_scheduling=True, speculative_config=engines.chosen[:1]) as llm:
+        outputs = llm.generate(engines.prompts, params)
+        assert token_ids(outputs) == wanted and outputs[0].metrics.speculation.num_drafts > 1
+        assert llm.stats().drafter_failures == {"draft_model.resident": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_comes(engines: Engines, seed: int) -> None:

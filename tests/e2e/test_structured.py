@@ -17,6 +17,7 @@ from draftwise import LLM, AsyncLLM, ConfigError, RequestError, RequestOutput, S
 from draftwise.cli import main
 from draftwise.config import registry
 from draftwise.config.embedded import embedded_path
+from draftwise.structured.grammars import Grammars
 from tests.fakes.tree_proposer import tree_proposer
 
 PROMPTS = [
@@ -119,6 +120,37 @@ def test_preemption_and_chunks_change_nothing(make_llm: Callable[..., LLM]) -> N
     for method in ("ngram", "draft_model"):
         assert ids(tight.generate(prompts, params(method))) == ids(plain), method
     assert tight.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_a_grammar_that_does_not_come_back_fails_its_request_alone(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """After a preemption a cursor is made anew behind the output so far."""
+    prompts = [PROMPTS[i % 3] + f"{i} = " for i in range(8)]
+    options: dict[str, Any] = {"num_kv_blocks": 34, "block_size": 4, "max_num_seqs": 8}
+    tight = make_llm(max_num_batched_tokens=24, async_scheduling=ahead, **options)
+    plain = ids(make_llm().generate(prompts, params("none")))
+    cursor, failed = Grammars.cursor, 0
+
+    def fails_once(self: Grammars, given: SamplingParams, output_ids: Sequence[int] = ()) -> Any:
+        nonlocal failed
+        if output_ids and not failed:
+            failed += 1
+            raise MemoryError("no room for a grammar")
+        return cursor(self, given, output_ids)
+
+    monkeypatch.setattr(Grammars, "cursor", fails_once)
+    outputs = tight.generate(prompts, params("draft_model"))
+    ends = [output.outputs[0].finish_reason for output in outputs]
+    assert failed == 1 and sorted(ends) == ["error", *["stop"] * 7]
+    lost = ends.index("error")
+    assert outputs[lost].outputs[0].error == "MemoryError: no room for a grammar"
+    whole = ids(outputs)
+    assert plain[lost][0][: len(whole[lost][0])] == whole[lost][0], "what it had said stays"
+    assert whole[:lost] + whole[lost + 1 :] == plain[:lost] + plain[lost + 1 :]
+    tight.check_integrity()
+    assert ids(tight.generate(prompts, params("draft_model"))) == plain
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])

@@ -64,6 +64,8 @@ def test_a_proposer_hears_what_was_delivered(
         rid=7,
         tokens_np=np.array([*tokens, 0, 0, 0], np.int32),
         num_tokens=len(tokens),
+        is_full=len(tokens) >= max_total,
+        drafting_failed=False,
         num_prompt=2,
         max_total=max_total,
         stop_token_ids=frozenset(stops),

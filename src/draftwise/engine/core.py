@@ -32,6 +32,7 @@ class Totals:
     num_generation_tokens: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    drafter_failures: dict[str, int] = field(default_factory=dict)
 
 
 class _Flight(NamedTuple):
@@ -146,6 +147,9 @@ class EngineCore:
             totals.draft_time += result.draft_time
             totals.draft_forward_time += result.draft_forward_time
             totals.verify_time += result.verify_time
+        for failure in result.drafter_failures:
+            kind = f"{failure.method}.{failure.hook}"
+            totals.drafter_failures[kind] = totals.drafter_failures.get(kind, 0) + 1
         for update in updates:
             totals.num_generation_tokens += update.num_new
             if update.finished:

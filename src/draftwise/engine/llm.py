@@ -323,4 +323,5 @@ def engine_stats(engine: Engine) -> EngineStats:
             verify_time=totals.verify_time,
             speculation=speculation_metrics(core.speculation_counts()),
             control=core.scheduler.control_stats(),
+            drafter_failures=dict(totals.drafter_failures),
         )

@@ -134,7 +134,9 @@ class RequestOutput:
 class EngineStats:
     """A snapshot of the engine. Blocks: ``num_free_blocks + num_used_blocks == num_blocks`` (cached blocks nobody
     uses count as free). Times are totals over all steps, in seconds; ``host_time`` is what a step took outside of the
-    models' forward passes. ``control``: what is drafted now, and what it is expected to gain."""
+    models' forward passes. ``control``: what is drafted now, and what it is expected to gain. ``drafter_failures``: how
+    often a drafter raised, or answered what cannot be, by "method.hook", such as "eagle3.propose"; the requests it was
+    about went on without speculation."""
 
     num_blocks: int
     num_free_blocks: int
@@ -158,6 +160,7 @@ class EngineStats:
     verify_time: float
     speculation: SpeculationMetrics
     control: ControlStats = field(default_factory=ControlStats)
+    drafter_failures: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def host_time(self) -> float:

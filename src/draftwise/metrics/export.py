@@ -137,7 +137,12 @@ class Metrics:
             ["method"],
             [((method,), count) for method, count in sorted(spec.steps_by_method.items())],
         )
-
+        yield self._counters(
+            "spec_decode_drafter_failures",
+            "Calls of drafters that failed, by what was called; their requests went on without speculation.",
+            ["method", "hook"],
+            [(tuple(kind.rsplit(".", 1)), count) for kind, count in sorted(stats.drafter_failures.items())],
+        )
         groups = stats.control.groups
         yield self._gauges(
             "spec_decode_draft_length",

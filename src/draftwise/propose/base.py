@@ -101,6 +101,12 @@ class Proposer(ABC):
     that stay valid are counted in (`drafts_stored`). A tree's nodes do not stand where their path will be, and nobody
     moves them: after a step the target's storage is compacted, a drafter's is not. Whoever drafts trees reads the
     accepted path again, in the pass that reads the new last token anyway.
+
+    Whatever a hook raises, or answers that cannot be (a wrong number of proposals, a token outside of the vocabulary,
+    a q that is no distribution, more tokens filled than there are), fails nothing but the speculation of the requests
+    it was called for: they are decoded plainly from then on, and none of the hooks is called for them again but
+    `remove`. It is said once in the log and counted in ``llm.stats().drafter_failures``. Only `transfer`, which is
+    what its requests are there for, fails the request; and what goes wrong while the engine is built ends that.
     """
 
     name: ClassVar[str]
@@ -134,7 +140,8 @@ class Proposer(ABC):
 
         Tokens must be drawn from the very distribution that the proposal reports (see `Proposal.q`), with
         noise of the DRAFT stream (or, for rule ``coupled``, the shared stream).
-        Raising fails nothing but the speculation of the rows in the call.
+        Raising fails nothing but the speculation of the rows in the call; of several they are asked again one by one,
+        to find out which ones it is about.
         """
 
     def filled_after(self, row: DraftRow) -> int:
@@ -148,7 +155,8 @@ class Proposer(ABC):
         return 0
 
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:  # noqa: B027
-        """Called after each target pass with all its rows (request r is ``rids[r]``), before verification."""
+        """Called after each target pass with all its rows (request r is ``rids[r]``), before verification, if a request
+        takes part that uses the proposer."""
 
     def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
         """Called once per step after verification, if the proposer observes, with what the step committed of the

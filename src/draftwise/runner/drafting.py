@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,17 +14,25 @@ from draftwise.kv.storage import KVStorage
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.grammar import GrammarProposer, fit
+from draftwise.runner.guard import Guard, whole_number
+from draftwise.runner.proposal_checks import checked, is_foreign
 from draftwise.runner.rows import DrafterFill, Row
-from draftwise.types import IntArray, Proposal, StepInput, TargetOutput, tree_depth
-
-logger = logging.getLogger("draftwise")
+from draftwise.types import (
+    EMPTY_PROPOSAL,
+    DrafterFailure,
+    IntArray,
+    Proposal,
+    StepInput,
+    TargetOutput,
+)
 
 
 class Drafting:
-    """Calls the proposers and keeps the books of their per-token state.
+    """Calls the proposers, all of them through `guard`, and keeps the books of their per-token state.
 
     Per (block, drafter) a mark says that the whole block is filled for that drafter: a prefix-cache hit may then
-    rely on it. A block that is handed out anew loses its marks.
+    rely on it. A block that is handed out anew loses its marks. Marks are made of answers that were checked; a call
+    that fails makes none.
     """
 
     def __init__(
@@ -38,6 +46,7 @@ class Drafting:
         device: torch.device,
     ) -> None:
         self._proposers = {GrammarProposer.name: GrammarProposer(), **proposers}
+        self.guard = Guard(self._proposers)
         self._storage = storage
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -46,15 +55,17 @@ class Drafting:
             name: np.zeros(num_blocks, np.bool_) for name, p in self._proposers.items() if p.has_storage
         }
         self.capture_layers = tuple(sorted({i for p in self._proposers.values() for i in p.capture_layers}))
-        self._observers = {n: p for n, p in self._proposers.items() if p.capture_layers or p.observes}
+        self._observers = {n for n, p in self._proposers.items() if p.capture_layers or p.observes}
         self.observes = bool(self._observers)
+        self._prompt_only = {name for name in self._observers if self._proposers[name].prompt_only}
+        self._foreign = {name for name, p in self._proposers.items() if is_foreign(p)}
         self._moves: tuple[list[int], list[int]] = ([], [])  # slots of the target: from, to
-        self._warnings: list[str] = []
 
     # -------------------------------------------------------------------------------------- block changes
 
     def admitted(self, row: Row) -> None:
         """A request entered with ``row.num_computed`` cached tokens: how many of them has each drafter?"""
+        self.guard.returns(row)
         blocks = row.blocks_np[: row.num_computed // self._block_size]
         for name, marks in self._filled_blocks.items():
             unfilled = np.flatnonzero(~marks[blocks])
@@ -70,50 +81,70 @@ class Drafting:
         for fill in row.fill.values():
             fill.tokens = min(fill.tokens, row.num_computed)
             fill.drafts = 0
-        if row.speculation.method in self._filled_blocks:
-            self._proposers[row.speculation.method].trimmed(row.rid, row.num_computed)
-
-    def removed(self, row: Row) -> None:
-        token_ids_np = _delivered(row)
         name = row.speculation.method
         if name in self._filled_blocks and not row.drafting_failed:
+            self.guard.ask(name, "trimmed", [row], lambda p: p.trimmed(row.rid, row.num_computed), None)
+
+    def removed(self, row: Row) -> None:
+        rid, token_ids_np = row.rid, _delivered(row)
+        own = row.speculation.method
+        if own in self._filled_blocks and not row.drafting_failed:
             # Its blocks may be found by the next request with this prefix, such as the next turn of a conversation.
-            known = min(row.num_computed, len(token_ids_np))
-            try:
-                filled = self._proposers[name].settle(row.rid, token_ids_np[:known], row.blocks_np)
-            except Exception:
-                logger.warning("proposer %r failed to settle request %d", name, row.rid, exc_info=True)
-            else:
-                self._fill(name, row, max(filled, row.fill[name].tokens))
-        for proposer in self._proposers.values():
-            proposer.leaving(row.rid, token_ids_np)
-            proposer.remove(row.rid)
+            known_np = token_ids_np[: min(row.num_computed, len(token_ids_np))]
+            filled = self.guard.ask(
+                own,
+                "settle",
+                [row],
+                lambda p: whole_number(
+                    p.settle(rid, known_np, row.blocks_np), len(known_np), "what is filled"
+                ),
+                0,
+            )
+            self._fill(own, row, max(filled, row.fill[own].tokens))
+        for name in self._proposers:
+            concerned = [row] if name == own else []
+            if not (concerned and row.drafting_failed):
+                self.guard.ask(name, "leaving", concerned, lambda p: p.leaving(rid, token_ids_np), None)
+            self.guard.ask(name, "remove", concerned, lambda p: p.remove(rid), None)
+        self.guard.left(row)
 
     def forget(self) -> None:
-        for proposer in self._proposers.values():
-            proposer.forget()
+        for name in self._proposers:
+            self.guard.ask(name, "forget", (), lambda p: p.forget(), None)
 
     # ------------------------------------------------------------------------------- after the target pass
 
-    def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
-        for proposer in self._observers.values():
-            proposer.observe(rids, batch, output)
+    def observe(self, rows: Sequence[Row], batch: StepInput, output: TargetOutput) -> None:
+        """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any."""
+        rids = [row.rid for row in rows]
+        concerned: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.speculation.method in self._observers and not row.drafting_failed:
+                concerned.setdefault(row.speculation.method, []).append(row)
+        for name, own in concerned.items():
+            self.guard.ask(name, "observe", own, lambda p: p.observe(rids, batch, output), None)
 
     @property
     def transfers(self) -> bool:
         """Whether `transfer` may have something to say."""
-        return any(p.prompt_only for p in self._observers.values())
+        return bool(self._prompt_only)
 
     def transfer(self, row: Row) -> Mapping[str, Any] | None:
-        """What the output of a request is to say of its prompt, if it is there for that."""
-        proposer = self._observers.get(row.speculation.method)
-        if proposer is None or not proposer.prompt_only:
+        """What the output of a request is to say of its prompt, if it is there for that. Raises what the proposer
+        raises, or RuntimeError if it failed before: without it the request has no purpose, so it fails."""
+        name = row.speculation.method
+        if name not in self._prompt_only:
             return None
-        return proposer.transfer(row.rid)
+        if row.drafting_failed:
+            raise RuntimeError(f"{name} failed while the prompt was computed")
+        answer = self._proposers[name].transfer(row.rid)
+        if answer is not None and not isinstance(answer, Mapping):
+            raise TypeError(f"{name} answered with a {type(answer).__name__}; expected a mapping or None")
+        return answer
 
     def committed(self, parts: Sequence[tuple[Row, int, IntArray]]) -> None:
         """What a step made final: (request, first token, its rows in the batch), see `Committed`."""
-        groups: dict[str, list[tuple[Row, Committed]]] = {}
+        groups: dict[str, tuple[list[Row], list[Committed]]] = {}
         for row, first_token, rows_np in parts:
             name = row.speculation.method
             if name not in self._observers or row.drafting_failed or not len(rows_np):
@@ -127,17 +158,27 @@ class Drafting:
                 row.blocks_np,
                 fill.tokens if fill is not None else 0,
             )
-            groups.setdefault(name, []).append((row, part))
-        for name, members in groups.items():
-            try:
-                filled = self._observers[name].committed([part for _, part in members])
-            except Exception as error:
-                for row, _ in members:
-                    self._failed(name, row, error)
-                continue
-            if filled is not None:
-                for (row, _), tokens in zip(members, filled, strict=True):
-                    self._fill(name, row, tokens)
+            group = groups.setdefault(name, ([], []))
+            group[0].append(row)
+            group[1].append(part)
+        for name, (rows, told) in groups.items():
+            self._committed(name, rows, told)
+
+    def _committed(self, name: str, rows: list[Row], parts: list[Committed]) -> None:
+        def call(proposer: Proposer) -> list[int] | None:
+            answer = proposer.committed(parts)
+            if answer is None:
+                return None
+            return [self._leading(row, n) for row, n in zip(rows, answer, strict=True)]
+
+        filled = self.guard.ask(name, "committed", rows, call, None)
+        if filled is not None and name in self._filled_blocks:
+            for row, tokens in zip(rows, filled, strict=True):
+                self._fill(name, row, tokens)
+
+    def _leading(self, row: Row, answer: object) -> int:
+        """An answer that has to be a number of leading tokens of the request, which has blocks for them."""
+        return whole_number(answer, min(row.num_tokens, row.num_blocks * self._block_size), "what is filled")
 
     def accepted(self, row: Row, path: Sequence[int], base: int, *, moved: bool = False) -> None:
         """Nodes ``path`` of the proposal, parents first, become tokens base, base + 1, ... (``base``: tokens with K/V
@@ -209,28 +250,62 @@ class Drafting:
             self._propose_group(name, members)
 
     def _propose_group(self, name: str, members: list[tuple[Row, DraftRow]]) -> None:
-        proposer = self._proposers[name]
+        rows = [draft_row for _, draft_row in members]
         try:
-            proposals = proposer.propose([draft_row for _, draft_row in members])
-            assert len(proposals) == len(members), f"{len(proposals)} proposals for {len(members)} rows"
-            proposals = [
-                self._checked(p, draft_row) for p, (_, draft_row) in zip(proposals, members, strict=True)
-            ]
+            proposals = self._asked(name, rows)
         except Exception as error:
             if len(members) > 1:  # find out whose fault it is; the others go on drafting
                 for member in members:
                     self._propose_group(name, [member])
-                return
-            self._failed(name, members[0][0], error)
+            else:
+                self.guard.failed(name, "propose", [members[0][0]], error)
             return
-        for (row, draft_row), proposal in zip(members, proposals, strict=True):
-            row.proposal = proposal
-            if proposer.has_storage:
-                self._record_fill(name, proposer, row, draft_row)
+        has_storage = name in self._filled_blocks
+        for (row, draft_row), proposed in zip(members, proposals, strict=True):
+            row.proposal = proposed
+            if draft_row.grammar is not None:
+                try:
+                    row.proposal = fit(proposed, draft_row.grammar, draft_row.forced)
+                except (
+                    Exception
+                ):  # the grammar's fault: the next step's masks will say so, and fail the request
+                    row.proposal = EMPTY_PROPOSAL
+            if has_storage:
+                self._record_fill(name, row, draft_row, proposed)
 
-    def _record_fill(self, name: str, proposer: Proposer, row: Row, draft_row: DraftRow) -> None:
-        self._fill(name, row, proposer.filled_after(draft_row))
-        row.fill[name].drafts = proposer.drafts_stored(draft_row)
+    def _asked(self, name: str, rows: list[DraftRow]) -> list[Proposal]:
+        proposals = list(self._proposers[name].propose(rows))
+        if len(proposals) != len(rows):
+            raise ValueError(f"{len(proposals)} proposals for {len(rows)} requests")
+        size, device, foreign = self._vocab_size, self._device, name in self._foreign
+        return [
+            checked(proposal, row, size, device, q_values=foreign)
+            for proposal, row in zip(proposals, rows, strict=True)
+        ]
+
+    def _record_fill(self, name: str, row: Row, draft_row: DraftRow, proposed: Proposal) -> None:
+        """What the drafter has after it proposed. Of its drafts that counts which is still proposed: a grammar may have
+        put others in their place."""
+        ask = self.guard.ask
+        tokens = ask(
+            name, "filled_after", [row], lambda p: self._leading(row, p.filled_after(draft_row)), None
+        )
+        if tokens is None:
+            return
+        self._fill(name, row, tokens)
+        most = len(proposed) if proposed.is_chain else 0
+        stored = ask(
+            name,
+            "drafts_stored",
+            [row],
+            lambda p: whole_number(p.drafts_stored(draft_row), most, "the number of stored drafts"),
+            0,
+        )
+        if row.proposal is not proposed:
+            kept = row.proposal.tokens if row.proposal.is_chain else ()
+            same = [ours == theirs for ours, theirs in zip(proposed.tokens, kept, strict=False)]
+            stored = min(stored, [*same, False].index(False))
+        row.fill[name].drafts = stored
 
     def filled(self, name: str, row: Row, tokens: int, drafts: int) -> None:
         """The drafter has so many tokens of the request, and drafts behind them, without having been called."""
@@ -246,58 +321,23 @@ class Drafting:
         if after > before:
             self._filled_blocks[name][row.blocks_np[before:after]] = True
 
-    def _failed(self, name: str, row: Row, error: Exception) -> None:
-        row.drafting_failed = True
-        logger.warning(
-            "proposer %r failed for request %d, which goes on without speculation",
-            name,
-            row.rid,
-            exc_info=error,
-        )
-        self._warnings.append(f"proposer {name!r} failed for request {row.rid}: {error}")
-
-    def _checked(self, proposal: Proposal, row: DraftRow) -> Proposal:
-        """The proposal under the row's grammar, if it has one. A proposer from outside may err: an invalid tree is its
-        failure, not the engine's."""
-        tokens, parents = proposal.tokens, proposal.parents
-        n = len(tokens)
-        if n or parents:
-            if n > row.budget or len(parents) != n:
-                raise ValueError(f"{n} tokens, {len(parents)} parents, budget {row.budget}")
-            if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-                raise ValueError(f"tokens {tokens}, some of them outside of the vocabulary")
-            depth = n
-            if not proposal.is_chain:
-                for i, parent in enumerate(parents):
-                    if not -1 <= parent < i:
-                        raise ValueError(f"node {i} has parent {parent}, which does not precede it")
-                depth = tree_depth(parents)
-            if depth > row.max_depth:
-                raise ValueError(f"a node has depth {depth}, allowed are {row.max_depth}")
-            if proposal.q is not None:
-                self._check_q(proposal, proposal.q)
-        return proposal if row.grammar is None else fit(proposal, row.grammar, row.forced)
-
-    def _check_q(self, proposal: Proposal, q: torch.Tensor) -> None:
-        if len(proposal.q_rows) != len(proposal.tokens):
-            raise ValueError(f"{len(proposal.q_rows)} q_rows for {len(proposal.tokens)} tokens")
-        rows, width = q.shape
-        if min(proposal.q_rows) < 0 or max(proposal.q_rows) >= rows or width != self._vocab_size:
-            raise ValueError(f"q_rows {proposal.q_rows} of a q of {rows} rows of {width} tokens")
-
     # ---------------------------------------------------------------------------------------------- reports
 
     def take_forward_time(self) -> float:
         """Seconds the proposers spent in their models' forward passes since the last call."""
-        total = 0.0
-        for proposer in self._proposers.values():
-            total += proposer.forward_time
-            proposer.forward_time = 0.0
-        return total
+        return sum(self.guard.ask(name, "forward_time", (), _taken_time, 0.0) for name in self._proposers)
 
-    def take_warnings(self) -> tuple[str, ...]:
-        warnings, self._warnings = tuple(self._warnings), []
-        return warnings
+    def take_failures(self) -> tuple[DrafterFailure, ...]:
+        """Of drafters, since the last call."""
+        return self.guard.take_failures()
+
+
+def _taken_time(proposer: Proposer) -> float:
+    seconds = float(proposer.forward_time)
+    proposer.forward_time = 0.0
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"forward_time is {seconds}")
+    return seconds
 
 
 def _delivered(row: Row) -> IntArray:

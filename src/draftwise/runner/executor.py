@@ -182,11 +182,11 @@ class LocalExecutor(Executor):
         if not applied:
             self._apply(plan)
         if not plan.rows:
-            return StepResult(plan.step, ())
+            return self._nothing(plan)
         start = self._clock()
         batch = assemble(plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on)
         if batch is None:
-            return StepResult(plan.step, ())
+            return self._nothing(plan)
         steps = batch.steps
         built = self._clock()
         output, logits = self._model.forward_logits(
@@ -195,10 +195,13 @@ class LocalExecutor(Executor):
         forwarded = self._clock()
         prompt = {i: self._prompt_logprobs(output.hidden, steps[i], first, n) for i, first, n in batch.prompt}
         if self._drafting.observes:
-            self._drafting.observe([s.row.rid for s in steps], batch.input, output)
+            self._drafting.observe([s.row for s in steps], batch.input, output)
         answers: list[Verification | Exception | None] = [None] * len(steps)
         for i, answer in zip(batch.owners, self._verify(logits, batch), strict=True):
             answers[i] = answer
+        for i, step in enumerate(steps):
+            if step.row.error is not None:
+                answers[i] = step.row.error
         read: list[tuple[Row, int, IntArray]] = []
         if self._drafting.observes:
             read = [
@@ -231,8 +234,11 @@ class LocalExecutor(Executor):
             verify_time=verified - forwarded - followed,
             draft_time=drafted - verified + followed,
             draft_forward_time=self._drafting.take_forward_time(),
-            warnings=self._drafting.take_warnings(),
+            drafter_failures=self._drafting.take_failures(),
         )
+
+    def _nothing(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, (), drafter_failures=self._drafting.take_failures())
 
     def forget(self) -> None:
         self._drafting.forget()
@@ -295,7 +301,10 @@ class LocalExecutor(Executor):
         if new.sampling.structured_outputs is not None:
             assert self._grammars is not None, "admitted without a way to follow its grammar"
             output_ids = new.token_ids_np[new.num_prompt :].tolist()
-            row.grammar = self._grammars.cursor(new.sampling, output_ids)
+            try:
+                row.grammar = self._grammars.cursor(new.sampling, output_ids)
+            except Exception as error:  # it was checked, but so much memory need not be there a second time
+                row.error = error
         self._rows[new.rid] = row
         return row
 

@@ -31,10 +31,10 @@ from draftwise.graphs.resident import DrafterSeats, Landing, ResidentStep, SlotS
 from draftwise.kernels import resident as at
 from draftwise.kernels.resident import ResidentRule
 from draftwise.propose.base import Proposer
-from draftwise.propose.resident import ResidentDrafter
 from draftwise.runner.drafting import Drafting
-from draftwise.runner.resident_families import Families, Family, place_of
+from draftwise.runner.resident_families import Families, Family
 from draftwise.runner.rows import Row
+from draftwise.runner.seated import Seated
 from draftwise.types import EMPTY_PROPOSAL, RowPlan, RowResult, StepPlan, StepResult, chain
 from draftwise.verify.rates import SyntheticAcceptance
 
@@ -84,7 +84,7 @@ class ResidentRuns:
         self._drafting = drafting
         self._rows = rows
         self._block_size = block_size
-        self._families = Families(proposers, synthetic, forced)
+        self._families = Families(proposers, drafting.guard, synthetic, forced)
         self._drafters = self._families.drafters
         self._made: dict[tuple[Family, int, int], ResidentStep] = {}
         self._q: dict[str, Tensor] = {}
@@ -112,10 +112,10 @@ class ResidentRuns:
 
     def _capture_usual(self) -> None:
         for method in ("none", *self._drafters):
-            drafter = self._drafters.get(method)
+            seated = self._drafters.get(method)
             for rule in ("greedy", "coupled", "rejection"):
-                kind: LoopKind = "argmax" if drafter is None else drafter.kind(rule == "greedy", rule)
-                step = self._find(Family(method, ResidentRule(rule), kind), 1, 1)
+                kind: LoopKind = "argmax" if seated is None else seated.usual_kind(rule == "greedy", rule)
+                step = self._find(Family(method, ResidentRule(rule), kind), [], 1)
                 if step is not None:
                     step.capture()
 
@@ -124,6 +124,8 @@ class ResidentRuns:
     def continues(self, plan: StepPlan) -> bool:
         """Whether the run goes on with a plan that was not applied yet."""
         if self._family is None or plan.new or plan.trimmed:
+            return False
+        if self._family.method != "none" and any(m.row.drafting_failed for m in self._members.values()):
             return False
         planned = {p.rid for p in plan.rows}
         if not planned <= self._members.keys():
@@ -135,7 +137,11 @@ class ResidentRuns:
                 return False
         if plan.rows and self._smaller(len(plan.rows)):
             return False
-        return all(self._goes_on(p) for p in plan.rows) and self._reach(planned) <= self._step.max_keys
+        rows = [self._rows[rid] for rid in planned]
+        return (
+            all(self._goes_on(p) for p in plan.rows)
+            and self._reach(self._family, rows) <= self._step.max_keys
+        )
 
     def _goes_on(self, planned: RowPlan) -> bool:
         assert self._family is not None
@@ -153,16 +159,12 @@ class ResidentRuns:
         found = self._target.pass_seats(requests, step.drafts + 1, step.max_keys)
         return found is not None and found.rows.shape.requests < step.slots
 
-    def _reach(self, rids: set[int] | Sequence[int]) -> int:
+    def _reach(self, family: Family, rows: Sequence[Row]) -> int:
         """Keys that the coming steps may look at: two steps of the most accepted drafts, and the drafts behind them."""
-        drafts = (
-            self._drafters[self._family.method].steps if self._family and self._family.method != "none" else 0
+        drafts = self._drafters[family.method].steps if family.method != "none" else 0
+        return max(
+            [min(row.num_tokens + 3 * (drafts + 1), row.max_total + drafts) + 1 for row in rows], default=0
         )
-        reach = 0
-        for rid in rids:
-            row = self._rows[rid]
-            reach = max(reach, min(row.num_tokens + 3 * (drafts + 1), row.max_total + drafts) + 1)
-        return reach
 
     # --------------------------------------------------------------------------------------- beginning
 
@@ -176,18 +178,15 @@ class ResidentRuns:
         family = self._families.of(*rows[0])
         if family is None or any(self._families.of(row, p) != family for row, p in rows[1:]):
             return False
-        drafter = self._drafters.get(family.method)
-        places = [place_of(drafter, row) for row, _ in rows]
+        places = [self._families.place_of(family.method, row) for row, _ in rows]
         if any(place is None for place in places):
             return False
-        self._family = family
-        step = self._find(family, len(rows), self._reach([row.rid for row, _ in rows]))
-        if step is None:
-            self._family = None
+        members = [row for row, _ in rows]
+        step = self._find(family, members, self._reach(family, members))
+        seated = self._drafters.get(family.method)
+        if step is None or (seated is not None and not seated.prepare(members)):
             return False
-        self._step = step
-        if drafter is not None:
-            drafter.prepare()
+        self._family, self._step = family, step
         self._members = {}
         self._nothing_np = np.zeros(tuple(step.memory.told.shape), np.int64)
         boarding = []
@@ -216,29 +215,30 @@ class ResidentRuns:
         self.num_runs += 1
         return True
 
-    def _find(self, family: Family, requests: int, keys: int) -> ResidentStep | None:
-        drafter = self._drafters.get(family.method)
-        drafts = 0 if drafter is None else drafter.steps
-        target = self._target.pass_seats(requests, drafts + 1, keys)
+    def _find(self, family: Family, rows: Sequence[Row], keys: int) -> ResidentStep | None:
+        """A step for these requests (none: for one, to come)."""
+        seated = self._drafters.get(family.method)
+        drafts = 0 if seated is None else seated.steps
+        target = self._target.pass_seats(max(len(rows), 1), drafts + 1, keys)
         if target is None:
             return None
         shape = target.rows.shape
         step = self._made.get((family, shape.requests, shape.keys))
         if step is None:
             seats: DrafterSeats | None = None
-            if drafter is not None:
-                seats = drafter.seats(shape.requests, shape.keys, family.kind)
+            if seated is not None:
+                seats = seated.seats(rows, shape.requests, shape.keys, family.kind)
                 if seats is None:
                     return None
             vocab = self._target.config.vocab_size
             q = None
-            if drafter is not None and seats is not None and seats.own_q:
-                q = self._q_of(family.method, drafter, vocab)
+            if seated is not None and seats is not None and seats.own_q:
+                q = self._q_of(family.method, seated, vocab)
             step = ResidentStep(target, seats, family.rule, vocab, self._block_size, self._target.backend, q)
             self._made[family, shape.requests, shape.keys] = step
         return step
 
-    def _q_of(self, method: str, drafter: ResidentDrafter, vocab: int) -> Tensor:
+    def _q_of(self, method: str, drafter: Seated, vocab: int) -> Tensor:
         """One memory for all steps of a drafter: large, and one run uses it at a time."""
         q = self._q.get(method)
         if q is None:
@@ -258,10 +258,11 @@ class ResidentRuns:
         if not plan.rows:
             for rid in plan.removed:
                 self._members.pop(rid, None)
-            return Flight(plan.step, None, [], StepResult(plan.step, ()))
+            failures = self._drafting.take_failures()
+            return Flight(plan.step, None, [], StepResult(plan.step, (), drafter_failures=failures))
         while len(self._flights) > 1:  # their buffers are needed
             self._land(self._flights.popleft())
-        step = self._step
+        step, drafts = self._step, self._step.drafts
         told_np = step.told()
         told_np[:] = self._nothing_np
         pages = step.memory.pages
@@ -272,7 +273,10 @@ class ResidentRuns:
             if found is None:
                 continue  # it had all its tokens when the run began
             members.append(found)
-            fields.append((found.row.max_total, planned.num_draft, planned.draft_budget))
+            if drafts:
+                fields.append((found.row.max_total, planned.num_draft, planned.draft_budget))
+            else:  # the scheduler may not know that its drafter failed
+                fields.append((found.row.max_total, 0, 0))
             first = fresh.get(planned.rid)
             if first is not None:
                 row_np = told_np[found.slot]
@@ -302,7 +306,9 @@ class ResidentRuns:
             if self._rows.get(row.rid) is not row or member.failed or not words[at.RAN]:
                 continue
             results.append(self._take(member, words))
-        flight.result = StepResult(flight.step, tuple(results))
+        flight.result = StepResult(
+            flight.step, tuple(results), drafter_failures=self._drafting.take_failures()
+        )
 
     def _take(self, member: _Member, words: list[int]) -> RowResult:
         row, drafts = member.row, self._step.drafts
@@ -323,9 +329,11 @@ class ResidentRuns:
         member.accepted, member.fed = accepted, words[at.ANSWERED_FED]
         assert self._family is not None
         method = self._family.method
-        drafter = self._drafters.get(method)
-        if drafter is not None:
-            self._drafting.filled(method, row, *drafter.went_on(row.rid, member.fed, waiting))
+        seated = self._drafters.get(method)
+        if seated is not None and not row.drafting_failed:  # who fails here leaves with the next plan
+            filled = seated.went_on(row, member.fed, waiting)
+            if filled is not None:
+                self._drafting.filled(method, row, *filled)
         if not verified:
             return RowResult(row.rid, tokens, num_proposed=waiting)
         return RowResult(
@@ -350,8 +358,8 @@ class ResidentRuns:
         members, self._members = self._members, {}
         if family is None:
             return
-        drafter = self._drafters.get(family.method)
-        if drafter is None:
+        seated = self._drafters.get(family.method)
+        if seated is None:
             return
         for rid, member in members.items():
             row = member.row
@@ -360,5 +368,5 @@ class ResidentRuns:
             count = len(member.drafts)
             if count:
                 row.proposal = chain(member.drafts, family.method, self._step.q_of(member.slot, count))
-            feature = self._step.features_of(member.slot, member.accepted)
-            drafter.left(rid, row.num_tokens, member.fed, feature)
+            if not row.drafting_failed:
+                seated.left(row, member.fed, self._step.features_of(member.slot, member.accepted))

@@ -8,8 +8,10 @@ from typing import NamedTuple
 from draftwise.graphs.loop import LoopKind
 from draftwise.kernels.resident import ResidentRule
 from draftwise.propose.base import Proposer
-from draftwise.propose.resident import Place, ResidentDrafter
+from draftwise.propose.resident import Place
+from draftwise.runner.guard import Guard
 from draftwise.runner.rows import Row
+from draftwise.runner.seated import Seated
 from draftwise.types import RowPlan
 from draftwise.verify.rates import SyntheticAcceptance
 
@@ -28,12 +30,13 @@ class Families:
     def __init__(
         self,
         proposers: Mapping[str, Proposer],
+        guard: Guard,
         synthetic: SyntheticAcceptance | None,
         forced: SyntheticAcceptance | None,
     ) -> None:
         """``forced``: what stands for rule greedy, in benchmarks."""
-        found = {name: proposer.resident() for name, proposer in proposers.items()}
-        self.drafters: dict[str, ResidentDrafter] = {n: d for n, d in found.items() if d is not None}
+        found = {name: Seated.of(name, guard) for name in proposers}
+        self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if d is not None}
         self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
         self._synthetic = synthetic
         self._forced = forced
@@ -44,6 +47,8 @@ class Families:
         if planned.num_new != 1 or row.num_computed + 1 != row.num_tokens or row.num_tokens < 2:
             return None
         if state.needs_processing or row.grammar is not None or state.params.logprobs is not None:
+            return None
+        if row.error is not None:
             return None
         if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
             return None
@@ -57,7 +62,9 @@ class Families:
             return None
         if speculation.tree is not None or speculation.dynamic is not None:
             return None
-        kind = drafter.kind(state.is_greedy, speculation.rule)
+        kind = drafter.kind(row)
+        if kind is None:
+            return None
         if proposal.tokens:
             same = proposal.method == speculation.method and proposal.is_chain
             if not same or len(proposal) > drafter.steps or (proposal.q is not None) != (kind == "draft"):
@@ -79,15 +86,15 @@ class Families:
 
     def decodes_plainly(self, row: Row, planned: RowPlan) -> bool:
         """Whether nobody drafts for the request, or wants to be told of the step."""
-        if planned.draft_budget:
-            return False
-        return not planned.follow or row.speculation.method not in self._observers or row.drafting_failed
+        if row.drafting_failed:
+            return True
+        return not planned.draft_budget and (
+            not planned.follow or row.speculation.method not in self._observers
+        )
 
-
-def place_of(drafter: ResidentDrafter | None, row: Row) -> Place | None:
-    """Where a request stands whose drafter this is; None: it cannot board yet."""
-    if drafter is None:
-        return Place(row.num_tokens, 0, 0)
-    fill = row.fill.get(row.speculation.method)
-    assert fill is not None, "drafters in resident steps have storage"
-    return drafter.place(row.rid, row.num_tokens, fill.tokens, fill.drafts, len(row.proposal))
+    def place_of(self, method: str, row: Row) -> Place | None:
+        """Where a request stands in a family of this method; None: it cannot board yet."""
+        seated = self.drafters.get(method)
+        if seated is None:
+            return Place(row.num_tokens, 0, 0)
+        return seated.place(row)

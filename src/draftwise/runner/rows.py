@@ -94,6 +94,8 @@ class Row:
     grammar: Cursor | None = None
     proposal: Proposal = EMPTY_PROPOSAL
     drafting_failed: bool = False
+    error: Exception | None = None
+    """Why the request cannot go on, since it entered."""
     fill: dict[str, DrafterFill] = field(default_factory=dict)
 
     @property
