@@ -285,7 +285,7 @@ def draft_row(budget: int = 8, max_depth: int = 6) -> DraftRow:
     return DraftRow(0, row.tokens_np[:10], 5, budget, max_depth, row.speculation, row.state, row.blocks_np, 0)
 
 
-@pytest.mark.parametrize("name", set(wrong_proposals(VOCAB)) - {"None", "too few", "too many"})
+@pytest.mark.parametrize("name", sorted(set(wrong_proposals(VOCAB)) - {"None", "too few", "too many"}))
 def test_what_is_no_proposal_is_refused(name: str) -> None:
     answer = wrong_proposals(VOCAB)[name]
     for budget in (1, 8):
