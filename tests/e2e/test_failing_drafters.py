@@ -163,7 +163,8 @@ def test_its_requests_lose_their_speculation_and_nobody_anything_else(
         executor = executor_of(llm)
         assert len(executor._rows) <= 1 and not executor._drafting.guard._failed, "nothing is left of them"
         assert llm.stats().num_used_blocks == 0
-    assert count >= (1 if hook == "trimmed" else 2), "it did fail"
+    # blocks are trimmed now and then, and hardly ever ahead: see tests/unit/test_drafting_guard.py
+    assert count >= (2 if hook != "trimmed" else 0 if ahead else 1), "it did fail"
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
