@@ -180,7 +180,7 @@ def test_without_a_fault_nothing_fails_and_marks_are_true(engines: Engines, ahea
         assert llm.stats().drafter_failures == before and proposer.lies == []
         counts = outputs[0].metrics.speculation
         assert counts.num_drafts > 3 and 5 < counts.num_accepted_tokens < counts.num_draft_tokens
-        assert {"observe", "committed", "propose", "filled_after", "settle", "trimmed"} <= set(proposer.calls)
+        assert {"observe", "committed", "propose", "filled_after", "settle", "leaving"} <= set(proposer.calls)
 
 
 def test_forgetting_may_fail(engines: Engines) -> None:
