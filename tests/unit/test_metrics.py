@@ -20,7 +20,8 @@ from draftwise.types import Speculation
 
 def stats(**given: Any) -> EngineStats:
     zero: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    own: dict[str, Any] = {"num_blocks": 10, "finish_reasons": {}, "speculation": SpeculationMetrics()}
+    own: dict[str, Any] = {"num_blocks": 10, "finish_reasons": {}, "drafter_failures": {}}
+    own["speculation"] = SpeculationMetrics()
     return EngineStats(**{**zero, **own, "control": ControlStats(), **given})
 
 
@@ -93,6 +94,14 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
 
 
 SPEC = SpeculationMetrics(2, 6, 3, (2, 1, 0), {"ngram": 2, "none": 1})
+
+
+def test_failures_of_drafters() -> None:
+    """A drafter's name may have dots, what it was asked has none."""
+    found = families(Metrics(Engine(stats(drafter_failures={"my.own.Drafter.propose": 3})), "m"))
+    [sample] = found["draftwise:spec_decode_drafter_failures"].samples
+    assert sample.value == 3 and sample.labels["method"] == "my.own.Drafter"
+    assert sample.labels["hook"] == "propose"
 
 
 def test_names_and_values() -> None:
