@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 
-from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, pays_at_best
+from draftwise.adapt.choice import Drafter, Group, Prices
 from draftwise.adapt.controller import Controller, ControlStats, GroupControl, StepShape, Tables
+from draftwise.adapt.decisions import Decisions
 from draftwise.adapt.drafting_time import DraftingTime
 from draftwise.adapt.explore import Explorer
 from draftwise.adapt.following import Following
 from draftwise.adapt.ledger import Ledger
-from draftwise.adapt.performance import PerformanceModel, bucket, class_of_batch
+from draftwise.adapt.performance import PerformanceModel, bucket
 from draftwise.adapt.roster import Planned, Roster, record
 from draftwise.adapt.settings import AdaptiveSettings
 from draftwise.types import RowResult, Speculation, StepResult
 
-_HOPELESS_DRAFTS = 8
-_HOPELESS_ACCEPTED = 0.3
-"""So many proposals of which less than so many drafts were accepted on average end a trial before its time."""
 _PROMISING = 1.1
 """Promised rate over the plain one from which on suspended speculation is tried again before it has paid."""
 
@@ -52,20 +50,14 @@ class AdaptiveController(Controller):
         self._ahead = ahead
         self._ended: list[int] = []
         self._step = 0
-        self._batch_bucket = 0
-        self._decide_at = 0
-        self._mean_context = 0
-        self._sampled = False
-        self._prices: Prices | None = None
-        self._plain_known = False  # `_prices.plain` was measured, not guessed
-        self._rate_gain = 1.0  # promised rate over the plain one
         self._explorer = Explorer(self.model, self.settings.explore_share, self.settings.explore_steps)
         self._ledger = Ledger(self.settings.loss_share, self.settings.loss_steps)
         self._following = Following(self.model)
+        self._decisions = Decisions(self.model, self.settings, self._roster, self._ledger, self._following)
         self._drafting_time = DraftingTime(self.model, self._explorer)
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
-        self._num_decisions = self._num_suspended = 0
+        self._num_suspended = 0
 
     # ------------------------------------------------------------------------------------------- planning
 
@@ -82,17 +74,17 @@ class AdaptiveController(Controller):
         self._explorer.begin(self._step)
         if not self._groups:
             return planned
-        if self._step >= self._decide_at or bucket(batch_size) != self._batch_bucket:
-            self._decide()
+        decisions = self._decisions
+        if decisions.is_due(self._step):
+            decisions.decide(self._step)
         if self._ledger.suspended:
             self._num_suspended += 1
-        elif self._prices is None:
+        elif decisions.prices is None:
             self._explorer.pause_if_untimed()
         elif self._explorer.is_due():
-            self._explorer.look(
-                self._prices, self._rate_gain, self._plain_known, partial(self._roster.active, self._step)
-            )
-            self._look_for_samples(self._prices)
+            active = partial(self._roster.active, self._step)
+            self._explorer.look(decisions.prices, decisions.rate_gain, decisions.plain_known, active)
+            self._look_for_samples(decisions.prices)
         return planned
 
     def _look_for_samples(self, prices: Prices) -> None:
@@ -109,7 +101,7 @@ class AdaptiveController(Controller):
         drafter.behind, drafter.drafted = max(missing - 1, 0), self._step - 1
         drafter.waiting = drafter.probe = 0
         if drafter.group.follows:
-            self._following.admit(drafter, missing, self._explorer.funds, self._prices)
+            self._following.admit(drafter, missing, self._explorer.funds, self._decisions.prices)
 
     def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
         drafter = self._drafters.get(rid, _NEW)
@@ -160,7 +152,7 @@ class AdaptiveController(Controller):
         known = self._roster.num_made
         drafter = self._roster.enter(rid, speculation, self._step)
         if self._roster.num_made > known:
-            self._decide_at = 0
+            self._decisions.decide_by(0)
         return drafter
 
     def forget(self, rid: int) -> None:
@@ -207,13 +199,13 @@ class AdaptiveController(Controller):
         elif draft_time > 0 and not drafting:
             self._charge_following(draft_time, shape)
         plain = shape.rows == shape.requests and not drafting
-        if plain and step % 4 and self._decide_at > step + 8:
+        if plain and step % 4 and self._decisions.next_step > step + 8:
             self._earn(seconds)  # nobody drafts and nothing is due: a sample in four is enough
             return
         decoding = shape.requests > 0 and not shape.prompt_rows
         pure = shape.rows == shape.requests
         weight = 1
-        if decoding and not pure and step > self.settings.warm_steps and self._decide_at > step + 2:
+        if decoding and not pure and step > self.settings.warm_steps and self._decisions.next_step > step + 2:
             weight = (
                 3  # one step in three stands for all: taking it in costs as much as everything else together
             )
@@ -228,8 +220,7 @@ class AdaptiveController(Controller):
         if drafting and shape.prompt_rows:
             self._book_reading(draft_time)
         if decoding:
-            self._mean_context = shape.context // shape.requests
-            self._sampled = shape.sampled
+            self._decisions.saw_decoding(shape.context // shape.requests, shape.sampled)
             if pure and not untimed:
                 self._explorer.saw_plain(shape.requests)
             if not plain:
@@ -245,8 +236,8 @@ class AdaptiveController(Controller):
         elif drafted:
             record(drafter, row)
             explorer, accepted = self._explorer, row.num_accepted
-            if drafter.probe and explorer.take_outcome(drafter, drafted, accepted, self._prices):
-                self._decide_at = min(self._decide_at, self._step + 2)
+            if drafter.probe and explorer.take_outcome(drafter, drafted, accepted, self._decisions.prices):
+                self._decisions.decide_by(self._step + 2)
         proposed = drafter.waiting = row.num_proposed
         if row.rid not in planned.asked or not row.token_ids:
             return
@@ -257,13 +248,13 @@ class AdaptiveController(Controller):
 
     def _book_reading(self, seconds: float) -> None:
         """Drafters have read what others decoded, or prompts."""
-        prices = self._prices
-        if prices is not None and self._plain_known:
+        prices = self._decisions.prices
+        if prices is not None and self._decisions.plain_known:
             self._ledger.book(-seconds / prices.plain, prices.requests)
 
     def _charge_following(self, seconds: float, shape: StepShape) -> None:
         """Drafters have spent time in a step in which none of them drafted."""
-        prices = self._prices
+        prices = self._decisions.prices
         if prices is None:
             return
         if any(group.follows and not group.resting for group in self._groups):
@@ -280,8 +271,8 @@ class AdaptiveController(Controller):
 
         Example: 3 tokens for one request in 1.5 times the time of a plain step: 3 - 1.5 = 1.5 steps gained.
         """
-        prices = self._prices
-        if prices is None or not self._plain_known:
+        prices = self._decisions.prices
+        if prices is None or not self._decisions.plain_known:
             return
         if bucket(shape.requests) != bucket(prices.requests) or shape.sampled != prices.sampled:
             return
@@ -290,102 +281,10 @@ class AdaptiveController(Controller):
 
     def _earn(self, seconds: float) -> None:
         """Time that passes pays for learning, and for losses."""
-        prices = self._prices
+        prices = self._decisions.prices
         if prices is not None:
             self._explorer.earn(seconds, prices)
-            self._ledger.earn(seconds / prices.plain, self._rate_gain > _PROMISING)
-
-    # ------------------------------------------------------------------------------------------- deciding
-
-    def _able(self, group: Group, members: list[Drafter]) -> list[Drafter]:
-        """Those about whom to decide: who has seen enough to draft well; all, if nobody has or the group rests."""
-        if not group.follows or group.resting:
-            return members
-        return [m for m in members if m.ready <= self._step] or members
-
-    def _decide(self) -> None:
-        settings = self.settings
-        self._batch_bucket = bucket(self._roster.batch)
-        self._decide_at = self._step + 1
-        self._roster.keep_to_tables()
-        for group in self._groups:
-            if group.cap is not None and 2 * group.chosen_for < self._roster.batch:
-                self._recall(group)
-        groups = [(group, self._able(group, members)) for group, members in self._roster.active(self._step)]
-        if not groups:
-            return
-        n = max(1, self._roster.batch)
-        context, sampled = self._mean_context * n, self._sampled
-        plain = self.model.target_time(n, n, context, sampled)
-        if plain <= 0:
-            return  # no step of pure decoding was measured yet
-        self._num_decisions += 1
-        prices = self._prices = Prices(n, context, sampled, plain, self._step)
-        self._plain_known = self.model.times_measured(n, n, context, sampled) >= 3
-        options, rate = choose(groups, prices, self.model)
-        self._rate_gain = rate * plain / n
-        interval = settings.idle_interval
-        for (group, members), option in zip(groups, options, strict=True):
-            trial = self._on_trial(group)
-            if trial:
-                interval = min(interval, settings.warm_interval)
-            else:
-                self._carry_out(group, members, option)
-            drafts = trial or (option.cap > 0 and not self._ledger.suspended)
-            self._following.tidy(group, self._roster.members(group), n, self._step, drafts)
-            if not drafts:
-                interval = min(interval, self._following.next_look(group, n, self._step))
-        if self._step < settings.first_steps:
-            interval = 1
-        elif any(option.cap for option in options):
-            usual = settings.warm_interval if self._step < settings.warm_steps else settings.interval
-            interval = min(interval, usual)
-        self._decide_at = self._step + interval
-
-    def _recall(self, group: Group) -> None:
-        """The batch has grown much: begin with what was chosen when it was of this size, if it was."""
-        cap = group.chosen.get(class_of_batch(self._roster.batch))
-        if cap is None:
-            return
-        group.cap, group.chosen_for = cap, self._roster.batch
-        members = self._roster.members(group)
-        for member in members:
-            member.budget = min(cap, member.most)
-        if not cap:
-            self._following.rest(group, members)
-
-    def _on_trial(self, group: Group) -> bool:
-        """Whether the group goes on drafting what it was asked for, whatever its first times look like: a machine that
-        is busy at that moment must not decide. Nearly no draft accepted is reason enough to stop."""
-        settings = self.settings
-        if self._roster.batch > 2 or group.cap is not None or group.num_steps >= settings.trial_steps:
-            return False
-        if self._ledger.balance < settings.loss_steps - settings.trial_loss:
-            return False
-        few = group.num_accepted < _HOPELESS_ACCEPTED * group.num_drafts
-        return not (few and group.num_drafts >= _HOPELESS_DRAFTS)
-
-    def _carry_out(self, group: Group, members: list[Drafter], option: Option) -> None:
-        assert self._prices is not None
-        group.cap = option.cap
-        group.chosen_for, group.entered = self._roster.batch, 0
-        group.chosen[class_of_batch(self._roster.batch)] = 0 if self._ledger.suspended else option.cap
-        group.gain = self._rate_gain
-        group.hopeful = True
-        if option.cap:
-            group.last_cap = option.cap
-        drafting = sum(on for _, on, _ in option.members)
-        group.accepted = option.tokens / drafting if drafting else None
-        if not option.cap:
-            group.hopeful = pays_at_best(group, members, self._prices, self.model)
-            for member in members:
-                member.budget = 0
-            return
-        for member, on, cuts in option.members:
-            member.budget = min(option.cap, member.most) if on else 0
-            member.cuts = cuts
-            if member.budget:
-                member.probe = 0
+            self._ledger.earn(seconds / prices.plain, self._decisions.rate_gain > _PROMISING)
 
     # --------------------------------------------------------------------------------------------- reports
 
@@ -405,7 +304,7 @@ class AdaptiveController(Controller):
         return ControlStats(
             "adaptive",
             groups,
-            self._num_decisions,
+            self._decisions.num_decisions,
             self._explorer.num_probes,
             self._explorer.num_pauses,
             self._num_suspended,
