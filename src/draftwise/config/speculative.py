@@ -8,9 +8,10 @@ from typing import Any, Self
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
+from draftwise.config.contradictions import check_fields
 from draftwise.config.extraction import extracted_layers
 from draftwise.config.heads import head_defaults
-from draftwise.config.hybrid import check_inner, check_look_up, check_match_length
+from draftwise.config.hybrid import check_inner, check_match_length
 from draftwise.config.methods import detect_method, resolve_method
 from draftwise.config.speculative_fields import choices, dynamic_tree, ranges, tree_paths, weight_format
 from draftwise.config.synthetic import check_synthetic, rates_of_length
@@ -18,14 +19,12 @@ from draftwise.config.trees import DynamicTree
 from draftwise.errors import ConfigError, suggest
 from draftwise.names import (
     CAPTURED_METHODS,
-    CHAIN_METHODS,
     DEFAULT_TREE_NODES,
     HEAD_METHODS,
     MAX_TREE_NODES,
     MODELLESS_METHODS,
     RULE_ALIASES,
     RULES,
-    STATIC_METHODS,
 )
 
 
@@ -43,16 +42,6 @@ _DEFAULT_NUM_TOKENS = {
     "extract_hidden_states": 1,
 }
 """Others: 4."""
-_ONLY_FOR = {
-    "draft_num_layers": ("early_exit",),
-    "hybrid_drafter": ("hybrid",),
-    "hybrid_lookup": ("hybrid",),
-    "hybrid_min_match": ("hybrid",),
-    "prompt_lookup_max": ("ngram", "hybrid"),
-    "prompt_lookup_min": ("ngram", "hybrid"),
-    "quantization": ("draft_model", *HEAD_METHODS),
-    "medusa_choices": ("medusa",),
-}
 
 
 def _inner_drafter(name: str, value: Any) -> SpeculativeConfig:
@@ -181,8 +170,7 @@ class SpeculativeConfig:
         self._resolve_head()
         if self.method == "hybrid":
             self._resolve_inner()
-        self._refuse_unsupported()
-        self._refuse_contradictions()
+        check_fields(self.method, self._given())
         self._resolve_num_tokens()
         self._resolve_lookup()
         check_synthetic(
@@ -274,6 +262,11 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config.model: contradicts hybrid_drafter, which names the model")
         self._set("model", None)
 
+    def _given(self) -> dict[str, Any]:
+        """Fields that say something, and what."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {n: v for n, v in values.items() if v is not None and v is not False and v is not _UNSET}
+
     def _resolve_head(self) -> None:
         """Settings that a head's own config.json brings along."""
         if self.method not in HEAD_METHODS:
@@ -312,63 +305,6 @@ class SpeculativeConfig:
             and self.speculative_dynamic_tree is None
             and self.num_speculative_tokens_per_batch_size is None
         )
-
-    def _refuse_unsupported(self) -> None:
-        if self.draft_tensor_parallel_size is not None and self.draft_tensor_parallel_size > 1:
-            raise ConfigError(
-                f"speculative_config.draft_tensor_parallel_size: {self.draft_tensor_parallel_size} is not "
-                "supported yet; only 1"
-            )
-        for name, methods in (
-            ("parallel_drafting", ("draft_model", "eagle3")),
-            ("use_heterogeneous_vocab", ("draft_model",)),
-        ):
-            if getattr(self, name) and self.method not in methods:
-                known = " or ".join(map(repr, methods))
-                raise ConfigError(
-                    f"speculative_config.{name}: only for method {known}, not for {self.method!r}"
-                )
-        if self.parallel_drafting:
-            for name in ("speculative_token_tree", "speculative_dynamic_tree"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"speculative_config.{name}: parallel_drafting drafts chains; drop one of them"
-                    )
-
-    def _refuse_contradictions(self) -> None:
-        for f in fields(self):
-            methods = ("suffix", "hybrid") if f.name.startswith("suffix_decoding_") else _ONLY_FOR.get(f.name)
-            if f.name == "draft_model_config":
-                methods = ("extract_hidden_states",)
-            if methods and getattr(self, f.name) is not None and self.method not in methods:
-                raise ConfigError(
-                    f"speculative_config.{f.name}: only for method {methods[0]!r}, not for {self.method!r}"
-                )
-        if self.method == "hybrid":
-            given = (f.name for f in fields(self) if getattr(self, f.name) is not None)
-            check_look_up(self.hybrid_lookup, given)
-        if self.method == "extract_hidden_states":
-            extracted_layers(self.draft_model_config)
-            if self.num_speculative_tokens is not _UNSET and self.num_speculative_tokens != 1:
-                raise ConfigError(
-                    "speculative_config.num_speculative_tokens: must be 1 with method 'extract_hidden_states', which "
-                    "drafts nothing"
-                )
-        if self.speculative_token_tree is not None and self.method in CHAIN_METHODS:
-            raise ConfigError(
-                f"speculative_config.speculative_token_tree: method {self.method!r} drafts chains, "
-                "not trees; use num_speculative_tokens"
-            )
-        if self.speculative_dynamic_tree is not None:
-            if self.speculative_token_tree is not None:
-                raise ConfigError(
-                    "speculative_config.speculative_dynamic_tree: contradicts speculative_token_tree; a tree's shape "
-                    "is given or follows the drafter's confidence"
-                )
-            if self.method in STATIC_METHODS:
-                raise ConfigError(
-                    f"speculative_config.speculative_dynamic_tree: method {self.method!r} drafts no dynamic trees"
-                )
 
     def _resolve_num_tokens(self) -> None:
         table = self.num_speculative_tokens_per_batch_size
