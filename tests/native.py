@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,8 @@ from draftwise.kernels.cpu.library import LIBRARY_VARIABLE, Isa, NativeLibrary, 
 def _build() -> str | None:
     """Why the library could not be built, or None."""
     target = builder.SOURCES.parent / builder.LIBRARY
-    objects = Path.home() / ".cache" / "draftwise" / "objects" / "plain"
     try:
-        builder.build(target, objects)
+        builder.build(target, builder.object_cache())
     except builder.BuildError as error:
         return str(error)
     return None

@@ -16,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
@@ -97,65 +98,88 @@ def build(target: Path, objects: Path | None = None, *, sanitize: str | None = N
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if objects is None else objects
         folder.mkdir(parents=True, exist_ok=True)
-        common = [*COMMON_FLAGS]
-        if sanitize:
-            common += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"]
-        x86 = platform.machine().lower() in {"x86_64", "amd64"}
-        present = {isa: x86 and _supports(compiler, flags) for isa, flags in ISA_FLAGS.items()}
-        common += [f"-DDW_HAVE_{isa.upper()}={int(there)}" for isa, there in present.items()]
-        headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
-        sources = [path for path in sorted(SOURCES.glob("*.cpp")) if present.get(_isa_of(path) or "", True)]
+        with _alone(folder):
+            return _build(compiler, target, folder, sanitize)
 
-        def flags_of(source: Path) -> list[str]:
-            isa = _isa_of(source)
-            return [*common, *(ISA_FLAGS[isa] if isa else ())]
 
-        def digest_of(source: Path) -> str:
-            how = repr((compiler, flags_of(source))).encode()
-            return hashlib.sha256(how + headers + source.read_bytes()).hexdigest()[:16]
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One build in a folder at a time, in whatever processes: a second one waits, and finds what the first has made."""
+    with open(folder / "lock", "w") as lock:
+        try:
+            import fcntl
+        except ImportError:  # not POSIX
+            yield
+            return
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-        # the library carries the digest of what it was made from: nothing to do if that did not change
-        identity = hashlib.sha256(
-            repr([(path.name, digest_of(path)) for path in sources]).encode()
-        ).hexdigest()[:32]
-        mark = f"draftwise-build:{identity}".encode()
-        if target.exists() and mark in target.read_bytes():
-            return target
 
-        def compile_one(source: Path) -> str:
-            result = folder / f"{source.stem}-{digest_of(source)}.o"
-            if not result.exists():
-                for stale in folder.glob(f"{source.stem}-????????????????.o"):
-                    stale.unlink(missing_ok=True)
-                partial = result.with_suffix(f".{os.getpid()}.tmp")
-                _run([*compiler, *flags_of(source), "-c", str(source), "-o", str(partial)])
-                partial.replace(result)
-            return str(result)
+def object_cache(kind: str = "plain") -> Path:
+    """The folder for object files of these sources: each checkout has its own, or they would take each other's away."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "draftwise", "objects")
+    return cache / hashlib.sha256(str(SOURCES).encode()).hexdigest()[:12] / kind
 
-        with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-            compiled = list(threads.map(compile_one, sources))
-        identity_source = folder / "identity.cpp"
-        identity_source.write_text(
-            f'extern "C" __attribute__((visibility("default"))) const char* dw_build_id() '
-            f'{{ return "{mark.decode()}"; }}\n'
-        )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        linked = target.with_suffix(f".{os.getpid()}.tmp")
-        extra = [f"-fsanitize={sanitize}"] if sanitize else []
-        _run(
-            [
-                *compiler,
-                "-shared",
-                "-fPIC",
-                "-pthread",
-                *extra,
-                "-o",
-                str(linked),
-                str(identity_source),
-                *compiled,
-            ]
-        )
-        linked.replace(target)
+
+def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | None) -> Path:
+    common = [*COMMON_FLAGS]
+    if sanitize:
+        common += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"]
+    x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    present = {isa: x86 and _supports(compiler, flags) for isa, flags in ISA_FLAGS.items()}
+    common += [f"-DDW_HAVE_{isa.upper()}={int(there)}" for isa, there in present.items()]
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
+    sources = [path for path in sorted(SOURCES.glob("*.cpp")) if present.get(_isa_of(path) or "", True)]
+
+    def flags_of(source: Path) -> list[str]:
+        isa = _isa_of(source)
+        return [*common, *(ISA_FLAGS[isa] if isa else ())]
+
+    def digest_of(source: Path) -> str:
+        how = repr((compiler, flags_of(source))).encode()
+        return hashlib.sha256(how + headers + source.read_bytes()).hexdigest()[:16]
+
+    # the library carries the digest of what it was made from: nothing to do if that did not change
+    parts = repr([(path.name, digest_of(path)) for path in sources]).encode()
+    identity = hashlib.sha256(parts).hexdigest()[:32]
+    mark = f"draftwise-build:{identity}".encode()
+    if target.exists() and mark in target.read_bytes():
+        return target
+
+    def compile_one(source: Path) -> str:
+        result = folder / f"{source.stem}-{digest_of(source)}.o"
+        if not result.exists():
+            for stale in folder.glob(f"{source.stem}-????????????????.o"):
+                stale.unlink(missing_ok=True)
+            partial = result.with_suffix(f".{os.getpid()}.tmp")
+            _run([*compiler, *flags_of(source), "-c", str(source), "-o", str(partial)])
+            partial.replace(result)
+        return str(result)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        compiled = list(threads.map(compile_one, sources))
+    identity_source = folder / "identity.cpp"
+    identity_source.write_text(
+        f'extern "C" __attribute__((visibility("default"))) const char* dw_build_id() '
+        f'{{ return "{mark.decode()}"; }}\n'
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    linked = target.with_suffix(f".{os.getpid()}.tmp")
+    extra = [f"-fsanitize={sanitize}"] if sanitize else []
+    _run(
+        [
+            *compiler,
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            *extra,
+            "-o",
+            str(linked),
+            str(identity_source),
+            *compiled,
+        ]
+    )
+    linked.replace(target)
     return target
 
 
@@ -164,9 +188,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=SOURCES.parent / LIBRARY, help="library to write")
     parser.add_argument("--sanitize", choices=["address", "thread"], help="make an instrumented library")
     options = parser.parse_args()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "draftwise", "objects")
     try:
-        built = build(options.output, cache / (options.sanitize or "plain"), sanitize=options.sanitize)
+        built = build(options.output, object_cache(options.sanitize or "plain"), sanitize=options.sanitize)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
