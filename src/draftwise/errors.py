@@ -34,6 +34,10 @@ class LimitError(RequestError):
         self.limit = limit
 
 
+class ContextLengthError(RequestError):
+    """A prompt is too long for the model, or a request for the whole K/V cache."""
+
+
 class EngineDeadError(DraftwiseError):
     """The engine stopped after an internal failure, or was closed; no further request is accepted."""
 

@@ -50,7 +50,8 @@ def fields_with(limit: str, size: int) -> dict[str, Any]:
     return fields[limit]
 
 
-OF_FIELDS = [n for n in LIMIT_NAMES if n not in ("max_prompt_chars", "max_messages", "max_grammar_seconds")]
+OF_CHATS = ("max_prompt_chars", "max_messages", "max_tools")
+OF_FIELDS = [n for n in LIMIT_NAMES if n not in (*OF_CHATS, "max_grammar_seconds")]
 
 
 @pytest.mark.parametrize("limit", OF_FIELDS)
@@ -130,11 +131,13 @@ def test_long_prompts_are_refused_before_they_are_tokenized() -> None:
 
 
 def test_long_conversations_are_refused_before_they_are_rendered() -> None:
-    limits = RequestLimits(max_prompt_chars=100, max_messages=3)
+    limits = RequestLimits(max_prompt_chars=100, max_messages=3, max_tools=2)
     message = {"role": "user", "content": "x" * 20}
     check_messages(limits, [message] * 3, None, LENGTH)
     with pytest.raises(LimitError, match=r"messages: 4 messages; at most 3 \(max_messages\)"):
         check_messages(limits, [message] * 4, None, LENGTH)
+    with pytest.raises(LimitError, match=r"tools: 3 tools; at most 2 \(max_tools\)"):
+        check_messages(limits, [message], [{}] * 3, LENGTH)
     with pytest.raises(LimitError, match="max_prompt_chars"):
         check_messages(
             limits, [{"role": "user", "content": [{"type": "text", "text": "x" * 101}]}], None, LENGTH

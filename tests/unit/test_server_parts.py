@@ -19,7 +19,7 @@ from draftwise.cli.main import build_parser, normalise
 from draftwise.cli.serve import BOOLEANS, settings
 from draftwise.config import resolve_engine_config
 from draftwise.engine.outputs import Logprob
-from draftwise.errors import ConfigError, RequestError
+from draftwise.errors import ConfigError, ContextLengthError, LimitError, RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import StepTrace
 from draftwise.server.config import ServerConfig
@@ -28,7 +28,7 @@ from draftwise.server.errors import APIError, from_exception
 from draftwise.server.logprobs import FLOOR, CompletionLogprobs, chat_logprobs
 from draftwise.server.page import Page
 from draftwise.server.params import chat_params
-from draftwise.server.protocol import NO_EFFECT, ChatBody, CompletionBody, parse
+from draftwise.server.protocol import ChatBody
 from draftwise.server.sse import TextEvents, event
 from draftwise.server.tool_formats import HermesParser
 from draftwise.server.trace import Tracer
@@ -118,34 +118,25 @@ def test_logprobs_have_no_infinities_and_ranked_alternatives_with_the_token_itse
     ] == [1]
 
 
-# ------------------------------------------------------------------------------------------------ bodies
-
-
-def test_fields_without_effect_are_taken_and_unknown_ones_refused() -> None:
-    body = parse(CompletionBody, b'{"prompt": "x", "user": "u", "metadata": {}}')
-    assert body.prompt == "x" and {"user", "metadata"} <= NO_EFFECT
-    with pytest.raises(APIError) as caught:
-        parse(CompletionBody, b'{"prompt": "x", "user": "u", "top_q": 1}')
-    assert caught.value.param == "top_q" and "top_" in caught.value.message
-    # Clients send fields that are not supported here empty.
-    assert parse(ChatBody, b'{"messages": [], "functions": null, "audio": null}').messages == []
-    with pytest.raises(APIError, match="audio is not supported"):
-        parse(ChatBody, b'{"messages": [], "audio": {"voice": "x"}}')
+# ------------------------------------------------------------------------------------------------ errors
 
 
 def test_errors_name_their_field() -> None:
     error = from_exception(RequestError("temperature is -1; it must be a finite number"))
     assert (error.status, error.param) == (400, "temperature")
     assert from_exception(RequestError("speculation: method 'x' is not loaded")).param == "speculation"
+    limit = from_exception(LimitError("stop", "65 strings", "max_stop_strings", 64))
+    assert (limit.status, limit.param, limit.code) == (400, "stop", "max_stop_strings")
+    # Clients fall back to another model, or shorten the prompt, on exactly this.
+    for long in (LimitError("prompt", "9 characters", "max_prompt_chars", 8), ContextLengthError("prompt")):
+        assert from_exception(long).code == "context_length_exceeded"
     internal = from_exception(ZeroDivisionError("secret"))
     assert internal.status == 500 and "secret" not in str(internal.body())
 
 
 def test_a_response_format_beside_structured_outputs_is_a_contradiction() -> None:
     def params(**fields: Any) -> SamplingParams:
-        body = parse(
-            ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
-        )
+        body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
         return chat_params(body, ServerConfig(), None)
 
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}

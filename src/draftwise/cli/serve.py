@@ -63,6 +63,15 @@ def add_parser(subparsers: Subparsers) -> None:
     add("max-header-size", "largest first line and headers of a request together in bytes (64 KiB)", int)
     add("max-headers", "most headers of a request (128)", int)
     add("max-body-size", "largest body of a request in bytes (8 MiB)", int)
+    add("max-body-depth", "most levels of nesting in a body (128)", int)
+    add("max-body-fields", "most named fields in a body, all its objects together (32768)", int)
+    add("max-body-values", "most values in a body (262144, or 2 per token of max_model_len)", int)
+    add("max-body-memory", "most bytes of bodies over 64 KiB held at once, more get a 429 (256 MiB)", int)
+    add(
+        "unknown-fields",
+        "refuse unknown fields of requests, or warn and ignore them (refuse)",
+        metavar="WHAT",
+    )
     add("max-concurrent", "most requests being answered at once, more get a 429 (1024)", int)
     add("max-queue", "most samples waiting for the engine, more get a 429 (1024)", int)
     add("max-samples", "most samples (prompts times n) of a request (256)", int)

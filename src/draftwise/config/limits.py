@@ -35,6 +35,7 @@ class RequestLimits:
         f"at least {LEAST_PROMPT_CHARS})",
     )
     max_messages: int = option(16_384, to.size(), "messages of a conversation")
+    max_tools: int = option(1024, to.size(), "tools of a conversation")
     max_n: int = option(1024, to.size(), "samples of a prompt (n)")
     max_stop_strings: int = option(64, to.size(), "stop strings")
     max_stop_chars: int = option(16_384, to.size(), "characters of all stop strings together")

@@ -128,6 +128,8 @@ def check_messages(
     the tools, which all stand in the prompt. Raises `LimitError`."""
     if len(messages) > limits.max_messages:
         raise LimitError("messages", f"{len(messages)} messages", "max_messages", limits.max_messages)
+    if tools is not None and len(tools) > limits.max_tools:
+        raise LimitError("tools", f"{len(tools)} tools", "max_tools", limits.max_tools)
     allowed = limits.prompt_chars(max_model_len)
     chars = 0
     stack: list[Any] = [list(messages), list(tools or ())]
@@ -148,7 +150,7 @@ def check_messages(
 def _refuse_long_prompt(limits: RequestLimits, chars: int, max_model_len: int, name: str) -> None:
     allowed = limits.prompt_chars(max_model_len)
     if chars > allowed:
-        more = f"; the model's maximum context length is {max_model_len} tokens"
+        more = f"; this model's maximum context length is {max_model_len} tokens"
         raise LimitError(name, f"{chars} characters", "max_prompt_chars", allowed, more)
 
 

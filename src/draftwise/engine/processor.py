@@ -15,7 +15,7 @@ from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
 from draftwise.engine.stops import StopStrings
-from draftwise.errors import ConfigError, RequestError, suggest
+from draftwise.errors import ConfigError, ContextLengthError, RequestError, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.names import DEFAULT_TREE_NODES, MAX_TREE_NODES, RULES
 from draftwise.propose.base import Proposer
@@ -197,9 +197,10 @@ class Processor:
         if len(ids) == 0:
             raise RequestError("the prompt is empty: it has no tokens")
         if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but prompt and output together may have at most "
-                f"{self.max_model_len} (max_model_len): no room for an output token"
+            # The first words are OpenAI's: clients look for them, and fall back to a model with more room.
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens (max_model_len), for prompt and "
+                f"output together, and the prompt has {len(ids)} tokens: no room for an output token"
             )
         if not all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in ids):
             raise RequestError("prompt_token_ids must be integers")

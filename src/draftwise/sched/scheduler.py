@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
-from draftwise.errors import RequestError
+from draftwise.errors import ContextLengthError, RequestError
 from draftwise.kv.manager import KVManager
 from draftwise.sched.admission import Refusal, admission
 from draftwise.sched.ahead import outlook
@@ -77,10 +77,10 @@ class Scheduler:
         capacity = self.kv.num_blocks * self.kv.block_size
         # The last token is never computed, it needs no slot.
         if max_total - 1 > capacity:
-            raise RequestError(
-                f"the request needs up to {max_total - 1} cache slots ({num_prompt} prompt tokens + "
-                f"{max_total - num_prompt} output tokens) but the whole KV cache has {capacity}; lower max_tokens "
-                "or raise kv_cache_memory / num_kv_blocks"
+            raise ContextLengthError(
+                f"This model's maximum context length is {capacity + 1} tokens here: the request needs up to "
+                f"{max_total - 1} cache slots ({num_prompt} prompt tokens + {max_total - num_prompt} output tokens) "
+                f"but the whole KV cache has {capacity}; lower max_tokens or raise kv_cache_memory / num_kv_blocks"
             )
         if not self.config.chunked_prefill and num_prompt > self.config.max_num_batched_tokens:
             raise RequestError(

@@ -31,7 +31,6 @@ from draftwise.server.protocol import (
     DetokenizeBody,
     ResponsesBody,
     TokenizeBody,
-    parse,
 )
 from draftwise.server.spans import Spans
 from draftwise.server.sse import ClientGone
@@ -90,8 +89,7 @@ def create_app(
 
 def _post(app: FastAPI, path: str, kind: type[Body], context: Context, handler: Handler, text: str) -> None:
     async def endpoint(request: Request) -> Response:
-        body = parse(kind, await request.body())
-        return await handler(context, request, body)
+        return await handler(context, request, await context.parse(kind, request))
 
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
@@ -206,29 +204,19 @@ def _add_tokens(app: FastAPI, context: Context) -> None:
         tokenizer = context.need_tokenizer()
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages")
-        if body.prompt is not None:
-            special = True if body.add_special_tokens is None else body.add_special_tokens
-            ids = await context.encode(body.prompt, special)
-        else:
-            options = chat.checked_options(body.chat_template_kwargs or {})
-            if body.continue_final_message:
-                options["continue_final_message"] = True
-            rendered = await context.render_chat(
-                chat.plain_messages(body.messages or []),
-                tools=body.tools,
-                chat_template=body.chat_template,
-                template_options=options,
-                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            )
-            ids = rendered["prompt_token_ids"]
-        answer: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": context.engine.max_model_len,
-            "tokens": list(ids),
-        }
-        if body.return_token_strs:
-            answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-        return JSONResponse(answer)
+
+        def work() -> Response:
+            ids = _ids_of(context, body)
+            answer: dict[str, Any] = {
+                "count": len(ids),
+                "max_model_len": context.engine.max_model_len,
+                "tokens": list(ids),
+            }
+            if body.return_token_strs:
+                answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+            return JSONResponse(answer)
+
+        return await context.work(body.size, work)
 
     async def detokenize(context: Context, request: Request, body: DetokenizeBody) -> Response:
         context.model_name(body.model)
@@ -237,10 +225,28 @@ def _add_tokens(app: FastAPI, context: Context) -> None:
         bad = next((t for t in body.tokens if not 0 <= t < size), None)
         if bad is not None:
             raise bad_request(f"token id {bad} is out of range: the tokenizer has {size} tokens", "tokens")
-        return JSONResponse({"prompt": tokenizer.decode(body.tokens)})
+        text = await context.work(body.size, lambda: tokenizer.decode(body.tokens))
+        return JSONResponse({"prompt": text})
 
     _post(app, "/tokenize", TokenizeBody, context, tokenize, "Text or messages to token ids")
     _post(app, "/detokenize", DetokenizeBody, context, detokenize, "Token ids to text")
+
+
+def _ids_of(context: Context, body: TokenizeBody) -> list[int]:
+    if body.prompt is not None:
+        return context.encode(body.prompt, body.add_special_tokens is not False)
+    options = chat.checked_options(body.chat_template_kwargs or {})
+    if body.continue_final_message:
+        options["continue_final_message"] = True
+    rendered = context.render_chat(
+        chat.plain_messages(body.messages or []),
+        tools=body.tools,
+        chat_template=body.chat_template,
+        template_options=options,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+    )
+    ids: list[int] = rendered["prompt_token_ids"]
+    return ids
 
 
 def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:

@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import CompletionOutput, RequestOutput
-from draftwise.errors import RequestError
-from draftwise.server.context import Context, metrics_of, new_id, usage, usage_of
+from draftwise.server.context import Context, Prepared, metrics_of, new_id, size_of, usage, usage_of
 from draftwise.server.errors import bad_request
 from draftwise.server.generation import Generation
 from draftwise.server.logprobs import chat_logprobs, prompt_logprobs
@@ -20,7 +19,14 @@ from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
 from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
 from draftwise.server.tool_formats import ToolParser, parser_class
-from draftwise.server.tools import ToolPlan, call_of, forced_call, plan_tools, template_calls
+from draftwise.server.tools import (
+    ToolPlan,
+    call_of,
+    forced_call,
+    forced_call_errors,
+    plan_tools,
+    template_calls,
+)
 from draftwise.server.trace import Tracer
 
 
@@ -32,39 +38,39 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
     plan = plan_tools(body.tools, body.tool_choice)
     # Nobody reads the arguments of a call as they stand: no white space that a model might never end.
     structured = None if plan.schema is None else {"json": plan.schema, "disable_any_whitespace": True}
-    try:
+
+    def prepare() -> Prepared:
         # Marks of calls that are special tokens would not be in the text otherwise.
         marked = plan.parse and parser_class(context.config.tool_call_parser).special_tokens
         params = chat_params(body, context.config, structured, special_tokens=marked)
-        prompt = await _render(context, body, plan)
-        answer = _Answer(context, body, model, plan)
-        generation = context.start(
-            [prompt],
-            params,
+        return [_render(context, body, plan)], params
+
+    answer = _Answer(context, body, model, plan)
+    with forced_call_errors(plan):
+        generation = await context.start(
+            request,
+            body,
+            prepare,
+            num_samples=body.n or 1,
             request_id=answer.id,
-            priority=body.priority,
-            timeout=body.timeout,
             keep_trace=bool(body.return_trace),
             operation="chat",
-            headers=request.headers,
         )
-    except RequestError as error:
-        if structured is not None and "structured" in str(error):
-            raise bad_request(
-                f"tool_choice: a forced call needs structured output: {error}", "tool_choice"
-            ) from None
-        raise
     if body.stream:
         return EventStream(answer.chunks(generation), generation.close)
     try:
         outputs = await unless_gone(request, generation.final())
     finally:
         generation.close()
-    return JSONResponse(answer.whole(outputs))
+    return await context.work(size_of(outputs), lambda: JSONResponse(answer.whole(outputs)))
 
 
-async def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
+def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
+    """The prompt. Raises APIError, RequestError."""
+    context.check_salt(body.cache_salt)
     options = dict(body.chat_template_kwargs or {})
+    if body.documents is not None:
+        options.setdefault("documents", body.documents)
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     if body.continue_final_message:
@@ -74,12 +80,17 @@ async def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str,
                 "continue_final_message",
             )
         options["continue_final_message"] = True
-    return await context.render_chat(
+    prompt = context.render_chat(
         plain_messages(body.messages),
         tools=plan.shown,
         chat_template=body.chat_template,
         template_options=checked_options(options),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+    )
+    if body.add_special_tokens:
+        prompt["prompt_token_ids"] = context.encode(prompt["prompt"], name="messages")
+    return context.truncated(
+        prompt, body.truncate_prompt_tokens, body.max_completion_tokens or body.max_tokens
     )
 
 
@@ -142,6 +153,8 @@ class _Answer:
         self._parser = parser_class(context.config.tool_call_parser)
         self._only_one = body.parallel_tool_calls is False
         self._tracer = Tracer(context.token_text)
+        last = body.messages[-1] if body.echo and body.messages else {}
+        self._echo = str(last.get("content") or "") if last.get("role") == "assistant" else ""
 
     # ---------------------------------------------------------------------------------------------- whole
 
@@ -167,6 +180,7 @@ class _Answer:
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         text, calls = self._split(completion.text)
+        text = self._echo + text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         finish = completion.finish_reason
         if calls:
@@ -197,7 +211,12 @@ class _Answer:
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or completion.logprobs is None:
             return None
-        return chat_logprobs(completion.token_ids, completion.logprobs, self._body.top_logprobs or 0)
+        return chat_logprobs(
+            completion.token_ids,
+            completion.logprobs,
+            self._body.top_logprobs or 0,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
+        )
 
     # --------------------------------------------------------------------------------------------- chunks
 
@@ -251,6 +270,8 @@ class _Answer:
                 elif self._plan.parse:
                     parser = parsers.setdefault(index, self._parser(only_one=self._only_one))
                     text, finish = self._parse(parser, completion, delta)
+                if index not in begun:
+                    text = self._echo + text
                 if text:
                     delta["content"] = text
                 if index not in begun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import CompletionOutput, RequestOutput
-from draftwise.server.context import Context, metrics_of, new_id, usage, usage_of
+from draftwise.server.context import Context, Prepared, metrics_of, new_id, size_of, usage, usage_of
 from draftwise.server.errors import bad_request
 from draftwise.server.generation import Generation, Prompt
 from draftwise.server.logprobs import CompletionLogprobs, prompt_logprobs
@@ -24,18 +24,22 @@ from draftwise.server.trace import Tracer
 async def completions(context: Context, request: Request, body: CompletionBody) -> Response:
     """Answer a request. Raises APIError, RequestError."""
     model = context.model_name(body.model)
-    params = completion_params(body, context.config)
     if body.stream and body.echo and body.logprobs is not None:
         raise bad_request("echo with logprobs cannot be streamed", "stream")
-    answer = _Answer(context, body, model, params.n)
-    generation = context.start(
-        await prompts_of(context, body),
-        params,
+    prompts = _split(body)
+
+    def prepare() -> Prepared:
+        params = completion_params(body, context.config)
+        return prompts_of(context, body, prompts), params
+
+    answer = _Answer(context, body, model)
+    generation = await context.start(
+        request,
+        body,
+        prepare,
+        num_samples=len(prompts) * (body.n or 1),
         request_id=answer.id,
-        priority=body.priority,
-        timeout=body.timeout,
         keep_trace=bool(body.return_trace),
-        headers=request.headers,
     )
     if body.stream:
         return EventStream(answer.chunks(generation), generation.close)
@@ -43,11 +47,11 @@ async def completions(context: Context, request: Request, body: CompletionBody) 
         outputs = await unless_gone(request, generation.final())
     finally:
         generation.close()
-    return JSONResponse(answer.whole(outputs))
+    return await context.work(size_of(outputs), lambda: JSONResponse(answer.whole(outputs)))
 
 
-async def prompts_of(context: Context, body: CompletionBody) -> list[Prompt]:
-    """A text, a list of texts, token ids, or a list of those. Raises APIError."""
+def _split(body: CompletionBody) -> list[Any]:
+    """The prompts of a body: a text, a list of texts, token ids, or a list of those. Raises APIError."""
     given = body.prompt
     if isinstance(given, str):
         many: list[Any] = [given]
@@ -57,24 +61,31 @@ async def prompts_of(context: Context, body: CompletionBody) -> list[Prompt]:
         many = list(given)
     if not many:
         raise bad_request("prompt is empty", "prompt")
+    return many
+
+
+def prompts_of(context: Context, body: CompletionBody, many: Sequence[Any]) -> list[Prompt]:
+    """Prompts with their token ids. Raises APIError, LimitError."""
+    context.check_salt(body.cache_salt)
     out: list[Prompt] = []
     for one in many:
         if isinstance(one, str):
-            ids = await context.encode(one, body.add_special_tokens)
-            out.append({"prompt": one, "prompt_token_ids": ids})
+            ids = context.encode(one, body.add_special_tokens)
+            prompt = {"prompt": one, "prompt_token_ids": ids}
         else:
-            out.append({"prompt_token_ids": one})
+            prompt = {"prompt_token_ids": one}
+        out.append(context.truncated(prompt, body.truncate_prompt_tokens, body.max_tokens))
     return out
 
 
 class _Answer:
     """One answer, whole or in chunks. Choice = prompt * n + sample."""
 
-    def __init__(self, context: Context, body: CompletionBody, model: str, n: int) -> None:
+    def __init__(self, context: Context, body: CompletionBody, model: str) -> None:
         self.id = new_id("cmpl", body.request_id)
         self._context = context
         self._body = body
-        self._n = n
+        self._n = body.n or 1
         self._head = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": model}
         self._tracer = Tracer(context.token_text)
         self._hide = body.max_tokens == 0  # echo only: the one token that was generated is not shown
@@ -118,10 +129,15 @@ class _Answer:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
 
+    def _form(self) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            self._body.logprobs or 0, as_ids=bool(self._body.return_tokens_as_token_ids)
+        )
+
     def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         if self._body.logprobs is None or completion.logprobs is None:
             return None
-        form = CompletionLogprobs(self._body.logprobs)
+        form = self._form()
         pieces: dict[str, list[Any]] = form.piece(())
         if self._body.echo and output.prompt_logprobs is not None:
             text = self._context.token_text
@@ -188,7 +204,7 @@ class _Answer:
                     choice["text"] = self._prompt_text(output) + text
                     echoed.add(index)
                 if completion.logprobs and not self._hide:
-                    form = forms.setdefault(index, CompletionLogprobs(body.logprobs or 0))
+                    form = forms.setdefault(index, self._form())
                     choice["logprobs"] = form.generated(completion.token_ids, completion.logprobs)
                 if body.return_token_ids:
                     choice["token_ids"] = list(ids)

@@ -6,15 +6,18 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, suggest
 from draftwise.server.hosts import check_hosts
 from draftwise.server.tool_formats import parser_class
 
 DEFAULT_MODEL_NAME = "draftwise-demo"
 """What the embedded model is called in answers."""
 
+UNKNOWN_FIELDS = ("refuse", "warn")
+
 _COUNTS = (
-    "max_header_size", "max_headers", "max_body_size", "max_concurrent", "max_queue", "max_samples", "max_logprobs",
+    "max_header_size", "max_headers", "max_body_size", "max_body_depth", "max_body_fields",
+    "max_body_memory", "max_concurrent", "max_queue", "max_samples", "max_logprobs",
 )  # fmt: skip
 
 
@@ -40,6 +43,13 @@ class ServerConfig:
     max_header_size: int = 64 << 10  # a request's first line and headers together
     max_headers: int = 128
     max_body_size: int = 8 << 20
+    max_body_depth: int = 128  # levels of nesting in its JSON
+    max_body_fields: int = 32768  # names in its objects
+    max_body_values: int | None = (
+        None  # members of its lists and objects; None: 256 Ki, or twice max_model_len
+    )
+    max_body_memory: int = 256 << 20  # bytes of large bodies held at once
+    unknown_fields: str = "refuse"  # or "warn": they are left out, and the log says so once
     max_concurrent: int = 1024  # requests being answered
     max_queue: int = 1024  # samples that wait for the engine
     max_samples: int = 256  # prompts times n of one request
@@ -68,15 +78,7 @@ class ServerConfig:
         return self.max_chunk_rate or None
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_header_size",
-            "max_headers",
-            "max_body_size",
-            "max_concurrent",
-            "max_queue",
-            "max_samples",
-            "max_logprobs",
-        ):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
@@ -98,6 +100,15 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: no file {path!r}")
+        if self.max_body_values is not None and self.max_body_values < 1:
+            raise ConfigError(f"max_body_values: expected an integer >= 1, got {self.max_body_values}")
+        if self.max_body_depth > 190:  # the parser's own end is 200
+            raise ConfigError(f"max_body_depth: expected an integer in 1..190, got {self.max_body_depth}")
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            raise ConfigError(
+                f"unknown_fields: expected refuse or warn, got {self.unknown_fields!r}"
+                f"{suggest(self.unknown_fields, UNKNOWN_FIELDS)}"
+            )
         check_hosts(self.allowed_hosts)
         parser_class(self.tool_call_parser)
         if self.allow_credentials and "*" in self.allowed_origins:

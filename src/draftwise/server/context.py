@@ -6,21 +6,32 @@ import asyncio
 import functools
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+from starlette.requests import Request
+
+from draftwise.engine.limits import check_prompt
 from draftwise.engine.outputs import RequestOutput
 from draftwise.errors import ConfigError
 from draftwise.sampling.params import SamplingParams
 from draftwise.server.admission import Admission
+from draftwise.server.body import Bodies
 from draftwise.server.config import ServerConfig
 from draftwise.server.engine import ServedEngine
 from draftwise.server.errors import APIError, bad_request
 from draftwise.server.generation import Generation, Prompt
+from draftwise.server.protocol import Body, GeneratingBody
 from draftwise.server.spans import Spans
 
-_LONG_TEXT = 16384
-"""Characters from which on a text is tokenized in a thread, for milliseconds in which other streams go on."""
+_SMALL = 4096
+"""Bytes of a body up to which the work with it, a few milliseconds at most, is done in the event loop. Handing it to a
+thread costs a tenth of one."""
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+Prepared = tuple[Sequence[Prompt], SamplingParams]
 
 
 class Context:
@@ -33,6 +44,26 @@ class Context:
         self.admission = Admission(engine, config, engine.config.max_num_seqs or 64)
         self.created = int(time.time())
         self.token_text = functools.lru_cache(maxsize=65536)(self._token_text)
+        self.limits = engine.config.request_limits
+        self._bodies = Bodies(config, self.limits, engine.max_model_len)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="draftwise-prepare")
+
+    async def parse(self, kind: type[B], request: Request) -> B:
+        """The body of a request, checked. Raises APIError (400, 413), LimitError."""
+        # Not `Request.body`, which keeps the bytes for as long as the answer takes.
+        data = b"".join([piece async for piece in request.stream()])
+        return await self.work(len(data), functools.partial(self._bodies.parse, kind, data))
+
+    async def work(self, size: int, function: Callable[[], T]) -> T:
+        """Call a function: here if it is about ``size`` bytes that are few, else in one of two threads, so that streams
+        go on and strangers cannot have more than those."""
+        if size < _SMALL:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def close(self) -> None:
+        """What was not begun is not done any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def tokenizer(self) -> Any | None:
@@ -67,25 +98,30 @@ class Context:
             )
         return asked
 
-    def start(
+    async def start(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
+        request: Request,
+        body: GeneratingBody,
+        prepare: Callable[[], Prepared],
         *,
+        num_samples: int,
         request_id: str,
-        priority: int | None,
-        timeout: float | None,
         keep_trace: bool = False,
         operation: str = "text_completion",
-        headers: Mapping[str, str] | None = None,
     ) -> Generation:
-        """Admit and queue. ``operation`` and ``headers`` (of the HTTP request) are for `Spans`. Raises APIError,
-        RequestError."""
+        """Admit, prepare and queue. ``prepare`` makes prompts and parameters, perhaps in a thread; ``num_samples``:
+        prompts times n. ``operation`` is for `Spans`. Raises APIError, RequestError."""
+        timeout, priority = body.timeout, body.priority
         if timeout is not None and not 0 < timeout < 1e9:
             raise bad_request(f"timeout is {timeout:g}; it must be seconds above 0", "timeout")
         if priority is not None and abs(priority) > 1 << 53:
             raise bad_request("priority is out of range", "priority")
-        ticket = self.admission.enter(len(prompts) * params.n)
+        ticket = self.admission.enter(num_samples)
+        try:
+            prompts, params = await self.work(body.size, prepare)
+        except BaseException:
+            ticket.release()
+            raise
         return Generation(
             self.engine,
             prompts,
@@ -97,17 +133,39 @@ class Context:
             on_close=ticket.release,
             spans=None
             if self.spans is None
-            else self.spans.request(headers or {}, operation, request_id, params),
+            else self.spans.request(request.headers, operation, request_id, params),
         )
 
-    async def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises APIError without a tokenizer."""
+    def encode(self, text: str, special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids of a text; ``name``: the field it stands in. Long work. Raises APIError without a tokenizer,
+        LimitError."""
         tokenizer = self.need_tokenizer()
-        if len(text) < _LONG_TEXT:
-            return list(tokenizer.encode(text, add_special_tokens=special_tokens))
-        return list(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special_tokens))
+        check_prompt(self.limits, text, self.engine.max_model_len, name)
+        return list(tokenizer.encode(text, add_special_tokens=special_tokens))
 
-    async def render_chat(
+    def truncated(self, prompt: dict[str, Any], count: int | None, max_tokens: int | None) -> dict[str, Any]:
+        """The end of a prompt: ``count`` tokens of it, -1: what leaves room for ``max_tokens``. Raises APIError."""
+        if count is None:
+            return prompt
+        if count < -1 or count == 0:
+            raise bad_request(
+                f"truncate_prompt_tokens is {count}; it must be -1 or at least 1", "truncate_prompt_tokens"
+            )
+        room = count if count > 0 else max(1, self.engine.max_model_len - max(1, max_tokens or 1))
+        ids = prompt["prompt_token_ids"]
+        return prompt if len(ids) <= room else {"prompt_token_ids": ids[-room:]}
+
+    def check_salt(self, salt: str | None) -> None:
+        """Raises APIError for a wish that nobody else shall share the prefix, where all do."""
+        if salt is not None and self.engine.config.enable_prefix_caching:
+            raise bad_request(
+                "cache_salt is not supported: prefixes are shared by all requests, or by none with "
+                "--enable-prefix-caching false",
+                "cache_salt",
+                "unsupported_parameter",
+            )
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -116,23 +174,20 @@ class Context:
         template_options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> dict[str, Any]:
-        """Messages -> prompt of token ids. Raises APIError, RequestError."""
+        """Messages -> prompt of token ids. Long work. Raises APIError, RequestError."""
         self.need_tokenizer()
         if chat_template is not None and not self.config.trust_request_chat_template:
             raise bad_request(
                 "chat_template: this server takes no templates from requests (--trust-request-chat-template)",
                 "chat_template",
             )
-        render = functools.partial(
-            self.engine.apply_chat_template,
+        return self.engine.apply_chat_template(
             messages,
             chat_template=chat_template or self.config.chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             template_options=template_options,
         )
-        length = sum(len(content) for m in messages if isinstance(content := m.get("content"), str))
-        return render() if length < _LONG_TEXT else await asyncio.to_thread(render)
 
 
 def new_id(prefix: str, given: str | None = None) -> str:
@@ -147,6 +202,20 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def size_of(outputs: Sequence[RequestOutput]) -> int:
+    """About how many bytes an answer will have."""
+    size = 0
+    for output in outputs:
+        for completion in output.outputs:
+            size += len(completion.text) + 16 * len(completion.token_ids) + _entries(completion.logprobs)
+        size += _entries(output.prompt_logprobs)
+    return size
+
+
+def _entries(positions: Sequence[Mapping[int, Any] | None] | None) -> int:
+    return 0 if not positions else 64 * len(positions) * len(positions[-1] or ())
 
 
 def usage_of(outputs: Sequence[RequestOutput], hidden: int = 0) -> dict[str, Any]:

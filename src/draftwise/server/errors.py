@@ -9,7 +9,14 @@ from typing import Any
 
 from starlette.responses import Response
 
-from draftwise.errors import ConfigError, DraftwiseError, EngineDeadError, RequestError
+from draftwise.errors import (
+    ConfigError,
+    ContextLengthError,
+    DraftwiseError,
+    EngineDeadError,
+    LimitError,
+    RequestError,
+)
 
 
 class APIError(Exception):
@@ -59,6 +66,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_TOO_LONG = "context_length_exceeded"  # clients fall back to another model, or send less
 _NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients try a 503 again unless told not to
 
 
@@ -86,6 +94,12 @@ def from_exception(error: Exception) -> APIError:
         return error
     if isinstance(error, EngineDeadError):
         return engine_dead()
+    if isinstance(error, LimitError):
+        # A prompt with too many characters has too many tokens, too.
+        code = _TOO_LONG if error.limit == "max_prompt_chars" else error.limit
+        return bad_request(str(error), param=error.field if error.field.isidentifier() else None, code=code)
+    if isinstance(error, ContextLengthError):
+        return bad_request(str(error), code=_TOO_LONG)
     if isinstance(error, RequestError | ConfigError):
         # "temperature is -1; it must be ..." and "speculation: method ..." name the field first.
         match = re.match(r"([a-z_]+)(?:\[[^\]]*\])?(?: is |: )", str(error))

@@ -22,8 +22,25 @@ _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
 
 
-class _TooLarge(Exception):
-    """More of a body came than is allowed."""
+_SMALL = 1 << 16
+"""Bytes of a body that are always taken: a few large ones must not keep everybody else out."""
+
+
+class _Refused(Exception):
+    """More of a body came than can be taken."""
+
+    def __init__(self, error: APIError) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _no_memory() -> APIError:
+    return APIError(
+        429,
+        "the server is full: too many large bodies at once (--max-body-memory); try again later",
+        code="max_body_memory",
+        headers={"Connection": "close", "Retry-After": "1"},
+    )
 
 
 class Gate:
@@ -39,6 +56,8 @@ class Gate:
             else None
         )
         self._limit = config.max_body_size
+        self._memory = config.max_body_memory
+        self._held = 0  # bytes of bodies, of each those over `_SMALL`
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +65,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         status = 499  # if no answer was begun: the client went away
-        received = 0
+        received = held = 0
 
         async def counted_send(message: Message) -> None:
             nonlocal status
@@ -55,12 +74,16 @@ class Gate:
             await send(message)
 
         async def limited_receive() -> Message:
-            nonlocal received
+            nonlocal received, held
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._limit:
-                    raise _TooLarge
+                    raise _Refused(self._too_large())
+                self._held += max(0, received - _SMALL) - held
+                held = max(0, received - _SMALL)
+                if self._held > self._memory:
+                    raise _Refused(_no_memory())
             return message
 
         try:
@@ -71,13 +94,14 @@ class Gate:
             if scope["method"] == "HEAD":  # what GET answers; the server leaves the body out
                 scope = {**scope, "method": "GET"}
             await self._app(scope, limited_receive, counted_send)
-        except _TooLarge:
+        except _Refused as refused:
             if status == 499:
-                await _refuse(self._too_large(), receive, counted_send)
+                await _refuse(refused.error, receive, counted_send)
         except Exception:
             status = 500 if status == 499 else status  # answered further out
             raise
         finally:
+            self._held -= held
             route = scope.get("route")
             # The route's path and not the client's: what anybody may write would make a label of its own each time.
             self._count(getattr(route, "path", "other"), status)

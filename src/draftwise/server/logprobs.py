@@ -15,7 +15,9 @@ def _value(entry: Logprob) -> float:
     return max(entry.logprob, FLOOR)
 
 
-def _text(token: int, entry: Logprob) -> str:
+def _text(token: int, entry: Logprob, as_ids: bool) -> str:
+    if as_ids:
+        return f"token_id:{token}"
     return entry.decoded_token if entry.decoded_token is not None else f"token_id:{token}"
 
 
@@ -29,11 +31,13 @@ def _top(token: int, position: LogprobsDict, count: int) -> list[tuple[int, Logp
     return ranked if any(t == token for t, _ in ranked) else [*ranked, (token, position[token])]
 
 
-def chat_logprobs(token_ids: Sequence[int], positions: Sequence[LogprobsDict], count: int) -> dict[str, Any]:
-    """``{"content": [{token, logprob, bytes, top_logprobs}]}``."""
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[LogprobsDict], count: int, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """``{"content": [{token, logprob, bytes, top_logprobs}]}``. ``as_ids``: tokens are written "token_id:ID"."""
 
     def one(token: int, entry: Logprob) -> dict[str, Any]:
-        text = _text(token, entry)
+        text = _text(token, entry, as_ids)
         return {"token": text, "logprob": _value(entry), "bytes": list(text.encode())}
 
     content = []
@@ -46,8 +50,9 @@ def chat_logprobs(token_ids: Sequence[int], positions: Sequence[LogprobsDict], c
 class CompletionLogprobs:
     """``{tokens, token_logprobs, top_logprobs, text_offset}`` of one choice, possibly in several pieces."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, as_ids: bool = False) -> None:
         self._count = count
+        self._as_ids = as_ids
         self._offset = 0
 
     def piece(self, tokens: Iterable[tuple[int, LogprobsDict | None, str]]) -> dict[str, list[Any]]:
@@ -59,6 +64,8 @@ class CompletionLogprobs:
             "text_offset": [],
         }
         for token, position, text in tokens:
+            if self._as_ids:
+                text = f"token_id:{token}"
             out["tokens"].append(text)
             out["text_offset"].append(self._offset)
             self._offset += len(text)
@@ -69,13 +76,15 @@ class CompletionLogprobs:
             out["token_logprobs"].append(_value(position[token]))
             top: dict[str, float] = {}
             for t, e in _top(token, position, self._count):
-                top.setdefault(_text(t, e), _value(e))  # of tokens with the same text the likelier one
+                top.setdefault(
+                    _text(t, e, self._as_ids), _value(e)
+                )  # of tokens with the same text the likelier one
             out["top_logprobs"].append(top or {text: _value(position[token])})
         return out
 
     def generated(self, token_ids: Sequence[int], positions: Sequence[LogprobsDict]) -> dict[str, list[Any]]:
         """Output tokens."""
-        return self.piece((t, p, _text(t, p[t])) for t, p in zip(token_ids, positions, strict=True))
+        return self.piece((t, p, _text(t, p[t], False)) for t, p in zip(token_ids, positions, strict=True))
 
 
 def prompt_logprobs(positions: Sequence[LogprobsDict | None]) -> list[dict[str, Any] | None]:

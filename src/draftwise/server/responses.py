@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import RequestOutput
-from draftwise.errors import RequestError
-from draftwise.server.context import Context, metrics_of, new_id
+from draftwise.server.context import Context, Prepared, metrics_of, new_id
 from draftwise.server.errors import bad_request
 from draftwise.server.generation import Generation
 from draftwise.server.params import responses_params
@@ -21,7 +20,7 @@ from draftwise.server.protocol import ResponsesBody
 from draftwise.server.response_items import OutputItems, input_messages, response_tools
 from draftwise.server.sse import EventStream, event, unless_gone
 from draftwise.server.tool_formats import parser_class
-from draftwise.server.tools import ToolPlan
+from draftwise.server.tools import ToolPlan, forced_call_errors
 
 
 async def responses(context: Context, request: Request, body: ResponsesBody) -> Response:
@@ -35,26 +34,19 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
         )
     plan = response_tools(body.tools, body.tool_choice)
     parser = parser_class(context.config.tool_call_parser)
-    try:
+    options = _template_options(body)
+
+    def prepare() -> Prepared:
         params = responses_params(body, plan.schema, special_tokens=plan.parse and parser.special_tokens)
-        prompt = await context.render_chat(input_messages(body.instructions, body.input), tools=plan.shown)
-        items = OutputItems(plan, parser(only_one=body.parallel_tool_calls is False))
-        answer = _Answer(body, model, plan, items)
-        generation = context.start(
-            [prompt],
-            params,
-            request_id=answer.id,
-            priority=body.priority,
-            timeout=body.timeout,
-            operation="chat",
-            headers=request.headers,
+        messages = input_messages(body.instructions, body.input)
+        return [context.render_chat(messages, tools=plan.shown, template_options=options)], params
+
+    items = OutputItems(plan, parser(only_one=body.parallel_tool_calls is False))
+    answer = _Answer(body, model, plan, items)
+    with forced_call_errors(plan):
+        generation = await context.start(
+            request, body, prepare, num_samples=1, request_id=answer.id, operation="chat"
         )
-    except RequestError as error:
-        if plan.schema is not None and "structured" in str(error):
-            raise bad_request(
-                f"tool_choice: a forced call needs structured output: {error}", "tool_choice"
-            ) from None
-        raise
     if body.stream:
         return EventStream(answer.events(generation), generation.close)
     try:
@@ -66,6 +58,19 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
     items.push(completion.text)
     items.finish(completion.finish_reason == "length")
     return JSONResponse(answer.whole(outputs[0], len(completion.token_ids)))
+
+
+def _template_options(body: ResponsesBody) -> dict[str, Any]:
+    """Variables of the template that the request sets. Raises APIError for parts of an answer that there are not."""
+    # Of tools and of reasoning, which no answer has; and a stream of what there is tells all of it.
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise bad_request("include: there are no logprobs here", "include", "unsupported_parameter")
+    effort = (body.reasoning or {}).get("effort")
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise bad_request("reasoning: effort must be text", "reasoning")
+    return {"reasoning_effort": effort}
 
 
 class _Answer:

@@ -89,6 +89,7 @@ async def serve(
     try:
         await server.serve(sockets=[bound or bind(config.host, config.port)])
     finally:
+        context.close()
         for task in watchers:
             task.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draftwise.errors import LimitError, RequestError
 from draftwise.server.errors import bad_request
 
 
@@ -64,6 +66,21 @@ def plan_tools(tools: Sequence[Any] | None, choice: Any) -> ToolPlan:
     if name not in names:
         raise bad_request(f"tool_choice: no tool is called {name[:80]!r}", "tool_choice")
     return ToolPlan(shown=tools, schema=names[name], forced=name)
+
+
+@contextlib.contextmanager
+def forced_call_errors(plan: ToolPlan) -> Iterator[None]:
+    """An error about structured output, of which the client asked for none, is one about its forced call."""
+    try:
+        yield
+    except LimitError:
+        raise
+    except RequestError as error:
+        if plan.schema is not None and "structured" in str(error):
+            raise bad_request(
+                f"tool_choice: a forced call needs structured output: {error}", "tool_choice"
+            ) from None
+        raise
 
 
 def call_of(name: str, arguments: Any, index: int | None = None) -> dict[str, Any]:
