@@ -66,7 +66,7 @@ def storages(drafting: Drafting, method: str) -> list[KVStorage]:
     """K/V that belongs to a method's drafter alone."""
     proposer: Any = drafting._proposers[method]
     if isinstance(proposer, HybridProposer):
-        proposer = proposer._model
+        proposer = proposer.inner
     passes = getattr(proposer, "_passes", None)
     found = passes.kv if passes is not None else getattr(proposer, "_storage", None)
     return [] if found is None or found is drafting._storage else [found]

@@ -13,10 +13,13 @@ import torch
 from tests.fakes.faulty_proposer import wrong_proposals
 
 from draftwise.propose.base import Committed, DraftRow, Proposer
+from draftwise.propose.hybrid import HybridProposer
+from draftwise.propose.lookup.ngram import NgramProposer
+from draftwise.propose.lookup.suffix import SuffixProposer
 from draftwise.runner import guard as guards
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.guard import whole_number
-from draftwise.runner.proposal_checks import checked
+from draftwise.runner.proposal_checks import checked, is_foreign
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
@@ -314,6 +317,11 @@ def test_limits_of_a_proposal_are_exact() -> None:
     q[0, 3] = 1.0
     for scale, wrong in ((1.0, False), (1.0005, False), (1.002, True), (0.998, True)):
         assert refused(chain([3], "x", q * scale)) is wrong
+
+
+def test_whose_q_is_read() -> None:
+    assert is_foreign(Scripted()) and is_foreign(HybridProposer(NgramProposer(5, 2), Scripted()))
+    assert not is_foreign(HybridProposer(NgramProposer(5, 2), SuffixProposer()))
 
 
 def test_numbers_of_numpy_become_ints() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -83,6 +84,60 @@ def test_a_long_match_beats_the_model(look_up: str) -> None:
     # The next step asks for nobody: nothing of the last one is left.
     proposer.propose(rows[:1])
     assert [proposer.filled_after(r) for r in rows] == [3, 3, 3]
+
+
+OWN = {"propose", "filled_after", "drafts_stored", "leaving", "remove", "forget", "resident"}
+"""What a hybrid says itself, in part by asking its model."""
+
+
+def test_every_hook_reaches_the_model() -> None:
+    """Whichever hooks the contract has: a hybrid that forgets one reserves no memory for its model's captured
+    passes, say."""
+    hooks = {name for name, member in vars(Proposer).items() if callable(member) and not name.startswith("_")}
+    assert {"memory_static", "observe", "committed", "settle", "transfer", "trimmed"} <= hooks - OWN
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def recording(name: str) -> Callable[..., object]:
+        return lambda self, *args: calls.append((name, args)) or name
+
+    model = type("Model", (Proposer,), {"name": "model", **{hook: recording(hook) for hook in hooks}})()
+    hybrid = HybridProposer(NgramProposer(5, 2), model)
+    for hook in hooks - OWN:
+        count = len(inspect.signature(getattr(Proposer, hook)).parameters) - 1
+        assert getattr(hybrid, hook)(*range(count)) == hook, hook
+        assert calls.pop() == (hook, tuple(range(count))), hook
+    hybrid.leaving(3, np.zeros(0, np.int32))
+    hybrid.remove(3)
+    hybrid.forget()
+    assert [name for name, _ in calls] == ["leaving", "remove", "forget"]
+    hybrid.forward_time = 2.0
+    assert model.forward_time == hybrid.forward_time == 2.0
+
+
+def test_every_attribute_is_the_models() -> None:
+    own = {"name", "evident", "drafts_dynamic_trees"}
+    for answer in (False, True):
+        values = {name: answer for name in Proposer.__annotations__ if name not in (*own, "forward_time")}
+        assert {"has_storage", "observes", "drafts_trees", "prompt_only", "capture_layers"} <= values.keys()
+        model = type("Model", (Sevens,), values)()
+        hybrid = HybridProposer(NgramProposer(5, 2), model)
+        assert {name: getattr(hybrid, name) for name in values} == values
+        assert (hybrid.name, hybrid.evident, hybrid.drafts_dynamic_trees) == ("hybrid", False, True)
+
+
+def test_the_model_is_told_though_the_look_up_fails() -> None:
+    model = Sevens()
+    left: list[int] = []
+    model.remove = left.append  # type: ignore[method-assign]
+    look_up = NgramProposer(5, 2)
+
+    def lost(rid: int) -> None:
+        raise RuntimeError("lost")
+
+    look_up.remove = lost  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="lost"):
+        HybridProposer(look_up, model).remove(3)
+    assert left == [3]
 
 
 def test_a_dynamic_tree_has_both() -> None:

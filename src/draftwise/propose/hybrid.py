@@ -7,25 +7,14 @@ from dataclasses import replace
 from typing import ClassVar, Protocol, Self
 
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.delegating import DelegatingProposer
 from draftwise.propose.registry import resolve_proposer
+from draftwise.propose.resident import ResidentDrafter
 from draftwise.structured.cursor import is_point_mass
 from draftwise.types import IntArray, Proposal
 
 DEFAULT_MIN_MATCH = 4
 """Tokens of a match from which on the text's own continuation is trusted more than a model."""
-
-_OF_THE_MODEL = (
-    "allocate",
-    "committed",
-    "memory_fixed",
-    "memory_per_block",
-    "observe",
-    "settle",
-    "target_scratch_blocks",
-    "trimmed",
-    "use_target_storage",
-)
-"""Methods about storage and features: the look-up has neither."""
 
 
 class LookUp(Protocol):
@@ -41,16 +30,20 @@ class LookUp(Protocol):
     def forget(self) -> None: ...
 
 
-class HybridProposer(Proposer):
+class HybridProposer(DelegatingProposer):
     """Looks the end of the text up first. What follows a match of ``min_match`` tokens or more is the proposal; all
     other requests are drafted by ``model``, together.
 
     The choice depends on committed tokens alone, so it is lossless whatever the model draws. A request that was
     looked up for some steps is caught up by the model as after steps without drafting. A request with a dynamic
     tree gets both in one proposal, whatever the length of the match, if its nodes are point masses.
+
+    What is not said here, storage and features above all, is the model's: the look-up has neither.
     """
 
     name: ClassVar[str] = "hybrid"
+    drafts_dynamic_trees: ClassVar[bool] = True
+    evident: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -61,19 +54,11 @@ class HybridProposer(Proposer):
         model_tokens: int = 63,
     ) -> None:
         """``model_tokens``: most tokens of a chain that ``model`` drafts."""
+        super().__init__(model)
         self._look_up = look_up
-        self._model = model
         self._min_match = min_match
         self._model_tokens = model_tokens
         self._asked: dict[int, tuple[DraftRow, bool]] = {}  # rid -> what the model was given, used as it is
-        self.capture_layers = model.capture_layers
-        # What an instance answers is the model's answer. (The contract has class variables: mostly it is known early.)
-        for attribute in ("has_storage", "observes", "drafts_trees"):
-            setattr(self, attribute, getattr(model, attribute))
-        for method in _OF_THE_MODEL:
-            setattr(self, method, getattr(model, method))
-
-    drafts_dynamic_trees: ClassVar[bool] = True
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
@@ -89,14 +74,6 @@ class HybridProposer(Proposer):
             min_match=config.hybrid_min_match or DEFAULT_MIN_MATCH,
             model_tokens=inner.num_speculative_tokens,
         )
-
-    @property
-    def forward_time(self) -> float:
-        return self._model.forward_time
-
-    @forward_time.setter
-    def forward_time(self, value: float) -> None:
-        self._model.forward_time = value
 
     # -------------------------------------------------------------------------------------------- propose
 
@@ -115,7 +92,7 @@ class HybridProposer(Proposer):
             else:
                 inner.append(self._model_row(row))
             asked.append(i)
-        drafted = self._model.propose(inner) if inner else ()
+        drafted = self.inner.propose(inner) if inner else ()
         for i, given, proposal in zip(asked, inner, drafted, strict=True):
             joined = proposal
             if rows[i].speculation.dynamic is not None:
@@ -132,7 +109,7 @@ class HybridProposer(Proposer):
     def _tree_row(self, row: DraftRow, found: Proposal) -> DraftRow:
         """The model's part of a tree: at least half of the nodes, and those which the look-up has no use for."""
         budget = max(row.budget - min(len(found), row.budget // 2), len(row.forced), 1)
-        if self._model.drafts_dynamic_trees:
+        if self.inner.drafts_dynamic_trees:
             return replace(row, budget=budget)
         budget = min(budget, self._model_tokens)
         return replace(row, budget=budget, speculation=replace(row.speculation, dynamic=None))
@@ -141,24 +118,33 @@ class HybridProposer(Proposer):
 
     def filled_after(self, row: DraftRow) -> int:
         asked = self._asked.get(row.rid)
-        return row.filled if asked is None else self._model.filled_after(asked[0])
+        return row.filled if asked is None else self.inner.filled_after(asked[0])
 
     def drafts_stored(self, row: DraftRow) -> int:
         asked = self._asked.get(row.rid)
-        return self._model.drafts_stored(asked[0]) if asked is not None and asked[1] else 0
+        return self.inner.drafts_stored(asked[0]) if asked is not None and asked[1] else 0
 
     def leaving(self, rid: int, token_ids_np: IntArray) -> None:
-        self._look_up.leaving(rid, token_ids_np)
-        self._model.leaving(rid, token_ids_np)
+        try:
+            self._look_up.leaving(rid, token_ids_np)
+        finally:
+            self.inner.leaving(rid, token_ids_np)
 
     def remove(self, rid: int) -> None:
         self._asked.pop(rid, None)
-        self._look_up.remove(rid)
-        self._model.remove(rid)
+        try:
+            self._look_up.remove(rid)
+        finally:
+            self.inner.remove(rid)
 
     def forget(self) -> None:
-        self._look_up.forget()
-        self._model.forget()
+        try:
+            self._look_up.forget()
+        finally:
+            self.inner.forget()
+
+    def resident(self) -> ResidentDrafter | None:
+        return None  # a step that stays on the device looks nothing up
 
 
 def join(model: Proposal, found: Proposal, budget: int) -> Proposal:

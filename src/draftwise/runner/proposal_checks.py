@@ -8,6 +8,7 @@ from operator import index
 import torch
 
 from draftwise.propose.base import DraftRow, Proposer
+from draftwise.propose.delegating import DelegatingProposer
 from draftwise.types import Proposal, tree_depth
 
 _DRAWS = frozenset({"independent", "without_replacement", "fixed"})
@@ -95,4 +96,8 @@ def _check_q(
 def is_foreign(proposer: Proposer) -> bool:
     """Whether the values of its q are looked at. The package's own drafters draw from what a softmax gave: where that
     is not finite, nothing can be drawn, and the token says so."""
+    while isinstance(proposer, DelegatingProposer):
+        if not type(proposer).__module__.startswith("draftwise."):
+            return True
+        proposer = proposer.inner
     return not type(proposer).__module__.startswith("draftwise.")
