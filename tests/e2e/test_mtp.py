@@ -120,6 +120,24 @@ def test_numbers_of_drafts_that_change(
     assert drafted >= {0, 1, 2, K}
 
 
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_a_prefix_hit_shorter_than_the_layers(
+    make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, block_size: int
+) -> None:
+    """The third layer's first row is the one of token 3: a hit of one or two tokens gives it nothing to start from."""
+    target, shape = Target(tiny.target), SHAPES["3 layers"]
+    weights = random_layers(shape, seed=5)
+    reference = ReferenceMtp(shape, weights, target.embedding, target.output)
+    llm = engine(make_llm, save_mtp(tmp_path, shape, weights), block_size=block_size)
+    llm.generate({"prompt_token_ids": [5, 6, 7, 8, 9]}, GREEDY)
+    hits = set()
+    for ids in ([5, 10], [5, 6, 10], [5, 10, 11], [5, 6, 10, 11, 12]):
+        output = llm.generate({"prompt_token_ids": ids}, GREEDY)[0]
+        hits.add(output.num_cached_tokens)
+        assert check_drafts([output], target, reference) > 3
+    assert hits == ({1, 2, 3} if block_size == 1 else {0, 2})
+
+
 @pytest.mark.parametrize("form", ["deepseek", "qwen", "mimo"])
 def test_layers_in_the_targets_own_checkpoint(
     make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, form: str

@@ -177,9 +177,11 @@ class HeadState:
         """
         if computed and filled == computed:
             assert stored is not None
-            tracks = [Track.at(1 + depth, computed) for depth in range(depths)]
+            # A depth has no rows before its first key, which a short hit does not reach.
+            tracks = [Track.at(1 + depth, max(1 + depth, computed)) for depth in range(depths)]
             for depth, track in enumerate(tracks):
-                track.queue.append(Features.of(stored[depth : depth + 1].clone()), 0, 1)
+                if track.next == computed:
+                    track.queue.append(Features.of(stored[depth : depth + 1].clone()), 0, 1)
             return cls(tracks)
         # depth d + 1 starts one row after depth d, whose first output it reads
         tracks = [Track.at(computed + 1 + depth, computed + 1 + depth) for depth in range(depths)]

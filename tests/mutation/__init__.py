@@ -1,0 +1,1 @@
+"""Mutation testing: which single changes of a module does no test see? Run by ``scripts/mutate``."""

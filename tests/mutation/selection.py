@@ -1,0 +1,136 @@
+"""Which modules are mutated, and which tests look at them."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "draftwise"
+
+SPINE = (
+    "draftwise.sched",
+    "draftwise.kv",
+    "draftwise.verify",
+    "draftwise.sampling",
+    "draftwise.runner.batch",
+    "draftwise.runner.drafting",
+    "draftwise.runner.executor",
+    "draftwise.runner.outcome",
+    "draftwise.runner.rows",
+    "draftwise.propose.base",
+    "draftwise.propose.models.proposer",
+    "draftwise.propose.models.draft_model",
+    "draftwise.propose.heads.proposer",
+    "draftwise.propose.heads.features",
+    "draftwise.propose.heads.passes",
+    "draftwise.propose.heads.state",
+    "draftwise.propose.heads.trees",
+    "draftwise.propose.trees",
+    "draftwise.engine.core",
+    "draftwise.engine.detokenizer",
+    "draftwise.structured.cursor",
+)
+"""What every step of every request goes through."""
+
+_WHOLE_ENGINES = (
+    "tests/e2e/test_lossless.py",
+    "tests/e2e/test_limits.py",
+    "tests/e2e/test_robustness.py",
+    "tests/e2e/test_engine_fuzz.py",
+)
+_MORE: dict[str, tuple[str, ...]] = {
+    "draftwise.sched": ("tests/unit/test_scheduler_property.py", *_WHOLE_ENGINES, "tests/e2e/test_async.py"),
+    "draftwise.kv": ("tests/unit/test_scheduler_property.py", *_WHOLE_ENGINES),
+    "draftwise.runner": (*_WHOLE_ENGINES, "tests/e2e/test_structured.py"),
+    "draftwise.verify": ("tests/statistical/test_lossless.py", *_WHOLE_ENGINES),
+    "draftwise.sampling": ("tests/unit/test_verify_rules.py", *_WHOLE_ENGINES),
+    "draftwise.propose": (*_WHOLE_ENGINES, "tests/e2e/test_trees.py", "tests/e2e/test_tree_drafting.py"),
+    "draftwise.propose.heads": ("tests/e2e/test_heads.py", "tests/e2e/test_mtp.py"),
+    "draftwise.engine": (*_WHOLE_ENGINES, "tests/e2e/test_async.py", "tests/e2e/test_async_scheduling.py"),
+    "draftwise.structured": ("tests/e2e/test_structured.py", *_WHOLE_ENGINES),
+}
+"""Tests that see a package through the engine, whatever they import."""
+_UNRELATED = (
+    "triton",
+    "cuda",
+    "server",
+    "bench",
+    "train",
+    "cli",
+    "readme",
+    "examples",
+    "gpu",
+    "peers",
+    "page",
+)
+"""Tests of these are long and about something else."""
+
+
+def modules_of(names: list[str]) -> list[str]:
+    """Dotted names or paths of modules and packages -> modules, in order. Raises ValueError for what is not there."""
+    found: dict[str, None] = {}
+    for name in names:
+        dotted = name.removesuffix(".py").strip("/").removeprefix("src/").replace("/", ".")
+        path = ROOT / "src" / Path(*dotted.split("."))
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*.py") if file.name != "__init__.py")
+        elif path.with_suffix(".py").is_file():
+            files = [path.with_suffix(".py")]
+        else:
+            raise ValueError(f"no module {name!r} under src/")
+        for file in files:
+            found[".".join(file.relative_to(ROOT / "src").with_suffix("").parts)] = None
+    return list(found)
+
+
+def source_of(module: str) -> Path:
+    """The file of a module, below the root."""
+    return Path("src", *module.split(".")).with_suffix(".py")
+
+
+def tests_of(module: str) -> list[str]:
+    """Test files that import the module, by themselves or through fakes, then those that run it inside of engines."""
+    direct = [
+        str(file.relative_to(ROOT))
+        for folder in ("unit", "e2e", "statistical", "parity")
+        for file in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+        if module in _imported(file) and not any(word in file.name for word in _UNRELATED)
+    ]
+    more = [file for package in _MORE if f"{module}.".startswith(f"{package}.") for file in _MORE[package]]
+    return list(dict.fromkeys(direct + more))
+
+
+@cache
+def _imported(test: Path) -> frozenset[str]:
+    """Modules of the package that a test imports, by itself or through fakes."""
+    found: set[str] = set()
+    files, seen = [test], {test}
+    while files:
+        own, fakes = _imports(files.pop())
+        found |= own
+        files += fakes - seen
+        seen |= fakes
+    return frozenset(found)
+
+
+@cache
+def _imports(file: Path) -> tuple[set[str], set[Path]]:
+    """Modules of the package, and fakes, that a file imports itself."""
+    found: set[str] = set()
+    fakes: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if name.startswith("tests.fakes."):
+                fake = ROOT / Path(*name.split(".")).with_suffix(".py")
+                if fake.is_file():
+                    fakes.add(fake)
+            elif name.split(".")[0] == PACKAGE:
+                found.add(name)
+    return found, fakes
