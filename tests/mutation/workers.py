@@ -184,6 +184,7 @@ def _in_a_fork(job: Job, folder: Path, running: list[int]) -> Ran:
                         deadline = time.monotonic() + job.limits.get(name, job.limit)
                     elif kind == "end":
                         seconds[name] = float(value)
+                        deadline = time.monotonic() + job.limit
                     else:
                         status, test = kind, name or test
             elif time.monotonic() > deadline or _resident(pid) > _MEMORY:

@@ -181,7 +181,7 @@ def test_what_hangs_or_dies_is_told(project: Path, tmp_path: Path) -> None:
             ("def total(values, start)\n", "broken"),
             (SUM, "passed"),  # the same file again
         ):
-            worker.start(Job(0, file, source, ("tests/test_sums.py",), {test: 1.0}, 30.0))
+            worker.start(Job(0, file, source, ("tests/test_sums.py",), {test: 3.0}, 60.0))
             assert worker.answer().status == wanted
     finally:
         worker.stop()
