@@ -102,6 +102,11 @@ class ScriptedStream:
         self.params = params
         self.ended = asyncio.Event()
 
+    prepared = True
+
+    async def ready(self) -> None:
+        pass
+
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         pieces = self.engine.pieces
         if self.params.output_kind == "final_only":

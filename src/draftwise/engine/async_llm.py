@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import threading
 import uuid
@@ -13,11 +15,13 @@ from typing import Any, Self
 from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
-from draftwise.engine.group import RequestGroup, TextPiece
+from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.llm import engine_stats, render_chat
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
-from draftwise.engine.processor import Prompt
+from draftwise.engine.processor import Prompt, prompt_text
 from draftwise.engine.readers import Readers
+from draftwise.engine.stream import RequestStream, wake
+from draftwise.engine.workers import Workers
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
@@ -27,69 +31,6 @@ logger = logging.getLogger("draftwise")
 
 StepObserver = Callable[[Sequence[RequestUpdate]], None]
 """Told what a step changed, in the engine's thread and after every step: it must be quick."""
-
-
-class RequestStream:
-    """The outputs of one prompt, submitted by `AsyncLLM.submit`; an asynchronous iterator. Close it when done.
-
-    What is new is read off the group when the reader comes: a slow reader gets fewer, larger pieces, and nothing
-    piles up for it.
-    """
-
-    def __init__(self, llm: AsyncLLM, group: RequestGroup, readers: Readers) -> None:
-        self.group = group
-        self.readers = readers
-        self.event = asyncio.Event()  # set in the readers' loop: there is something new
-        self.due = 0.0  # the loop's time before which `Readers` may hold news back
-        self.wants_pieces = group.params.output_kind != "final_only"
-        self.text_only = False  # `pieces` was called
-        self._llm = llm
-        self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        return self.group.request_id
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        """The next output. Raises EngineDeadError if the engine failed."""
-        output = await self._next()
-        assert not isinstance(output, TextPiece)
-        return output
-
-    async def pieces(self) -> AsyncIterator[RequestOutput | TextPiece]:
-        """Outputs, of which those that bring nothing but text come as a `TextPiece`: half the work for whoever sends
-        them on. Only with ``output_kind`` "delta"."""
-        assert self.group.params.output_kind == "delta"
-        self.text_only = True
-        while not self._ended:
-            yield await self._next()
-
-    async def _next(self) -> RequestOutput | TextPiece:
-        if self._ended:
-            raise StopAsyncIteration
-        while True:
-            await self.event.wait()
-            self.event.clear()
-            output = self._llm._read(self)
-            if output is not None:
-                self._ended = not isinstance(output, TextPiece) and output.finished
-                return output
-
-    def close(self) -> None:
-        """Abort what still runs and forget the request. Closing twice is fine."""
-        self._llm._forget(self)
-
-
-def _wake(touched: Mapping[RequestStream, bool]) -> None:
-    """Wake readers from the engine's thread, with one call for each event loop. Value: nothing will follow."""
-    by_loop: dict[Readers, tuple[list[RequestStream], list[RequestStream]]] = {}
-    for stream, ended in touched.items():
-        by_loop.setdefault(stream.readers, ([], []))[ended].append(stream)
-    for readers, (news, ends) in by_loop.items():
-        readers.tell(news, ends)
 
 
 class AsyncLLM:
@@ -120,7 +61,7 @@ class AsyncLLM:
         self._observers: tuple[StepObserver, ...] = ()
         self._forgets = False  # drafters are to forget before the next step
         self._wakeup = threading.Condition(self._engine.core.lock)
-        self._preparing = threading.Lock()
+        self._workers = Workers()
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="draftwise-engine", daemon=True)
@@ -159,68 +100,93 @@ class AsyncLLM:
         priority: int = 0,
         keep_trace: bool | None = None,
     ) -> RequestStream:
-        """Queue one prompt now and return its outputs, to be iterated over and closed in the running event loop.
+        """Begin one prompt and return its outputs, to be iterated over and closed in the running event loop.
+
+        What takes long (a long text, a grammar) is prepared in a thread; whoever has to know before the first output
+        whether the request is valid awaits `RequestStream.ready`. Requests are served in the order of these calls,
+        however long each was prepared.
 
         ``keep_trace``: remember the verified trees of this request (None: as the engine was built).
 
-        Raises RequestError for an invalid request (nothing was queued), EngineDeadError if the engine has failed.
+        Raises RequestError for an invalid request (nothing was queued), here or, where it was found in a thread, from
+        the stream; EngineDeadError if the engine has failed.
         """
         params = sampling_params or SamplingParams()
-        with (
-            self._preparing
-        ):  # tokenizing, compiling a grammar: not while the engine waits for the core's lock
-            self._check_alive()
-            # A name that nobody else gives: a number would be taken from the user who counts his requests.
-            name = request_id if request_id is not None else uuid.uuid4().hex
-            group = self._engine.processor.group(prompt, params, name, priority, keep_trace=keep_trace)
+        loop = asyncio.get_running_loop()
+        self._check_alive()
+        processor = self._engine.processor
+        processor.check(prompt, params)
+        # A name that nobody else gives: a number would be taken from the user who counts his requests.
+        name = request_id if request_id is not None else uuid.uuid4().hex
+        numbers = processor.take_numbers(params.n)
         with self._wakeup:
             self._check_alive()
-            if group.request_id in self._streams:
-                raise RequestError(f"request id {group.request_id!r} is in use")
-            for request in group.requests:
-                self._engine.core.scheduler.check(request.num_prompt, request.max_total)
-            loop = asyncio.get_running_loop()
+            if name in self._streams:
+                raise RequestError(f"request id {name!r} is in use")
             readers = self._readers.get(loop)
             if readers is None:
                 readers = self._readers[loop] = Readers(loop, self._max_chunk_rate)
-            stream = RequestStream(self, group, readers)
+            stream = RequestStream(
+                self, name, prompt_text(prompt), params, readers, self._workers, numbers.arrival_time
+            )
             readers.num_open += 1
-            self._streams[group.request_id] = stream
+            self._streams[name] = stream
+        prepare = functools.partial(
+            processor.group, prompt, params, name, priority, keep_trace=keep_trace, numbers=numbers
+        )
+        lane = processor.lane(prompt, params)
+        if lane is not None:
+            stream.prepare(self._workers.submit(lane, prepare))
+            return stream
+        try:
+            self.enqueue(stream, prepare())
+        except BaseException:
+            self.forget(stream)
+            raise
+        return stream
+
+    def enqueue(self, stream: RequestStream, group: RequestGroup) -> None:
+        """See `StreamOwner`."""
+        with self._wakeup:
+            self._check_alive()
+            if stream.aborted or self._streams.get(stream.request_id) is not stream:
+                return  # nobody wants it any more
+            for request in group.requests:
+                self._engine.core.scheduler.check(request.num_prompt, request.max_total)
+            stream.queued(group)
             for request in group.requests:
                 self._by_rid[request.rid] = stream
                 self._engine.core.add(request)
             self._wakeup.notify()
-        return stream
 
-    def _read(self, stream: RequestStream) -> RequestOutput | TextPiece | None:
-        """What a woken reader gets; None: nothing yet."""
+    def read(self, stream: RequestStream) -> Reading | None:
+        """See `StreamOwner`."""
         group = stream.group
         with self._engine.core.lock:
-            if stream.text_only and self._failure is None and (piece := group.text_piece()) is not None:
-                return piece
-            finished = group.finished
-            if self._failure is not None and not finished:
+            if self._failure is not None and not group.finished:
                 self._check_alive()
-            if not finished and not stream.wants_pieces:
+            if not stream.wants_pieces and not group.finished:
                 return None
-            return group.output(group.params.output_kind)
+            return group.read(stream.params.output_kind, text_only=stream.text_only)
 
     def observe(self, observer: StepObserver) -> None:
         """Have ``observer`` called with the updates of every step. One that raises is dropped and logged."""
         self._observers = (*self._observers, observer)
 
-    def _forget(self, stream: RequestStream) -> None:
-        """The reader is gone: abort what still runs."""
+    def forget(self, stream: RequestStream) -> None:
+        """See `StreamOwner`."""
         readers = stream.readers
         with self._wakeup:
-            if self._streams.pop(stream.request_id, None) is not None:
+            if self._streams.get(stream.request_id) is stream:
+                del self._streams[stream.request_id]
                 readers.num_open -= 1
                 if not readers.num_open:
                     self._readers.pop(readers.loop, None)
-            for request in stream.group.requests:
-                self._by_rid.pop(request.rid, None)
-                self._engine.core.cancel(request.rid)
-            self._wakeup.notify()
+            if stream.prepared:
+                for request in stream.group.requests:
+                    self._by_rid.pop(request.rid, None)
+                    self._engine.core.cancel(request.rid)
+                self._wakeup.notify()
 
     def abort(self, request_id: str) -> bool:
         """Stop a request; its iterator ends with ``finish_reason == "abort"``. False if it is not running."""
@@ -228,8 +194,15 @@ class AsyncLLM:
             stream = self._streams.get(request_id)
             if stream is None:
                 return False
+            if not stream.prepared:
+                if stream.aborted:
+                    return False
+                stream.aborted = True
+                with contextlib.suppress(RuntimeError):  # its loop is closed: nobody reads it
+                    stream.readers.loop.call_soon_threadsafe(stream.abort)
+                return True
             stopped = [self._engine.core.cancel(r.rid) for r in stream.group.requests]
-            _wake({stream: True})
+            wake({stream: True})
             self._wakeup.notify()
             return any(stopped)
 
@@ -283,7 +256,7 @@ class AsyncLLM:
         finally:
             with self._wakeup:
                 streams = list(self._streams.values())
-            _wake(dict.fromkeys(streams, True))
+            wake(dict.fromkeys(streams, True))
 
     def _announce(self, updates: Sequence[RequestUpdate]) -> None:
         touched: dict[RequestStream, bool] = {}
@@ -294,7 +267,7 @@ class AsyncLLM:
                 stream = self._by_rid.get(update.request.rid)
                 if stream is not None and (update.finished or stream.wants_pieces):
                     touched[stream] = update.finished or touched.get(stream, False)
-        _wake(touched)
+        wake(touched)
 
     def _tell(self, updates: Sequence[RequestUpdate]) -> None:
         for observer in self._observers:
@@ -369,6 +342,7 @@ class AsyncLLM:
             if self._failure is None:
                 self._failure = EngineDeadError("the engine was closed")
             self._wakeup.notify()
+        self._workers.close()
         self._thread.join()
         self._engine.core.close()
 
@@ -389,7 +363,7 @@ class AsyncLLM:
         """The thread stayed in the parent: this copy answers with EngineDeadError."""
         self._engine.core.after_fork_in_child()
         self._wakeup = threading.Condition(self._engine.core.lock)
-        self._preparing = threading.Lock()
+        self._workers = Workers()
         if self._failure is None:
             self._failure = EngineDeadError(
                 "the engine runs in the process that this one was forked from: build one here, or start processes with "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Sized
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
 from draftwise.engine.stops import StopStrings
+from draftwise.engine.workers import Lane
 from draftwise.errors import ConfigError, ContextLengthError, RequestError, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.names import DEFAULT_TREE_NODES, MAX_TREE_NODES, RULES
@@ -35,6 +37,27 @@ _SPECULATION_FIELDS = (
     "speculative_dynamic_tree",
     "rule",
 )
+
+
+_FEW_CHARS = 2000
+_FEW_IDS = 16_384
+_FEW_SAMPLES = 64
+"""A request with so much at most is prepared in a millisecond or two."""
+_SMALL_GRAMMAR = 8192
+"""Characters of a grammar that is compiled beside others and not behind large ones."""
+
+
+class Numbers(NamedTuple):
+    """``first`` of the numbers of a prompt's requests, one for each sample, and when they arrived."""
+
+    first: int
+    arrival_time: float
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """The text of a prompt, if it has one."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def end_tokens(model_config: ModelConfig, tokenizer: Any | None) -> tuple[int, ...]:
@@ -74,11 +97,40 @@ class Processor:
         self._clock = clock
         self._keep_trace = keep_trace
         self._next_rid = 0
+        self._lock = Lock()
         eos = end_tokens(model_config, tokenizer)
         self._eos = frozenset(eos)
         self._grammars = grammars or Grammars(tokenizer, model_config.vocab_size, eos)
 
     # -------------------------------------------------------------------------------------------- requests
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Whether the sizes of a request are within the limits: quick. Raises `LimitError`."""
+        check_params(self.limits, params)
+        text = prompt_text(prompt)
+        if text is not None and not (isinstance(prompt, Mapping) and "prompt_token_ids" in prompt):
+            check_prompt(self.limits, text, self.max_model_len)
+
+    def take_numbers(self, count: int) -> Numbers:
+        """Numbers for requests that arrive now. They decide who comes first, and seeds."""
+        with self._lock:
+            first = self._next_rid
+            self._next_rid += count
+        return Numbers(first, self._clock())
+
+    def lane(self, prompt: Prompt, params: SamplingParams) -> Lane | None:
+        """Where `group` should be called for this request; None: it takes a millisecond, wherever."""
+        spec = params.structured_outputs
+        if spec is not None and not self._grammars.is_ready(spec):
+            return Lane.GRAMMAR if spec.size <= _SMALL_GRAMMAR else Lane.LARGE_GRAMMAR
+        text = prompt_text(prompt) or ""
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        num_ids = len(ids) if isinstance(ids, Sized) else 0
+        chars = (0 if num_ids else len(text)) + sum(map(len, params.stop)) + sum(map(len, params.bad_words))
+        lists = (params.stop_token_ids, params.allowed_token_ids or (), params.logit_bias or ())
+        num_ids += params.n * num_ids // 16 + sum(map(len, lists))
+        quick = chars <= _FEW_CHARS and num_ids <= _FEW_IDS and params.n <= _FEW_SAMPLES
+        return None if quick else Lane.TEXT
 
     def group(
         self,
@@ -88,10 +140,13 @@ class Processor:
         priority: int = 0,
         *,
         keep_trace: bool | None = None,
+        numbers: Numbers | None = None,
     ) -> RequestGroup:
         """Make the n requests of one prompt. ``keep_trace``: whether they remember their steps (None: the engine's
-        choice). Raises RequestError; `LimitError`, one of these, before any work is done."""
-        check_params(self.limits, params)
+        choice); ``numbers``: theirs, where they were taken before (None: the next ones). May be called by several
+        threads at once. Raises RequestError; `LimitError`, one of these, before any work is done."""
+        self.check(prompt, params)
+        numbers = numbers or self.take_numbers(params.n)
         text, prompt_np = self.tokenize(prompt)
         params.validate_for_vocab(self._model_config.vocab_size)
         speculation = self.resolve_speculation(params)
@@ -111,12 +166,11 @@ class Processor:
         # Under a grammar ignore_eos puts the end off while anything else can follow, but then it has to come.
         ignores = params.ignore_eos and params.structured_outputs is None
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores else self._eos)
-        seed = params.seed if params.seed is not None else self._draw_seed()
+        seed = params.seed if params.seed is not None else self._draw_seed(numbers.first)
         stops = StopStrings(params.stop) if params.stop else None  # one for all samples
         before = prompt_np[-CONTEXT_TOKENS:].tolist()
         requests: list[Request] = []
         detokenizers: list[IncrementalDetokenizer | None] = []
-        arrival = self._clock()
         for index in range(params.n):
             detokenizer = None
             if self.tokenizer is not None and params.detokenize:
@@ -130,13 +184,13 @@ class Processor:
                 )
             requests.append(
                 Request(
-                    rid=self._next_rid,
+                    rid=numbers.first + index,
                     prompt_np=prompt_np,
                     params=params,
                     speculation=speculation,
                     max_total=total,
                     seed=seed,
-                    arrival_time=arrival,
+                    arrival_time=numbers.arrival_time,
                     sample_index=index,
                     priority=priority,
                     stop_token_ids=stop_ids,
@@ -146,16 +200,15 @@ class Processor:
                 )
             )
             detokenizers.append(detokenizer)
-            self._next_rid += 1
         name = request_id if request_id is not None else str(requests[0].rid)
         return RequestGroup(name, text, params, requests, detokenizers, self.tokenizer)
 
-    def _draw_seed(self) -> int:
+    def _draw_seed(self, number: int) -> int:
         """A seed for a request without one: fresh entropy, or, with an engine seed, a function of it and of the
         request's number."""
         if self._seed is None:
             return int.from_bytes(os.urandom(8), "little")
-        digest = hashlib.blake2b(f"{self._seed}/{self._next_rid}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
     # --------------------------------------------------------------------------------------------- prompts
@@ -185,7 +238,6 @@ class Processor:
             )
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids")
-        check_prompt(self.limits, text, self.max_model_len)
         ids = self.tokenizer.encode(text)
         if not ids:
             raise RequestError("the prompt is empty: it has no tokens")
@@ -202,11 +254,11 @@ class Processor:
                 f"This model's maximum context length is {self.max_model_len} tokens (max_model_len), for prompt and "
                 f"output together, and the prompt has {len(ids)} tokens: no room for an output token"
             )
-        if not all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in ids):
+        if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, ids))):
             raise RequestError("prompt_token_ids must be integers")
         vocab = self._model_config.vocab_size
-        bad = next((t for t in ids if not 0 <= t < vocab), None)
-        if bad is not None:
+        if min(ids) < 0 or max(ids) >= vocab:
+            bad = next(t for t in ids if not 0 <= t < vocab)
             raise RequestError(f"token id {bad} is out of range: the vocabulary has {vocab} tokens")
         return np.asarray(ids, np.int32)
 

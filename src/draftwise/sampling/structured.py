@@ -78,6 +78,17 @@ class StructuredOutputs:
         assert self.kind == "json"
         return self.json if isinstance(self.json, str) else '{"type":"object"}'
 
+    @property
+    def size(self) -> int:
+        """Characters of it."""
+        given = (
+            self.schema if self.kind == "json" else None,
+            self.regex,
+            self.grammar,
+            self.whitespace_pattern,
+        )
+        return sum(len(text) for text in (*given, *(self.choice or ())) if text is not None)
+
     @classmethod
     def from_value(cls, value: Any) -> StructuredOutputs:
         """Take what a user wrote: an instance, or a mapping of its fields. Raises `RequestError`."""

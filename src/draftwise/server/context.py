@@ -122,7 +122,7 @@ class Context:
         except BaseException:
             ticket.release()
             raise
-        return Generation(
+        generation = Generation(
             self.engine,
             prompts,
             params,
@@ -135,6 +135,8 @@ class Context:
             if self.spans is None
             else self.spans.request(request.headers, operation, request_id, params),
         )
+        await generation.ready(request)
+        return generation
 
     def encode(self, text: str, special_tokens: bool = True, name: str = "prompt") -> list[int]:
         """Token ids of a text; ``name``: the field it stands in. Long work. Raises APIError without a tokenizer,

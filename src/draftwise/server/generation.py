@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from starlette.requests import Request
+
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import RequestOutput
 from draftwise.errors import EngineDeadError
@@ -14,6 +16,7 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.server.engine import OutputStream, ServedEngine
 from draftwise.server.errors import APIError, deadline_exceeded, engine_dead, shutting_down
 from draftwise.server.spans import RequestSpans
+from draftwise.server.sse import unless_gone
 
 Prompt = str | Mapping[str, Any]
 
@@ -34,7 +37,8 @@ class Generation:
         on_close: Callable[[], None] = lambda: None,
         spans: RequestSpans | None = None,
     ) -> None:
-        """Queue all prompts. ``on_close`` is called once, also if this raises; ``spans`` is ended if it does not.
+        """Begin all prompts; await `ready`. ``on_close`` is called once, also if this raises; ``spans`` is ended if it
+        does not.
 
         Raises RequestError (nothing runs then) or EngineDeadError.
         """
@@ -60,6 +64,19 @@ class Generation:
         self._spans = spans
         if timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
+
+    async def ready(self, request: Request) -> None:
+        """Return when all prompts are queued: some are prepared in threads. What has failed is closed.
+
+        Raises RequestError (nothing runs then), EngineDeadError, or ClientGone.
+        """
+        try:
+            for stream in self._streams:
+                if not stream.prepared:
+                    await unless_gone(request, stream.ready())
+        except BaseException:
+            self.close()
+            raise
 
     def _expire(self) -> None:
         self._expired = True

@@ -54,3 +54,7 @@ class GrammarBackend(ABC):
         """A matcher at the start of the text; compiled grammars are kept for the next call.
 
         Raises `RequestError`: the schema, regular expression or grammar is invalid or not supported."""
+
+    @abstractmethod
+    def has(self, spec: StructuredOutputs) -> bool:
+        """Whether `matcher` has a compiled grammar at hand."""

@@ -38,6 +38,12 @@ class Grammars:
         self._made: tuple[GrammarBackend, Vocabulary] | None = None
         self._lock = Lock()
 
+    def is_ready(self, spec: StructuredOutputs) -> bool:
+        """Whether `check` would take no time: the grammar was compiled a moment ago."""
+        with self._lock:
+            made = self._made
+        return made is not None and made[0].has(spec)
+
     def check(self, spec: StructuredOutputs) -> None:
         """Compile a grammar, to be used soon.
 

@@ -68,6 +68,10 @@ class LlguidanceBackend(GrammarBackend):
                     self._compiled.popitem(last=False)
         return LlguidanceMatcher(compiled.deep_copy(), -(-self.num_tokens // 32))
 
+    def has(self, spec: StructuredOutputs) -> bool:
+        with self._lock:
+            return spec in self._compiled
+
     def _compile(self, spec: StructuredOutputs) -> Any:
         kind = "JSON schema" if spec.kind == "json" else spec.kind
         try:

@@ -273,6 +273,7 @@ async def _one(llm: AsyncLLM, ask: Ask, name: str) -> Answer:
     prompt = {"prompt_token_ids": list(ask.prompt)}
     try:
         stream = llm.submit(prompt, ask.params, name, priority=ask.priority)
+        await stream.ready()
     except EngineDeadError:
         return Answer(ask, 0, None, dead=True)
     reader = _Reader(llm, ask, stream)

@@ -1,0 +1,188 @@
+"""`RequestStream`: what a reader of `AsyncLLM` holds, from the moment he asks to the last output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Protocol, Self
+
+from draftwise.engine.group import Reading, RequestGroup, TextPiece
+from draftwise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from draftwise.engine.readers import Readers
+from draftwise.engine.workers import Lane, Workers
+from draftwise.sampling.params import SamplingParams
+
+_MANY = 2000
+"""Log-probabilities from which on an output is made in a thread: some milliseconds in which other streams go on."""
+
+
+class StreamOwner(Protocol):
+    """What a stream needs of its engine."""
+
+    def enqueue(self, stream: RequestStream, group: RequestGroup) -> None:
+        """The stream's requests are prepared. Raises RequestError, EngineDeadError."""
+        ...
+
+    def read(self, stream: RequestStream) -> Reading | None:
+        """What is new; None: nothing yet. Raises EngineDeadError."""
+        ...
+
+    def forget(self, stream: RequestStream) -> None:
+        """Abort what runs, for the reader is gone."""
+        ...
+
+
+class RequestStream:
+    """The outputs of one prompt, submitted by `AsyncLLM.submit`; an asynchronous iterator. Close it when done.
+
+    What is new is read off the group when the reader comes: a slow reader gets fewer, larger pieces, and nothing
+    piles up for him.
+    """
+
+    def __init__(
+        self,
+        owner: StreamOwner,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        readers: Readers,
+        workers: Workers,
+        arrival_time: float,
+    ) -> None:
+        """``prompt``: its text, if it has one; ``readers``: of the running event loop."""
+        self.request_id = request_id
+        self.params = params
+        self.readers = readers
+        self.event = asyncio.Event()  # set in the readers' loop: there is something new
+        self.due = 0.0  # the loop's time before which `Readers` may hold news back
+        self.wants_pieces = params.output_kind != "final_only"
+        self.text_only = False  # `pieces` was called
+        self.aborted = False  # while the request was prepared, or before; written under the engine's lock
+        self._owner = owner
+        self._prompt = prompt
+        self._workers = workers
+        self._arrival_time = arrival_time
+        self._group: RequestGroup | None = None
+        self._task: asyncio.Task[None] | None = None  # prepares
+        self._error: Exception | None = None
+        self._building: asyncio.Future[RequestOutput | TextPiece] | None = None
+        self._ended = False
+
+    # ------------------------------------------------------------------------------------------- preparation
+
+    @property
+    def group(self) -> RequestGroup:
+        """The request's samples, once it is `prepared`."""
+        assert self._group is not None, "the request is not prepared yet"
+        return self._group
+
+    @property
+    def prepared(self) -> bool:
+        """The request is queued."""
+        return self._group is not None
+
+    def queued(self, group: RequestGroup) -> None:
+        """The engine has the requests of this prompt now."""
+        self._group = group
+
+    def prepare(self, group: Awaitable[RequestGroup]) -> None:
+        """Queue the group when it is made; errors are raised by `ready` and by the first output."""
+        self._task = self.readers.loop.create_task(self._prepare(group))
+
+    async def _prepare(self, group: Awaitable[RequestGroup]) -> None:
+        try:
+            made = await group
+            self._owner.enqueue(self, made)
+        except Exception as error:
+            self._error = error
+
+    def abort(self) -> None:
+        """Call it in the readers' loop: a preparation that goes on is of no use any more."""
+        if self._task is not None and not self.prepared:
+            self._task.cancel()
+
+    async def ready(self) -> None:
+        """Return when the request is queued, or was aborted before.
+
+        Raises RequestError if it is invalid, EngineDeadError if the engine failed or was closed.
+        """
+        if self._task is not None:
+            await asyncio.wait([self._task])  # goes on if whoever waits is cancelled
+        if self._error is not None:
+            raise self._error
+
+    # ----------------------------------------------------------------------------------------------- outputs
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output. Raises RequestError for an invalid request, EngineDeadError if the engine failed."""
+        output = await self._next()
+        assert not isinstance(output, TextPiece)
+        return output
+
+    async def pieces(self) -> AsyncIterator[RequestOutput | TextPiece]:
+        """Outputs, of which those that bring nothing but text come as a `TextPiece`: half the work for whoever sends
+        them on. Only with ``output_kind`` "delta"."""
+        assert self.params.output_kind == "delta"
+        self.text_only = True
+        while not self._ended:
+            yield await self._next()
+
+    async def _next(self) -> RequestOutput | TextPiece:
+        if self._ended:
+            raise StopAsyncIteration
+        if self._group is None:
+            await self.ready()
+            if self._group is None:
+                self._ended = True
+                if not self.aborted:  # the stream was closed
+                    raise StopAsyncIteration
+                return self._aborted_output()
+        while self._building is None:
+            await self.event.wait()
+            self.event.clear()
+            reading = self._owner.read(self)
+            if reading is None:
+                continue
+            if self._group.num_to_build(reading) <= _MANY:
+                return self._last(self._group.build(reading))
+            work = functools.partial(self._group.build, reading)
+            self._building = self._workers.submit(Lane.OUTPUT, work)
+        output = await asyncio.shield(self._building)  # a reader that is cancelled may come again
+        self._building = None
+        return self._last(output)
+
+    def _last(self, output: RequestOutput | TextPiece) -> RequestOutput | TextPiece:
+        self._ended = not isinstance(output, TextPiece) and output.finished
+        return output
+
+    def _aborted_output(self) -> RequestOutput:
+        samples = range(self.params.n)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=(),
+            outputs=tuple(CompletionOutput(i, "", (), finish_reason="abort") for i in samples),
+            finished=True,
+            metrics=RequestMetrics(self._arrival_time),
+        )
+
+    def close(self) -> None:
+        """Abort what still runs and forget the request. Closing twice is fine."""
+        self._owner.forget(self)
+        if self._task is not None and not self._task.done():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.readers.loop.call_soon_threadsafe(self._task.cancel)
+
+
+def wake(touched: Mapping[RequestStream, bool]) -> None:
+    """Wake readers from the engine's thread, with one call for each event loop. Value: nothing will follow."""
+    by_loop: dict[Readers, tuple[list[RequestStream], list[RequestStream]]] = {}
+    for stream, ended in touched.items():
+        by_loop.setdefault(stream.readers, ([], []))[ended].append(stream)
+    for readers, (news, ends) in by_loop.items():
+        readers.tell(news, ends)

@@ -1,0 +1,123 @@
+"""Threads for work that would hold up an event loop: a few of them, in lanes that do not wait for one another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from draftwise import lifetime
+from draftwise.errors import EngineDeadError
+
+T = TypeVar("T")
+
+
+class Lane(enum.Enum):
+    """Work of one kind. Value: its threads, at most."""
+
+    TEXT = ("text", 2)  # tokenizing, rendering, automata of stop strings: milliseconds per 10,000 characters
+    OUTPUT = ("output", 1)  # outputs with many log-probabilities
+    GRAMMAR = ("grammar", 2)  # small grammars: milliseconds, at most a second or two
+    LARGE_GRAMMAR = ("large grammar", 1)  # as long as the limits allow
+
+    @property
+    def num_threads(self) -> int:
+        return self.value[1]
+
+
+class _Job(Generic[T]):
+    """Work to be done, and the future in the loop of whoever waits for it."""
+
+    def __init__(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
+        self._work = work
+        self._future = future
+
+    def run(self) -> None:
+        if self._future.cancelled():  # nobody waits any more
+            return
+        try:
+            with lifetime.computing():
+                result = self._work()
+        except BaseException as error:
+            self._deliver(self._future.set_exception, error)
+        else:
+            self._deliver(self._future.set_result, result)
+
+    def refuse(self) -> None:
+        self._deliver(self._future.set_exception, EngineDeadError("the engine was closed"))
+
+    def _deliver(self, put: Callable[[Any], None], value: Any) -> None:
+        def unless_cancelled() -> None:
+            if not self._future.done():
+                put(value)
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            self._future.get_loop().call_soon_threadsafe(unless_cancelled)
+
+
+class Workers:
+    """Threads start when there is work for them, and end with `close`. A lane's work is begun in the order in which it
+    came."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[Lane, SimpleQueue[_Job[Any] | None]] = {lane: SimpleQueue() for lane in Lane}
+        self._free = dict.fromkeys(Lane, 0)  # threads without work, less the work that waits for them
+        self._threads: dict[Lane, list[threading.Thread]] = {lane: [] for lane in Lane}
+        self._closed = False
+
+    def submit(self, lane: Lane, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Have ``work`` done; the future belongs to the running event loop. Cancelling it drops work that was not
+        begun, and the result of work that was."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = _Job(work, future)
+        with self._lock:
+            if self._closed:
+                job.refuse()
+                return future
+            self._free[lane] -= 1
+            threads = self._threads[lane]
+            if self._free[lane] < 0 and len(threads) < lane.num_threads:
+                name = f"draftwise-{lane.value[0].replace(' ', '-')}-{len(threads)}"
+                thread = threading.Thread(
+                    target=_work, args=(self._queues[lane], weakref.ref(self), lane), name=name, daemon=True
+                )
+                threads.append(thread)
+                self._free[lane] += 1
+                thread.start()
+            self._queues[lane].put(job)
+        return future
+
+    def _done(self, lane: Lane) -> None:
+        with self._lock:
+            self._free[lane] += 1
+
+    def close(self) -> None:
+        """Begin nothing more; what waits ends with EngineDeadError, what runs is left to itself. Closing twice is
+        fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for lane, queue in self._queues.items():
+                while not queue.empty():
+                    job = queue.get()
+                    if job is not None:
+                        job.refuse()
+                for _ in self._threads[lane]:
+                    queue.put(None)
+
+
+def _work(queue: SimpleQueue[_Job[Any] | None], owner: weakref.ReferenceType[Workers], lane: Lane) -> None:
+    while (job := queue.get()) is not None:
+        job.run()
+        del job  # it may hold a large prompt
+        workers = owner()
+        if workers is not None:
+            workers._done(lane)
+        del workers
