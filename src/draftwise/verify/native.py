@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.types import Verification
@@ -50,7 +51,7 @@ class NativeRules(BatchRules):
         rules: Sequence[str],
         stored: PassSlots | None = None,
     ) -> list[Verification]:
-        assert logits.dtype is torch.float32 and logits.device.type == "cpu"
+        require(logits.dtype is torch.float32 and logits.device.type == "cpu", "float32 logits on the CPU")
         logits = logits.contiguous()
         packed: list[bytes] = []
         tokens: list[int] = []
@@ -70,7 +71,11 @@ class NativeRules(BatchRules):
                 if is_sampled(proposal):
                     q = proposal.q
                     if q is not last_q:  # requests that were drafted together share it
-                        assert q is not None and q.dtype is torch.float32 and q.shape[1] == logits.shape[1]
+                        require(
+                            q is not None and q.dtype is torch.float32 and q.shape[1] == logits.shape[1],
+                            "float32 q for each token",
+                        )
+                        assert q is not None
                         kept_q.append(q.contiguous())
                         last_q, last_q_at = q, kept_q[-1].data_ptr()
                     draw, q_at = _DRAWS[proposal.draw], last_q_at

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.types import AttentionBatch
@@ -74,8 +75,15 @@ def address(array: np.ndarray[Any, Any]) -> int:
 def kv_parts(kv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
     """A layer's entries, and their scales if they are codes."""
     entries, scales = kv if len(kv) == 2 else (kv[0], None)
-    assert (entries.dtype is torch.int8) == (scales is not None)
-    assert scales is None or (scales.dtype is torch.float32 and scales.is_contiguous())
+    require(entries.dtype in KV_DTYPES and entries.is_contiguous(), "a contiguous cache of a type it knows")
+    require(
+        (entries.dtype is torch.int8) == (scales is not None), "scales with an int8 cache, and with no other"
+    )
+    require(
+        scales is None
+        or (scales.dtype is torch.float32 and scales.is_contiguous() and scales.shape == entries.shape[:-1]),
+        "float32 scales, one per token and head",
+    )
     return entries, scales
 
 
@@ -87,15 +95,31 @@ def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
     # rows of block tables may be views of longer ones, block ids lie side by side
     if tables.strides[1] != 4 and tables.shape[1] > 1:
         tables = np.ascontiguousarray(tables)
-    assert tables.dtype == np.int32 and starts.dtype == np.int32 and contexts.dtype == np.int32
+    trees, ancestors = batch.is_tree_np, batch.ancestors_np
+    require(
+        tables.dtype == np.int32 and starts.dtype == np.int32 and contexts.dtype == np.int32,
+        "block tables, starts and lengths in int32",
+    )
+    require(len(starts) == len(contexts) + 1 and len(tables) == len(contexts), "as many tables as requests")
+    require(
+        len(trees) == len(contexts) and trees.itemsize == 1 and trees.flags.c_contiguous, "a byte per request"
+    )
+    require(
+        ancestors is None
+        or (ancestors.itemsize == 8 and ancestors.flags.c_contiguous and len(ancestors) >= int(starts[-1])),
+        "ancestors of 64 bits, one per row",
+    )
     view.query_start = address(starts)
     view.context_len = address(contexts)
     view.is_tree = address(batch.is_tree_np)
     view.block_tables = address(tables)
     view.ancestors = None if batch.ancestors_np is None else address(batch.ancestors_np)
     firsts, stored = batch.first_key_np, batch.tree_start_np
-    assert firsts is None or (firsts.dtype == np.int32 and firsts.flags.c_contiguous)
-    assert stored is None or (stored.dtype == np.int32 and stored.flags.c_contiguous)
+    for own in (firsts, stored):
+        require(
+            own is None or (own.dtype == np.int32 and own.flags.c_contiguous and len(own) == len(contexts)),
+            "first keys and starts of trees in int32, one per request",
+        )
     view.first_key = None if firsts is None else address(firsts)
     view.tree_start = None if stored is None else address(stored)
     view.table_stride = tables.strides[0] // 4
@@ -130,14 +154,23 @@ class NativeAttention(AttentionBackend):
     ) -> Tensor:
         entries, scales = kv_parts(kv)
         rows, heads, dim = q.shape
-        assert q.dtype in DTYPES and entries.is_contiguous()
-        assert rows == 0 or (q.stride(2) == 1 and (heads == 1 or q.stride(1) == dim))
-        assert heads % num_kv_heads == 0
+        require(q.dtype in DTYPES, "float32 or bfloat16 queries")
+        require(
+            rows == 0 or (q.stride(2) == 1 and (heads == 1 or q.stride(1) == dim)), "queries side by side"
+        )
+        require(
+            num_kv_heads > 0 and heads % num_kv_heads == 0, "as many query heads for each head of the cache"
+        )
+        require(entries.shape[1:] == (2 * num_kv_heads, dim), "a cache of the same heads")
         if out is None:
             out = torch.empty((rows, heads * dim), dtype=q.dtype)
-        assert out.shape == (rows, heads * dim) and out.is_contiguous()
+        require(
+            out.shape == (rows, heads * dim) and out.dtype is q.dtype and out.is_contiguous(),
+            "a contiguous result of the queries' type",
+        )
         view = BatchView()
         kept = fill_view(view, batch)
+        require(int(batch.query_start_np[-1]) <= rows, "a row of queries for each token")
         call = AttentionCall(
             q.data_ptr(),
             entries.data_ptr(),

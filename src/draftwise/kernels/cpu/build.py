@@ -44,6 +44,15 @@ class BuildError(Exception):
     """No compiler, or it failed; the message ends with what it said."""
 
 
+def source_id(folder: Path = SOURCES) -> str:
+    """A digest of the sources in a folder; the library carries that of what it was made from (``dw_source_id``)."""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.h"), *folder.glob("*.cpp")), key=lambda path: path.name):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32]
+
+
 def find_compiler() -> str:
     """The C++ compiler: ``$CXX``, or the first of g++, clang++, c++ that is there.
 
@@ -142,7 +151,7 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
     # the library carries the digest of what it was made from: nothing to do if that did not change
     parts = repr([(path.name, digest_of(path)) for path in sources]).encode()
     identity = hashlib.sha256(parts).hexdigest()[:32]
-    mark = f"draftwise-build:{identity}".encode()
+    mark = f"draftwise-build:{identity}:{source_id()}".encode()
     if target.exists() and mark in target.read_bytes():
         return target
 
@@ -160,8 +169,9 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
         compiled = list(threads.map(compile_one, sources))
     identity_source = folder / "identity.cpp"
     identity_source.write_text(
-        f'extern "C" __attribute__((visibility("default"))) const char* dw_build_id() '
-        f'{{ return "{mark.decode()}"; }}\n'
+        '#define DW_EXPORT extern "C" __attribute__((visibility("default")))\n'
+        f'DW_EXPORT const char* dw_build_id() {{ return "{mark.decode()}"; }}\n'
+        f'DW_EXPORT const char* dw_source_id() {{ return "{source_id()}"; }}\n'
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     linked = target.with_suffix(f".{os.getpid()}.tmp")

@@ -1,5 +1,13 @@
 """The native library: found, loaded once, told which instruction set to use.
 
+A library that was built from other sources than those beside it is refused: structures are mirrored in ctypes, and one
+field more makes a call write where it should not. That is an error, not a reason to go on without: the engine would be
+several times slower, and whoever edited a source or updated the package would not learn why. Where there is no library,
+nobody built one (no compiler, say), and models run on plain torch with a warning.
+
+How calls fail is said in errno (``csrc/boundary.h``) and raised here: MemoryError; ValueError for arguments that a
+kernel refuses; else OSError.
+
 ``DRAFTWISE_CPU_ISA`` = ``portable`` | ``avx2`` | ``avx512`` forces an instruction set that the processor has. Results
 are the same bits for any batch on each of them, not across them. ``DRAFTWISE_CPU_LIBRARY`` names another build of the
 library, for example one with a sanitiser in it.
@@ -9,14 +17,16 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import errno
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from draftwise.errors import ConfigError
+from draftwise.kernels.cpu.build import SOURCES, source_id
 
 ISA_VARIABLE = "DRAFTWISE_CPU_ISA"
 LIBRARY_VARIABLE = "DRAFTWISE_CPU_LIBRARY"
@@ -35,19 +45,36 @@ class NativeLibrary:
     """The loaded library. Functions are declared by who uses them, with `function`."""
 
     def __init__(self, path: Path) -> None:
+        """Raises ConfigError if it was built from other sources, OSError if the system cannot load it."""
         self.path = path
-        self._handle = ctypes.CDLL(str(path))
-        self._lock = threading.Lock()
+        self._handle = ctypes.CDLL(str(path), use_errno=True)
+        self._check_sources()
         self.best_isa = Isa(self.function("dw_isa_best", ctypes.c_int, [])())
         self._set_isa = self.function("dw_isa_set", ctypes.c_int, [ctypes.c_int])
         self._current_isa = self.function("dw_isa_current", ctypes.c_int, [])
 
     def function(self, name: str, result: type | None, arguments: Sequence[type]) -> ctypes._NamedFuncPointer:
-        """A C function by name, with its types; calls release the interpreter lock."""
+        """A C function by name, with its types; calls release the interpreter lock, and raise what it says in errno."""
         pointer = self._handle[name]
         pointer.restype = result
         pointer.argtypes = list(arguments)
+        pointer.errcheck = _raise_errno
         return pointer
+
+    def _check_sources(self) -> None:
+        wanted = source_id()
+        try:
+            built_from = self._handle["dw_source_id"]
+        except AttributeError:  # from before there was one
+            found = None
+        else:
+            built_from.restype = ctypes.c_char_p
+            found = built_from()
+        if found != wanted.encode():
+            raise ConfigError(
+                f"the native library {self.path} was not built from the sources beside it ({SOURCES}): run python -m "
+                "draftwise.kernels.cpu.build to build it again, or set DRAFTWISE_KERNELS=torch to do without"
+            )
 
     @property
     def isa(self) -> Isa:
@@ -79,6 +106,18 @@ def release_with(
     return finalizer
 
 
+def _raise_errno(result: Any, function: Any, arguments: Any) -> Any:
+    code = ctypes.get_errno()
+    if code == 0:
+        return result
+    name = getattr(function, "__name__", "a native function")
+    if code == errno.ENOMEM:
+        raise MemoryError(f"{name}: not enough memory")
+    if code == errno.EINVAL:
+        raise ValueError(f"{name}: the arguments do not fit together")
+    raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
 @functools.cache
 def _loaded() -> NativeLibrary | str:
     """The library, or why there is none."""
@@ -87,7 +126,7 @@ def _loaded() -> NativeLibrary | str:
         return f"{path.name} is not built (python -m draftwise.kernels.cpu.build)"
     try:
         library = NativeLibrary(path)
-    except (OSError, AttributeError) as error:  # made for another platform, or by another version
+    except OSError as error:  # made for another platform
         return f"{path.name} cannot be loaded: {error}"
     forced = os.environ.get(ISA_VARIABLE)
     if forced:

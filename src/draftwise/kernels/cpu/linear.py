@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import math
 
 import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Linear
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import Scheme
@@ -36,6 +38,7 @@ class Epilogue(enum.IntEnum):
     SILU_MUL = 2  # silu(gate) * up, for weights packed as gate | up
 
 
+_OUT_DTYPES = (torch.float32, torch.bfloat16)
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # csrc/linear.h, DType
 
 
@@ -94,8 +97,9 @@ class LinearKernels:
             paired: ``weight`` is gate | up, each [out / 2, in], and may be used with `Epilogue.SILU_MUL`.
         """
         formats = {torch.float32: Format.F32, torch.bfloat16: Format.BF16}
-        assert weight.dtype in formats, weight.dtype
+        require(weight.dtype in formats and weight.ndim == 2, "a float32 or bfloat16 matrix")
         outputs, inputs = weight.shape
+        require(bias is None or bias.shape == (outputs,), "one bias per output")
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         wide = None if bias is None else bias.to(torch.float32).contiguous()
@@ -109,8 +113,6 @@ class LinearKernels:
             inputs,
             paired,
         )
-        if not pointer:
-            raise MemoryError(f"no memory for a linear layer of {outputs} x {inputs}")
         return NativeLinear(pointer, outputs, inputs, weight.dtype, paired, self)
 
     def pack_quantized(
@@ -131,8 +133,18 @@ class LinearKernels:
             dtype: Of the rows: bfloat16, or float32 if ``dynamic``.
             paired: As in `pack`.
         """
-        assert dtype is torch.bfloat16 or (dtype is torch.float32 and dynamic), dtype
+        require(
+            dtype is torch.bfloat16 or (dtype is torch.float32 and dynamic), "bfloat16 rows, or dynamic ones"
+        )
+        require(weight.codes.ndim == 2 and weight.codes.element_size() == 1, "a matrix of bytes")
         outputs, inputs = weight.codes.shape
+        groups = (outputs,) if weight.bits == 8 else (outputs, -(-inputs // (weight.group or inputs)))
+        require(weight.scales.numel() == math.prod(groups), "a scale per output and group")
+        require(
+            weight.zeros is None or weight.zeros.numel() == math.prod(groups),
+            "a zero point per output and group",
+        )
+        require(bias is None or bias.shape == (outputs,), "one bias per output")
         codes = weight.codes.contiguous()
         scales = weight.scales.to(torch.float32).contiguous()
         zeros = None if weight.zeros is None else weight.zeros.to(torch.uint8).contiguous()
@@ -140,7 +152,7 @@ class LinearKernels:
         if weight.bits == 8:
             code = Format.I8_DYNAMIC if dynamic else Format.I8
             # only sign and magnitude of seven bits fit where rows are not quantised
-            assert dynamic or bool((codes != -128).all())
+            require(dynamic or bool((codes != -128).all()), "codes from -127 to 127")
         else:
             code = Format.I4_DYNAMIC if dynamic else Format.I4
         pointer = self._pack_quantized(
@@ -156,8 +168,6 @@ class LinearKernels:
             inputs,
             paired,
         )
-        if not pointer:
-            raise MemoryError(f"a linear layer of {outputs} x {inputs} cannot be packed as {code.name}")
         return NativeLinear(pointer, outputs, inputs, dtype, paired, self)
 
     def pack_as(
@@ -191,15 +201,21 @@ class LinearKernels:
             ``out``.
         """
         rows, inputs = x.shape
-        assert x.dtype is weight.dtype and inputs == weight.inputs and x.stride(1) == 1
+        require(
+            x.dtype is weight.dtype and inputs == weight.inputs and (rows == 0 or x.stride(1) == 1),
+            "rows of the weight's type and width",
+        )
         columns = weight.outputs
         if epilogue is Epilogue.SILU_MUL:
-            assert weight.paired
+            require(weight.paired, "weights packed as gate | up for this epilogue")
             columns //= 2
         if out is None:
-            assert epilogue is not Epilogue.ADD
+            require(epilogue is not Epilogue.ADD, "something to add to")
             out = torch.empty((rows, columns), dtype=dtype or x.dtype)
-        assert out.shape == (rows, columns) and (rows == 0 or out.stride(1) == 1)
+        require(
+            out.shape == (rows, columns) and (rows == 0 or out.stride(1) == 1) and out.dtype in _OUT_DTYPES,
+            "a result of its own shape, float32 or bfloat16",
+        )
         self._run(
             self.pool.pointer,
             weight.pointer,

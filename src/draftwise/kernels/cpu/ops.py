@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, kv_parts
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -59,6 +60,7 @@ class RopeCall(ctypes.Structure):
         ("num_kv_heads", _INT),
         ("head_dim", _INT),
         ("kv_dtype", _INT),
+        ("num_slots", _I64),
     )
 
 
@@ -70,7 +72,7 @@ class NativeOps(Ops):
     """
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool, dtype: torch.dtype) -> None:
-        assert dtype in DTYPES, dtype
+        require(dtype in DTYPES, "float32 or bfloat16")
         self.library = library
         self.pool = pool
         self._dtype = dtype
@@ -85,7 +87,7 @@ class NativeOps(Ops):
         )
         self._silu_mul = library.function("dw_silu_mul", None, [_PTR, _INT, _PTR, _PTR, _I64, _I64])
         self._rope_write = library.function("dw_rope_write", None, [_PTR, _INT, ctypes.POINTER(RopeCall)])
-        self._gather = library.function("dw_gather_rows", None, [_PTR, _PTR, _PTR, _I64, _I64])
+        self._gather = library.function("dw_gather_rows", None, [_PTR, _I64, _PTR, _PTR, _I64, _I64])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,11 +133,12 @@ class NativeOps(Ops):
         return self._rows_of(table, token_ids, out)
 
     def _rows_of(self, table: Tensor, index: Tensor, out: Tensor | None) -> Tensor:
-        assert table.is_contiguous() and index.dtype is torch.int64
+        require(table.is_contiguous() and index.dtype is torch.int64, "a contiguous table and int64 ids")
         count = index.shape[0]
         result = _result(out, (count, *table.shape[1:]), table.dtype)
         row_bytes = table.stride(0) * table.element_size()
-        self._gather(table.data_ptr(), index.contiguous().data_ptr(), result.data_ptr(), count, row_bytes)
+        ids = index.contiguous()
+        self._gather(table.data_ptr(), table.shape[0], ids.data_ptr(), result.data_ptr(), count, row_bytes)
         return result
 
     def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
@@ -148,7 +151,10 @@ class NativeOps(Ops):
         assert isinstance(norm, NativeNorm)
         if isinstance(x, Symbol):
             return x.program.rms_norm(x, norm.weight, norm.eps)
-        assert x.dtype is self._dtype
+        require(
+            x.dtype is self._dtype and norm.weight.numel() == x.shape[-1],
+            "rows of the model's type, as wide as the norm",
+        )
         x = x.contiguous()
         result = _result(out, x.shape, x.dtype)
         width = x.shape[-1]
@@ -169,7 +175,13 @@ class NativeOps(Ops):
         assert isinstance(norm, NativeNorm)
         if isinstance(x, Symbol):
             return x.program.add_rms_norm(x, residual, norm.weight, norm.eps)
-        assert x.dtype is residual.dtype is self._dtype and residual.is_contiguous()
+        require(
+            x.dtype is residual.dtype is self._dtype
+            and residual.is_contiguous()
+            and residual.shape == x.shape,
+            "rows and a residual of one shape, of the model's type",
+        )
+        require(x.ndim == 2 and norm.weight.numel() == x.shape[1], "rows as wide as the norm")
         x = x.contiguous()
         result = _result(out, x.shape, x.dtype)
         self._add_rms_norm(
@@ -187,7 +199,7 @@ class NativeOps(Ops):
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(gate_up, Symbol):
             return gate_up.program.silu_mul(gate_up)
-        assert gate_up.dtype is self._dtype
+        require(gate_up.dtype is self._dtype and gate_up.ndim == 2, "rows of the model's type")
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         result = _result(out, (rows, size), gate_up.dtype)
@@ -238,12 +250,26 @@ class NativeOps(Ops):
         q_weight, q_eps = _norm_parts(q_norm)
         k_weight, k_eps = _norm_parts(k_norm)
         eps = q_eps if q_norm is not None else k_eps
-        assert q_norm is None or k_norm is None or q_eps == k_eps, "one epsilon for both norms"
+        require(q_norm is None or k_norm is None or q_eps == k_eps, "one epsilon for both norms")
         if isinstance(qkv, Symbol):
             return qkv.program.qkv_rope_write(qkv, heads, rope_rows, kv, slots, q_weight, k_weight, eps)
         num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        assert qkv.dtype is self._dtype and qkv.is_contiguous() and entries.is_contiguous()
-        assert dim % 2 == 0 and dim <= 1024
+        rows, width = qkv.shape
+        require(qkv.dtype is self._dtype and qkv.is_contiguous(), "rows of the model's type, side by side")
+        require(
+            dim % 2 == 0 and dim <= 1024 and width == (num_q + 2 * num_kv) * dim,
+            "heads of an even size up to 1024",
+        )
+        require(entries.shape[1:] == (2 * num_kv, dim), "a cache of the same heads")
+        require(
+            rope_rows.dtype is torch.float32
+            and rope_rows.is_contiguous()
+            and rope_rows.numel() == rows * dim,
+            "a float32 rotation for each row",
+        )
+        require(slots.dtype is torch.int64 and slots.shape == (rows,), "an int64 slot for each row")
+        for weight in (q_weight, k_weight):
+            require(weight is None or weight.numel() == dim, "norms as wide as a head")
         slots = slots.contiguous()
         call = RopeCall(
             qkv.data_ptr(),
@@ -259,6 +285,7 @@ class NativeOps(Ops):
             num_kv,
             dim,
             KV_DTYPES[entries.dtype],
+            entries.shape[0],
         )
         self._rope_write(self.pool.pointer, self._code, call)
         queries = qkv.view(-1, num_q + 2 * num_kv, dim).narrow(1, 0, num_q)
@@ -294,7 +321,10 @@ class NativeOps(Ops):
 def _result(out: Tensor | None, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=dtype)
-    assert out.shape == tuple(shape) and out.dtype is dtype and out.is_contiguous()
+    require(
+        out.shape == tuple(shape) and out.dtype is dtype and out.is_contiguous(),
+        "a contiguous result of its own shape and type",
+    )
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
@@ -18,7 +19,7 @@ class ThreadPool:
     """
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
-        assert threads >= 1, threads
+        require(threads >= 1, "a thread")
         create = library.function("dw_pool_create", ctypes.c_void_p, [ctypes.c_int])
         destroy = library.function("dw_pool_destroy", None, [ctypes.c_void_p])
         self._parallel_for = library.function(

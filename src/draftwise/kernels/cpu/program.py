@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.cpu.attention import BatchView, address, fill_view
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
@@ -208,7 +209,7 @@ class Program:
             [R, steps, V].
         """
         tables = batch.attention
-        assert tables.ancestors_np is None
+        require(tables.ancestors_np is None, "chains behind requests without trees")
         tokens = np.empty((len(tables.context_len_np), steps), np.int64)
         positions = (tables.context_len_np + np.diff(tables.query_start_np)).astype(np.int64)
         hidden, captured, logits, kept = self._prepare(batch, head_rows, features)
@@ -219,7 +220,7 @@ class Program:
         q = None
         out.stream = _NO_NOISE
         if draws is not None:
-            assert len(draws.keys) == len(tokens)
+            require(len(draws.keys) == len(tokens), "a key per request")
             out.stream = _STREAMS[draws.stream]
             packed = [_CHAIN_KEY.pack(key[0] & _WORD, *key[1:]) for key in draws.keys]
             out.keys = b"".join(packed)
@@ -259,15 +260,22 @@ class Program:
 
     def _feed_back(self, out: _ChainOutput | TreeOutput, feedback: Feedback, features: Tensor | None) -> None:
         """Say where the features of a next row come from, and which tokens are drawn."""
+        require(features is not None, "features to feed back")
         assert features is not None
         place = 0 if feedback.layer is None else 1 + list(self._captured).index(feedback.layer)
         fed_back = self._hidden if feedback.layer is None else self._captured[feedback.layer]
-        assert fed_back == (features.shape[1], features.dtype)
+        require(
+            fed_back == (features.shape[1], features.dtype), "features as wide as those that are fed back"
+        )
         out.feature_in, out.feature_out = 3, self._first_result + place
         out.feature_bytes = features.shape[1] * features.element_size()
         out.key_offset = 1
         if feedback.target_ids_np is not None:
-            assert len(feedback.target_ids_np) == self._logits[0]
+            ids_np = feedback.target_ids_np
+            require(
+                len(ids_np) == self._logits[0] and ids_np.dtype == np.int64 and ids_np.flags.c_contiguous,
+                "an int64 id for each that can be drawn",
+            )
             out.target_ids = address(feedback.target_ids_np)
 
     def _prepare(
@@ -284,7 +292,11 @@ class Program:
         if max(rows, room) > call.capacity:
             self._grow(max(rows, room))
         token_ids, positions, slots = batch.token_ids, batch.positions, batch.slots
-        assert token_ids.is_contiguous() and positions.is_contiguous() and slots.is_contiguous()
+        for given in (token_ids, positions, slots):
+            require(
+                given.dtype is torch.int64 and given.shape == (rows,) and given.is_contiguous(),
+                "a token, a position and a slot for each row, in int64",
+            )
         width, dtype = self._hidden
         hidden = torch.empty((max(rows, room), width), dtype=dtype)
         externals[0] = token_ids.data_ptr()
@@ -292,8 +304,14 @@ class Program:
         externals[2] = slots.data_ptr()
         first = self._first_result
         if self._features is not None:
-            assert features is not None and features.shape == (rows, self._features)
-            assert features.dtype is self._hidden[1] and features.is_contiguous()
+            require(
+                features is not None
+                and features.shape == (rows, self._features)
+                and features.dtype is self._hidden[1]
+                and features.is_contiguous(),
+                "features of the hidden states' type for each row",
+            )
+            assert features is not None
             externals[3] = features.data_ptr()
         externals[first] = hidden.data_ptr()
         captured: dict[int, Tensor] = {}
@@ -305,6 +323,7 @@ class Program:
             count = head_rows
         else:
             index, count = head_rows, len(head_rows)
+            require(index.dtype == np.int64 and index.flags.c_contiguous, "the head's rows in int64")
         logits = None
         if count:
             if count > call.capacity:
@@ -316,6 +335,7 @@ class Program:
         call.head_rows = count
         call.head_index = None if index is None else address(index)
         kept = fill_view(call.batch, batch.attention)
+        require(int(batch.attention.query_start_np[-1]) == rows, "rows of the requests of the batch")
         return hidden, captured, logits, (kept, index)
 
     def _grow(self, rows: int) -> None:

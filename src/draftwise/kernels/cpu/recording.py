@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, kv_parts
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import Epilogue, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -165,7 +166,7 @@ class Recording:
 
     def gather(self, index: object, table: Tensor) -> Tensor:
         """Rows ``index`` of ``table`` [N, ...]."""
-        assert table.is_contiguous()
+        require(table.is_contiguous(), "a contiguous table")
         width = table.stride(0)
         out = self._new(width, table.dtype)
         self._append(
@@ -173,6 +174,7 @@ class Recording:
             x=_buffer_of(index).number,
             out=out.buffer.number,
             width=width * table.element_size(),
+            out_width=table.shape[0],
             weight=self._pointer(table),
         )
         return _tensor(out)
@@ -299,7 +301,11 @@ class Recording:
             raise RecordingError("rows are written to the slots of the batch and to no others")
         packed = _buffer_of(qkv)
         entries, scales = kv_parts(kv)
-        assert packed.width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        require(
+            packed.width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+            and entries.shape[1:] == (2 * heads.num_kv_heads, heads.head_dim),
+            "rows and a cache of the same heads",
+        )
         self._append(
             _ROPE_WRITE,
             x=packed.number,
@@ -308,6 +314,7 @@ class Recording:
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             eps=eps,
+            width=entries.shape[0],
             weight=self._pointer(q_norm),
             weight2=self._pointer(k_norm),
             kv=self._pointer(entries),

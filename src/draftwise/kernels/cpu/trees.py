@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from draftwise.attention.base import MAX_TREE_ROWS
 from draftwise.kernels.cpu.attention import address
+from draftwise.kernels.cpu.checks import require
 from draftwise.types import DraftedTree, IntArray, TreeDraws
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -70,7 +72,12 @@ class NativeTrees:
         for out, wish, context in zip(array, wishes, contexts, strict=True):
             out.context, out.scale, out.noise_scale = context, wish.scale, wish.noise_scale
             if wish.noise is not None:
-                assert wish.noise.is_contiguous() and wish.noise.shape[1] == vocab
+                require(
+                    wish.noise.dtype is torch.float32
+                    and wish.noise.is_contiguous()
+                    and wish.noise.shape[1] == vocab,
+                    "float32 noise for each token",
+                )
                 out.noise = wish.noise.data_ptr()
                 kept.append(wish.noise)
             if wish.shape is not None:

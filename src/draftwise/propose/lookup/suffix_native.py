@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.lookup.suffix_python import SuffixDraft, SuffixLimits
@@ -88,7 +89,7 @@ def suffix_functions(library: NativeLibrary) -> _Functions:
 
 def address(token_ids_np: IntArray) -> int:
     """Where the tokens (int32 [n], contiguous) lie. The caller keeps them alive."""
-    assert token_ids_np.dtype == np.int32 and token_ids_np.flags.c_contiguous
+    require(token_ids_np.dtype == np.int32 and token_ids_np.flags.c_contiguous, "tokens in int32")
     data: int = token_ids_np.__array_interface__["data"][0]
     return data
 
@@ -145,7 +146,7 @@ class NativeSuffixTree:
         return equal
 
     def count(self, tokens: Sequence[int]) -> int:
-        assert 1 <= len(tokens) <= self.depth
+        require(1 <= len(tokens) <= self.depth, "as many tokens as the tree is deep")
         found: int = self._functions.count(self.handle, (_I32 * len(tokens))(*tokens), len(tokens))
         return found
 

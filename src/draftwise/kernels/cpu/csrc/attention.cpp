@@ -1,6 +1,9 @@
 #include "attention.h"
 
 #include <cstdlib>
+#include <new>
+
+#include "boundary.h"
 
 namespace dw {
 namespace {
@@ -31,9 +34,11 @@ struct Buffer {
   float* at_least(int64_t floats) {
     if (floats > size) {
       free(data);
-      size = padded(floats + floats / 2);
-      data = (float*)aligned_alloc(64, (size_t)size * sizeof(float));
-      if (data == nullptr) abort();
+      size = 0;
+      const int64_t wanted = padded(floats + floats / 2);
+      data = (float*)aligned_alloc(64, (size_t)wanted * sizeof(float));
+      if (data == nullptr) throw std::bad_alloc();
+      size = wanted;
     }
     return data;
   }
@@ -163,5 +168,5 @@ void attention(Pool* pool, DType dtype, const AttentionCall* call, const BatchVi
 }  // namespace dw
 
 DW_EXPORT void dw_attention(dw::Pool* pool, int dtype, const dw::AttentionCall* call, const dw::BatchView* batch) {
-  dw::attention(pool, (dw::DType)dtype, call, batch);
+  dw::guarded([&] { dw::attention(pool, (dw::DType)dtype, call, batch); });
 }

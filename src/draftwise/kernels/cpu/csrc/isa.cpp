@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "boundary.h"
+
 namespace dw {
 namespace {
 std::atomic<int> g_isa{-1};
@@ -35,6 +37,12 @@ bool isa_set(Isa isa) {
 
 }  // namespace dw
 
-DW_EXPORT int dw_isa_best() { return dw::isa_best(); }
-DW_EXPORT int dw_isa_current() { return dw::isa_current(); }
-DW_EXPORT int dw_isa_set(int isa) { return dw::isa_set(dw::Isa(isa)) ? 1 : 0; }
+DW_EXPORT int dw_isa_best() {
+  return dw::guarded([] { return int(dw::isa_best()); });
+}
+DW_EXPORT int dw_isa_current() {
+  return dw::guarded([] { return int(dw::isa_current()); });
+}
+DW_EXPORT int dw_isa_set(int isa) {
+  return dw::guarded([&] { return dw::isa_set(dw::Isa(isa)) ? 1 : 0; });
+}

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "boundary.h"
 #include "isa.h"
 #include "linear_weights.h"
 #include "memory.h"
@@ -324,5 +325,5 @@ DW_EXPORT void dw_linear_run(void* pool, const void* weights, const void* x, int
                              int io_out, int64_t rows, int epilogue) {
   dw::LinearCall call{static_cast<const Linear*>(weights), x, ldx, out, ldo, dw::DType(io_out), rows,
                       dw::Epilogue(epilogue)};
-  dw::linear_run(static_cast<dw::Pool*>(pool), &call);
+  dw::guarded([&] { dw::linear_run(static_cast<dw::Pool*>(pool), &call); });
 }

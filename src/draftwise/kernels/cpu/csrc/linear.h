@@ -32,8 +32,8 @@ enum Epilogue : int {
 struct Linear;
 
 // `weight` is [outputs, inputs] in the dtype of the format, row stride ldw elements; it is read, not kept. `bias` [outputs]
-// or null. `paired`: the rows are gate | up, each half of `outputs`; needed for EP_SILU_MUL, invisible otherwise. Null if
-// the arguments make no sense or memory is short.
+// or null. `paired`: the rows are gate | up, each half of `outputs`; needed for EP_SILU_MUL, invisible otherwise. Throws
+// std::invalid_argument if the arguments make no sense.
 Linear* linear_pack(Pool*, Format, const void* weight, int64_t ldw, const float* bias, int64_t outputs, int64_t inputs,
                     bool paired);
 

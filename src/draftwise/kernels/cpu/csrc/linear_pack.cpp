@@ -1,8 +1,9 @@
 // Packing of weights into the layout of linear_kernels.h, at load.
 #include <cmath>
 #include <cstring>
-#include <new>
+#include <memory>
 
+#include "boundary.h"
 #include "isa.h"
 #include "linear_weights.h"
 #include "memory.h"
@@ -101,7 +102,6 @@ void pack_panel(void* raw, int p, int) {
 
 float* spread(const Linear& w, const float* values, float padding) {
   auto* to = static_cast<float*>(big_alloc(size_t(w.panels * kPanel) * 4));
-  if (to == nullptr) return nullptr;
   for (int64_t p = 0; p < w.panels; ++p)
     for (int j = 0; j < kPanel; ++j) {
       int64_t n = source_row(w, p, j);
@@ -110,14 +110,19 @@ float* spread(const Linear& w, const float* values, float padding) {
   return to;
 }
 
-Linear* make(Format format, DType input, const float* bias, int64_t outputs, int64_t inputs, int group, bool zeros,
+struct Free {
+  void operator()(Linear* w) const { linear_free(w); }
+};
+using Owned = std::unique_ptr<Linear, Free>;
+
+Owned make(Format format, DType input, const float* bias, int64_t outputs, int64_t inputs, int group, bool zeros,
              bool paired) {
-  if (format < 0 || format >= kFormats || outputs < 1 || inputs < 1 || (paired && outputs % 2 != 0)) return nullptr;
+  require(format >= 0 && format < kFormats, "format");
+  require(outputs >= 1 && inputs >= 1 && !(paired && outputs % 2 != 0), "shape");
   int kpu = k_per_unit(format);
-  if (is_grouped(format) && (group < kpu || group % kpu != 0)) return nullptr;
-  if (format == W_I8_DYN && inputs > 65536) return nullptr;  // 127 * 255 * K has to fit 31 bits
-  auto* w = new (std::nothrow) Linear{};
-  if (w == nullptr) return nullptr;
+  require(!is_grouped(format) || (group >= kpu && group % kpu == 0), "group");
+  require(format != W_I8_DYN || inputs <= 65536, "inputs");  // 127 * 255 * K has to fit 31 bits
+  Owned w(new Linear{});
   w->format = format;
   w->input = input;
   w->paired = paired;
@@ -133,10 +138,6 @@ Linear* make(Format format, DType input, const float* bias, int64_t outputs, int
   w->panels = paired ? (outputs / 2 + 15) / 16 : (outputs + kPanel - 1) / kPanel;
   w->weights = static_cast<uint8_t*>(big_alloc(size_t(w->panels * w->panel_bytes())));
   if (bias != nullptr) w->bias = spread(*w, bias, 0.0f);
-  if (w->weights == nullptr || (bias != nullptr && w->bias == nullptr)) {
-    linear_free(w);
-    return nullptr;
-  }
   return w;
 }
 
@@ -144,23 +145,22 @@ Linear* make(Format format, DType input, const float* bias, int64_t outputs, int
 
 Linear* linear_pack(Pool* pool, Format format, const void* weight, int64_t ldw, const float* bias, int64_t outputs,
                     int64_t inputs, bool paired) {
-  if (format != W_F32 && format != W_BF16) return nullptr;
+  require(format == W_F32 || format == W_BF16, "format");
   DType input = format == W_F32 ? F32 : BF16;
-  Linear* w = make(format, input, bias, outputs, inputs, 0, false, paired);
-  if (w == nullptr) return nullptr;
-  PackJob job{w, static_cast<const uint8_t*>(weight), ldw * element_bytes(input), nullptr, nullptr, 1.0f};
+  Owned w = make(format, input, bias, outputs, inputs, 0, false, paired);
+  PackJob job{w.get(), static_cast<const uint8_t*>(weight), ldw * element_bytes(input), nullptr, nullptr, 1.0f};
   parallel_for(pool, int(w->panels), pack_panel, &job);
-  return w;
+  return w.release();
 }
 
 Linear* linear_pack_quantized(Pool* pool, Format format, DType input, const uint8_t* q, const float* scales,
                               const uint8_t* zeros, int group, const float* bias, int64_t outputs, int64_t inputs,
                               bool paired) {
   bool weight_only = format == W_I8 || format == W_I4;
-  if ((!weight_only && !is_dynamic(format)) || (input != BF16 && (input != F32 || weight_only))) return nullptr;
-  Linear* w = make(format, input, bias, outputs, inputs, group, zeros != nullptr, paired);
-  if (w == nullptr) return nullptr;
-  PackJob job{w, q, inputs, scales, zeros, 1.0f};
+  require(weight_only || is_dynamic(format), "format");
+  require(input == BF16 || (input == F32 && !weight_only), "input");
+  Owned w = make(format, input, bias, outputs, inputs, group, zeros != nullptr, paired);
+  PackJob job{w.get(), q, inputs, scales, zeros, 1.0f};
   if (is_grouped(format)) {
     // a power of two that brings the largest scale to [2^9, 2^10), so that float16 loses nothing but digits
     float largest = 0.0f;
@@ -169,17 +169,12 @@ Linear* linear_pack_quantized(Pool* pool, Format format, DType input, const uint
     if (largest > 0.0f) std::frexp(largest, &exponent);
     job.factor = std::ldexp(1.0f, 10 - exponent);
     w->scale = static_cast<float*>(big_alloc(size_t(w->panels * kPanel) * 4));
-    if (w->scale != nullptr)
-      for (int64_t i = 0; i < w->panels * kPanel; ++i) w->scale[i] = std::ldexp(1.0f, exponent - 10);
+    for (int64_t i = 0; i < w->panels * kPanel; ++i) w->scale[i] = std::ldexp(1.0f, exponent - 10);
   } else {
     w->scale = spread(*w, scales, 0.0f);
   }
-  if (w->scale == nullptr) {
-    linear_free(w);
-    return nullptr;
-  }
   parallel_for(pool, int(w->panels), pack_panel, &job);
-  return w;
+  return w.release();
 }
 
 void linear_free(Linear* w) {
@@ -199,17 +194,29 @@ int64_t linear_bytes(const Linear* w) {
 
 }  // namespace dw
 
-DW_EXPORT void* dw_linear_pack(void* pool, int format, const void* weight, int64_t ldw, const float* bias,
-                               int64_t outputs, int64_t inputs, int paired) {
-  return dw::linear_pack(static_cast<dw::Pool*>(pool), dw::Format(format), weight, ldw, bias, outputs, inputs,
-                         paired != 0);
+using dw::guarded;
+using dw::Linear;
+
+DW_EXPORT Linear* dw_linear_pack(dw::Pool* pool, int format, const void* weight, int64_t ldw, const float* bias,
+                                 int64_t outputs, int64_t inputs, int paired) {
+  return guarded([&] {
+    return dw::linear_pack(pool, dw::Format(format), weight, ldw, bias, outputs, inputs, paired != 0);
+  });
 }
-DW_EXPORT void* dw_linear_pack_quantized(void* pool, int format, int input, const uint8_t* q, const float* scales,
-                                         const uint8_t* zeros, int group, const float* bias, int64_t outputs,
-                                         int64_t inputs, int paired) {
-  return dw::linear_pack_quantized(static_cast<dw::Pool*>(pool), dw::Format(format), dw::DType(input), q, scales, zeros,
-                                   group, bias, outputs, inputs, paired != 0);
+DW_EXPORT Linear* dw_linear_pack_quantized(dw::Pool* pool, int format, int input, const uint8_t* q, const float* scales,
+                                           const uint8_t* zeros, int group, const float* bias, int64_t outputs,
+                                           int64_t inputs, int paired) {
+  return guarded([&] {
+    return dw::linear_pack_quantized(pool, dw::Format(format), dw::DType(input), q, scales, zeros, group, bias, outputs,
+                                     inputs, paired != 0);
+  });
 }
-DW_EXPORT void dw_linear_free(void* w) { dw::linear_free(static_cast<dw::Linear*>(w)); }
-DW_EXPORT int64_t dw_linear_bytes(const void* w) { return dw::linear_bytes(static_cast<const dw::Linear*>(w)); }
-DW_EXPORT const void* dw_linear_data(const void* w) { return static_cast<const dw::Linear*>(w)->weights; }
+DW_EXPORT void dw_linear_free(Linear* w) {
+  guarded([&] { dw::linear_free(w); });
+}
+DW_EXPORT int64_t dw_linear_bytes(const Linear* w) {
+  return guarded([&] { return dw::linear_bytes(w); });
+}
+DW_EXPORT const void* dw_linear_data(const Linear* w) {
+  return guarded([&] { return static_cast<const void*>(w->weights); });
+}

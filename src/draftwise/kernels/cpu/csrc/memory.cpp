@@ -1,9 +1,11 @@
 #include "memory.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
 
@@ -22,7 +24,12 @@ struct Slab {
   size_t live;  // blocks not freed
 };
 
-std::mutex g_mutex;
+std::mutex g_mutex;  // held across a fork, so that the child finds it free and what it guards whole
+
+__attribute__((constructor)) void survive_forks() {
+  pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, [] { g_mutex.unlock(); });
+}
+
 std::map<const void*, Slab*>& owners() {  // block -> slab; never destroyed: weights may outlive static objects
   static auto* map = new std::map<const void*, Slab*>;
   return *map;
@@ -31,14 +38,16 @@ Slab* g_open = nullptr;  // the slab that small blocks come from
 
 Slab* map_slab(size_t bytes) {
   size_t size = (bytes + kHuge - 1) / kHuge * kHuge, mapped = size + kHuge;
+  auto slab = std::make_unique<Slab>();
   void* raw = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED) return nullptr;
+  if (raw == MAP_FAILED) throw std::bad_alloc();
   auto address = reinterpret_cast<uintptr_t>(raw);
   auto* begin = reinterpret_cast<uint8_t*>((address + kHuge - 1) / kHuge * kHuge);
 #ifdef MADV_HUGEPAGE
   madvise(begin, size, MADV_HUGEPAGE);  // a wish; a refusal costs speed only
 #endif
-  return new Slab{static_cast<uint8_t*>(raw), mapped, begin, size, 0, 0};
+  *slab = Slab{static_cast<uint8_t*>(raw), mapped, begin, size, 0, 0};
+  return slab.release();
 }
 
 void unmap(Slab* slab) {
@@ -57,17 +66,20 @@ void* big_alloc(size_t bytes) {
   } else {
     if (g_open == nullptr || g_open->size - g_open->used < bytes) {
       Slab* fresh = map_slab(kSlab);
-      if (fresh == nullptr) return nullptr;
       if (g_open != nullptr && g_open->live == 0) unmap(g_open);
       g_open = fresh;
     }
     slab = g_open;
   }
-  if (slab == nullptr) return nullptr;
   void* block = slab->begin + slab->used;
+  try {
+    owners()[block] = slab;
+  } catch (...) {
+    if (slab != g_open) unmap(slab);
+    throw;
+  }
   slab->used += bytes;
   slab->live += 1;
-  owners()[block] = slab;
   return block;
 }
 
@@ -85,11 +97,14 @@ Scratch::~Scratch() { std::free(data_); }
 
 void* Scratch::reserve(size_t bytes) {
   if (bytes <= size_) return data_;
-  size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-  void* fresh = nullptr;
-  if (posix_memalign(&fresh, 64, size) != 0) throw std::bad_alloc();
   std::free(data_);
-  data_ = fresh;
+  data_ = nullptr;
+  size_ = 0;
+  size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+  if (posix_memalign(&data_, 64, size) != 0) {
+    data_ = nullptr;
+    throw std::bad_alloc();
+  }
   size_ = size;
   return data_;
 }

@@ -6,7 +6,7 @@
 
 namespace dw {
 
-// Zeroed, aligned to 64 bytes; null when there is no memory. Small blocks share slabs, so that they too lie on huge pages.
+// Zeroed, aligned to 64 bytes. Small blocks share slabs, so that they too lie on huge pages. Throws std::bad_alloc.
 void* big_alloc(size_t bytes);
 void big_free(void*);
 
@@ -17,7 +17,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch();
-  void* reserve(size_t bytes);
+  void* reserve(size_t bytes);  // throws std::bad_alloc, and holds nothing then
 
  private:
   void* data_ = nullptr;

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "boundary.h"
+
 namespace dw {
 namespace {
 
@@ -88,14 +90,17 @@ void silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t r
 }
 
 void rope_write(Pool* pool, DType dtype, const RopeCall* call) {
+  for (int64_t r = 0; r < call->rows; r++) require(call->slots[r] >= 0 && call->slots[r] < call->num_slots, "slot");
   int64_t width = (int64_t)(call->num_heads + 2 * call->num_kv_heads) * call->head_dim;
   over_rows(pool, call->rows, width,
             [&](int64_t begin, int64_t end) { kernels(dtype).rope_write[call->kv_dtype](call, begin, end); });
 }
 
-void gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes) {
-  for (int64_t r = 0; r < rows; r++)
+void gather_rows(const void* table, int64_t table_rows, const int64_t* ids, void* out, int64_t rows, int64_t bytes) {
+  for (int64_t r = 0; r < rows; r++) {
+    require(ids[r] >= 0 && ids[r] < table_rows, "id");
     memcpy((char*)out + r * bytes, (const char*)table + ids[r] * bytes, (size_t)bytes);
+  }
 }
 
 }  // namespace dw
@@ -104,22 +109,23 @@ void gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows,
 
 DW_EXPORT void dw_rms_norm(dw::Pool* pool, int dtype, const void* x, const float* weight, float eps, void* out,
                            int64_t rows, int64_t width) {
-  dw::rms_norm(pool, (dw::DType)dtype, x, weight, eps, out, rows, width);
+  dw::guarded([&] { dw::rms_norm(pool, (dw::DType)dtype, x, weight, eps, out, rows, width); });
 }
 
 DW_EXPORT void dw_add_rms_norm(dw::Pool* pool, int dtype, const void* x, void* residual, const float* weight, float eps,
                                void* out, int64_t rows, int64_t width) {
-  dw::add_rms_norm(pool, (dw::DType)dtype, x, residual, weight, eps, out, rows, width);
+  dw::guarded([&] { dw::add_rms_norm(pool, (dw::DType)dtype, x, residual, weight, eps, out, rows, width); });
 }
 
 DW_EXPORT void dw_silu_mul(dw::Pool* pool, int dtype, const void* gate_up, void* out, int64_t rows, int64_t width) {
-  dw::silu_mul(pool, (dw::DType)dtype, gate_up, out, rows, width);
+  dw::guarded([&] { dw::silu_mul(pool, (dw::DType)dtype, gate_up, out, rows, width); });
 }
 
 DW_EXPORT void dw_rope_write(dw::Pool* pool, int dtype, const dw::RopeCall* call) {
-  dw::rope_write(pool, (dw::DType)dtype, call);
+  dw::guarded([&] { dw::rope_write(pool, (dw::DType)dtype, call); });
 }
 
-DW_EXPORT void dw_gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes) {
-  dw::gather_rows(table, ids, out, rows, bytes);
+DW_EXPORT void dw_gather_rows(const void* table, int64_t table_rows, const int64_t* ids, void* out, int64_t rows,
+                              int64_t bytes) {
+  dw::guarded([&] { dw::gather_rows(table, table_rows, ids, out, rows, bytes); });
 }

@@ -23,6 +23,7 @@ struct RopeCall {
   int64_t rows;
   int num_heads, num_kv_heads, head_dim;
   int kv_dtype;
+  int64_t num_slots;
 };
 
 // Kernels of one instruction set, on rows [begin, end).
@@ -57,11 +58,12 @@ void concat_rows(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes,
 void clear_first_rows(void* x, const int64_t* positions, int64_t rows, int64_t bytes);
 // gate_up [rows, 2 width] -> silu(gate) * up [rows, width].
 void silu_mul(Pool*, DType, const void* gate_up, void* out, int64_t rows, int64_t width);
-// Normalise q and k per head if asked, rotate both, write k and v to the cache.
+// Normalise q and k per head if asked, rotate both, write k and v to the cache. Throws std::invalid_argument for slots that are
+// not in it.
 void rope_write(Pool*, DType, const RopeCall*);
 // exp(scale x) / sum of it, one row [width].
 void softmax(const float* x, float scale, float* out, int64_t width);
-// out[i] = table[ids[i]], rows of `bytes` bytes.
-void gather_rows(const void* table, const int64_t* ids, void* out, int64_t rows, int64_t bytes);
+// out[i] = table[ids[i]], rows of `bytes` bytes. Throws std::invalid_argument for ids that are not in [0, table_rows).
+void gather_rows(const void* table, int64_t table_rows, const int64_t* ids, void* out, int64_t rows, int64_t bytes);
 
 }  // namespace dw

@@ -7,10 +7,14 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
+#include "boundary.h"
 #include "isa.h"
 
 namespace dw {
@@ -28,6 +32,10 @@ void after_fork_in_parent() { g_start.unlock(); }
 void after_fork_in_child() {
   g_forks.fetch_add(1, std::memory_order_relaxed);
   g_start.unlock();
+}
+
+__attribute__((constructor)) void survive_forks() {
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
 inline void pause_briefly() {
@@ -56,6 +64,8 @@ struct State {
   std::atomic<int> tasks{0};
 
   alignas(64) std::atomic<int> done{0};  // finished tasks of the current job
+  std::atomic<bool> failed{false};       // one of them has thrown: `error`, which the first to fail writes
+  std::exception_ptr error;
 
   alignas(64) std::atomic<int> sleeping{0};
   std::atomic<bool> open{false};  // inside pool_begin .. pool_end
@@ -77,7 +87,13 @@ int work(State& s, int thread) {
     void* arg = s.arg.load(std::memory_order_relaxed);
     int tasks = s.tasks.load(std::memory_order_relaxed);
     if (!s.control.compare_exchange_weak(control, control - 1, std::memory_order_acq_rel)) continue;
-    fn(arg, tasks - int(uint32_t(control)), thread);
+    if (!s.failed.load(std::memory_order_relaxed)) {
+      try {
+        fn(arg, tasks - int(uint32_t(control)), thread);
+      } catch (...) {
+        if (!s.failed.exchange(true, std::memory_order_relaxed)) s.error = std::current_exception();
+      }
+    }
     s.done.fetch_add(1, std::memory_order_release);
     ++ran;
   }
@@ -85,6 +101,25 @@ int work(State& s, int thread) {
 
 thread_local Pool* t_pool = nullptr;  // the pool whose task this thread is running, with its index
 thread_local int t_thread = 0;
+
+// A thread runs tasks of a pool as long as this lives.
+class Running {
+ public:
+  explicit Running(Pool* pool) : outer_(t_pool), outer_thread_(t_thread) {
+    t_pool = pool;
+    t_thread = 0;
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  ~Running() {
+    t_pool = outer_;
+    t_thread = outer_thread_;
+  }
+
+ private:
+  Pool* outer_;
+  int outer_thread_;
+};
 
 struct WorkerStart {
   Pool* pool;
@@ -154,8 +189,8 @@ void start_workers(Pool* pool, State* state) {
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to the program's own threads
   for (int thread = 1; thread < pool->threads; ++thread) {
     pthread_t id;
-    auto* start = new WorkerStart{pool, state, thread};
-    if (pthread_create(&id, nullptr, worker_main, start) != 0) {
+    auto* start = new (std::nothrow) WorkerStart{pool, state, thread};
+    if (start == nullptr || pthread_create(&id, nullptr, worker_main, start) != 0) {
       delete start;  // fewer threads: slower, not wrong
       break;
     }
@@ -174,12 +209,13 @@ State& ensure_started(Pool* pool) {
   if (!started(pool)) {
     std::lock_guard<std::mutex> lock(g_start);
     if (!started(pool)) {
+      auto turn = std::make_unique<std::mutex>();
+      auto state = std::make_unique<State>();
+      start_workers(pool, state.get());
       // after a fork the parent's copies are left alone: a thread that no longer exists may hold them
-      if (pool->state.load() != nullptr) pool->turn = new std::mutex;
+      if (pool->state.load() != nullptr) pool->turn = turn.release();
       pool->forks.store(g_forks.load());
-      State* state = new State;
-      start_workers(pool, state);
-      pool->state.store(state, std::memory_order_release);
+      pool->state.store(state.release(), std::memory_order_release);
     }
   }
   return *pool->state.load(std::memory_order_acquire);
@@ -188,9 +224,11 @@ State& ensure_started(Pool* pool) {
 }  // namespace
 
 Pool* pool_create(int threads) {
-  static const int registered = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  (void)registered;
-  return new Pool{threads < 1 ? 1 : threads, {g_forks.load()}, {nullptr}, new std::mutex};
+  require(threads >= 1, "threads");
+  auto turn = std::make_unique<std::mutex>();
+  auto* pool = new Pool{threads, {g_forks.load()}, {nullptr}, turn.get()};
+  turn.release();
+  return pool;
 }
 
 void pool_destroy(Pool* pool) {
@@ -217,14 +255,9 @@ void parallel_for(Pool* pool, int tasks, TaskFn fn, void* arg) {
   }
   State& s = ensure_started(pool);
   std::lock_guard<std::mutex> turn(*pool->turn);
-  Pool* outer = t_pool;
-  int outer_thread = t_thread;
-  t_pool = pool;
-  t_thread = 0;
   if (tasks == 1 || s.workers.empty()) {
+    Running running(pool);
     for (int task = 0; task < tasks; ++task) fn(arg, task, 0);
-    t_pool = outer;
-    t_thread = outer_thread;
     return;
   }
   s.done.store(0, std::memory_order_relaxed);
@@ -235,12 +268,19 @@ void parallel_for(Pool* pool, int tasks, TaskFn fn, void* arg) {
   s.control.store(generation << 32 | uint32_t(tasks), std::memory_order_seq_cst);
   wake_sleepers(s);
 
-  work(s, 0);
-  t_pool = outer;
-  t_thread = outer_thread;
+  {
+    Running running(pool);
+    work(s, 0);
+  }
   for (int spins = 0; s.done.load(std::memory_order_acquire) != tasks; ++spins) {
     pause_briefly();
     if (spins > 2000) sched_yield();  // the thread that has the last task lost its core: do not hold another
+  }
+  if (s.failed.load(std::memory_order_relaxed)) {
+    std::exception_ptr error = std::move(s.error);
+    s.error = nullptr;
+    s.failed.store(false, std::memory_order_relaxed);
+    std::rethrow_exception(error);
   }
 }
 
@@ -258,11 +298,21 @@ void pool_end(Pool* pool) {
 
 }  // namespace dw
 
-DW_EXPORT void* dw_pool_create(int threads) { return dw::pool_create(threads); }
-DW_EXPORT void dw_pool_destroy(void* pool) { dw::pool_destroy(static_cast<dw::Pool*>(pool)); }
-DW_EXPORT int dw_pool_threads(const void* pool) { return dw::pool_threads(static_cast<const dw::Pool*>(pool)); }
-DW_EXPORT void dw_pool_begin(void* pool) { dw::pool_begin(static_cast<dw::Pool*>(pool)); }
-DW_EXPORT void dw_pool_end(void* pool) { dw::pool_end(static_cast<dw::Pool*>(pool)); }
-DW_EXPORT void dw_parallel_for(void* pool, int tasks, void (*fn)(void*, int, int), void* arg) {
-  dw::parallel_for(static_cast<dw::Pool*>(pool), tasks, fn, arg);
+using dw::guarded;
+using dw::Pool;
+
+DW_EXPORT Pool* dw_pool_create(int threads) {
+  return guarded([&] { return dw::pool_create(threads); });
+}
+DW_EXPORT void dw_pool_destroy(Pool* pool) {
+  guarded([&] { dw::pool_destroy(pool); });
+}
+DW_EXPORT void dw_pool_begin(Pool* pool) {
+  guarded([&] { dw::pool_begin(pool); });
+}
+DW_EXPORT void dw_pool_end(Pool* pool) {
+  guarded([&] { dw::pool_end(pool); });
+}
+DW_EXPORT void dw_parallel_for(Pool* pool, int tasks, void (*fn)(void*, int, int), void* arg) {
+  guarded([&] { dw::parallel_for(pool, tasks, fn, arg); });
 }

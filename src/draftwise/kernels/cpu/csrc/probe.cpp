@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "boundary.h"
 #include "isa.h"
 #include "pool.h"
 
@@ -69,16 +70,20 @@ const ProbeKernels probe_portable = {read_portable, float_portable, float_portab
 }  // namespace dw
 
 // Reads `bytes` (rounded down to 256) with all threads of the pool, in the order in which weights are read.
-DW_EXPORT uint64_t dw_probe_read(void* pool, const void* from, int64_t bytes) {
-  dw::ReadJob job{static_cast<const uint8_t*>(from), bytes / 256 * 256, {0}};
-  dw::parallel_for(static_cast<dw::Pool*>(pool), int((job.bytes + dw::kPiece - 1) / dw::kPiece), dw::read_task, &job);
-  return job.sum.load();
+DW_EXPORT uint64_t dw_probe_read(dw::Pool* pool, const void* from, int64_t bytes) {
+  return dw::guarded([&] {
+    dw::ReadJob job{static_cast<const uint8_t*>(from), bytes / 256 * 256, {0}};
+    dw::parallel_for(pool, int((job.bytes + dw::kPiece - 1) / dw::kPiece), dw::read_task, &job);
+    return job.sum.load();
+  });
 }
 
 // Runs the arithmetic of a dtype (0: float32, 1: bfloat16, 2: int8) on every thread; returns the number of operations.
-DW_EXPORT int64_t dw_probe_arithmetic(void* pool, int kind, int64_t rounds) {
-  const dw::ProbeKernels& kernels = dw::kernels();
-  dw::PeakJob job{kind == 0 ? kernels.f32 : kind == 1 ? kernels.bf16 : kernels.int8, rounds, {0}};
-  dw::parallel_for(static_cast<dw::Pool*>(pool), dw::pool_threads(static_cast<dw::Pool*>(pool)), dw::peak_task, &job);
-  return job.operations.load();
+DW_EXPORT int64_t dw_probe_arithmetic(dw::Pool* pool, int kind, int64_t rounds) {
+  return dw::guarded([&] {
+    const dw::ProbeKernels& kernels = dw::kernels();
+    dw::PeakJob job{kind == 0 ? kernels.f32 : kind == 1 ? kernels.bf16 : kernels.int8, rounds, {0}};
+    dw::parallel_for(pool, dw::pool_threads(pool), dw::peak_task, &job);
+    return job.operations.load();
+  });
 }

@@ -1,8 +1,10 @@
 #include "program.h"
 
 #include <cstring>
+#include <memory>
 #include <vector>
 
+#include "boundary.h"
 #include "ops.h"
 #include "team.h"
 
@@ -68,7 +70,7 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
   auto at = [&](int32_t buffer) { return address(program, pass, buffer); };
   switch (op.kind) {
     case OP_GATHER:
-      gather_rows(op.weight, (const int64_t*)at(op.x), at(op.out), rows, op.width);
+      gather_rows(op.weight, op.out_width, (const int64_t*)at(op.x), at(op.out), rows, op.width);
       break;
     case OP_COPY:
       memcpy(at(op.out), at(op.x), (size_t)(rows * op.width));
@@ -90,7 +92,8 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     }
     case OP_ROPE_WRITE: {
       RopeCall call{at(op.x), (const float*)at(op.y), slots, op.kv, op.kv_scales, (const float*)op.weight,
-                    (const float*)op.weight2, op.eps, rows, op.num_heads, op.num_kv_heads, op.head_dim, op.kv_dtype};
+                    (const float*)op.weight2, op.eps, rows, op.num_heads, op.num_kv_heads, op.head_dim, op.kv_dtype,
+                    op.width};
       rope_write(pool, dtype, &call);
       break;
     }
@@ -101,7 +104,7 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     }
     case OP_PICK:
       if (pass.head_index != nullptr)
-        gather_rows(at(op.x), pass.head_index, at(op.out), rows, op.width);
+        gather_rows(at(op.x), pass.rows, pass.head_index, at(op.out), rows, op.width);
       else
         memcpy(at(op.out), at(op.x), (size_t)(rows * op.width));
       break;
@@ -125,10 +128,9 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
 // External buffers 0, 1, 2 are token ids, positions and slots.
 constexpr int32_t SLOTS = 2;
 
-DW_EXPORT dw::Program* dw_program_create(const dw::ProgramOp* body, int64_t body_count, const dw::ProgramOp* head,
-                                         int64_t head_count, const int64_t* offsets, int64_t num_arena,
-                                         int32_t num_externals) {
-  auto* program = new dw::Program;
+static dw::Program* create(const dw::ProgramOp* body, int64_t body_count, const dw::ProgramOp* head, int64_t head_count,
+                           const int64_t* offsets, int64_t num_arena, int32_t num_externals) {
+  auto program = std::make_unique<dw::Program>();
   program->body.assign(body, body + body_count);
   program->head.assign(head, head + head_count);
   program->offsets.assign(offsets, offsets + num_arena);
@@ -138,10 +140,18 @@ DW_EXPORT dw::Program* dw_program_create(const dw::ProgramOp* body, int64_t body
     for (const dw::ProgramOp& op : *ops)
       if (op.kind == dw::OP_LINEAR && dw::linear_bytes((const dw::Linear*)op.weight) > dw::SMALL_BYTES)
         program->small = false;
-  return program;
+  return program.release();
 }
 
-DW_EXPORT void dw_program_destroy(dw::Program* program) { delete program; }
+DW_EXPORT dw::Program* dw_program_create(const dw::ProgramOp* body, int64_t body_count, const dw::ProgramOp* head,
+                                         int64_t head_count, const int64_t* offsets, int64_t num_arena,
+                                         int32_t num_externals) {
+  return dw::guarded([&] { return create(body, body_count, head, head_count, offsets, num_arena, num_externals); });
+}
+
+DW_EXPORT void dw_program_destroy(dw::Program* program) {
+  dw::guarded([&] { delete program; });
+}
 
 size_t dw::num_externals(const Program* program) { return (size_t)program->num_externals; }
 
@@ -173,15 +183,18 @@ void dw::run_pass(const Program* program, Pool* pool, const PassInput* pass) {
     return;
   }
   if (small) pool = nullptr;
-  dw::pool_begin(pool);
+  struct Open {
+    Pool* pool;
+    explicit Open(Pool* p) : pool(p) { dw::pool_begin(p); }
+    ~Open() { dw::pool_end(pool); }
+  } open(pool);
   for (const dw::ProgramOp& op : program->body) dw::run_op(pool, *program, op, *pass, slots, pass->rows);
   if (pass->head_rows > 0)
     for (const dw::ProgramOp& op : program->head) dw::run_op(pool, *program, op, *pass, slots, pass->head_rows);
-  dw::pool_end(pool);
 }
 
 DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
-  run_pass(program, pool, pass);
+  dw::guarded([&] { run_pass(program, pool, pass); });
 }
 
 // The next token of every request.
@@ -212,8 +225,7 @@ static void draw_all(dw::Pool* pool, const float* logits, const dw::ChainOutput*
 
 // The first pass is the caller's, with one head row per request; in the others each request has one row. The external
 // buffers of the results must have room for one row per request.
-DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
-                                 const dw::ChainOutput* out) {
+static void chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first, const dw::ChainOutput* out) {
   const size_t requests = (size_t)first->batch.requests;
   dw::PassInput pass = *first;
   std::vector<void*> externals(first->externals, first->externals + program->num_externals);
@@ -258,4 +270,9 @@ DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw:
     pass.batch.ancestors = nullptr;
     pass.batch.tree_start = nullptr;
   }
+}
+
+DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
+                                 const dw::ChainOutput* out) {
+  dw::guarded([&] { chains(program, pool, first, out); });
 }

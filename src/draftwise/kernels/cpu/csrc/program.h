@@ -14,13 +14,13 @@
 namespace dw {
 
 enum OpKind : int32_t {
-  OP_GATHER = 0,        // out = weight[x], rows of `width` bytes; x: int64 ids
+  OP_GATHER = 0,        // out = weight[x], rows of `width` bytes, `out_width` of them; x: int64 ids
   OP_COPY = 1,          // out = x, rows of `width` bytes
   OP_RMS_NORM = 2,      // out = norm(x), rows of `width` elements
   OP_ADD_RMS_NORM = 3,  // y += x; out = norm(y)
   OP_SILU_MUL = 4,      // out = silu(gate) * up of x; `width` of out
   OP_LINEAR = 5,        // out = x * weight, epilogue; x rows of `width`, out rows of `out_width` elements of dtype `out_dtype`
-  OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv`
+  OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv` of `width` slots
   OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`
   OP_PICK = 8,          // out = the rows of x that the head wants, `width` bytes each
   OP_CONCAT = 9,        // out = x | y, rows of `width` and `out_width` bytes

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "boundary.h"
 #include "noise.h"
 #include "ops.h"
 
@@ -135,5 +136,7 @@ int64_t draw_draft(const float* logits, const ChainKey& key, int stream, int64_t
 }  // namespace dw
 
 DW_EXPORT void dw_gumbel(const uint64_t* keys, int64_t rows, const int64_t* ids, float* out, int64_t n) {
-  for (int64_t r = 0; r < rows; r++) dw::sample_kernels().gumbel(keys[r], ids, out + r * n, n);
+  dw::guarded([&] {
+    for (int64_t r = 0; r < rows; r++) dw::sample_kernels().gumbel(keys[r], ids, out + r * n, n);
+  });
 }

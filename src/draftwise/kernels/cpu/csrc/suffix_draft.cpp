@@ -1,7 +1,9 @@
 // What is drafted from a suffix tree, and the functions that Python calls.
 #include <algorithm>
 #include <cmath>
+#include <new>
 
+#include "boundary.h"
 #include "isa.h"
 #include "suffix.h"
 
@@ -180,52 +182,116 @@ void SuffixTree::shaped(Locus from, int32_t most, const SuffixLimits& limits, Su
 
 // ------------------------------------------------------------------------------------------------------- C
 
+using dw::guarded;
 using dw::SuffixTree;
 
-static SuffixTree* tree_of(void* tree) { return static_cast<SuffixTree*>(tree); }
+namespace {
 
-DW_EXPORT void* dw_suffix_new(uint32_t depth) { return new SuffixTree(depth); }
-DW_EXPORT void dw_suffix_free(void* tree) { delete tree_of(tree); }
-DW_EXPORT uint32_t dw_suffix_begin(void* tree) { return tree_of(tree)->begin(); }
+// A tree whose memory ran out in the middle of a change is no tree any more: whoever asks it later is refused.
+struct Guarded {
+  explicit Guarded(uint32_t depth) : tree(depth) {}
+  SuffixTree tree;
+  bool broken = false;
+};
+
+SuffixTree* tree_of(void* tree) {
+  auto* guarded = static_cast<Guarded*>(tree);
+  if (guarded->broken) throw std::bad_alloc();
+  return &guarded->tree;
+}
+
+template <class Body>
+auto change(void* tree, const Body& body) {
+  SuffixTree* inner = tree_of(tree);
+  try {
+    return body(*inner);
+  } catch (...) {
+    static_cast<Guarded*>(tree)->broken = true;
+    throw;
+  }
+}
+
+void append(void* tree, uint32_t seq, const int32_t* tokens, int64_t n) {
+  change(tree, [&](SuffixTree& t) { t.append(seq, tokens, uint64_t(n)); });
+}
+
+int64_t settle(void* tree, int64_t most) {
+  return change(tree, [&](SuffixTree& t) { return int64_t(t.settle(uint64_t(most))); });
+}
+
+int32_t draft(void* local, int64_t local_seq, void* global, int64_t global_seq, const int32_t* tokens, int64_t n,
+              const dw::SuffixLimits& limits, dw::SuffixDraft* out) {
+  out->score = 0;
+  out->match_len = out->source = out->size = 0;
+  if (local) tree_of(local)->draft(local_seq, tokens, uint64_t(n), limits, 1, out);
+  if (global) tree_of(global)->draft(global_seq, tokens, uint64_t(n), limits, 2, out);
+  return out->size;
+}
+
+}  // namespace
+
+DW_EXPORT void* dw_suffix_new(uint32_t depth) {
+  return guarded([&] { return static_cast<void*>(new Guarded(depth)); });
+}
+DW_EXPORT void dw_suffix_free(void* tree) {
+  guarded([&] { delete static_cast<Guarded*>(tree); });
+}
+DW_EXPORT uint32_t dw_suffix_begin(void* tree) {
+  return guarded([&] { return change(tree, [](SuffixTree& t) { return t.begin(); }); });
+}
 DW_EXPORT void dw_suffix_append(void* tree, uint32_t seq, const int32_t* tokens, int64_t n) {
-  tree_of(tree)->append(seq, tokens, uint64_t(n));
+  guarded([&] { append(tree, seq, tokens, n); });
 }
-DW_EXPORT void dw_suffix_close(void* tree, uint32_t seq) { tree_of(tree)->close(seq); }
-DW_EXPORT int dw_suffix_remove(void* tree, uint32_t seq) { return tree_of(tree)->remove(seq); }
-DW_EXPORT int64_t dw_suffix_settle(void* tree, int64_t most) { return int64_t(tree_of(tree)->settle(uint64_t(most))); }
+DW_EXPORT void dw_suffix_close(void* tree, uint32_t seq) {
+  guarded([&] { change(tree, [&](SuffixTree& t) { t.close(seq); }); });
+}
+DW_EXPORT int dw_suffix_remove(void* tree, uint32_t seq) {
+  return guarded([&] { return change(tree, [&](SuffixTree& t) { return int(t.remove(seq)); }); });
+}
+DW_EXPORT int64_t dw_suffix_settle(void* tree, int64_t most) {
+  return guarded([&] { return settle(tree, most); });
+}
 DW_EXPORT int64_t dw_suffix_count(void* tree, const int32_t* tokens, int64_t n) {
-  return int64_t(tree_of(tree)->count(tokens, uint64_t(n)));
+  return guarded([&] { return int64_t(tree_of(tree)->count(tokens, uint64_t(n))); });
 }
-DW_EXPORT int64_t dw_suffix_length(void* tree, uint32_t seq) { return int64_t(tree_of(tree)->length(seq)); }
+DW_EXPORT int64_t dw_suffix_length(void* tree, uint32_t seq) {
+  return guarded([&] { return int64_t(tree_of(tree)->length(seq)); });
+}
 DW_EXPORT int64_t dw_suffix_agree(void* tree, uint32_t seq, const int32_t* tokens, int64_t n) {
-  return int64_t(tree_of(tree)->agree(seq, tokens, uint64_t(n)));
+  return guarded([&] { return int64_t(tree_of(tree)->agree(seq, tokens, uint64_t(n))); });
 }
-DW_EXPORT int64_t dw_suffix_num_tokens(void* tree) { return int64_t(tree_of(tree)->num_tokens()); }
-DW_EXPORT int64_t dw_suffix_num_nodes(void* tree) { return int64_t(tree_of(tree)->num_nodes()); }
-DW_EXPORT int64_t dw_suffix_bytes(void* tree) { return int64_t(tree_of(tree)->bytes()); }
-DW_EXPORT int dw_suffix_check(void* tree) { return tree_of(tree)->check(); }
+DW_EXPORT int64_t dw_suffix_num_tokens(void* tree) {
+  return guarded([&] { return int64_t(tree_of(tree)->num_tokens()); });
+}
+DW_EXPORT int64_t dw_suffix_num_nodes(void* tree) {
+  return guarded([&] { return int64_t(tree_of(tree)->num_nodes()); });
+}
+DW_EXPORT int64_t dw_suffix_bytes(void* tree) {
+  return guarded([&] { return int64_t(tree_of(tree)->bytes()); });
+}
+DW_EXPORT int dw_suffix_check(void* tree) {
+  return guarded([&] { return tree_of(tree)->check(); });
+}
 
 // The best continuation of tokens [n]: of `local` (source 1), whose sequence `local_seq` they are, and of `global` (source
 // 2; may be null), whose sequence `global_seq` (>= 0) their last tokens are. Returns the number of nodes.
 DW_EXPORT int32_t dw_suffix_draft(void* local, int64_t local_seq, void* global, int64_t global_seq, const int32_t* tokens,
                                   int64_t n, const dw::SuffixLimits* limits, dw::SuffixDraft* out) {
-  out->score = 0;
-  out->match_len = out->source = out->size = 0;
-  if (local) tree_of(local)->draft(local_seq, tokens, uint64_t(n), *limits, 1, out);
-  if (global) tree_of(global)->draft(global_seq, tokens, uint64_t(n), *limits, 2, out);
-  return out->size;
+  return guarded([&] { return draft(local, local_seq, global, global_seq, tokens, n, *limits, out); });
 }
 
 // Take in what is new of a request's tokens [n]: `local` holds a prefix of all of them in its sequence 0, `global` (may be
 // null) a prefix of the output in sequence `global_seq`, where removals go on at four times the pace. Then draft.
 DW_EXPORT int32_t dw_suffix_step(void* local, void* global, int64_t global_seq, const int32_t* tokens, int64_t n,
                                  int64_t num_prompt, const dw::SuffixLimits* limits, dw::SuffixDraft* out) {
-  const int64_t known = int64_t(tree_of(local)->length(0));
-  if (n > known) tree_of(local)->append(0, tokens + known, uint64_t(n - known));
-  if (global && global_seq >= 0) {
-    const int64_t first = num_prompt + int64_t(tree_of(global)->length(uint32_t(global_seq)));
-    if (n > first) tree_of(global)->append(uint32_t(global_seq), tokens + first, uint64_t(n - first));
-  }
-  if (global) tree_of(global)->settle(uint64_t(16 + 4 * std::max<int64_t>(n - known, 0)));
-  return dw_suffix_draft(local, 0, global, global_seq, tokens, n, limits, out);
+  return guarded([&] {
+    const int64_t known = int64_t(tree_of(local)->length(0));
+    if (n > known) append(local, 0, tokens + known, n - known);
+    if (global && global_seq >= 0) {
+      const int64_t first = num_prompt + int64_t(tree_of(global)->length(uint32_t(global_seq)));
+      if (n > first) append(global, uint32_t(global_seq), tokens + first, n - first);
+    }
+    if (global) settle(global, 16 + 4 * std::max<int64_t>(n - known, 0));
+    return draft(local, 0, global, global_seq, tokens, n, *limits, out);
+  });
 }

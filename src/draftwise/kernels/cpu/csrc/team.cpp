@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <atomic>
+#include <exception>
 
 #include "isa.h"
 
@@ -73,6 +74,8 @@ struct Team {
   int64_t stopped_at = 0;
   void (*leader)(void*, Team*) = nullptr;
   void* leader_arg = nullptr;
+  std::atomic<bool> failed{false};  // a part has thrown: `error`, which the first to fail writes
+  std::exception_ptr error;
   Member members[MAX_MEMBERS];
 };
 
@@ -83,6 +86,14 @@ bool take(Team& team, int member, uint64_t command) {
   std::atomic<uint64_t>& begun = team.members[member].begun;
   uint64_t last = begun.load(std::memory_order_relaxed);
   return last < command && begun.compare_exchange_strong(last, command, std::memory_order_acq_rel);
+}
+
+void run_part(Team& team, void (*fn)(void*, int, int), void* arg, int part, int parts) {
+  try {
+    fn(arg, part, parts);
+  } catch (...) {
+    if (!team.failed.exchange(true, std::memory_order_relaxed)) team.error = std::current_exception();
+  }
 }
 
 void follow(Team& team) {
@@ -100,7 +111,7 @@ void follow(Team& team) {
     spins = 0;
     int parts = (int)(command & 0xff);
     if (me >= parts || !take(team, me, command)) continue;
-    team.fn(team.arg, me, parts);
+    run_part(team, team.fn, team.arg, me, parts);
     team.members[me].done.store(command, std::memory_order_release);
   }
 }
@@ -111,10 +122,15 @@ void member_task(void* arg, int, int thread) {
   // The calling thread; when it is done it meets here the tasks of threads that never woke.
   if (team.led) return;
   team.led = true;
+  struct Stop {  // also when the leader throws: the members wait for it
+    Team& team;
+    ~Stop() {
+      team.command.store(STOP, std::memory_order_release);
+      // parallel_for returns when every member has seen this; one that is off its core has not
+      if (team.joined.load(std::memory_order_acquire) > 0) team.stopped_at = now_ns();
+    }
+  } stop{team};
   team.leader(team.leader_arg, &team);
-  team.command.store(STOP, std::memory_order_release);
-  // parallel_for returns when every member has seen this; one that is off its core has not
-  if (team.joined.load(std::memory_order_acquire) > 0) team.stopped_at = now_ns();
 }
 
 void wait_for(const Member& member, uint64_t command) {
@@ -159,14 +175,15 @@ void team_do(Team* team, void (*fn)(void*, int, int), void* arg) {
   team->arg = arg;
   uint64_t command = ++team->sequence << 8 | (uint64_t)parts;
   team->command.store(command, std::memory_order_release);
-  fn(arg, 0, parts);
+  run_part(*team, fn, arg, 0, parts);
   for (int member = 1; member < parts; member++) {
     if (take(*team, member, command)) {
-      fn(arg, member, parts);
+      run_part(*team, fn, arg, member, parts);
     } else {
       wait_for(team->members[member], command);
     }
   }
+  if (team->failed.load(std::memory_order_relaxed)) std::rethrow_exception(team->error);  // and the pass is over
 }
 
 }  // namespace dw

@@ -20,7 +20,8 @@ bool team_ready(Pool*);
 // Runs leader(arg, team) on the calling thread; the pool's other threads help with what it gives to `team_do`.
 void team_run(Pool*, void (*leader)(void* arg, Team*), void* arg);
 
-// fn(arg, part, parts) for every part; returns when all are done. `parts` may differ from call to call.
+// fn(arg, part, parts) for every part; returns when all are done, and throws the first exception of one. `parts` may differ
+// from call to call.
 void team_do(Team*, void (*fn)(void* arg, int part, int parts), void* arg);
 
 }  // namespace dw

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "boundary.h"
 #include "ops.h"
 #include "program.h"
 
@@ -190,8 +191,7 @@ constexpr size_t IDS = 0, POSITIONS = 1, SLOTS = 2;
 
 // The first pass is the caller's, with one head row per request; in the others the requests have the rows of a level of
 // their trees. Block tables reach as far as nodes are fed.
-DW_EXPORT void dw_program_trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
-                                const dw::TreeOutput* out) {
+static void trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* first, const dw::TreeOutput* out) {
   const dw::BatchView& view = first->batch;
   const int requests = view.requests;
   dw::PassInput pass = *first;
@@ -282,4 +282,9 @@ DW_EXPORT void dw_program_trees(dw::Program* program, dw::Pool* pool, const dw::
     const size_t place = (size_t)r * dw::MAX_TREE_ROWS;
     out->counts[r] = drafts[(size_t)r].finish(out->tokens + place, out->parents + place);
   }
+}
+
+DW_EXPORT void dw_program_trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
+                                const dw::TreeOutput* out) {
+  dw::guarded([&] { trees(program, pool, first, out); });
 }

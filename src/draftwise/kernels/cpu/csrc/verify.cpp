@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "boundary.h"
 #include "noise.h"
 #include "sample.h"
 
@@ -334,5 +335,5 @@ DW_EXPORT void dw_verify(dw::Pool* pool, const float* logits, int64_t vocab, int
                          const dw::VerifyRequest* wishes, int64_t nodes, const int32_t* given, int32_t* found) {
   const dw::VerifyBatch batch{logits,       vocab,         requests, wishes,           given,
                               given + nodes, given + 2 * nodes, found,    found + requests, found + 2 * requests};
-  dw::verify(pool, &batch);
+  dw::guarded([&] { dw::verify(pool, &batch); });
 }

@@ -1,0 +1,13 @@
+"""Guards of native calls."""
+
+from __future__ import annotations
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise ValueError, saying what was expected, unless it holds.
+
+    For what would make a kernel read or write memory that is not there. Not an assertion: ``python -O`` leaves those
+    out.
+    """
+    if not holds:
+        raise ValueError(f"a native kernel needs {what}")

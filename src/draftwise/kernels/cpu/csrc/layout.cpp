@@ -1,0 +1,34 @@
+// The sizes of the structures that Python mirrors with ctypes and struct, for a test of the mirrors.
+#include "attention.h"
+#include "boundary.h"
+#include "isa.h"
+#include "ops.h"
+#include "program.h"
+#include "sample.h"
+#include "suffix.h"
+#include "tree.h"
+#include "verify.h"
+
+namespace {
+struct Layout {
+  const char* name;
+  int64_t bytes;
+};
+const Layout layouts[] = {
+    {"AttentionCall", sizeof(dw::AttentionCall)}, {"BatchView", sizeof(dw::BatchView)},
+    {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
+    {"PassInput", sizeof(dw::PassInput)},         {"ProgramOp", sizeof(dw::ProgramOp)},
+    {"RopeCall", sizeof(dw::RopeCall)},           {"SuffixDraft", sizeof(dw::SuffixDraft)},
+    {"SuffixLimits", sizeof(dw::SuffixLimits)},   {"TreeOutput", sizeof(dw::TreeOutput)},
+    {"TreeWish", sizeof(dw::TreeWish)},           {"VerifyRequest", sizeof(dw::VerifyRequest)},
+};
+}  // namespace
+
+// Name and size of structure i, null behind the last.
+DW_EXPORT const char* dw_layout(int i, int64_t* bytes) {
+  return dw::guarded([&]() -> const char* {
+    if (i < 0 || i >= int(sizeof(layouts) / sizeof(layouts[0]))) return nullptr;
+    *bytes = layouts[i].bytes;
+    return layouts[i].name;
+  });
+}
