@@ -13,8 +13,9 @@ import pytest
 from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu import attention, build, library, ops, program, trees, verify
+from draftwise.kernels.cpu import attention, build, library, ops, program, trees
 from draftwise.propose.lookup import suffix_native
+from draftwise.verify import native
 
 MIRRORS = {
     "AttentionCall": ctypes.sizeof(attention.AttentionCall),
@@ -28,7 +29,7 @@ MIRRORS = {
     "SuffixLimits": ctypes.sizeof(suffix_native.LimitsStruct),
     "TreeOutput": ctypes.sizeof(trees.TreeOutput),
     "TreeWish": ctypes.sizeof(trees.TreeWish),
-    "VerifyRequest": verify._REQUEST.size,
+    "VerifyRequest": native._REQUEST.size,
 }
 
 
