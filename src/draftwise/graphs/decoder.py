@@ -19,9 +19,9 @@ from draftwise.graphs.loop import ChainLoop, Drafter
 from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
 from draftwise.graphs.resident import PassSeats
 from draftwise.graphs.sizes import worth_filling
-from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
-from draftwise.models.config import ModelConfig, RawConfig
+from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 logger = logging.getLogger("draftwise")
@@ -49,7 +49,7 @@ class _Results:
             self.captured[layer][:rows].copy_(x)
 
 
-class GraphedDecoder(DecoderModel):
+class GraphedDecoder(WrappedDecoder):
     """Behaves as the model it wraps. Batches whose requests have about as many rows each are whole passes, others, such
     as chunks of prompts, passes in pieces; those that fit neither run as they would without it.
 
@@ -62,11 +62,7 @@ class GraphedDecoder(DecoderModel):
     def __init__(
         self, inner: DecoderModel, captures: Captures, block_size: int, backend: GraphBackend
     ) -> None:
-        self.inner = inner
-        self.config = inner.config
-        self.dtype = inner.dtype
-        self.device = inner.device
-        self.same_bits = inner.same_bits
+        super().__init__(inner)
         self.captures = captures
         self._block_size = block_size
         self._backend = backend
@@ -288,16 +284,6 @@ class GraphedDecoder(DecoderModel):
 
     # ------------------------------------------------------------------------------- what is handed through
 
-    @classmethod
-    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
-        raise NotImplementedError("the wrapped model parses")
-
-    def finish(self) -> None:
-        raise NotImplementedError("the wrapped model is finished before it is wrapped")
-
-    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        return self.inner.kv_layout()
-
     def logits(self, hidden: Tensor) -> Tensor:
         return self.inner.logits(hidden)
 
@@ -306,9 +292,6 @@ class GraphedDecoder(DecoderModel):
 
     def first_layers(self, count: int) -> DecoderModel:
         return self.inner.first_layers(count)
-
-    def weight_bytes(self) -> int:
-        return self.inner.weight_bytes()
 
     def static_bytes(self) -> int:
         config, captures, itemsize = self.config, self.captures, self.dtype.itemsize

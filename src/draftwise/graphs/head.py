@@ -14,30 +14,20 @@ from draftwise.graphs.buffers import Need, Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.decoder import on_device
 from draftwise.graphs.loop import ChainLoop, Drafter
-from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
-from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
+from draftwise.models.heads.wrapped import WrappedHead
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 
-class GraphedHead(HeadModel):
+class GraphedHead(WrappedHead):
     """Behaves as the head it wraps, which must have one depth for its loops to be captured. All else, such as the rows
     of a prompt and the levels of a tree, runs as it would without it."""
 
     pads = True
 
     def __init__(self, inner: HeadModel, captures: Captures, block_size: int, backend: GraphBackend) -> None:
-        self.inner = inner
-        self.dtype = inner.dtype
-        self.device = inner.device
-        self.same_bits = inner.same_bits
-        self.feature_size = inner.feature_size
-        self.feature_layers = inner.feature_layers
-        self.num_depths = inner.num_depths
-        self.target_ids = inner.target_ids
-        self.draft_vocab_size = inner.draft_vocab_size
-        self.mask_token = inner.mask_token
-        self.mask_feature = inner.mask_feature
-        self.max_model_len = inner.max_model_len
+        super().__init__(inner)
         self.captures = captures
         self._block_size = block_size
         self._backend = backend
@@ -127,26 +117,11 @@ class GraphedHead(HeadModel):
 
     # ------------------------------------------------------------------------------- what is handed through
 
-    def finish(self) -> None:
-        raise NotImplementedError("the wrapped head is finished before it is wrapped")
-
-    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        return self.inner.kv_layout()
-
-    def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
-        return self.inner.combine(output, rows)
-
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         return self.inner.forward(on_device(batch, self.device), features, kv, depth)
 
     def recordable(self, batch: StepInput) -> bool:
         return self.inner.recordable(batch)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.inner.logits(hidden)
-
-    def weight_bytes(self) -> int:
-        return self.inner.weight_bytes()
 
     def static_bytes(self) -> int:
         return self.captures.loop_bytes(self.draft_vocab_size, self.feature_size * self.dtype.itemsize)

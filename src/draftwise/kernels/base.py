@@ -119,9 +119,9 @@ class Ops(ABC):
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """``gate_up`` [T, 2 * I] = gate | up -> silu(gate) * up, [T, I]. May use ``gate_up`` as scratch."""
 
-    @abstractmethod
     def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """A copy of ``x`` [T, H] that later in-place operations do not change."""
+        return x.clone() if out is None else out.copy_(x)
 
     def concat(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [T, A], ``y`` [T, B] -> their rows side by side, [T, A + B]."""

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.attention.base import AttentionBackend, attend
+from draftwise.attention.base import AttentionBackend
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.kernels import onednn
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.attending import AttendingOps
+from draftwise.kernels.base import HeadShape, Linear, Norm, Rope
 from draftwise.kv.storage import narrowed, quantized
-from draftwise.types import AttentionBatch
 
 _TIED_PACKED = 1 << 22  # elements up to which a tied output layer is packed beside the embedding table
 
@@ -63,23 +63,13 @@ class TorchRope(Rope):
         self.table = table
 
 
-class TorchOps(Ops):
+class TorchOps(AttendingOps):
     """Plain torch on one device and dtype, with a choice of attention backend."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, attention: AttentionBackend | None = None
     ) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._attention = attention or TorchGroupedAttention()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        super().__init__(dtype, device, attention or TorchGroupedAttention())
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         packed = onednn.pack(weight)
@@ -148,9 +138,6 @@ class TorchOps(Ops):
             return F.silu(gate).mul_(up)
         return torch.mul(F.silu(gate, inplace=True), up, out=out)
 
-    def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return x.clone() if out is None else out.copy_(x)
-
     def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
         assert isinstance(rope, TorchRope)
         if out is None:
@@ -188,26 +175,6 @@ class TorchOps(Ops):
             kv[0].index_copy_(0, slots, narrowed(entries, kv[0].dtype))
         queries = packed.narrow(1, 0, num_q)
         return queries if out is None else out.copy_(queries)
-
-    def attention(
-        self,
-        q: Tensor,
-        kv: tuple[Tensor, ...],
-        batch: AttentionBatch,
-        heads: HeadShape,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        kv_heads, how = heads.num_kv_heads, self._attention
-        return attend(
-            how, q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
-        )
-
-    @property
-    def capturable(self) -> bool:
-        return self._attention.reads_static
 
     def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
         if self._dtype is torch.float32:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError
-from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.models.config import ModelConfig, RawConfig
+from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import StepInput, TargetOutput
 
 _UNSHARED = -1e30
@@ -68,32 +68,16 @@ class VocabularyMap:
         )
 
 
-class MappedDecoder(DecoderModel):
+class MappedDecoder(WrappedDecoder):
     """``inner`` as a model of another vocabulary: it reads a token it lacks as its unknown token, one for one, so that
     positions and slots stay those of the text; and never says one that the other side lacks."""
 
     def __init__(self, inner: DecoderModel, vocabulary: VocabularyMap) -> None:
-        self.inner = inner
-        self.config: ModelConfig = replace(inner.config, vocab_size=len(vocabulary.to_inner))
-        self.dtype = inner.dtype
-        self.device = inner.device
-        self.same_bits = inner.same_bits
+        super().__init__(inner)
+        self.config = replace(inner.config, vocab_size=len(vocabulary.to_inner))
         self._shared_inner = vocabulary.shared_inner.to(inner.device)
         self._shared_outer = vocabulary.shared_outer.to(inner.device)
         self._to_inner = vocabulary.to_inner.to(inner.device)
-
-    @classmethod
-    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
-        raise NotImplementedError("the wrapped model parses")
-
-    def finish(self) -> None:
-        raise NotImplementedError("the wrapped model is finished before it is wrapped")
-
-    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        return self.inner.kv_layout()
-
-    def weight_bytes(self) -> int:
-        return self.inner.weight_bytes()
 
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
         return self.inner.forward(self._mapped(batch), kv, capture)

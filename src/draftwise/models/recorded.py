@@ -14,15 +14,15 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.recording import Recording
-from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
-from draftwise.models.config import ModelConfig, RawConfig
+from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import AttentionBatch, ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 logger = logging.getLogger("draftwise")
 
 
-class RecordedDecoder(DecoderModel):
+class RecordedDecoder(WrappedDecoder):
     """Behaves as the model it wraps, which must run on `NativeOps`.
 
     There is one recording per storage and set of captured layers. A model whose forward cannot be recorded (it does
@@ -30,10 +30,7 @@ class RecordedDecoder(DecoderModel):
     """
 
     def __init__(self, model: DecoderModel, ops: NativeOps) -> None:
-        self.inner = model
-        self.config = model.config
-        self.dtype = model.dtype
-        self.device = model.device
+        super().__init__(model)
         self._ops = ops
         self._programs: dict[tuple[int, tuple[int, ...]], tuple[KVStorage, Program]] = {}
         self._eager = False
@@ -42,21 +39,8 @@ class RecordedDecoder(DecoderModel):
         self._programs.clear()
         self.same_bits = not self._eager
 
-    @classmethod
-    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
-        raise NotImplementedError("the wrapped model parses")
-
-    def finish(self) -> None:
-        raise NotImplementedError("the wrapped model is finished before it is wrapped")
-
-    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        return self.inner.kv_layout()
-
     def shared_weights(self) -> SharedWeights:
         return self.inner.shared_weights()
-
-    def weight_bytes(self) -> int:
-        return self.inner.weight_bytes()
 
     def first_layers(self, count: int) -> DecoderModel:
         return recorded(self.inner.first_layers(count), self._ops)

@@ -14,6 +14,7 @@ from draftwise.graphs.setup import GraphSetup
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, ModelConfig
 from draftwise.propose.resident import ResidentDrafter
+from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.sampling.state import SamplingState
 from draftwise.structured.cursor import Cursor
 from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOutput
@@ -38,6 +39,16 @@ class ProposerContext:
     target_path: str | None = None  # where the target was loaded from: folder or hub id
     target_revision: str | None = None
     graphs: GraphSetup | None = None  # captures a drafter's passes; None: nothing is captured
+
+    @property
+    def max_draft_len(self) -> int:
+        """No position that the drafter is fed reaches it: ``max_model_len``, or less where the user says so."""
+        return min(self.speculative.max_model_len or self.max_model_len, self.max_model_len)
+
+    @property
+    def sample_method(self) -> DraftSampleMethod:
+        """How it picks its tokens where the target draws."""
+        return "greedy" if self.speculative.draft_sample_method == "greedy" else "probabilistic"
 
 
 @dataclass(slots=True)

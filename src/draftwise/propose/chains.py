@@ -154,3 +154,25 @@ def draw_next(
         draft.tokens.append(token)
         if q is not None:
             draft.q.append(q[i])
+
+
+def draw_in_one_pass(
+    drafts: Sequence[ChainDraft],
+    logits: torch.Tensor,
+    method: DraftSampleMethod,
+    vocab_map: torch.Tensor | None = None,
+) -> None:
+    """Draw all tokens that are left of drafts from logits that one pass gave: [R, Vd], a draft's rows side by side.
+
+    Example: 4 tokens of one request and 2 of the next: their first ones are drawn from rows 0 and 4, their second ones
+    from rows 1 and 5.
+    """
+    active: list[tuple[ChainDraft, int]] = []
+    first = 0
+    for draft in drafts:
+        active.append((draft, first))
+        first += draft.length - len(draft.tokens)
+    while active:
+        wanted = torch.tensor([row for _, row in active], device=logits.device)
+        draw_next([draft for draft, _ in active], logits.index_select(0, wanted), method, vocab_map)
+        active = [(draft, row + 1) for draft, row in active if draft.length > len(draft.tokens)]

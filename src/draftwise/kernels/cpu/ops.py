@@ -209,7 +209,7 @@ class NativeOps(Ops):
     def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Symbol):
             return x.program.copy(x)
-        return x.clone() if out is None else out.copy_(x)
+        return super().copy(x, out)
 
     def concat(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Symbol):

@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwise.attention.base import AttentionBackend, attend
+from draftwise.attention.base import AttentionBackend
 from draftwise.errors import ConfigError
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.attending import AttendingOps
+from draftwise.kernels.base import HeadShape, Linear, Norm, Rope
 from draftwise.kernels.triton import rows
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
-from draftwise.types import AttentionBatch
 
 
 class TritonNorm(Norm):
@@ -38,7 +38,7 @@ class TritonRope(Rope):
         self.table = table
 
 
-class TritonOps(Ops):
+class TritonOps(AttendingOps):
     """On a CUDA device, or on the CPU in Triton's interpreter.
 
     ``batch_invariant``: no result depends on what else is in a batch. Else products of floats are torch's (cuBLAS),
@@ -64,20 +64,10 @@ class TritonOps(Ops):
             raise ConfigError(
                 f"quantization: {scheme.name} is for CPUs; on a GPU use int4, int8_dynamic or fp8"
             )
-        self._dtype = dtype
-        self._device = device
-        self._attention = attention or TritonAttention()
+        super().__init__(dtype, device, attention or TritonAttention())
         self._tiling = tiling or LinearTiling()
         self._batch_invariant = batch_invariant
         self._scheme = scheme
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     def same_bits(self) -> bool:
@@ -139,9 +129,6 @@ class TritonOps(Ops):
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         return rows.silu_mul(gate_up, out)
 
-    def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return x.clone() if out is None else out.copy_(x)
-
     def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
         assert isinstance(rope, TritonRope)
         return rows.gather_rows(rope.table, positions, out)
@@ -158,26 +145,6 @@ class TritonOps(Ops):
         out: Tensor | None = None,
     ) -> Tensor:
         return rows.rope_write(qkv, heads, rope_rows, kv, slots, _parts(q_norm), _parts(k_norm), out)
-
-    def attention(
-        self,
-        q: Tensor,
-        kv: tuple[Tensor, ...],
-        batch: AttentionBatch,
-        heads: HeadShape,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        kv_heads, how = heads.num_kv_heads, self._attention
-        return attend(
-            how, q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
-        )
-
-    @property
-    def capturable(self) -> bool:
-        return self._attention.reads_static
 
     def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
         assert isinstance(head, TritonLinear)

@@ -14,17 +14,18 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import Feedback, Program
 from draftwise.kernels.cpu.recording import Recording
-from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
+from draftwise.models.heads.wrapped import WrappedHead
 from draftwise.models.recorded import NO_BATCH
-from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 logger = logging.getLogger("draftwise")
 
 _FEATURES = 0  # the number under which a program captures the next rows' features
 
 
-class RecordedHead(HeadModel):
+class RecordedHead(WrappedHead):
     """Behaves as the head it wraps, which must be finished and run on `NativeOps`.
 
     There is one recording per storage and depth. A head whose forward cannot be recorded (it does more with tensors
@@ -32,17 +33,7 @@ class RecordedHead(HeadModel):
     """
 
     def __init__(self, head: HeadModel, ops: NativeOps) -> None:
-        self.inner = head
-        self.dtype = head.dtype
-        self.device = head.device
-        self.feature_size = head.feature_size
-        self.feature_layers = head.feature_layers
-        self.num_depths = head.num_depths
-        self.target_ids = head.target_ids
-        self.draft_vocab_size = head.draft_vocab_size
-        self.max_model_len = head.max_model_len
-        self.mask_token = head.mask_token
-        self.mask_feature = head.mask_feature
+        super().__init__(head)
         self._ops = ops
         self._target_ids_np = None
         if head.target_ids is not None:
@@ -55,21 +46,6 @@ class RecordedHead(HeadModel):
             self._program(tiny, depth)
         self._programs.clear()
         self.same_bits = not self._eager
-
-    def finish(self) -> None:
-        raise NotImplementedError("the wrapped head is finished before it is wrapped")
-
-    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        return self.inner.kv_layout()
-
-    def weight_bytes(self) -> int:
-        return self.inner.weight_bytes()
-
-    def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
-        return self.inner.combine(output, rows)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.inner.logits(hidden)
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         found = self._program(kv, depth) if self.inner.recordable(batch) else None

@@ -81,8 +81,8 @@ class MedusaProposer(Proposer, TreeModel):
             )
         return cls(
             heads,
-            max_model_len=min(config.max_model_len or context.max_model_len, context.max_model_len),
-            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
+            max_model_len=context.max_draft_len,
+            sample_method=context.sample_method,
         )
 
     # ------------------------------------------------------------------------------ after the target's pass

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import DraftRow, ProposerContext
-from draftwise.propose.chains import draw_next
+from draftwise.propose.chains import draw_in_one_pass
 from draftwise.propose.heads.passes import HeadDraft
 from draftwise.propose.heads.proposer import HeadProposer
 from draftwise.types import EMPTY_PROPOSAL, Proposal
@@ -51,15 +49,4 @@ class ParallelHeadProposer(HeadProposer):
     def _draft_in_one_pass(self, drafts: Sequence[HeadDraft]) -> None:
         """Forced tokens take the places of drafts; their rows are masks like the others, as in training."""
         logits = self._passes.masked([(draft, len(draft.tokens), draft.length) for draft in drafts])
-        # Rows of `logits`, request by request. Example: 4 drafts of one request and 2 of the next: their first drafts
-        # are drawn from rows 0 and 4, their second ones from rows 1 and 5.
-        active: list[tuple[HeadDraft, int]] = []
-        first = 0
-        for draft in drafts:
-            active.append((draft, first))
-            first += draft.length - len(draft.tokens)
-        while active:
-            wanted = torch.tensor([row for _, row in active], device=logits.device)
-            members = [draft for draft, _ in active]
-            draw_next(members, logits.index_select(0, wanted), self._sample_method, self._head.target_ids)
-            active = [(draft, row + 1) for draft, row in active if draft.length > len(draft.tokens)]
+        draw_in_one_pass(drafts, logits, self._sample_method, self._head.target_ids)

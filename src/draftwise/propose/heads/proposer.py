@@ -94,9 +94,9 @@ class HeadProposer(Proposer):
             head,
             vocab_size=context.vocab_size,
             block_size=context.block_size,
-            max_model_len=min(config.max_model_len or context.max_model_len, context.max_model_len),
+            max_model_len=context.max_draft_len,
             max_num_seqs=context.max_num_seqs,
-            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
+            sample_method=context.sample_method,
         )
 
     # ------------------------------------------------------------------------------ after the target's pass

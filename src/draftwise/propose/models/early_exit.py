@@ -62,9 +62,9 @@ class EarlyExitProposer(ModelProposer):
         proposer = cls(
             model,
             block_size=context.block_size,
-            max_model_len=min(config.max_model_len or context.max_model_len, context.max_model_len),
+            max_model_len=context.max_draft_len,
             max_num_seqs=context.max_num_seqs,
-            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
+            sample_method=context.sample_method,
         )
         proposer._target_layers = target.num_layers
         return proposer

@@ -16,7 +16,7 @@ from draftwise.config.methods import read_config
 from draftwise.errors import ConfigError
 from draftwise.models.inputs import RowInput
 from draftwise.propose.base import DraftRow, ProposerContext
-from draftwise.propose.chains import draw_next
+from draftwise.propose.chains import draw_in_one_pass
 from draftwise.propose.models.proposer import CATCH_UP_ROWS, ModelDraft, ModelProposer
 from draftwise.types import Proposal
 
@@ -99,14 +99,4 @@ class ParallelDraftProposer(ModelProposer):
             draft.stored = end - draft.row.num_tokens  # forced tokens; the masks' K/V is worth nothing
         logits = self._forward(inputs, all_rows=True)
         logits = logits[torch.tensor(wanted, device=logits.device)]
-        first: list[int] = []  # row of each draft's next token
-        at = 0
-        for draft in drafts:
-            first.append(at)
-            at += draft.length - len(draft.tokens)
-        active = list(zip(drafts, first, strict=True))
-        while active:
-            members = [draft for draft, _ in active]
-            rows = logits[torch.tensor([row for _, row in active])].clone()
-            draw_next(members, rows, self._sample_method)
-            active = [(draft, row + 1) for draft, row in active if draft.length > len(draft.tokens)]
+        draw_in_one_pass(drafts, logits, self._sample_method)

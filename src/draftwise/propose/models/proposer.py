@@ -104,13 +104,12 @@ class ModelProposer(Proposer, TreeModel):
             model = context.graphs.draft_model(
                 model, config.num_speculative_tokens, context.graphs.tree_of(config)
             )
-        limit = min(config.max_model_len or context.max_model_len, context.max_model_len)
         return cls(
             model,
             block_size=context.block_size,
-            max_model_len=limit,
+            max_model_len=context.max_draft_len,
             max_num_seqs=context.max_num_seqs,
-            sample_method="greedy" if config.draft_sample_method == "greedy" else "probabilistic",
+            sample_method=context.sample_method,
         )
 
     # -------------------------------------------------------------------------------------------- propose
