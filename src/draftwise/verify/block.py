@@ -53,7 +53,7 @@ def _prefix(px: Sequence[float], qx: Sequence[float] | None) -> list[float]:
     for i, p in enumerate(px):
         q = 1.0 if qx is None else qx[i]
         # q = 0 cannot have been drawn but by rounding; the ratio is then infinite unless p is 0, too
-        ratio = p / q if q > 0.0 else float(p > 0.0)
+        ratio = p / q if q > 0.0 else (1e300 if p > 0.0 else 0.0)
         out.append(min(1.0, out[-1] * ratio))
     return out
 

@@ -170,7 +170,7 @@ def next_scale(p, fields, first, i, scale, vocab, num_nodes):
     p_x = tl.load(p + (first + i) * vocab + token).to(tl.float64)
     q_x = q_of(q_at, token)
     # q = 0 cannot have been drawn but by rounding; the ratio is then infinite unless p is 0, too
-    ratio = tl.where(q_x > 0.0, p_x / tl.where(q_x > 0.0, q_x, 1.0), tl.where(p_x > 0.0, 1.0, 0.0))
+    ratio = tl.where(q_x > 0.0, p_x / tl.where(q_x > 0.0, q_x, 1.0), tl.where(p_x > 0.0, 1e30, 0.0))
     return tl.minimum(scale * ratio, 1.0)
 
 
