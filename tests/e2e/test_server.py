@@ -500,3 +500,46 @@ def test_forced_calls_end_with_tool_calls(
         _, _, answer = server.request("POST", "/v1/chat/completions", body)
         last = answer if not stream else answer.strip().split(b"data: ")[-2]
         assert json.loads(last)["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("more", "before", "after"),
+    [
+        ({}, 'Hm. <tool_call>{"name": "f", "arguments": ', "}</tool_call>"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "", ""),
+        ({"tool_choice": "required"}, '{"name": "f", "arguments": ', "}"),
+    ],
+)
+def test_arguments_stream_as_they_grow(
+    scripted: Callable[..., ScriptedEngine], more: dict[str, Any], before: str, after: str
+) -> None:
+    import openai
+
+    pieces = [*([before] if before else []), '{"a": "', *["word "] * 20, '"}', *([after] if after else [])]
+    arguments = '{"a": "' + "word " * 20 + '"}'
+    with (
+        RunningServer(scripted(*pieces)) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **more}
+        got, ids, names, finish = [], [], [], None
+        for chunk in client.chat.completions.create(stream=True, **body):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                assert call.index == 0 and call.function is not None
+                got.append(call.function.arguments)
+                ids += [call.id] if call.id else []
+                names += [call.function.name] if call.function.name else []
+            finish = chunk.choices[0].finish_reason or finish
+        assert len(got) >= 20 and "".join(got) == arguments, got
+        assert len(ids) == 1 and names == ["f"] and finish == "tool_calls"
+        whole = client.chat.completions.create(**body).choices[0].message.tool_calls[0]
+        assert whole.function.arguments == arguments and whole.type == "function"
+        events = list(
+            client.responses.create(
+                model="tiny", input="x", stream=True, tools=[{"type": "function", "name": "f", "parameters": {}}],
+                tool_choice={"type": "function", "name": "f"} if isinstance(more.get("tool_choice"), dict) else
+                more.get("tool_choice", "auto"),
+            )
+        )  # fmt: skip
+        deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        assert len(deltas) >= 20 and "".join(deltas) == arguments

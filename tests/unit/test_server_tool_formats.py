@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwise.errors import ConfigError
-from draftwise.server.tool_formats import PARSERS, JsonEnd, parser_class
+from draftwise.server.call_reader import CallReader, JsonScan
+from draftwise.server.tool_formats import PARSERS, CallPiece, ForcedParser, Found, ToolParser, parser_class
 
 CUTS = st.lists(st.integers(0, 500), max_size=12)
-ONE = [("f", {"a": '}\\"]'})]
-TWO = [*ONE, ("g", {"b": [1, {}]})]
 F, G = '{"a": "}\\\\\\"]"}', '{"b": [1, {}]}'
+ONE = [("f", F)]
+TWO = [*ONE, ("g", G)]
 FOUND = [
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {F}}}</tool_call>', "", ONE),
     ("llama3_json", f'{{"name": "f", "parameters": {F}}}', "", ONE),
@@ -50,12 +52,31 @@ TEXT = [
 ]
 
 
-def fed(name: str, text: str, cuts: list[int], **options: Any) -> tuple[str, list[tuple[str, Any]]]:
-    parser = parser_class(name)(**options)
-    shown, calls = "", []
+def pieces_of(parser: ToolParser, text: str, cuts: list[int]) -> Found:
     edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
-    for piece in [*(parser.push(text[low:high]) for low, high in pairwise(edges)), parser.finish()]:
-        shown, calls = shown + piece[0], calls + piece[1]
+    found: Found = []
+    for low, high in pairwise(edges):
+        found += parser.push(text[low:high])
+    return found + parser.finish()
+
+
+def put_together(found: Found) -> tuple[str, list[tuple[str, str]]]:
+    """(text, calls with their whole arguments); a call begins once, and its pieces come in order."""
+    calls: list[tuple[str, str]] = []
+    for part in found:
+        if isinstance(part, str):
+            continue
+        if part.name is not None:
+            assert part.call == len(calls)
+            calls.append((part.name, ""))
+        assert part.call == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
+    return "".join(part for part in found if isinstance(part, str)), calls
+
+
+def fed(name: str, text: str, cuts: list[int], **options: Any) -> tuple[str, list[tuple[str, str]]]:
+    parser = parser_class(name)(**options)
+    shown, calls = put_together(pieces_of(parser, text, cuts))
     assert parser.num_calls == len(calls)
     return shown, calls
 
@@ -63,7 +84,7 @@ def fed(name: str, text: str, cuts: list[int], **options: Any) -> tuple[str, lis
 @pytest.mark.parametrize(("name", "text", "before", "calls"), FOUND)
 @given(cuts=CUTS)
 def test_calls_do_not_depend_on_the_cuts(
-    name: str, text: str, before: str, calls: list[tuple[str, Any]], cuts: list[int]
+    name: str, text: str, before: str, calls: list[tuple[str, str]], cuts: list[int]
 ) -> None:
     shown, found = fed(name, text, cuts)
     assert (shown.strip(), found) == (before, calls)
@@ -87,21 +108,125 @@ def test_no_text_is_lost(name: str, text: str, cuts: list[int]) -> None:
 
 def test_text_is_passed_on_at_once() -> None:
     for name in ("hermes", "mistral"):
-        assert parser_class(name)().push("Well, [it") == ("Well, [it", [])
+        assert parser_class(name)().push("Well, [it") == ["Well, [it"]
     parser = parser_class("llama3_json")()
-    assert parser.push("W") == ("W", []) and parser.push('{"name": "f"}') == ('{"name": "f"}', [])
+    assert parser.push("W") == ["W"] and parser.push('{"name": "f"}') == ['{"name": "f"}']
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>"),
+        ("llama3_json", '{"name": "f", "parameters": ', "}"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": ', "}]"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", ""),
+        ("required", '{"name": "f", "arguments": ', "}"),
+        ("named", "", ""),
+    ],
+)
+def test_arguments_come_as_they_grow(name: str, before: str, after: str) -> None:
+    arguments = '{"text": "' + "word " * 50 + '", "n": [1, {"b": null}]}'
+    parsers = {"required": lambda: ForcedParser(None), "named": lambda: ForcedParser("f")}
+    parser = parsers[name]() if name in parsers else parser_class(name)()
+    assert put_together(parser.push(before)) == ("", [])
+    told = 0
+    for i, char in enumerate(arguments):
+        for part in parser.push(char):
+            assert isinstance(part, CallPiece) and (part.name == "f") == (told == 0)
+            told += len(part.arguments)
+        assert told == (i + 1 if i or name == "named" else 0)  # the first brace waits for a key
+    end = [part for part in [*parser.push(after), *parser.finish()] if part]
+    assert end == [] and parser.num_calls == 1
+
+
+def test_arguments_that_were_passed_on_are_forgotten() -> None:
+    reader = CallReader()
+    reader.push('{"name": "f", "arguments": {"a": "')
+    assert reader.certain
+    for _ in range(100):
+        assert reader.push("x" * 100) == ("x" * 100, "") and len(reader.raw) < 100
+    assert reader.push('", "name": "g"}, "arguments": {"b": 1}, "name": "h"} rest') == (
+        '", "name": "g"}',
+        " rest",
+    )
+    assert reader.name == "f" and reader.over
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"arguments": {"a": 1}, "name": "f"}', [("f", '{"a": 1}')]),
+        ('{"id": "x", "name": "f", "more": [{"name": "g"}], "arguments": {"a": 1}}', [("f", '{"a": 1}')]),
+        ('{"name": "f"}', [("f", "{}")]),
+        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", '{"a": 1}')]),
+        ('{"name": "f", "arguments": [1, 2]}', [("f", "[1, 2]")]),
+        ('{"name": "f", "arguments": null}', [("f", "null")]),
+        ('{"name": "f", "arguments": { }}', [("f", "{ }")]),
+        ('{"na\\u006de": "\\u0066", "arguments": {"a": "</tool_call>"}}', [("f", '{"a": "</tool_call>"}')]),
+        ('{"name": 5, "arguments": {"a": 1}}', []),
+        ('{"arguments": {"a": 1}}', []),
+        ('{"name": "f" "arguments": {"a": 1}}', []),
+        ("{name: 'f', arguments: {}}", []),
+        ('["name", "f"]', []),
+    ],
+)
+@given(cuts=CUTS)
+def test_calls_in_every_order(text: str, calls: list[tuple[str, str]], cuts: list[int]) -> None:
+    whole = f"a<tool_call>{text}</tool_call>b"
+    shown, found = fed("hermes", whole, cuts)
+    assert found == calls and shown == ("ab" if calls else whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        # Cut short: what there is, as OpenAI does.
+        ('<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "b"}', "", [("f", '{"a": "b"}')]),
+        ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
+        # No JSON after all: the call ends there, and the text goes on behind its mark.
+        ('<tool_call>{"name": "f", "arguments": {"a": (1)}}</tool_call> x', "x", [("f", '{"a": ')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>x', "x", [("f", '{"a": 1')]),
+        # Without an end mark.
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}} x', "x", [("f", '{"a": 1}')]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": 1}}<tool_call>{"name": "g"}',
+            "",
+            [("f", '{"a": 1}'), ("g", "{}")],
+        ),
+    ],
+)
+@given(cuts=CUTS)
+def test_calls_that_break_off(text: str, shown: str, calls: list[tuple[str, str]], cuts: list[int]) -> None:
+    assert fed("hermes", text, cuts) == (shown, calls)
+
+
+def test_text_and_calls_keep_their_order() -> None:
+    text = 'a<tool_call>{"name": "f"}</tool_call>b<tool_call>{"name": "g"}</tool_call>c'
+    found = pieces_of(parser_class("hermes")(), text, [])
+    assert [part if isinstance(part, str) else part.name for part in found] == ["a", "f", "b", "g", "c"]
+
+
+@given(CUTS)
+def test_forced_calls(cuts: list[int]) -> None:
+    text = f'{{"name":"f","arguments":{F}}}'
+    assert put_together(pieces_of(ForcedParser(None), text, cuts)) == ("", [("f", F)])
+    assert put_together(pieces_of(ForcedParser("f"), F, cuts)) == ("", [("f", F)])
+    assert put_together(pieces_of(ForcedParser("f"), "", cuts)) == ("", [("f", "")])
+    for short in range(len('{"name":"f"')):
+        assert put_together(pieces_of(ForcedParser(None), text[:short], cuts)) == ("", [("", text[:short])])
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(
     st.text(), v)).filter(lambda v: isinstance(v, list | dict)), st.text(), CUTS)  # fmt: skip
 def test_ends_of_json(value: Any, rest: str, cuts: list[int]) -> None:
-    import json
-
     text = json.dumps(value)
-    end = JsonEnd()
+    scan = JsonScan()
     for cut in sorted({cut % len(text) for cut in cuts}):
-        assert end.find("  " + text[:cut], 2) is None
-    assert end.find("  " + text + rest, 2) == len(text) + 2
+        scan.scan(text[:cut])
+        assert scan.end is scan.broken is None
+    scan.scan(text + rest)
+    assert scan.end == len(text) and scan.broken is None
 
 
 def test_names() -> None:

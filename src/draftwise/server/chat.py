@@ -18,14 +18,14 @@ from draftwise.server.logprobs import chat_logprobs, prompt_logprobs
 from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
 from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
-from draftwise.server.tool_formats import ToolParser, parser_class
+from draftwise.server.tool_formats import CallPiece, Found, ToolParser, parser_class
 from draftwise.server.tools import (
     ToolPlan,
-    call_of,
-    forced_call,
+    delta_of,
     forced_call_errors,
     plan_tools,
     template_calls,
+    whole_calls,
 )
 from draftwise.server.trace import Tracer
 
@@ -150,8 +150,6 @@ class _Answer:
         self._plan = plan
         self._model = model
         self._created = int(time.time())
-        self._parser = parser_class(context.config.tool_call_parser)
-        self._only_one = body.parallel_tool_calls is False
         self._tracer = Tracer(context.token_text)
         last = body.messages[-1] if body.echo and body.messages else {}
         self._echo = str(last.get("content") or "") if last.get("role") == "assistant" else ""
@@ -179,7 +177,11 @@ class _Answer:
         return answer
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        text, calls = self._split(completion.text)
+        text, calls = completion.text, list[dict[str, Any]]()
+        parser = self._new_parser()
+        if parser is not None:
+            text, pieces = _sorted([*parser.push(text), *parser.finish()])
+            calls = whole_calls(pieces)
         text = self._echo + text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         finish = completion.finish_reason
@@ -198,15 +200,9 @@ class _Answer:
             choice["token_ids"] = list(completion.token_ids)
         return choice
 
-    def _split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        if self._plan.schema is not None:
-            return "", [forced_call(self._plan, text)]
-        if not self._plan.parse:
-            return text, []
-        parser = self._parser(only_one=self._only_one)
-        before, calls = parser.push(text)
-        after, more = parser.finish()
-        return before + after, [call_of(*call) for call in calls + more]
+    def _new_parser(self) -> ToolParser | None:
+        kind = parser_class(self._context.config.tool_call_parser)
+        return self._plan.parser(kind, only_one=self._body.parallel_tool_calls is False)
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or completion.logprobs is None:
@@ -236,8 +232,7 @@ class _Answer:
             self._plan.parse or self._plan.schema is not None
         )
         texts: dict[int, TextEvents] = {}
-        parsers: dict[int, ToolParser] = {}
-        forced: dict[int, str] = {}
+        parsers: dict[int, ToolParser | None] = {}
         begun: set[int] = set()
         done: set[int] = set()
         prompt_tokens = completion_tokens = cached = 0
@@ -261,15 +256,10 @@ class _Answer:
                     yield texts[index](text)
                     continue
                 delta: dict[str, Any] = {}
-                if self._plan.schema is not None:
-                    forced[index] = forced.get(index, "") + text
-                    text = ""
-                    if finish is not None:
-                        delta["tool_calls"] = [{"index": 0, **forced_call(self._plan, forced[index])}]
-                        finish = "tool_calls" if finish == "stop" else finish
-                elif self._plan.parse:
-                    parser = parsers.setdefault(index, self._parser(only_one=self._only_one))
-                    text, finish = self._parse(parser, completion, delta)
+                if index not in parsers:
+                    parsers[index] = self._new_parser()
+                if (parser := parsers[index]) is not None:
+                    text, finish = _parse(parser, completion, delta)
                 if index not in begun:
                     text = self._echo + text
                 if text:
@@ -306,21 +296,25 @@ class _Answer:
             yield event({**head, "choices": [], "usage": usage(prompt_tokens, completion_tokens, cached)})
         yield DONE
 
-    def _parse(
-        self, parser: ToolParser, completion: CompletionOutput, delta: dict[str, Any]
-    ) -> tuple[str, str | None]:
-        """Put the calls found into ``delta``; (text, finish reason)."""
-        first = parser.num_calls
-        text, calls = parser.push(completion.text)
-        finish = completion.finish_reason
-        if finish is not None:
-            more, last = parser.finish()
-            text, calls = text + more, calls + last
-            if parser.num_calls and finish == "stop":
-                finish = "tool_calls"
-        if calls:
-            delta["tool_calls"] = [call_of(*call, index=first + i) for i, call in enumerate(calls)]
-        return text, finish
+
+def _parse(parser: ToolParser, completion: CompletionOutput, delta: dict[str, Any]) -> tuple[str, str | None]:
+    """Put what is new of calls into ``delta``; (text, finish reason)."""
+    found = parser.push(completion.text)
+    finish = completion.finish_reason
+    if finish is not None:
+        found += parser.finish()
+        if parser.num_calls and finish == "stop":
+            finish = "tool_calls"
+    text, pieces = _sorted(found)
+    if pieces:
+        delta["tool_calls"] = [delta_of(piece) for piece in pieces]
+    return text, finish
+
+
+def _sorted(found: Found) -> tuple[str, list[CallPiece]]:
+    """Text and calls: in chat completions they have no order between them."""
+    text = "".join(part for part in found if isinstance(part, str))
+    return text, [part for part in found if isinstance(part, CallPiece)]
 
 
 def _texts(head: dict[str, Any], index: int, with_usage: bool) -> TextEvents:

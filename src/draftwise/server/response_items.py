@@ -8,8 +8,8 @@ from typing import Any
 from draftwise.server.chat import plain_messages
 from draftwise.server.context import new_id
 from draftwise.server.errors import bad_request
-from draftwise.server.tool_formats import ToolParser
-from draftwise.server.tools import ToolPlan, call_of, forced_call, plan_tools
+from draftwise.server.tool_formats import CallPiece, Found, ToolParser
+from draftwise.server.tools import ToolPlan, new_call_id, plan_tools
 
 Event = tuple[str, dict[str, Any]]
 """Type and fields."""
@@ -109,42 +109,35 @@ class OutputItems:
     items that are complete.
 
     Without tools there is one message, open from the start; with them a message begins with its first character, and
-    ends where a call begins.
+    ends where a call begins. Calls tell of their arguments as they grow.
     """
 
-    def __init__(self, plan: ToolPlan, parser: ToolParser) -> None:
+    def __init__(self, parser: ToolParser | None) -> None:
+        """``parser``: who finds the calls (None: there are none)."""
         self.output: list[dict[str, Any]] = []
-        self._plan = plan
         self._parser = parser
-        self._open: dict[str, Any] | None = None  # the item that grows: a message, or a forced call
+        self._open: dict[str, Any] | None = None  # the item that grows: a message, or a call
         self._pieces: list[str] = []
 
     def begin(self) -> list[Event]:
-        return [] if self._plan.parse or self._plan.schema is not None else self._open_message()
+        return self._open_message() if self._parser is None else []
 
     def push(self, text: str) -> list[Event]:
-        if self._plan.schema is not None:
-            return self._push_forced(text)
-        if not self._plan.parse:
-            return self._push_text(text)
-        shown, calls = self._parser.push(text)
-        return self._push_text(shown) + self._push_calls(calls)
+        return self._push_text(text) if self._parser is None else self._push_found(self._parser.push(text))
 
     def finish(self, cut: bool) -> list[Event]:
         """The text ended; ``cut``: before it was complete."""
-        status = "incomplete" if cut else "completed"
         events: list[Event] = []
-        if self._plan.schema is not None:
-            if self._open is not None:
-                return self._close_call(status)
-            name = forced_call(self._plan, "".join(self._pieces))["function"]
-            return self._whole_call(name["name"], name["arguments"], status)
-        if self._plan.parse:
-            shown, calls = self._parser.finish()
-            events += self._push_text(shown) + self._push_calls(calls)
+        if self._parser is not None:
+            events += self._push_found(self._parser.finish())
         if self._open is None and not self.output:
             events += self._open_message()
-        return events + (self._close_message(status) if self._open is not None else [])
+        return events + self._close("incomplete" if cut else "completed")
+
+    def _close(self, status: str) -> list[Event]:
+        if self._open is None:
+            return []
+        return self._close_message(status) if self._open["type"] == "message" else self._close_call(status)
 
     # ------------------------------------------------------------------------------------------- messages
 
@@ -179,7 +172,9 @@ class OutputItems:
     def _push_text(self, text: str) -> list[Event]:
         if not text:
             return []
-        events = self._open_message() if self._open is None else []
+        events: list[Event] = []
+        if self._open is None or self._open["type"] != "message":
+            events = self._close("completed") + self._open_message()
         self._pieces.append(text)
         place = {**self._place(), "content_index": 0}
         return [*events, ("response.output_text.delta", {**place, "delta": text, "logprobs": []})]
@@ -194,34 +189,25 @@ class OutputItems:
 
     # ---------------------------------------------------------------------------------------------- calls
 
-    def _push_calls(self, calls: Sequence[tuple[str, Any]]) -> list[Event]:
+    def _push_found(self, found: Found) -> list[Event]:
         events: list[Event] = []
-        for name, arguments in calls:
-            if self._open is not None:
-                events += self._close_message("completed")
-            events += self._whole_call(name, call_of(name, arguments)["function"]["arguments"], "completed")
+        for part in found:
+            events += self._push_text(part) if isinstance(part, str) else self._push_call(part)
+        return events
+
+    def _push_call(self, piece: CallPiece) -> list[Event]:
+        events: list[Event] = []
+        if piece.name is not None:
+            events = [*self._close("completed"), self._open_call(piece.name)]
+        if piece.arguments:
+            self._pieces.append(piece.arguments)
+            more = {**self._place(), "delta": piece.arguments}
+            events.append(("response.function_call_arguments.delta", more))
         return events
 
     def _open_call(self, name: str) -> Event:
-        call = {"id": new_id("fc"), "type": "function_call", "call_id": call_of(name, "")["id"], "name": name}
+        call = {"id": new_id("fc"), "type": "function_call", "call_id": new_call_id(), "name": name}
         return self._added({**call, "arguments": "", "status": "in_progress"})
-
-    def _whole_call(self, name: str, arguments: str, status: str) -> list[Event]:
-        return [self._open_call(name), *self._push_arguments(arguments), *self._close_call(status)]
-
-    def _push_arguments(self, piece: str) -> list[Event]:
-        self._pieces.append(piece)
-        return (
-            [("response.function_call_arguments.delta", {**self._place(), "delta": piece})] if piece else []
-        )
-
-    def _push_forced(self, text: str) -> list[Event]:
-        """With one function the text is its arguments, from the first character; else its name must be known first."""
-        if self._plan.forced is None:
-            self._pieces.append(text)
-            return []
-        events = [self._open_call(self._plan.forced)] if self._open is None else []
-        return events + self._push_arguments(text)
 
     def _close_call(self, status: str) -> list[Event]:
         assert self._open is not None

@@ -41,7 +41,7 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
         messages = input_messages(body.instructions, body.input)
         return [context.render_chat(messages, tools=plan.shown, template_options=options)], params
 
-    items = OutputItems(plan, parser(only_one=body.parallel_tool_calls is False))
+    items = OutputItems(plan.parser(parser, only_one=body.parallel_tool_calls is False))
     answer = _Answer(body, model, plan, items)
     with forced_call_errors(plan):
         generation = await context.start(

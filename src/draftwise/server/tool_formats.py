@@ -1,21 +1,28 @@
 """Finding tool calls in a model's text: one parser per form in which models write them.
 
 A parser takes the text in pieces and passes on what is certain: text at once, except for what may be the beginning of a
-call, and a call when it is complete. What does not parse stays text. Names are those of vLLM's ``--tool-call-parser``.
+call, and calls as they grow. What is no call stays text. Names are those of vLLM's ``--tool-call-parser``.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 from draftwise.errors import ConfigError, suggest
+from draftwise.server.call_reader import CallReader
 
-Call = tuple[str, Any]
-"""Name and arguments."""
-Found = tuple[str, list[Call]]
-"""Text and calls, both of which are certain."""
+
+class CallPiece(NamedTuple):
+    """More of call number ``call``. ``name``: of a call that begins; ``arguments``: what is new of its JSON text."""
+
+    call: int
+    name: str | None
+    arguments: str
+
+
+Found = list[str | CallPiece]
+"""Text and calls in their order, all of them certain."""
 
 
 class ToolParser(ABC):
@@ -27,7 +34,12 @@ class ToolParser(ABC):
     def __init__(self, *, only_one: bool = False) -> None:
         self._held = ""
         self._only_one = only_one
-        self.num_calls = 0
+        self._begun = 0  # calls, dropped ones included
+        self._reader: CallReader | None = None
+
+    @property
+    def num_calls(self) -> int:
+        return min(self._begun, 1) if self._only_one else self._begun
 
     @abstractmethod
     def push(self, piece: str) -> Found:
@@ -35,55 +47,110 @@ class ToolParser(ABC):
 
     @abstractmethod
     def finish(self) -> Found:
-        """The text ended: what was held back is a call that lacks only its end mark, or text."""
+        """The text ended: what was held back is a call that lacks only its end, or text."""
 
-    def _take(self, call: Call) -> list[Call]:
-        if self._only_one and self.num_calls:
-            return []
-        self.num_calls += 1
-        return [call]
+    def _read(self, out: Found) -> None:
+        """Let the reader have what is held; its news go to ``out``."""
+        assert self._reader is not None
+        known = self._reader.certain
+        arguments, self._held = self._reader.push(self._held)
+        self._tell(self._reader, known, arguments, out)
+
+    def _end(self, out: Found) -> bool:
+        """The text ended while a call was read; whether it is one."""
+        assert self._reader is not None
+        known = self._reader.certain
+        self._tell(self._reader, known, self._reader.finish(), out)
+        return self._reader.certain
+
+    def _tell(self, reader: CallReader, known: bool, arguments: str, out: Found) -> None:
+        if not reader.certain:
+            return
+        name = None
+        if not known:
+            self._begun += 1
+            name = reader.name
+        if (name is not None or arguments) and not (self._only_one and self._begun > 1):
+            out.append(CallPiece(self._begun - 1, name, arguments))
 
 
 class HermesParser(ToolParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, several in a row: Hermes, Qwen and others.
 
-    White space around calls is dropped. Example: "Hi <tool", "_call>{...}</tool_call>" gives "Hi", then one call.
+    White space around calls is dropped. Example: "Hi <tool", '_call>{"name": "f", "arguments": {"a"', ": 1}}" gives
+    "Hi", then the call f with '{"a"', then ': 1}'.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, *, only_one: bool = False) -> None:
         super().__init__(only_one=only_one)
-        self._inside = False
+        self._inside = False  # behind the mark
+        self._space = ""  # between the mark and the call
+        self._behind = False  # a call ended, and nothing but white space came since
 
     def push(self, piece: str) -> Found:
         self._held += piece
-        text, calls = "", []
+        out: Found = []
         while True:
             if not self._inside:
+                if self._behind:
+                    self._held = self._held.lstrip()
+                    self._behind = not self._held
                 before, found, self._held = _until(self._held, self.OPEN)
-                text += before
+                _say(out, before)
                 if not found:
                     break
-                self._inside = True
+                self._inside, self._space = True, ""
+            if self._reader is None:
+                stripped = self._held.lstrip()
+                self._space += self._held[: len(self._held) - len(stripped)]
+                self._held = stripped
+                if not stripped:
+                    break
+                if stripped[0] != "{":
+                    _say(out, self.OPEN + self._space)
+                    self._inside = False
+                    continue
+                self._reader = CallReader()
+            self._read(out)
+            if not self._reader.over:
+                break
+            if not self._reader.certain:
+                _say(out, self.OPEN + self._space + self._reader.raw)
+                self._reader, self._inside = None, False
+                continue
+            if not self._closed():
+                break
+            self._reader, self._inside, self._behind = None, False, True
+        return out
+
+    def _closed(self) -> bool:
+        """Whether the end mark, or what shows that there is none, has come."""
+        assert self._reader is not None
+        if self._reader.broken is not None:  # up to the mark it is no text either
             at = self._held.find(self.CLOSE)
             if at < 0:
-                break
-            inner, self._held = self._held[:at], self._held[at + len(self.CLOSE) :].lstrip()
-            self._inside = False
-            call = _call(_json(inner))
-            if call is None:
-                text += self.OPEN + inner + self.CLOSE
-            else:
-                calls += self._take(call)
-        return text, calls
+                self._held = self._held[-len(self.CLOSE) + 1 :]
+                return False
+            self._held = self._held[at:]
+        stripped = self._held.lstrip()
+        if self.CLOSE.startswith(stripped) and stripped != self.CLOSE:
+            return False
+        self._held = stripped.removeprefix(self.CLOSE)
+        return True
 
     def finish(self) -> Found:
+        out: Found = []
         held, self._held = self._held, ""
-        if not self._inside:
-            return ("" if self.num_calls and not held.strip() else held), []
-        call = _call(_json(held))
-        return (self.OPEN + held, []) if call is None else ("", self._take(call))
+        if self._reader is not None:
+            if not self._end(out):
+                _say(out, self.OPEN + self._space + self._reader.raw)
+        elif self._inside:
+            _say(out, self.OPEN + self._space + held)
+        elif not self._begun or held.strip():
+            _say(out, held)
+        return out
 
 
 class Llama3JsonParser(ToolParser):
@@ -98,35 +165,38 @@ class Llama3JsonParser(ToolParser):
     def __init__(self, *, only_one: bool = False) -> None:
         super().__init__(only_one=only_one)
         self._text = False
-        self._scan = JsonEnd()
+        self._before = ""  # what stands before the object that is read
 
     def push(self, piece: str) -> Found:
         self._held += piece
-        calls: list[Call] = []
+        out: Found = []
         while not self._text:
-            start = self._start()
-            if start is None:
-                return "", calls
-            if start < 0:
+            if self._reader is None:
+                start = self._start()
+                if start is None:
+                    return out
+                if start < 0:
+                    self._text = True
+                    break
+                self._before, self._held = self._held[:start], self._held[start:]
+                self._reader = CallReader()
+            self._read(out)
+            if not self._reader.over:
+                return out
+            if not self._reader.certain:
+                self._held = self._before + self._reader.raw + self._held
                 self._text = True
-                break
-            end = self._scan.find(self._held, start)
-            if end is None:
-                return "", calls
-            call = _call(_json(self._held[start:end]))
-            if call is None:
+            elif self._reader.broken is not None:
                 self._text = True
-                break
-            calls += self._take(call)
-            self._held = self._held[end:]
-            self._scan = JsonEnd()
-        text, self._held = self._held, ""
-        return text, calls
+            self._reader = None
+        _say(out, self._held)
+        self._held = ""
+        return out
 
     def _start(self) -> int | None:
         """Where an object begins; None: not known yet; -1: it is text."""
         # Between calls there are semicolons; before the first there are none.
-        skipped = " \n\r\t;" if self.num_calls else " \n\r\t"
+        skipped = " \n\r\t;" if self._begun else " \n\r\t"
         rest = self._held.lstrip(skipped)
         if self.TAG.startswith(rest):
             return None  # nothing at all, or a part of the tag
@@ -136,8 +206,14 @@ class Llama3JsonParser(ToolParser):
         return len(self._held) - len(rest) if rest[0] == "{" else -1
 
     def finish(self) -> Found:
+        out: Found = []
         held, self._held = self._held, ""
-        return ("" if self.num_calls and not held.strip(" \n\r\t;") else held), []
+        if self._reader is not None:
+            if not self._end(out):
+                _say(out, self._before + self._reader.raw)
+        elif not self._begun or held.strip(" \n\r\t;"):
+            _say(out, held)
+        return out
 
 
 class MistralParser(ToolParser):
@@ -149,62 +225,114 @@ class MistralParser(ToolParser):
 
     def __init__(self, *, only_one: bool = False) -> None:
         super().__init__(only_one=only_one)
-        self._inside = False
-        self._scan = JsonEnd()
-        self._start = -1
+        self._inside = False  # behind the mark
+        self._list = False  # in a list of calls
+        self._before = ""  # what stands between the mark, or the call before, and the call that is read
 
     def push(self, piece: str) -> Found:
         self._held += piece
-        text, calls = "", []
+        out: Found = []
         while True:
             if not self._inside:
                 before, found, self._held = _until(self._held, self.MARK)
-                text += before
+                _say(out, before)
                 if not found:
                     break
-                self._inside, self._start, self._scan = True, -1, JsonEnd()
-            if self._start < 0:
-                self._start = self._json_start()
-                if self._start < 0:
+                self._inside, self._list, self._before = True, False, self.MARK
+            if self._reader is None:
+                begins = self._begin()
+                if begins is None:
                     break
-            end = self._scan.find(self._held, self._start)
-            if end is None:
+                if not begins:  # the list ended, or this is none
+                    _say(out, self._before)
+                    self._before, self._inside = "", False
+                    continue
+            self._read(out)
+            assert self._reader is not None
+            if not self._reader.over:
                 break
-            found_calls = self._calls(self._held[: self._start], self._held[self._start : end])
-            if found_calls is None:
-                text += self.MARK + self._held[:end]
-                self._held = self._held[end:]
-            else:
-                for call in found_calls:
-                    calls += self._take(call)
-                self._held = self._held[end:].lstrip()
-            self._inside = False
-        return text, calls
+            if not self._reader.certain:
+                _say(out, self._before + self._reader.raw)
+            self._inside = self._list and self._reader.certain and self._reader.broken is None
+            self._reader, self._before = None, ""
+            self._held = self._held.lstrip()
+        return out
 
-    def _json_start(self) -> int:
-        """Where the list or the arguments begin, -1 if that has not come yet.
+    def _begin(self) -> bool | None:
+        """Begin to read a call; None: it has not come yet; False: there is none, and ``_before`` is text.
 
         Example: ``get_time[ARGS]{"a": 1}`` begins at the brace; the brackets of the marks begin nothing.
         """
-        stripped = self._held.lstrip()
-        if stripped.startswith("["):
-            return len(self._held) - len(stripped)
-        return self._held.find("{")
+        if not self._list and self._held.lstrip().startswith("["):
+            self._list = True
+            self._shift(self._held.index("[") + 1)
+        if self._list:
+            rest = self._held.lstrip(" \n\r\t,")
+            if not rest:
+                return None
+            self._shift(len(self._held) - len(rest) + (rest[0] == "]"))
+            if rest[0] == "]" and self._before[:1] != "[":
+                self._before = ""
+            if rest[0] != "{":
+                return False
+            self._reader = CallReader()
+            return True
+        at = self._held.find("{")
+        if at < 0:
+            return None
+        name = self._held[:at].replace(self.ARGS, "").partition(self.ID)[0].strip()
+        self._shift(at)
+        self._reader = CallReader(name or None)
+        return True
 
-    def _calls(self, before: str, value: str) -> list[Call] | None:
-        parsed = _json(value)
-        name = before.replace(self.ARGS, "").partition(self.ID)[0].strip()
-        if name:
-            return [(name, parsed)] if isinstance(parsed, dict) else None
-        items = parsed if isinstance(parsed, list) else [parsed]
-        calls = [call for item in items if (call := _call(item)) is not None]
-        return calls if calls and len(calls) == len(items) else None
+    def _shift(self, count: int) -> None:
+        self._before += self._held[:count]
+        self._held = self._held[count:]
 
     def finish(self) -> Found:
+        out: Found = []
         held, self._held = self._held, ""
-        if self._inside:
-            return self.MARK + held, []
-        return ("" if self.num_calls and not held.strip() else held), []
+        if self._reader is not None:
+            if not self._end(out):
+                _say(out, self._before + self._reader.raw)
+        elif self._inside and self._before:
+            _say(out, self._before + held)
+        elif not self._begun or held.strip():
+            _say(out, held)
+        return out
+
+
+class ForcedParser(ToolParser):
+    """The whole text is a call: its arguments if the ``name`` is given, else ``{"name": ..., "arguments": ...}``.
+
+    Cut short before its name is known it is a call without a name, with what there is as its arguments.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__()
+        self._name = name
+        if name is None:
+            self._reader = CallReader()
+
+    def push(self, piece: str) -> Found:
+        out: Found = []
+        if self._reader is not None:
+            self._held += piece
+            self._read(out)
+        elif piece:
+            out.append(CallPiece(0, None if self._begun else self._name, piece))
+            self._begun = 1
+        return out
+
+    def finish(self) -> Found:
+        out: Found = []
+        if self._reader is not None:
+            self._end(out)
+        if not self._begun:
+            raw = "" if self._reader is None else self._reader.raw
+            out.append(CallPiece(0, self._name or "", raw))
+            self._begun = 1
+        return out
 
 
 PARSERS: dict[str, type[ToolParser]] = {
@@ -223,39 +351,9 @@ def parser_class(name: str) -> type[ToolParser]:
     return PARSERS[name]
 
 
-class JsonEnd:
-    """Finds the end of a JSON object or list in a text that grows. Every character is looked at once."""
-
-    def __init__(self) -> None:
-        self._at = -1
-        self._depth = 0
-        self._string = self._escaped = False
-
-    def find(self, text: str, start: int) -> int | None:
-        """The index behind the value that begins at ``start``; None: it has not ended. ``text`` may be longer at the
-        next call, and ``start`` is the same.
-
-        Example: in ``{"a": "}"} x`` it is 10: the brace in the string counts for nothing.
-        """
-        at = max(self._at, start)
-        while at < len(text):
-            char = text[at]
-            at += 1
-            if self._escaped:
-                self._escaped = False
-            elif self._string:
-                self._escaped = char == "\\"
-                self._string = char != '"'
-            elif char == '"':
-                self._string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at
-        self._at = at
-        return None
+def _say(out: Found, text: str) -> None:
+    if text:
+        out.append(text)
 
 
 def _until(held: str, mark: str) -> tuple[str, bool, str]:
@@ -270,17 +368,3 @@ def _until(held: str, mark: str) -> tuple[str, bool, str]:
     length = next((n for n in range(min(len(mark) - 1, len(held)), 0, -1) if mark.startswith(held[-n:])), 0)
     cut = len(held[: len(held) - length].rstrip())
     return held[:cut], False, held[cut:]
-
-
-def _json(text: str) -> Any:
-    """The value; None if it is not valid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call(value: Any) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    return value["name"], value.get("arguments", value.get("parameters", {}))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draftwise.errors import LimitError, RequestError
 from draftwise.server.errors import bad_request
+from draftwise.server.tool_formats import CallPiece, ForcedParser, ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,12 @@ class ToolPlan:
     parse: bool = False
     schema: Mapping[str, Any] | None = None
     forced: str | None = None
+
+    def parser(self, kind: type[ToolParser], *, only_one: bool) -> ToolParser | None:
+        """Who finds the calls in an answer; None: there are none to be found. ``kind``: the form of the model's own."""
+        if self.schema is not None:
+            return ForcedParser(self.forced)
+        return kind(only_one=only_one) if self.parse else None
 
 
 def plan_tools(tools: Sequence[Any] | None, choice: Any) -> ToolPlan:
@@ -83,26 +90,27 @@ def forced_call_errors(plan: ToolPlan) -> Iterator[None]:
         raise
 
 
-def call_of(name: str, arguments: Any, index: int | None = None) -> dict[str, Any]:
-    """OpenAI's tool call; ``index`` in streams."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    call: dict[str, Any] = {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": text},
-    }
-    return call if index is None else {"index": index, **call}
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def forced_call(plan: ToolPlan, text: str) -> dict[str, Any]:
-    """The call that a constrained output is. Cut short by max_tokens it is passed on as it is."""
-    if plan.forced is not None:
-        return call_of(plan.forced, text)
-    try:
-        value = json.loads(text)
-        return call_of(value["name"], value["arguments"])
-    except (ValueError, KeyError, TypeError):
-        return call_of("", text)
+def delta_of(piece: CallPiece) -> dict[str, Any]:
+    """OpenAI's tool call in a stream: what identifies it comes once, its arguments as they grow."""
+    if piece.name is None:
+        return {"index": piece.call, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.call, "id": new_call_id(), "type": "function", "function": function}
+
+
+def whole_calls(pieces: Iterable[CallPiece]) -> list[dict[str, Any]]:
+    """OpenAI's tool calls, complete."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append({name: value for name, value in delta_of(piece).items() if name != "index"})
+        else:
+            calls[-1]["function"]["arguments"] += piece.arguments
+    return calls
 
 
 class Arguments(dict[str, Any]):
