@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-from tests.fakes.fake_cuda import DEVICE, TOTAL, CudaTensor, DeviceError, FakeCuda, Life, spoil
+from tests.fakes.fake_cuda_device import TOTAL, FakeCuda
+from tests.fakes.fake_cuda_tensor import DEVICE, CudaTensor, DeviceError, Life, spoil
 
 
 class Recording:

@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from draftwise.kernels.triton import attention, availability, linear, ops
-from tests.fakes.fake_cuda import CudaTensor, DeviceError, FakeCuda
+from tests.fakes.fake_cuda_device import FakeCuda
+from tests.fakes.fake_cuda_tensor import CudaTensor, DeviceError
 
 _OPTIONS = {"num_warps", "num_stages", "num_ctas", "enable_fp_fusion", "maxnreg"}
 _STRIDED = {"keys", "uniforms"}

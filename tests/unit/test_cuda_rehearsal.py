@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from tests.fakes import resident
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
-from tests.fakes.fake_cuda import FakeCuda, fake_cuda
+from tests.fakes.fake_cuda import fake_cuda
+from tests.fakes.fake_cuda_device import FakeCuda
 from tests.fakes.fake_cuda_triton import Launches, fake_launches
 
 from draftwise import LLM, SamplingParams

@@ -12,7 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from tests.fakes.fake_cuda import DEVICE, CudaTensor, DeviceError, FakeCuda, fake_cuda
+from tests.fakes.fake_cuda import fake_cuda
+from tests.fakes.fake_cuda_device import FakeCuda
+from tests.fakes.fake_cuda_tensor import DEVICE, CudaTensor, DeviceError
 from tests.fakes.fake_cuda_triton import fake_launches
 
 from draftwise.graphs.backend import CudaGraphs
