@@ -1,7 +1,7 @@
 """Compile the native kernels: ``python -m draftwise.kernels.cpu.build``, and what ``pip install`` runs.
 
 This file imports nothing of the package, so that ``setup.py`` can use it before the package can be imported. Every
-source in ``csrc/`` is compiled on its own: ``*_avx512.cpp`` and ``*_avx2.cpp`` with the flags of that instruction set
+source in ``csrc/`` is compiled on its own: ``*_avx512.cpp``, ``*_avx2.cpp`` and so on with the flags of that instruction set
 (and only where the compiler has them), the others for the platform's baseline. The choice is made at run time.
 """
 
@@ -31,12 +31,13 @@ COMMON_FLAGS = (
     "-Wall", "-Wextra", "-Wno-unknown-warning-option", "-Wno-psabi",
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC 12 sees some in its own intrinsics
 )  # fmt: skip
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512VNNI = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
 ISA_FLAGS = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": (
-        "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi",
-        "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512",
-    ),
+    "avx2": _AVX2,
+    "avxvnni": (*_AVX2, "-mavxvnni"),
+    "avx512vnni": _AVX512VNNI,
+    "avx512": (*_AVX512VNNI, "-mavx512vbmi", "-mavx512bf16"),
 }  # fmt: skip
 
 

@@ -8,8 +8,9 @@ nobody built one (no compiler, say), and models run on plain torch with a warnin
 How calls fail is said in errno (``csrc/boundary.h``) and raised here: MemoryError; ValueError for arguments that a
 kernel refuses; else OSError.
 
-``DRAFTWISE_CPU_ISA`` = ``portable`` | ``avx2`` | ``avx512`` forces an instruction set that the processor has. Results
-are the same bits for any batch on each of them, not across them. ``DRAFTWISE_CPU_LIBRARY`` names another build of the
+``DRAFTWISE_ISA`` = ``portable`` | ``avx2`` | ``avxvnni`` | ``avx512vnni`` | ``avx512`` forces an instruction set that
+the processor has. Results are the same bits for any batch on each of them, not across them.
+``DRAFTWISE_CPU_LIBRARY`` names another build of the
 library, for example one with a sanitiser in it.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.build import SOURCES, source_id
 
-ISA_VARIABLE = "DRAFTWISE_CPU_ISA"
+ISA_VARIABLE = "DRAFTWISE_ISA"
 LIBRARY_VARIABLE = "DRAFTWISE_CPU_LIBRARY"
 _PATH = Path(__file__).resolve().parent / "_native.so"
 
@@ -38,7 +39,9 @@ class Isa(enum.IntEnum):
 
     PORTABLE = 0
     AVX2 = 1
-    AVX512 = 2
+    AVXVNNI = 2
+    AVX512VNNI = 3
+    AVX512 = 4
 
 
 class NativeLibrary:
@@ -50,6 +53,7 @@ class NativeLibrary:
         self._handle = ctypes.CDLL(str(path), use_errno=True)
         self._check_sources()
         self.best_isa = Isa(self.function("dw_isa_best", ctypes.c_int, [])())
+        self._isa_supported = self.function("dw_isa_supported", ctypes.c_int, [ctypes.c_int])
         self._set_isa = self.function("dw_isa_set", ctypes.c_int, [ctypes.c_int])
         self._current_isa = self.function("dw_isa_current", ctypes.c_int, [])
 
@@ -77,6 +81,11 @@ class NativeLibrary:
             )
 
     @property
+    def isas(self) -> tuple[Isa, ...]:
+        """What this processor and build offer, weakest first."""
+        return tuple(isa for isa in Isa if self._isa_supported(int(isa)))
+
+    @property
     def isa(self) -> Isa:
         """What kernels run on now."""
         return Isa(self._current_isa())
@@ -88,10 +97,8 @@ class NativeLibrary:
             ConfigError: The processor, or the compiler that made the library, lacks it.
         """
         if not self._set_isa(int(isa)):
-            raise ConfigError(
-                f"{ISA_VARIABLE}={isa.name.lower()}: this processor and build offer at most "
-                f"{self.best_isa.name.lower()}"
-            )
+            offered = ", ".join(one.name.lower() for one in self.isas)
+            raise ConfigError(f"{ISA_VARIABLE}={isa.name.lower()}: this processor and build offer {offered}")
 
 
 def release_with(
@@ -141,7 +148,7 @@ def native_library() -> NativeLibrary | None:
     """The native library, or None where it was not built; `why_not_native` then says why.
 
     Raises:
-        ConfigError: ``DRAFTWISE_CPU_ISA`` names nothing, or what this processor lacks.
+        ConfigError: ``DRAFTWISE_ISA`` names nothing, or what this processor lacks.
     """
     loaded = _loaded()
     return loaded if isinstance(loaded, NativeLibrary) else None

@@ -14,9 +14,12 @@ constexpr int64_t MAX_PARTIALS = 1 << 22;  // floats
 
 const AttentionKernels& kernels(DType dtype, int kv_dtype) {
   int i = dtype == BF16 ? 1 : 0;
-  switch (isa_current()) {
+  switch (isa_of_vectors()) {
 #if DW_HAVE_AVX512
     case ISA_AVX512: return attention_kernels_avx512[i][kv_dtype];
+#endif
+#if DW_HAVE_AVX512VNNI
+    case ISA_AVX512VNNI: return attention_kernels_avx512vnni[i][kv_dtype];
 #endif
 #if DW_HAVE_AVX2
     case ISA_AVX2: return attention_kernels_avx2[i][kv_dtype];

@@ -83,6 +83,9 @@ extern const AttentionKernels attention_kernels_portable[2][KV_DTYPES];
 #if DW_HAVE_AVX2
 extern const AttentionKernels attention_kernels_avx2[2][KV_DTYPES];
 #endif
+#if DW_HAVE_AVX512VNNI
+extern const AttentionKernels attention_kernels_avx512vnni[2][KV_DTYPES];
+#endif
 #if DW_HAVE_AVX512
 extern const AttentionKernels attention_kernels_avx512[2][KV_DTYPES];
 #endif

@@ -4,23 +4,74 @@
 
 #include "boundary.h"
 
+#if DW_X86
+#include <cpuid.h>
+#endif
+
 namespace dw {
 namespace {
+
 std::atomic<int> g_isa{-1};
+
+#if DW_X86
+
+// What the processor has and the operating system keeps for every thread. Asked of the processor itself: compilers differ in
+// the names that their own question knows.
+struct Features {
+  bool avx2 = false, avxvnni = false, avx512vnni = false, avx512 = false;
+
+  Features() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    const bool fma = c >> 12 & 1, os = c >> 27 & 1, f16c = c >> 29 & 1;
+    if (!os) return;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    const bool ymm = (low & 0x6) == 0x6, zmm = (low & 0xe6) == 0xe6;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    const unsigned leaves = a;
+    avx2 = ymm && fma && f16c && (b >> 5 & 1);
+    const bool base = avx2 && zmm && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);  // F, DQ, BW, VL
+    avx512vnni = base && (c >> 11 & 1);
+    const bool vbmi = c >> 1 & 1;
+    if (leaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
+    avxvnni = avx2 && (a >> 4 & 1);
+    avx512 = avx512vnni && vbmi && (a >> 5 & 1);  // BF16
+  }
+};
+
+const Features& features() {
+  static const Features found;
+  return found;
+}
+
+#endif
+
+}  // namespace
+
+bool isa_supported(Isa isa) {
+  switch (isa) {
+    case ISA_PORTABLE: return true;
+#if DW_HAVE_AVX2
+    case ISA_AVX2: return features().avx2;
+#endif
+#if DW_HAVE_AVXVNNI
+    case ISA_AVXVNNI: return features().avxvnni;
+#endif
+#if DW_HAVE_AVX512VNNI
+    case ISA_AVX512VNNI: return features().avx512vnni;
+#endif
+#if DW_HAVE_AVX512
+    case ISA_AVX512: return features().avx512;
+#endif
+    default: return false;
+  }
 }
 
 Isa isa_best() {
-#if DW_X86
-  __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-                __builtin_cpu_supports("avx512bf16");
-  return avx512 ? ISA_AVX512 : avx2 ? ISA_AVX2 : ISA_PORTABLE;
-#else
+  for (int isa = kIsas - 1; isa > ISA_PORTABLE; --isa)
+    if (isa_supported(Isa(isa))) return Isa(isa);
   return ISA_PORTABLE;
-#endif
 }
 
 Isa isa_current() {
@@ -29,8 +80,13 @@ Isa isa_current() {
   return Isa(isa);
 }
 
+Isa isa_of_vectors() {
+  Isa isa = isa_current();
+  return isa == ISA_AVXVNNI ? ISA_AVX2 : isa;
+}
+
 bool isa_set(Isa isa) {
-  if (isa < ISA_PORTABLE || isa > isa_best()) return false;
+  if (!isa_supported(isa)) return false;
   g_isa.store(isa, std::memory_order_relaxed);
   return true;
 }
@@ -42,6 +98,9 @@ DW_EXPORT int dw_isa_best() {
 }
 DW_EXPORT int dw_isa_current() {
   return dw::guarded([] { return int(dw::isa_current()); });
+}
+DW_EXPORT int dw_isa_supported(int isa) {
+  return dw::guarded([&] { return dw::isa_supported(dw::Isa(isa)) ? 1 : 0; });
 }
 DW_EXPORT int dw_isa_set(int isa) {
   return dw::guarded([&] { return dw::isa_set(dw::Isa(isa)) ? 1 : 0; });

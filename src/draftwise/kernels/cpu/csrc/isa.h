@@ -1,4 +1,4 @@
-// Which instruction set the kernels run on. One source file per set and family: `*_avx512.cpp` and `*_avx2.cpp` are
+// Which instruction set the kernels run on. One source file per set and family: `*_avx512.cpp`, `*_avx2.cpp` and so on are
 // compiled with that set's flags, everything else for the baseline of the platform (build.py).
 //
 // Rule for files with their own flags: every function they define is in an anonymous namespace or has a name of its
@@ -18,11 +18,21 @@
 
 namespace dw {
 
-// AVX2: with FMA and F16C. AVX512: F, BW, DQ, VL, VBMI with BF16 and VNNI (Zen 4, Sapphire Rapids and newer).
-enum Isa : int { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVX512 = 2 };
+enum Isa : int {
+  ISA_PORTABLE = 0,
+  ISA_AVX2 = 1,        // with FMA and F16C
+  ISA_AVXVNNI = 2,     // AVX2 and the byte products of AVX-VNNI (Intel's client processors from Alder Lake on)
+  ISA_AVX512VNNI = 3,  // AVX-512 F, BW, DQ, VL and VNNI (Cascade Lake, Ice Lake)
+  ISA_AVX512 = 4,      // with BF16 and VBMI besides (Zen 4, Sapphire Rapids and newer)
+  kIsas = 5,
+};
 
-Isa isa_best();      // the best that this processor and operating system offer
-Isa isa_current();   // what kernels use; isa_best() until set
-bool isa_set(Isa);   // false, and no change, if the processor lacks it
+Isa isa_best();            // the best that this processor and operating system offer
+Isa isa_current();         // what kernels use; isa_best() until set
+bool isa_supported(Isa);   // by the processor, the operating system and the compiler that made this library
+bool isa_set(Isa);         // false, and no change, if it is not supported
+
+// Of the families of kernels that do nothing with bytes: the set whose copy serves the current one.
+Isa isa_of_vectors();
 
 }  // namespace dw

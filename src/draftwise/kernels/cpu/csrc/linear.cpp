@@ -266,6 +266,14 @@ const LinearKernels& linear_kernels() {
     case ISA_AVX512:
       return linear_avx512;
 #endif
+#if DW_HAVE_AVX512VNNI
+    case ISA_AVX512VNNI:
+      return linear_avx512vnni;
+#endif
+#if DW_HAVE_AVXVNNI
+    case ISA_AVXVNNI:
+      return linear_avxvnni;
+#endif
 #if DW_HAVE_AVX2
     case ISA_AVX2:
       return linear_avx2;

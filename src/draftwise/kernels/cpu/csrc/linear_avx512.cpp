@@ -1,111 +1,8 @@
-// Linear kernels for AVX-512 with BF16 and VNNI.
-#include <immintrin.h>
-
-#include "linear_kernels.h"
+// Linear kernels for AVX-512 with BF16, VBMI and VNNI.
+#include "linear_512.h"
 
 namespace dw {
 namespace {
-
-constexpr int64_t kAhead = 128;  // units (128 bytes each) that are prefetched ahead, of all panels together
-// Into the second-level cache: measured in bfloat16, eight rows then cost what one row costs instead of 1.3 times as much; other
-// formats gain little or nothing. Presumably the few miss buffers of the first level do not cover the latency of memory. From
-// the second to the first level the processor's own prefetcher is enough.
-constexpr _mm_hint kInto = _MM_HINT_T2;
-
-// Where weights come from: read at `w`, prefetched ahead of it, in the end from what will be read after this tile.
-template <int P>
-struct Stream {
-  static constexpr int64_t kDistance = kAhead / P * kUnitBytes;
-  const uint8_t* w;
-  const uint8_t* edge;   // from here on, what is prefetched lies in what comes next
-  int64_t near, far;     // distance of the prefetch before and after the edge
-
-  explicit Stream(const Tile& t) : w(t.w), edge(t.w + t.bytes - kDistance), near(kDistance) {
-    far = t.next_w != nullptr ? t.next_w - edge : 0;
-  }
-  void prefetch(int64_t stride, int bytes) const {
-    const uint8_t* ahead = w + (w < edge ? near : far);
-    for (int p = 0; p < P; ++p)
-      for (int i = 0; i < bytes; i += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + p * stride + i), kInto);
-  }
-};
-
-inline __m512i load_w(const uint8_t* w) { return _mm512_loadu_si512(w); }
-
-// The intrinsic makes GCC 12 hold every accumulator twice, in two of its vector types.
-inline __m512i dot_bytes(__m512i acc, __m512i w, __m512i x) {
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
-  return acc;
-}
-
-template <bool kBf16>
-inline __m512 step(__m512 acc, __m512i w, __m512i x) {
-  if (kBf16) return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)x);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), acc);
-}
-
-// One step of all rows: a dword of each, broadcast once, times the vectors of weights.
-template <int R, int P, bool kBf16>
-inline void add_steps(__m512 (&acc)[R][2 * P], const __m512i (&w)[2 * P], const uint32_t* x) {
-  for (int r = 0; r < R; ++r) {
-    __m512i row = _mm512_set1_epi32(int(x[r]));
-    for (int v = 0; v < 2 * P; ++v) acc[r][v] = step<kBf16>(acc[r][v], w[v], row);
-  }
-}
-template <int R, int P>
-inline void add_steps(__m512i (&acc)[R][2 * P], const __m512i (&w)[2 * P], const uint32_t* x) {
-  for (int r = 0; r < R; ++r) {
-    __m512i row = _mm512_set1_epi32(int(x[r]));
-    for (int v = 0; v < 2 * P; ++v) acc[r][v] = dot_bytes(acc[r][v], w[v], row);
-  }
-}
-
-// R rows times P panels: 2 * P * R accumulators stay in registers.
-template <bool kBf16, int R, int P>
-void tile(const Tile& t) {
-  __m512 acc[R][2 * P];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * P; ++v)
-      acc[r][v] = t.load ? _mm512_loadu_ps(t.sums + (r * P * 2 + v) * 16) : _mm512_setzero_ps();
-  Stream<P> s(t);
-  const uint32_t* x = t.x;
-  const int64_t stride = t.panel_stride;
-  int64_t left = t.units;
-  do {
-    __m512i w[2 * P];
-    for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * stride + v % 2 * 64);
-    s.prefetch(stride, kUnitBytes);
-    add_steps<R, P, kBf16>(acc, w, x);
-    s.w += kUnitBytes;
-    x += R;
-  } while (--left > 0);
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
-}
-
-template <int R, int P>
-void tile_i8_dynamic(const Tile& t) {
-  __m512i acc[R][2 * P];
-  const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * P; ++v)
-      // weights are stored plus 128: 128 times the sum of the row comes off, which is what x_sums hold
-      acc[r][v] = t.load ? _mm512_loadu_si512(t.sums + (r * P * 2 + v) * 16) : _mm512_set1_epi32(x_sums[r]);
-  Stream<P> s(t);
-  const uint32_t* x = t.x;
-  int64_t left = t.units;
-  do {  // at least once: a loop that may not run makes the compiler spill
-    __m512i w[2 * P];
-    for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
-    s.prefetch(t.panel_stride, kUnitBytes);
-    add_steps<R, P>(acc, w, x);
-    s.w += kUnitBytes;
-    x += R;
-  } while (--left > 0);
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * P; ++v) _mm512_storeu_si512(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
-}
 
 // bfloat16 of 0..127, cut into the lower and the upper byte.
 struct ByteTables {
@@ -167,37 +64,6 @@ void tile_i8(const Tile& t) {
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
 
-// Ends a group: total += scale * group (+ shift * sum of the row's values), for all rows and vectors of 16 outputs. `header`
-// points at the first panel's scales; `x_sums` are read only where groups have zero points, where shift = -scale * zero point.
-template <bool kZeros, int R, int P>
-inline void end_group(float* sums, const uint8_t* header, int64_t stride, const __m512 (&group)[R][2 * P],
-                      const float (&x_sums)[R]) {
-#pragma GCC unroll 4
-  for (int v = 0; v < 2 * P; ++v) {  // unrolled, or all accumulators go through memory
-    const uint8_t* at = header + v / 2 * stride;
-    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + v % 2 * 32)));
-    __m512 shift = _mm512_setzero_ps();
-    if (kZeros) {
-      __m128i z = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + kHeader + v % 2 * 16));
-      shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), scale), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(z)));
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      float* to = sums + (r * P * 2 + v) * 16;
-      __m512 total = _mm512_fmadd_ps(group[r][v], scale, _mm512_loadu_ps(to));
-      if (kZeros) total = _mm512_fmadd_ps(shift, _mm512_set1_ps(x_sums[r]), total);
-      _mm512_storeu_ps(to, total);
-    }
-  }
-}
-
-// Totals of a tile that does not go on from earlier ones.
-template <int R, int P>
-inline void start_totals(const Tile& t) {
-  if (t.load) return;
-  for (int i = 0; i < R * 2 * P; ++i) _mm512_storeu_ps(t.sums + i * 16, _mm512_setzero_ps());
-}
-
 template <bool kZeros, int R, int P>
 void tile_i4_groups(const Tile& t) {
   constexpr int header = kZeros ? 2 * kHeader : kHeader;
@@ -245,186 +111,17 @@ void tile_i4_groups(const Tile& t) {
   } while (--groups > 0);
 }
 
-template <bool kZeros, int R, int P>
-void tile_i4_dynamic_groups(const Tile& t) {
-  constexpr int header = kZeros ? 2 * kHeader : kHeader;
-  const __m512i mask = _mm512_set1_epi8(15);
-  const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
-  start_totals<R, P>(t);
-  Stream<P> s(t);
-  const uint32_t* x = t.x;
-  const int64_t stride = t.panel_stride;
-  const int group_units = t.group_units;
-  int64_t groups = t.units / group_units;
-  float* sums = t.sums;
-  do {
-    const uint8_t* group = s.w;
-    __m512i acc[R][2 * P];
-    // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_set1_epi32(x_sums[r]);
-    s.prefetch(stride, header);
-    s.w += header;
-    int u = group_units;
-    do {
-      s.prefetch(stride, kUnitBytes);
-      __m512i first[2 * P], second[2 * P];
-      for (int v = 0; v < 2 * P; ++v) {
-        __m512i w = load_w(s.w + v / 2 * stride + v % 2 * 64);
-        first[v] = _mm512_and_si512(w, mask);
-        second[v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
-      }
-      add_steps<R, P>(acc, first, x);
-      add_steps<R, P>(acc, second, x + R);
-      s.w += kUnitBytes;
-      x += 2 * R;
-    } while (--u > 0);
-    __m512 values[R][2 * P];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2 * P; ++v) values[r][v] = _mm512_cvtepi32_ps(acc[r][v]);
-    float x_sum[R];
-    if (kZeros)
-      for (int r = 0; r < R; ++r) x_sum[r] = float(x_sums[r]) * -0.125f;
-    end_group<kZeros, R, P>(sums, group, stride, values, x_sum);
-    x_sums += R;
-  } while (--groups > 0);
-}
-
 template <int R, int P>
 void tile_i4(const Tile& t) {
   t.zeros ? tile_i4_groups<true, R, P>(t) : tile_i4_groups<false, R, P>(t);
 }
 
-template <int R, int P>
-void tile_i4_dynamic(const Tile& t) {
-  t.zeros ? tile_i4_dynamic_groups<true, R, P>(t) : tile_i4_dynamic_groups<false, R, P>(t);
-}
-
-#define DW_ROWS(kernel)                                                                                               \
-  [](const Tile& t) {                                                                                                 \
-    using Fn = void (*)(const Tile&);                                                                                 \
-    static constexpr Fn one[] = {nullptr,      kernel(1, 1), kernel(2, 1), kernel(3, 1),  kernel(4, 1),               \
-                                 kernel(5, 1), kernel(6, 1), kernel(7, 1), kernel(8, 1),  kernel(9, 1),               \
-                                 kernel(10, 1), kernel(11, 1), kernel(12, 1)};                                        \
-    static constexpr Fn two[] = {nullptr,      kernel(1, 2), kernel(2, 2), kernel(3, 2),                              \
-                                 kernel(4, 2), kernel(5, 2), kernel(6, 2)};                                           \
-    (t.panels == 2 ? two : one)[t.rows](t);                                                                           \
-  }
 #define DW_F32_TILE(r, p) tile<false, r, p>
 #define DW_BF16_TILE(r, p) tile<true, r, p>
 #define DW_I8_TILE(r, p) tile_i8<r, p>
 #define DW_I8_DYN_TILE(r, p) tile_i8_dynamic<r, p>
 #define DW_I4_TILE(r, p) tile_i4<r, p>
 #define DW_I4_DYN_TILE(r, p) tile_i4_dynamic<r, p>
-
-// ------------------------------------------------------------------------------------------------- the way out
-
-// e^x for x <= 0: 2^n * p(f), x = (n + f) ln 2 with f in [-1/2, 1/2]; about one unit in the last place.
-inline __m512 exp_negative(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
-  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(_mm512_mul_ps(f, f), p, _mm512_add_ps(f, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, n);
-}
-
-// x / (1 + e^-x), with e of a negative number in both branches so that nothing overflows.
-inline __m512 silu(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  __m512 e = exp_negative(_mm512_or_ps(x, _mm512_set1_ps(-0.0f)));  // e^-|x|
-  __m512 d = _mm512_add_ps(one, e);
-  __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
-  __m512 top = _mm512_mask_mul_ps(x, negative, x, e);
-  return _mm512_div_ps(top, d);
-}
-
-// vcvtneps2bf16 flushes denormals, so the rounding is done by hand: to nearest, ties to even; NaN stays NaN.
-inline __m256i to_bf16(__m512 v) {
-  __m512i bits = _mm512_castps_si512(v);
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-  __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  rounded = _mm512_mask_or_epi32(rounded, nan, _mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
-  return _mm512_cvtepi32_epi16(rounded);
-}
-
-inline __m512 from_bf16(__m256i v) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
-}
-
-inline __m512 rounded(__m512 v, DType dtype) { return dtype == F32 ? v : from_bf16(to_bf16(v)); }
-
-inline void store(void* out, int64_t at, DType dtype, int count, __m512 v) {
-  __mmask16 mask = __mmask16((1u << count) - 1);
-  if (dtype == F32)
-    _mm512_mask_storeu_ps(static_cast<float*>(out) + at, mask, v);
-  else
-    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(out) + at, mask, to_bf16(v));
-}
-
-inline __m512 load(const void* out, int64_t at, DType dtype, int count) {
-  __mmask16 mask = __mmask16((1u << count) - 1);
-  if (dtype == F32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(out) + at);
-  return from_bf16(_mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(out) + at));
-}
-
-void finish(const Finish& f) {
-  for (int r = 0; r < f.rows; ++r) {
-    const float* sums = f.sums + r * f.sums_stride;
-    __m512 y[2] = {_mm512_loadu_ps(sums), _mm512_loadu_ps(sums + 16)};
-    if (f.integers)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_cvtepi32_ps(_mm512_castps_si512(y[half]));
-    if (f.scale != nullptr)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_mul_ps(y[half], _mm512_loadu_ps(f.scale + half * 16));
-    if (f.row_scale != nullptr)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_mul_ps(y[half], _mm512_set1_ps(f.row_scale[r]));
-    if (f.bias != nullptr)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_add_ps(y[half], _mm512_loadu_ps(f.bias + half * 16));
-    if (f.epilogue == EP_SILU_MUL) {
-      __m512 gate = rounded(silu(rounded(y[0], f.dtype)), f.dtype);
-      store(f.out, r * f.ldo + f.column[0], f.dtype, f.count[0], _mm512_mul_ps(gate, rounded(y[1], f.dtype)));
-      continue;
-    }
-    for (int half = 0; half < 2; ++half) {
-      if (f.count[half] == 0) continue;
-      int64_t at = r * f.ldo + f.column[half];
-      __m512 value = y[half];
-      if (f.epilogue == EP_ADD)
-        value = _mm512_add_ps(load(f.out, at, f.dtype, f.count[half]), rounded(value, f.dtype));
-      store(f.out, at, f.dtype, f.count[half], value);
-    }
-  }
-}
-
-float quantize(const void* x, DType dtype, int64_t count, int8_t* q) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  __m512i largest = _mm512_setzero_si512();  // of the bits without sign: infinity and NaN stand above all numbers
-  for (int64_t i = 0; i < count; i += 16) {
-    __m512i bits = _mm512_castps_si512(load(x, i, dtype, int(count - i < 16 ? count - i : 16)));
-    largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, magnitude));
-  }
-  __m512 whole = _mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(largest)));
-  float top = _mm512_cvtss_f32(whole), inverse = 127.0f / top;
-  bool finite = top < __builtin_inff();
-  if (!finite || !(inverse < 0x1p127f)) {  // or nothing but zeros and the smallest numbers
-    for (int64_t i = 0; i < count; ++i) q[i] = 0;
-    return finite ? 0.0f : __builtin_nanf("");
-  }
-  for (int64_t i = 0; i < count; i += 16) {
-    int left = int(count - i < 16 ? count - i : 16);
-    __m512i rounded = _mm512_cvt_roundps_epi32(_mm512_mul_ps(load(x, i, dtype, left), _mm512_set1_ps(inverse)),
-                                               _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm_mask_storeu_epi8(q + i, __mmask16((1u << left) - 1), _mm512_cvtepi32_epi8(rounded));
-  }
-  return top / 127.0f;
-}
 
 }  // namespace
 

@@ -84,6 +84,12 @@ extern const LinearKernels linear_portable;
 #if DW_HAVE_AVX2
 extern const LinearKernels linear_avx2;
 #endif
+#if DW_HAVE_AVXVNNI
+extern const LinearKernels linear_avxvnni;
+#endif
+#if DW_HAVE_AVX512VNNI
+extern const LinearKernels linear_avx512vnni;
+#endif
 #if DW_HAVE_AVX512
 extern const LinearKernels linear_avx512;
 #endif

@@ -12,9 +12,12 @@ constexpr int64_t SERIAL = 1 << 14;
 
 const RowKernels& kernels(DType dtype) {
   int i = dtype == BF16 ? 1 : 0;
-  switch (isa_current()) {
+  switch (isa_of_vectors()) {
 #if DW_HAVE_AVX512
     case ISA_AVX512: return row_kernels_avx512[i];
+#endif
+#if DW_HAVE_AVX512VNNI
+    case ISA_AVX512VNNI: return row_kernels_avx512vnni[i];
 #endif
 #if DW_HAVE_AVX2
     case ISA_AVX2: return row_kernels_avx2[i];

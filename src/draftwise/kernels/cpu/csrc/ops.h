@@ -41,6 +41,9 @@ extern const RowKernels row_kernels_portable[2];  // float32, bfloat16
 #if DW_HAVE_AVX2
 extern const RowKernels row_kernels_avx2[2];
 #endif
+#if DW_HAVE_AVX512VNNI
+extern const RowKernels row_kernels_avx512vnni[2];
+#endif
 #if DW_HAVE_AVX512
 extern const RowKernels row_kernels_avx512[2];
 #endif

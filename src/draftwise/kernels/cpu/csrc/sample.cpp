@@ -13,9 +13,12 @@
 namespace dw {
 
 const SampleKernels& sample_kernels() {
-  switch (isa_current()) {
+  switch (isa_of_vectors()) {
 #if DW_HAVE_AVX512
     case ISA_AVX512: return sample_kernels_avx512;
+#endif
+#if DW_HAVE_AVX512VNNI
+    case ISA_AVX512VNNI: return sample_kernels_avx512vnni;
 #endif
 #if DW_HAVE_AVX2
     case ISA_AVX2: return sample_kernels_avx2;

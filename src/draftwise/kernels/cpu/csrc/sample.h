@@ -35,6 +35,9 @@ extern const SampleKernels sample_kernels_portable;
 #if DW_HAVE_AVX2
 extern const SampleKernels sample_kernels_avx2;
 #endif
+#if DW_HAVE_AVX512VNNI
+extern const SampleKernels sample_kernels_avx512vnni;
+#endif
 #if DW_HAVE_AVX512
 extern const SampleKernels sample_kernels_avx512;
 #endif

@@ -1,0 +1,3 @@
+// Linear kernels for AVX2 with AVX-VNNI.
+#define DW_LINEAR_TABLE linear_avxvnni
+#include "linear_256.h"

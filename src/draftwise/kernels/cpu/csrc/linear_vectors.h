@@ -1,0 +1,80 @@
+// Vectors of 256 bits as `linear_widen.h` wants them, and, where they are there, those of 512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace dw {
+namespace {
+
+struct V256 {
+  using F = __m256;
+  using I = __m256i;
+  static constexpr int kBytes = 32;
+  static F zero() { return _mm256_setzero_ps(); }
+  static I set(int bits) { return _mm256_set1_epi32(bits); }
+  static I set_float(float value) { return _mm256_castps_si256(_mm256_set1_ps(value)); }
+  static I load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const I*>(from)); }
+  static I repeat(const uint8_t* sixteen) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(sixteen)));
+  }
+  static F load_floats(const float* from) { return _mm256_loadu_ps(from); }
+  static void store_floats(float* to, F v) { _mm256_storeu_ps(to, v); }
+  static F load_halves(const uint8_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static F load_bytes(const uint8_t* from) {  // int8
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
+  static F as_floats(I v) { return _mm256_castsi256_ps(v); }
+  static F to_floats(I v) { return _mm256_cvtepi32_ps(v); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F times(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F minus(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F floats_or(F a, F b) { return _mm256_or_ps(a, b); }
+  static I bits_and(I a, I b) { return _mm256_and_si256(a, b); }
+  static I shift_left_16(I v) { return _mm256_slli_epi32(v, 16); }
+  static I shift_right_4(I v) { return _mm256_srli_epi16(v, 4); }
+  static I shuffle(I v, I by) { return _mm256_shuffle_epi8(v, by); }
+  static I low_pairs(I a, I b) { return _mm256_unpacklo_epi8(a, b); }
+  static I high_pairs(I a, I b) { return _mm256_unpackhi_epi8(a, b); }
+};
+
+#if defined(__AVX512BW__)
+struct V512 {
+  using F = __m512;
+  using I = __m512i;
+  static constexpr int kBytes = 64;
+  static F zero() { return _mm512_setzero_ps(); }
+  static I set(int bits) { return _mm512_set1_epi32(bits); }
+  static I set_float(float value) { return _mm512_castps_si512(_mm512_set1_ps(value)); }
+  static I load(const uint8_t* from) { return _mm512_loadu_si512(from); }
+  static I repeat(const uint8_t* sixteen) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(sixteen)));
+  }
+  static F load_floats(const float* from) { return _mm512_loadu_ps(from); }
+  static void store_floats(float* to, F v) { _mm512_storeu_ps(to, v); }
+  static F load_halves(const uint8_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static F load_bytes(const uint8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  }
+  static F as_floats(I v) { return _mm512_castsi512_ps(v); }
+  static F to_floats(I v) { return _mm512_cvtepi32_ps(v); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F times(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F minus(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F floats_or(F a, F b) { return _mm512_or_ps(a, b); }
+  static I bits_and(I a, I b) { return _mm512_and_si512(a, b); }
+  static I shift_left_16(I v) { return _mm512_slli_epi32(v, 16); }
+  static I shift_right_4(I v) { return _mm512_srli_epi16(v, 4); }
+  static I shuffle(I v, I by) { return _mm512_shuffle_epi8(v, by); }
+  static I low_pairs(I a, I b) { return _mm512_unpacklo_epi8(a, b); }
+  static I high_pairs(I a, I b) { return _mm512_unpackhi_epi8(a, b); }
+};
+#endif
+
+}  // namespace
+}  // namespace dw

@@ -1,0 +1,161 @@
+// Linear kernels whose products are fused float32 ones, for vectors of 8 or 16 lanes: everything is widened to float32 in registers.
+// Included by the instruction sets that have no products of bfloat16, with a struct `V` of their vectors:
+//   F, I          vectors of floats and of bits         kBytes  bytes of a vector
+// and the few operations on them that are used below.
+//
+// An output is one lane that adds up over k in sequence, of a pair of k first the even one.
+#pragma once
+
+#include <immintrin.h>
+
+#include "linear_kernels.h"
+
+namespace dw {
+namespace {
+
+// -8..7 as bfloat16, cut into the lower and the upper byte.
+alignas(16) constexpr uint8_t kNibbleLow[16] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
+                                                0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
+alignas(16) constexpr uint8_t kNibbleHigh[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
+                                                 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
+// Where byte k (0..3) of each of four outputs stands in 16 bytes of W_I8, twice: in the low byte of a dword and in its high one.
+alignas(16) constexpr uint8_t kByteOf[4][16] = {
+    {0, 0x80, 0x80, 0, 2, 0x80, 0x80, 2, 4, 0x80, 0x80, 4, 6, 0x80, 0x80, 6},
+    {1, 0x80, 0x80, 1, 3, 0x80, 0x80, 3, 5, 0x80, 0x80, 5, 7, 0x80, 0x80, 7},
+    {8, 0x80, 0x80, 8, 10, 0x80, 0x80, 10, 12, 0x80, 0x80, 12, 14, 0x80, 0x80, 14},
+    {9, 0x80, 0x80, 9, 11, 0x80, 0x80, 11, 13, 0x80, 0x80, 13, 15, 0x80, 0x80, 15}};
+
+template <class V>
+inline typename V::F even_of(typename V::I pairs) {
+  return V::as_floats(V::shift_left_16(pairs));
+}
+template <class V>
+inline typename V::F odd_of(typename V::I pairs) {
+  return V::as_floats(V::bits_and(pairs, V::set(int(0xffff0000u))));
+}
+
+// Pairs of bfloat16 weights times a pair of each row.
+template <class V, int R>
+inline void add_pairs(typename V::F (&acc)[R][2], const typename V::I (&pairs)[2], const uint32_t* x) {
+  for (int odd = 0; odd < 2; ++odd) {
+    typename V::F w[2];
+    for (int v = 0; v < 2; ++v) w[v] = odd != 0 ? odd_of<V>(pairs[v]) : even_of<V>(pairs[v]);
+    for (int r = 0; r < R; ++r) {
+      typename V::F row = V::as_floats(V::set(int(odd != 0 ? x[r] & 0xffff0000u : x[r] << 16)));
+      for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(w[v], row, acc[r][v]);
+    }
+  }
+}
+
+// R rows times two vectors of outputs, the `part`-th two of a panel.
+template <class V, int R, Format F>
+void span(const Tile& t, int panel, int part) {
+  const uint8_t* w = t.w + panel * t.panel_stride + part * 2 * V::kBytes;
+  const uint32_t* x = t.x;
+  float* sums = t.sums + panel * kPanel + part * (V::kBytes / 2);
+  const int64_t stride = int64_t(kPanel) * t.panels;
+  typename V::F acc[R][2];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v)
+      acc[r][v] = t.load ? V::load_floats(sums + r * stride + v * (V::kBytes / 4)) : V::zero();
+  for (int64_t u = 0; u < t.units; ++u) {
+    typename V::I bits[2] = {V::load(w), V::load(w + V::kBytes)};
+    _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
+    if (F == W_BF16) {
+      add_pairs<V, R>(acc, bits, x);
+      x += R;
+    } else if (F == W_F32) {
+      for (int r = 0; r < R; ++r) {
+        typename V::F row = V::as_floats(V::set(int(x[r])));
+        for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(V::as_floats(bits[v]), row, acc[r][v]);
+      }
+      x += R;
+    } else {
+      for (int k = 0; k < 4; ++k) {
+        typename V::F wide[2];
+        for (int v = 0; v < 2; ++v) {
+          typename V::I both = V::shuffle(bits[v], V::repeat(kByteOf[k]));  // sign and magnitude, at both ends of a dword
+          typename V::F magnitude = V::to_floats(V::bits_and(both, V::set(0x7f)));
+          wide[v] = V::floats_or(magnitude, V::as_floats(V::bits_and(both, V::set(int(0x80000000u)))));
+        }
+        for (int r = 0; r < R; ++r) {
+          uint32_t pair = x[k / 2 * R + r];
+          typename V::F row = V::as_floats(V::set(int(k % 2 != 0 ? pair & 0xffff0000u : pair << 16)));
+          for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(wide[v], row, acc[r][v]);
+        }
+      }
+      x += 2 * R;
+    }
+    w += kUnitBytes;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v) V::store_floats(sums + r * stride + v * (V::kBytes / 4), acc[r][v]);
+}
+
+// Ends a group: total += scale * group (+ shift * sum of the row's values), shift = -scale * zero point.
+template <class V, int R>
+inline void end_span_group(const Tile& t, float* sums, const uint8_t* header, const typename V::F (&group)[R][2],
+                           const float (&x_sums)[R], bool start) {
+  constexpr int kLanes = V::kBytes / 4;
+  const int64_t stride = int64_t(kPanel) * t.panels;
+  for (int v = 0; v < 2; ++v) {
+    typename V::F scale = V::load_halves(header + v * (V::kBytes / 2)), shift = V::zero();
+    if (t.zeros) shift = V::times(V::minus(V::zero(), scale), V::load_bytes(header + kHeader + v * kLanes));
+    for (int r = 0; r < R; ++r) {
+      float* to = sums + r * stride + v * kLanes;
+      typename V::F total = V::fma(group[r][v], scale, start ? V::zero() : V::load_floats(to));
+      if (t.zeros) total = V::fma(shift, V::as_floats(V::set_float(x_sums[r])), total);
+      V::store_floats(to, total);
+    }
+  }
+}
+
+template <class V, int R>
+void span_i4(const Tile& t, int panel, int part) {
+  constexpr int kLanes = V::kBytes / 4;
+  const uint8_t* at = t.w + panel * t.panel_stride;
+  float* sums = t.sums + panel * kPanel + part * 2 * kLanes;
+  const uint32_t* x = t.x;
+  const auto* x_sums = static_cast<const float*>(t.x_sums);
+  const int header = t.zeros ? 2 * kHeader : kHeader;
+  const int64_t groups = t.units / t.group_units;
+  const typename V::I low = V::repeat(kNibbleLow), high = V::repeat(kNibbleHigh), mask = V::set(0x0f0f0f0f);
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint8_t* w = at + header + part * 2 * V::kBytes;
+    typename V::F acc[R][2];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v) acc[r][v] = V::zero();
+    for (int u = 0; u < t.group_units; ++u) {
+      _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
+      for (int half = 0; half < 2; ++half) {
+        typename V::I first[2], second[2];
+        for (int v = 0; v < 2; ++v) {
+          typename V::I bits = V::load(w + v * V::kBytes);
+          typename V::I q = V::bits_and(half == 0 ? bits : V::shift_right_4(bits), mask);
+          typename V::I lows = V::shuffle(low, q), highs = V::shuffle(high, q);
+          first[v] = V::low_pairs(lows, highs);
+          second[v] = V::high_pairs(lows, highs);
+        }
+        add_pairs<V, R>(acc, first, x);
+        add_pairs<V, R>(acc, second, x + R);
+        x += 2 * R;
+      }
+      w += kUnitBytes;
+    }
+    float x_sum[R];
+    for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
+    end_span_group<V, R>(t, sums, at + part * V::kBytes, acc, x_sum, g == 0 && !t.load);
+    x_sums += R;
+    at += header + t.group_units * kUnitBytes;
+  }
+}
+
+// Calls span(1..kRows rows) for all parts of all panels of a tile.
+template <class V, void (*const* kTable)(const Tile&, int, int)>
+void all_spans(const Tile& t) {
+  for (int p = 0; p < t.panels; ++p)
+    for (int part = 0; part < kUnitBytes / (2 * V::kBytes); ++part) kTable[t.rows](t, p, part);
+}
+
+}  // namespace
+}  // namespace dw

@@ -1,0 +1,2 @@
+#define DW_TABLE row_kernels_avx512vnni
+#include "ops_impl.h"

@@ -1,0 +1,2 @@
+#define DW_TABLE sample_kernels_avx512vnni
+#include "sample_impl.h"
