@@ -120,7 +120,7 @@ void bytes_i4(const Tile& t, int panel, int part) {
       for (int v = 0; v < 2; ++v) values[r][v] = _mm256_cvtepi32_ps(acc[r][v]);
       x_sum[r] = float(x_sums[r]) * -0.125f;
     }
-    end_span_group<V256, R>(t, sums, at + part * 32, values, x_sum, g == 0 && !t.load);
+    end_span_group<V256, R>(t, sums, at, part, values, x_sum, g == 0 && !t.load);
     x_sums += R;
     at += header + t.group_units * kUnitBytes;
   }

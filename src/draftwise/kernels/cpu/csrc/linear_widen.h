@@ -92,15 +92,17 @@ void span(const Tile& t, int panel, int part) {
     for (int v = 0; v < 2; ++v) V::store_floats(sums + r * stride + v * (V::kBytes / 4), acc[r][v]);
 }
 
-// Ends a group: total += scale * group (+ shift * sum of the row's values), shift = -scale * zero point.
+// Ends a group of the `part`-th two vectors of a panel: total += scale * group (+ shift * sum of the row's values), shift = -scale *
+// zero point. `header` is the panel's.
 template <class V, int R>
-inline void end_span_group(const Tile& t, float* sums, const uint8_t* header, const typename V::F (&group)[R][2],
-                           const float (&x_sums)[R], bool start) {
+inline void end_span_group(const Tile& t, float* sums, const uint8_t* header, int part,
+                           const typename V::F (&group)[R][2], const float (&x_sums)[R], bool start) {
   constexpr int kLanes = V::kBytes / 4;
   const int64_t stride = int64_t(kPanel) * t.panels;
   for (int v = 0; v < 2; ++v) {
-    typename V::F scale = V::load_halves(header + v * (V::kBytes / 2)), shift = V::zero();
-    if (t.zeros) shift = V::times(V::minus(V::zero(), scale), V::load_bytes(header + kHeader + v * kLanes));
+    const int first = (2 * part + v) * kLanes;
+    typename V::F scale = V::load_halves(header + 2 * first), shift = V::zero();
+    if (t.zeros) shift = V::times(V::minus(V::zero(), scale), V::load_bytes(header + kHeader + first));
     for (int r = 0; r < R; ++r) {
       float* to = sums + r * stride + v * kLanes;
       typename V::F total = V::fma(group[r][v], scale, start ? V::zero() : V::load_floats(to));
@@ -144,7 +146,7 @@ void span_i4(const Tile& t, int panel, int part) {
     }
     float x_sum[R];
     for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
-    end_span_group<V, R>(t, sums, at + part * V::kBytes, acc, x_sum, g == 0 && !t.load);
+    end_span_group<V, R>(t, sums, at, part, acc, x_sum, g == 0 && !t.load);
     x_sums += R;
     at += header + t.group_units * kUnitBytes;
   }
