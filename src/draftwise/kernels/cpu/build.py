@@ -1,8 +1,9 @@
 """Compile the native kernels: ``python -m draftwise.kernels.cpu.build``, and what ``pip install`` runs.
 
 This file imports nothing of the package, so that ``setup.py`` can use it before the package can be imported. Every
-source in ``csrc/`` is compiled on its own: ``*_avx512.cpp``, ``*_avx2.cpp`` and so on with the flags of that instruction set
-(and only where the compiler has them), the others for the platform's baseline. The choice is made at run time.
+source in ``csrc/`` is compiled on its own: ``*_avx512.cpp``, ``*_avx2.cpp`` and so on with the flags of that
+instruction set (and only where the compiler has them), the others for the platform's baseline. The choice is made at
+run time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ COMMON_FLAGS = (
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC 12 sees some in its own intrinsics
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512VNNI = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
+_AVX512VNNI = (
+    *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512"
+)  # fmt: skip
 ISA_FLAGS = {
     "avx2": _AVX2,
     "avxvnni": (*_AVX2, "-mavxvnni"),
