@@ -242,6 +242,22 @@ def test_every_kind(make_llm: Callable[..., LLM]) -> None:
         assert valid(text), text
 
 
+@pytest.mark.parametrize(
+    "structure", [{"choice": [f"value {i}" for i in range(3000)]}, {"regex": "a{3,4294967295}"}]
+)
+def test_thousands_of_choices_and_endless_repetitions(
+    make_llm: Callable[..., LLM], structure: dict[str, Any]
+) -> None:
+    """Of whichever the library could keep but a part open, or would draft four milliards of characters."""
+    plain = make_llm().generate(PROMPTS, params("none", structured_outputs=structure, max_tokens=12))
+    for output in plain:
+        assert output.outputs[0].finish_reason in ("stop", "length"), output.outputs[0].error
+        assert output.outputs[0].text in structure.get("choice", ()) or set(output.outputs[0].text) == {"a"}
+    for method in ("grammar", "ngram", "draft_model"):
+        outputs = make_llm().generate(PROMPTS, params(method, structured_outputs=structure, max_tokens=12))
+        assert ids(outputs) == ids(plain), method
+
+
 def test_with_other_parameters(make_llm: Callable[..., LLM]) -> None:
     """Stop strings cut inside accepted drafts; logprobs, penalties and truncation go along."""
     llm = make_llm()

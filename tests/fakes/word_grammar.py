@@ -52,11 +52,11 @@ class WordMatcher(Matcher):
     def is_finished(self) -> bool:
         return self.is_accepting() and not following(self.words, self.path)
 
-    def forced(self) -> Sequence[int]:
+    def forced(self, limit: int) -> Sequence[int]:
         path = list(self.path)
         while tuple(path) not in self.words and len(following(self.words, path)) == 1:
             path.extend(following(self.words, path))
-        return path[len(self.path) :]
+        return path[len(self.path) :][:limit]
 
 
 def cursor_over(words: Iterable[Word], vocab: int, eos: Sequence[int] = (0,), **options: Any) -> Cursor:

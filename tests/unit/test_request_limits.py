@@ -31,6 +31,7 @@ def fields_with(limit: str, size: int) -> dict[str, Any]:
         "max_choice_chars": {"choice": ["ab", "c" * (size - 2)]},
         "max_regex_chars": {"regex": "a" * size},
         "max_grammar_chars": {"grammar": "a" * size},
+        "max_gbnf_chars": {"grammar": "root ::=" + "a" * (size - 8)},
         "max_schema_chars": {"json": json.dumps("a" * (size - 2))},
         "max_schema_depth": {"json": nested(size)},
         "max_enum_values": {"json": {"not": {"enum": [1, 2]}, "enum": list(range(size - 2))}},

@@ -19,7 +19,8 @@ from draftwise.sampling.masks import unpack
 from draftwise.sampling.structured import StructuredOutputs
 from draftwise.structured.cursor import Cursor, Vocabulary
 from draftwise.structured.grammars import Grammars
-from draftwise.structured.llguidance import LlguidanceBackend, _without_anchors
+from draftwise.structured.llguidance import LlguidanceBackend
+from draftwise.structured.sources import without_anchors
 from draftwise.types import Proposal
 
 VOCAB = 4096
@@ -50,7 +51,7 @@ def backend(tokenizer: Any) -> LlguidanceBackend:
 
 
 def cursor(backend: LlguidanceBackend, value: dict[str, Any], **options: Any) -> Cursor:
-    matcher = backend.matcher(StructuredOutputs.from_value(value))
+    matcher = backend.compile(StructuredOutputs.from_value(value)).matcher()
     return Cursor(matcher, Vocabulary(VOCAB, (EOS,), backend.num_tokens), **options)
 
 
@@ -181,7 +182,7 @@ def test_invalid_grammars_are_refused_in_one_line(
     backend: LlguidanceBackend, value: dict[str, Any], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        backend.matcher(StructuredOutputs.from_value(value))
+        backend.compile(StructuredOutputs.from_value(value))
     message = str(caught.value)
     assert "\n" not in message
     for word in ("structured_outputs: invalid", *words):
@@ -190,16 +191,16 @@ def test_invalid_grammars_are_refused_in_one_line(
 
 
 def test_anchors() -> None:
-    assert _without_anchors("^ab$") == "ab"
-    assert _without_anchors(r"a\$") == r"a\$"
-    assert _without_anchors(r"a\\$") == r"a\\"
+    assert without_anchors("^ab$") == "ab"
+    assert without_anchors(r"a\$") == r"a\$"
+    assert without_anchors(r"a\\$") == r"a\\"
 
 
 def test_compiled_grammars_are_kept(backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = StructuredOutputs(regex="kept+")
-    backend.matcher(spec)
+    backend.compile(spec)
     monkeypatch.setattr(backend, "_compile", lambda spec: pytest.fail("compiled twice"))
-    one, two = backend.matcher(StructuredOutputs(regex="kept+")), backend.matcher(spec)
+    one, two = backend.compile(StructuredOutputs(regex="kept+")).matcher(), backend.compile(spec).matcher()
     token = backend._tokenizer.tokenize_str("k")[0]
     assert one.advance(token) and two.advance(token), "requests do not share a state"
 
@@ -228,7 +229,7 @@ def test_a_vocabulary_larger_or_smaller_than_the_tokenizer(tokenizer: Any) -> No
     """A model may have padding rows; a request never gets a token that the model does not have."""
     for vocab in (VOCAB + 70, VOCAB - 5):
         grammars = Grammars(tokenizer, vocab, (EOS, VOCAB + 100))
-        grammars.check(StructuredOutputs(regex="[a-z ]*"))
+        grammars.compile(StructuredOutputs(regex="[a-z ]*"))
 
         class Params:
             structured_outputs = StructuredOutputs(regex="[a-z ]*")
@@ -242,9 +243,9 @@ def test_a_vocabulary_larger_or_smaller_than_the_tokenizer(tokenizer: Any) -> No
 def test_what_an_engine_cannot_serve(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = StructuredOutputs(regex="a")
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        Grammars(None, VOCAB, (EOS,)).check(spec)
+        Grammars(None, VOCAB, (EOS,)).compile(spec)
     with pytest.raises(RequestError, match="end-of-sequence token"):
-        Grammars(tokenizer, VOCAB, ()).check(spec)
+        Grammars(tokenizer, VOCAB, ()).compile(spec)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'draftwise\[structured\]'"):
-        Grammars(tokenizer, VOCAB, (EOS,)).check(spec)
+        Grammars(tokenizer, VOCAB, (EOS,)).compile(spec)

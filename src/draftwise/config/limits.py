@@ -48,6 +48,9 @@ class RequestLimits:
     max_choice_chars: int = option(1_000_000, to.size(), "characters of all strings of a choice together")
     max_regex_chars: int = option(16_384, to.size(), "characters of a regular expression")
     max_grammar_chars: int = option(131_072, to.size(), "characters of a grammar")
+    max_gbnf_chars: int = option(
+        32_768, to.size(), "characters of a grammar in GBNF, which is translated first"
+    )
     max_schema_chars: int = option(262_144, to.size(), "characters of a JSON schema")
     max_schema_depth: int = option(100, to.integer(1, 400), "levels of nesting in the JSON text of a schema")
     max_enum_values: int = option(10_000, to.size(), "enum values of a schema, all its enums together")

@@ -118,7 +118,12 @@ def build_engine(
         proposer.use_target_storage(storage)
     model.prepare(storage, sorted({i for p in proposers.values() for i in p.capture_layers}))
 
-    grammars = Grammars(tokenizer, model.config.vocab_size, end_tokens(model.config, tokenizer))
+    grammars = Grammars(
+        tokenizer,
+        model.config.vocab_size,
+        end_tokens(model.config, tokenizer),
+        config.request_limits.max_grammar_seconds,
+    )
     executor: Executor = LocalExecutor(
         model,
         storage,

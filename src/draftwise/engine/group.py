@@ -18,6 +18,7 @@ from draftwise.engine.outputs import (
 )
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request, SpeculationCounts
+from draftwise.structured.base import Grammar
 from draftwise.types import TokenLogprobs
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -94,7 +95,9 @@ class RequestGroup:
         requests: Sequence[Request],
         detokenizers: Sequence[IncrementalDetokenizer | None],
         tokenizer: TokenText | None,
+        grammar: Grammar | None = None,
     ) -> None:
+        """``grammar``: held for as long as the group lives, so that it is at hand for the executor."""
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
@@ -102,6 +105,7 @@ class RequestGroup:
         self._samples = [_Sample(r, d) for r, d in zip(requests, detokenizers, strict=True)]
         self._prompt_ids: tuple[int, ...] = tuple(requests[0].known_np[: requests[0].num_prompt].tolist())
         self._prompt_logprobs: tuple[LogprobsDict | None, ...] | None = None
+        self._grammar = grammar
 
     @property
     def requests(self) -> list[Request]:

@@ -69,9 +69,11 @@ def check_structured(limits: RequestLimits, value: Any, name: str = _STRUCTURED)
         ("regex", "max_regex_chars"),
         ("whitespace_pattern", "max_regex_chars"),
         ("grammar", "max_grammar_chars"),
+        ("grammar", "max_gbnf_chars"),
     ):
-        if isinstance(value.get(field), str):
-            _check_length(limits, f"{name}: {field}", (value[field],), limit)
+        text = value.get(field)
+        if isinstance(text, str) and (limit != "max_gbnf_chars" or "::=" in text):
+            _check_length(limits, f"{name}: {field}", (text,), limit)
     check_schema(limits, value.get("json"), f"{name}: json")
 
 

@@ -24,6 +24,7 @@ from draftwise.propose.base import Proposer
 from draftwise.propose.grammar import GrammarProposer
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
 from draftwise.sched.request import Request
+from draftwise.structured.compiling import SMALL
 from draftwise.structured.grammars import DEFAULT_DRAFTS, Grammars
 from draftwise.types import IntArray, Speculation
 
@@ -43,8 +44,6 @@ _FEW_CHARS = 2000
 _FEW_IDS = 16_384
 _FEW_SAMPLES = 64
 """A request with so much at most is prepared in a millisecond or two."""
-_SMALL_GRAMMAR = 8192
-"""Characters of a grammar that is compiled beside others and not behind large ones."""
 
 
 class Numbers(NamedTuple):
@@ -122,7 +121,7 @@ class Processor:
         """Where `group` should be called for this request; None: it takes a millisecond, wherever."""
         spec = params.structured_outputs
         if spec is not None and not self._grammars.is_ready(spec):
-            return Lane.GRAMMAR if spec.size <= _SMALL_GRAMMAR else Lane.LARGE_GRAMMAR
+            return Lane.GRAMMAR if spec.size <= SMALL else Lane.LARGE_GRAMMAR
         text = prompt_text(prompt) or ""
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         num_ids = len(ids) if isinstance(ids, Sized) else 0
@@ -161,8 +160,8 @@ class Processor:
         if params.bad_words:
             assert self.tokenizer is not None
             bad_words = resolve_bad_words(self.tokenizer, params.bad_words)
-        if params.structured_outputs is not None:
-            self._grammars.check(params.structured_outputs)
+        spec = params.structured_outputs
+        grammar = None if spec is None else self._grammars.compile(spec)
         # Under a grammar ignore_eos puts the end off while anything else can follow, but then it has to come.
         ignores = params.ignore_eos and params.structured_outputs is None
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores else self._eos)
@@ -201,7 +200,7 @@ class Processor:
             )
             detokenizers.append(detokenizer)
         name = request_id if request_id is not None else str(requests[0].rid)
-        return RequestGroup(name, text, params, requests, detokenizers, self.tokenizer)
+        return RequestGroup(name, text, params, requests, detokenizers, self.tokenizer, grammar)
 
     def _draw_seed(self, number: int) -> int:
         """A seed for a request without one: fresh entropy, or, with an engine seed, a function of it and of the

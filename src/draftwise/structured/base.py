@@ -12,15 +12,14 @@ from draftwise.sampling.structured import StructuredOutputs
 class Matcher(ABC):
     """Where one text stands in its grammar. End-of-sequence tokens are not its business (`Cursor` adds them).
 
-    What it answers is a function of the tokens taken in, whatever was rolled back on the way.
+    What it answers is a function of the tokens taken in, whatever was rolled back on the way. All of it may raise
+    `RequestError`: the grammar turned out too complex to go on.
     """
 
     @abstractmethod
     def mask(self) -> Words:
         """The tokens that may follow, [W] int32, not to be written to. The bits of end-of-sequence tokens, and of
-        tokens past the vocabulary, may be anything.
-
-        Raises `RequestError`: the grammar turned out too complex to go on."""
+        tokens past the vocabulary, may be anything."""
 
     @abstractmethod
     def advance(self, token: int) -> bool:
@@ -39,8 +38,17 @@ class Matcher(ABC):
         """Whether the text is complete and nothing may follow."""
 
     @abstractmethod
-    def forced(self) -> Sequence[int]:
-        """The tokens that must come next, as far as there is no choice; may be empty though there is none."""
+    def forced(self, limit: int) -> Sequence[int]:
+        """The tokens that must come next, as far as there is no choice, at most ``limit``; may be empty though there
+        is none."""
+
+
+class Grammar(ABC):
+    """A compiled grammar."""
+
+    @abstractmethod
+    def matcher(self) -> Matcher:
+        """A matcher at the start of the text: quick."""
 
 
 class GrammarBackend(ABC):
@@ -50,11 +58,13 @@ class GrammarBackend(ABC):
     """Tokens covered by a mask: at least the model's vocabulary."""
 
     @abstractmethod
-    def matcher(self, spec: StructuredOutputs) -> Matcher:
-        """A matcher at the start of the text; compiled grammars are kept for the next call.
+    def compile(self, spec: StructuredOutputs) -> Grammar:
+        """Compile what is wanted. What was compiled is at hand for the next call for as long as somebody holds it, and
+        mostly for some time after.
 
-        Raises `RequestError`: the schema, regular expression or grammar is invalid or not supported."""
+        Raises `RequestError`: the schema, regular expression or grammar is invalid, not supported, allows no text at
+        all, or takes too long."""
 
     @abstractmethod
     def has(self, spec: StructuredOutputs) -> bool:
-        """Whether `matcher` has a compiled grammar at hand."""
+        """Whether `compile` has it at hand."""

@@ -125,7 +125,7 @@ class Cursor:
         if limit < 1 or self.ended:
             return ()
         self._back_to(0)
-        tokens = list(self._matcher.forced())
+        tokens = list(self._matcher.forced(limit))
         if len(tokens) < limit and self._move(tuple(tokens)) and self._matcher.is_finished():
             tokens.append(self._vocabulary.eos_token_ids[0])
         return tuple(tokens[:limit])

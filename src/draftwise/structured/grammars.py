@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from draftwise.errors import RequestError
-from draftwise.structured.base import GrammarBackend
+from draftwise.structured.base import Grammar, GrammarBackend
 from draftwise.structured.cursor import Cursor, Vocabulary
 
 if TYPE_CHECKING:
@@ -27,38 +27,37 @@ class Grammars:
         tokenizer: Any | None,
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        make_backend: Callable[[Any, int, Sequence[int]], GrammarBackend] | None = None,
+        seconds: float = 10.0,
     ) -> None:
-        """``tokenizer``: a fast Transformers tokenizer or None; ``vocab_size``: the model's; ``make_backend``:
-        called with these and the end-of-sequence tokens (llguidance by default)."""
+        """``tokenizer``: a fast Transformers tokenizer or None; ``vocab_size``: the model's; ``seconds``: how long the
+        compilation of a grammar may take."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
-        self._make_backend = make_backend
+        self._seconds = seconds
         self._made: tuple[GrammarBackend, Vocabulary] | None = None
         self._lock = Lock()
 
     def is_ready(self, spec: StructuredOutputs) -> bool:
-        """Whether `check` would take no time: the grammar was compiled a moment ago."""
-        with self._lock:
-            made = self._made
+        """Whether `compile` would take no time."""
+        made = self._made  # without the lock, which is held for long while the backend is made
         return made is not None and made[0].has(spec)
 
-    def check(self, spec: StructuredOutputs) -> None:
-        """Compile a grammar, to be used soon.
+    def compile(self, spec: StructuredOutputs) -> Grammar:
+        """Compile a grammar. Who holds it makes sure that `cursor` takes no time.
 
         Raises:
             RequestError: it is invalid, or this engine cannot serve it: no tokenizer, no end-of-sequence token.
             ConfigError: the library is not installed, or cannot use the tokenizer.
         """
-        self._made_once()[0].matcher(spec)
+        return self._made_once()[0].compile(spec)
 
     def cursor(self, params: SamplingParams, output_ids: Sequence[int] = ()) -> Cursor:
-        """A cursor behind ``output_ids``, for a request whose ``structured_outputs`` was checked."""
+        """A cursor behind ``output_ids``, for a request whose ``structured_outputs`` was compiled."""
         assert params.structured_outputs is not None
         backend, vocabulary = self._made_once()
         return Cursor(
-            backend.matcher(params.structured_outputs),
+            backend.compile(params.structured_outputs).matcher(),
             vocabulary,
             ignore_eos=params.ignore_eos,
             output_ids=output_ids,
@@ -71,13 +70,8 @@ class Grammars:
                     raise RequestError("structured_outputs needs a tokenizer, but the engine has none")
                 if not self._eos:
                     raise RequestError("structured_outputs needs a model with an end-of-sequence token")
-                make = self._make_backend or _llguidance
-                backend = make(self._tokenizer, self._vocab_size, self._eos)
+                from draftwise.structured.llguidance import LlguidanceBackend  # late: a library of an extra
+
+                backend = LlguidanceBackend(self._tokenizer, self._vocab_size, self._eos, self._seconds)
                 self._made = backend, Vocabulary(self._vocab_size, self._eos, backend.num_tokens)
             return self._made
-
-
-def _llguidance(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarBackend:
-    from draftwise.structured.llguidance import LlguidanceBackend
-
-    return LlguidanceBackend(tokenizer, vocab_size, eos_token_ids)

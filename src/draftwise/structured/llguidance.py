@@ -4,32 +4,50 @@ walked along a trie of the vocabulary, so that a mask costs microseconds and no 
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from importlib import import_module
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from draftwise.errors import ConfigError, RequestError
 from draftwise.sampling.masks import Words
-from draftwise.sampling.structured import StructuredOutputs
-from draftwise.structured.base import GrammarBackend, Matcher
+from draftwise.sampling.structured import GrammarKind, StructuredOutputs
+from draftwise.structured.base import Grammar, GrammarBackend, Matcher
+from draftwise.structured.compiling import Compiler
+from draftwise.structured.sources import source_of
+
+logger = logging.getLogger("draftwise")
 
 _KEPT = 256
-"""Compiled grammars kept; one takes 10 to 100 KB."""
+_KEPT_CHARS = 1 << 18
+"""Compiled grammars kept that nobody uses: so many, of so many characters together. One takes 10 to 100 KB, but those
+of strangers up to 300 bytes for each character."""
 
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""A run of optional whitespace in JSON, unless the request says otherwise."""
+_LIMITS = {
+    "step_lexer_fuel": 50_000,  # new states of the lexer in one step: 50 ms at most (library: 200,000)
+    "max_items_in_row": 20_000,  # alternatives open at one place: some milliseconds (library: 2,000)
+    "verbose_errors": False,  # no dumps of its state
+}
+"""Others are the library's own: compilation and the first mask together 1,000,000 units of fuel, some two seconds;
+50,000 items of the parser in one step, 20 ms; 500,000 symbols of a grammar; 250,000 states of the lexer."""
+
+_LONGEST_ERROR = 300
 
 
 class LlguidanceBackend(GrammarBackend):
-    """Compiles for one fast tokenizer. A compiled grammar is a matcher nobody advances; requests get copies (about
-    1 us)."""
+    """Compiles for one fast tokenizer."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``tokenizer``: a fast Transformers tokenizer; ``vocab_size``: the model's; ``eos_token_ids``: at least one.
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], seconds: float = 10.0
+    ) -> None:
+        """``tokenizer``: a fast Transformers tokenizer; ``vocab_size``: the model's; ``eos_token_ids``: at least one;
+        ``seconds``: how long a compilation may take.
 
         Raises:
             ConfigError: llguidance is not installed, or cannot use this tokenizer.
@@ -52,87 +70,142 @@ class LlguidanceBackend(GrammarBackend):
             raise ConfigError(
                 f"structured_outputs: this tokenizer cannot be used: {_one_line(error)}"
             ) from error
-        self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._limits = self._library.LLParserLimits(**_LIMITS)
+        self._compiler = Compiler(seconds)
+        self._in_use: WeakValueDictionary[StructuredOutputs, LlguidanceGrammar] = WeakValueDictionary()
+        self._kept: OrderedDict[StructuredOutputs, LlguidanceGrammar] = OrderedDict()
+        self._kept_chars = 0
+        self._under_way: dict[StructuredOutputs, Future[LlguidanceGrammar]] = {}
         self._lock = Lock()
 
-    def matcher(self, spec: StructuredOutputs) -> Matcher:
+    def compile(self, spec: StructuredOutputs) -> Grammar:
         with self._lock:
-            compiled = self._compiled.get(spec)
-            if compiled is not None:
-                self._compiled.move_to_end(spec)
-        if compiled is None:
-            compiled = self._compile(spec)
+            grammar = self._in_use.get(spec)
+            if grammar is not None:
+                if spec in self._kept:
+                    self._kept.move_to_end(spec)
+                return grammar
+            others = self._under_way.get(spec)
+            if others is None:
+                own = self._under_way[spec] = Future[LlguidanceGrammar]()
+        if others is not None:  # somebody compiles the same
+            return others.result()
+        try:
+            source = self._source(spec)  # in Python, for the most part
+            grammar = self._compiler.run(lambda: self._compile(source, spec.kind), spec.size)
+        except BaseException as error:
             with self._lock:
-                self._compiled[spec] = compiled
-                while len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-        return LlguidanceMatcher(compiled.deep_copy(), -(-self.num_tokens // 32))
+                del self._under_way[spec]
+            own.set_exception(error)
+            raise
+        with self._lock:
+            self._in_use[spec] = grammar
+            self._keep(spec, grammar)
+            del self._under_way[spec]
+        own.set_result(grammar)
+        return grammar
 
     def has(self, spec: StructuredOutputs) -> bool:
         with self._lock:
-            return spec in self._compiled
+            return spec in self._in_use
 
-    def _compile(self, spec: StructuredOutputs) -> Any:
-        kind = "JSON schema" if spec.kind == "json" else spec.kind
-        try:
-            compiled = self._library.LLMatcher(self._tokenizer, self._source(spec), log_level=0)
-        except ValueError as error:
-            raise RequestError(f"structured_outputs: invalid {kind}: {_one_line(error)}") from None
-        if compiled.is_error():
-            raise RequestError(f"structured_outputs: invalid {kind}: {_one_line(compiled.get_error())}")
-        return compiled
+    def _keep(self, spec: StructuredOutputs, grammar: LlguidanceGrammar) -> None:
+        self._kept[spec] = grammar
+        self._kept_chars += spec.size
+        while len(self._kept) > _KEPT or self._kept_chars > _KEPT_CHARS:
+            dropped, _ = self._kept.popitem(last=False)
+            self._kept_chars -= dropped.size
 
     def _source(self, spec: StructuredOutputs) -> str:
-        """The grammar as llguidance reads it. Raises ValueError."""
-        library = self._library
-        source: str
-        if spec.kind == "json":
-            options: dict[str, Any] = {"whitespace_flexible": not spec.disable_any_whitespace}
-            if not spec.disable_any_whitespace:
-                options["whitespace_pattern"] = spec.whitespace_pattern or _WHITESPACE
-            source = library.LLMatcher.grammar_from_json_schema(spec.schema, overrides=options)
-        elif spec.kind == "regex":
-            assert spec.regex is not None
-            # \d means 0-9 to those who parse the answer, not every digit of Unicode
-            regex = library.regex_to_lark(_without_anchors(spec.regex), "d")
-            source = library.LLMatcher.grammar_from_lark(f"start: /{regex}/")
-        elif spec.kind == "choice":
-            assert spec.choice is not None
-            alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
-            source = library.LLMatcher.grammar_from_lark(f"start: {alternatives}")
-        else:
-            assert spec.grammar is not None
-            source = library.grammar_from("grammar", spec.grammar)
-        return source
+        try:
+            return source_of(spec, self._library)
+        except (ValueError, RecursionError) as error:
+            raise _refused(_invalid(spec.kind), error) from None
+        except BaseException as error:
+            raise _plain(error) from None
+
+    def _compile(self, source: str, kind: GrammarKind) -> LlguidanceGrammar:
+        """Compile, and make the first mask, which takes long where the compilation did not. Raises RequestError."""
+        invalid = _invalid(kind)
+        try:
+            matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+            if not matcher.is_error():
+                mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
+                if "NoExtension" in matcher.get_error() or not (mask.any() or matcher.is_accepting()):
+                    raise RequestError(f"structured_outputs: {invalid}: no text at all follows it")
+        except ValueError as error:
+            raise (error if isinstance(error, RequestError) else _refused(invalid, error)) from None
+        except BaseException as error:
+            raise _plain(error) from None
+        if matcher.is_error():
+            raise _refused(invalid, matcher.get_error())
+        return LlguidanceGrammar(matcher, -(-self.num_tokens // 32))
 
 
-class LlguidanceMatcher(Matcher):
-    """One text. llguidance never raises for bad tokens or grammars; it enters an error state for ever."""
-
-    __slots__ = ("_matcher", "_num_words")
+class LlguidanceGrammar(Grammar):
+    """A matcher nobody advances; requests get copies (about 1 us)."""
 
     def __init__(self, matcher: Any, num_words: int) -> None:
         """``num_words``: of a mask; llguidance's own may be longer."""
         self._matcher = matcher
         self._num_words = num_words
 
+    def matcher(self) -> Matcher:
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._num_words)
+
+
+class LlguidanceMatcher(Matcher):
+    """One text. llguidance never raises for bad tokens or grammars; it enters an error state for ever.
+
+    A run of forced tokens is asked for once and followed from then on: the library would go through all of it for each
+    mask. Where a token is forced, its mask is that token alone.
+    """
+
+    __slots__ = ("_at", "_matcher", "_num_words", "_run")
+
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        """``num_words``: of a mask; llguidance's own may be longer."""
+        self._matcher = matcher
+        self._num_words = num_words
+        self._run: list[int] = []  # forced tokens, of which the first `_at` were taken in
+        self._at = 0
+
     def mask(self) -> Words:
-        words: Words = np.frombuffer(self._matcher.compute_bitmask(), np.int32, self._num_words)
-        if self._matcher.is_error():
-            raise RequestError(
-                f"structured_outputs: the grammar cannot be followed: {_one_line(self._matcher.get_error())}"
-            )
-        return words
+        try:
+            if self._find_run():
+                words: Words = np.zeros(self._num_words, np.int32)
+                token = self._run[self._at]
+                words.view(np.uint32)[token >> 5] = 1 << (token & 31)
+                return words
+            words = np.frombuffer(self._matcher.compute_bitmask(), np.int32, self._num_words)
+            self._check()
+            return words
+        except BaseException as error:
+            raise _plain(error) from None
 
     def advance(self, token: int) -> bool:
-        taken: int = self._matcher.try_consume_tokens([token])
-        return taken == 1
+        try:
+            if not self._matcher.try_consume_tokens([token]):
+                self._check()
+                return False
+        except BaseException as error:
+            raise _plain(error) from None
+        if self._at < len(self._run) and self._run[self._at] == token:
+            self._at += 1
+        else:
+            self._run, self._at = [], 0
+        return True
 
     def rollback(self, count: int) -> None:
-        if not self._matcher.rollback(count):
-            raise RequestError(
-                f"structured_outputs: the grammar cannot be followed: {_one_line(self._matcher.get_error())}"
-            )
+        if count <= self._at:
+            self._at -= count
+        else:
+            self._run, self._at = [], 0
+        try:
+            if not self._matcher.rollback(count):
+                raise _refused(_FOLLOWED, self._matcher.get_error())
+        except BaseException as error:
+            raise _plain(error) from None
 
     def is_accepting(self) -> bool:
         return bool(self._matcher.is_accepting())
@@ -140,19 +213,50 @@ class LlguidanceMatcher(Matcher):
     def is_finished(self) -> bool:
         return bool(self._matcher.is_stopped() and self._matcher.is_accepting())
 
-    def forced(self) -> Sequence[int]:
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens
+    def forced(self, limit: int) -> Sequence[int]:
+        try:
+            return self._run[self._at : self._at + limit] if self._find_run() else ()
+        except BaseException as error:
+            raise _plain(error) from None
+
+    def _find_run(self) -> bool:
+        """Whether the next token is forced."""
+        if self._at == len(self._run):
+            self._run, self._at = self._matcher.compute_ff_tokens(), 0
+            self._check()
+        return bool(self._run)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _refused(_FOLLOWED, self._matcher.get_error())
 
 
-def _without_anchors(regex: str) -> str:
-    """A regex is matched against the whole text, so that ^ at its start and $ at its end say nothing new."""
-    regex = regex.removeprefix("^")
-    if regex.endswith("$"):
-        before = regex[:-1]
-        escaped = (len(before) - len(before.rstrip("\\"))) % 2 == 1
-        regex = regex if escaped else before
-    return regex
+_FOLLOWED = "the grammar cannot be followed"
+
+
+def _invalid(kind: GrammarKind) -> str:
+    return f"invalid {'JSON schema' if kind == 'json' else kind}"
+
+
+_FAILED = "too large or too involved for the grammar library, which failed on it"
+
+
+def _plain(error: BaseException) -> BaseException:
+    """The error itself; instead of a panic of the library, which is no Exception, one that fails the request alone."""
+    if type(error).__name__ != "PanicException":
+        return error
+    logger.error("the grammar library failed: %s", error)
+    return RequestError(f"structured_outputs: {_FAILED}")
+
+
+def _refused(what: str, error: object) -> RequestError:
+    """What the library says, in one line that is not too long; its panics are for the log."""
+    words = _one_line(str(error).replace("<non-verbose/>", ""))
+    if words.startswith("panic"):
+        logger.error("the grammar library failed: %s", words)
+        words = _FAILED
+    words = words if len(words) <= _LONGEST_ERROR else words[: _LONGEST_ERROR - 3] + "..."
+    return RequestError(f"structured_outputs: {what}: {words}")
 
 
 def _one_line(error: object) -> str:

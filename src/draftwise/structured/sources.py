@@ -1,0 +1,100 @@
+"""From what is wanted of an output to the text of a grammar as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from draftwise.sampling.structured import StructuredOutputs
+
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""A run of optional whitespace in JSON, unless the request says otherwise."""
+
+_LONGEST_RUN = 4096
+"""Characters that may be forced in a row. The library goes through all of them at once, a microsecond each."""
+_LARGE = 16_384
+"""Characters of a grammar that might force as many."""
+
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*+)"', re.DOTALL)
+_COUNT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_NO_FORCING = '%llguidance {"no_forcing":true}\n'
+
+
+def source_of(spec: StructuredOutputs, library: Any) -> str:
+    """The grammar of a request; ``library``: the module llguidance. Raises ValueError.
+
+    A grammar in which a long run of characters could be forced forces nothing: it has the same texts, but every
+    division of them into tokens is allowed, and nothing is drafted for free.
+    """
+    forces = may_force(spec)
+    head = "" if forces else _NO_FORCING
+    if spec.kind == "json":
+        options: dict[str, Any] = {"whitespace_flexible": not spec.disable_any_whitespace}
+        if not spec.disable_any_whitespace:
+            options["whitespace_pattern"] = spec.whitespace_pattern or _WHITESPACE
+        source: str = library.LLMatcher.grammar_from_json_schema(spec.schema, overrides=options)
+        if forces:
+            return source
+        schema = json.dumps(json.loads(source)["grammars"][0]["json_schema"])
+        lark = f"{head}start: %json {schema}\n"
+    elif spec.kind == "regex":
+        assert spec.regex is not None
+        # \d means 0-9 to those who parse the answer, not every digit of Unicode
+        regex = library.regex_to_lark(without_anchors(spec.regex), "d")
+        lark = f"{head}start: /{regex}/"
+    elif spec.kind == "choice":
+        assert spec.choice is not None
+        # One terminal: the library makes a trie of it. As alternatives of a rule each would be a terminal by itself,
+        # and of those the parser keeps two thousand at most.
+        lark = f"{head}start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, spec.choice))}\n"
+    else:
+        assert spec.grammar is not None
+        source = library.grammar_from("grammar", spec.grammar)
+        if forces:
+            return source
+        lark = (
+            head + json.loads(source)["grammars"][0]["lark_grammar"]
+            if source.startswith("{")
+            else head + source
+        )
+    return str(library.LLMatcher.grammar_from_lark(lark))
+
+
+def may_force(spec: StructuredOutputs) -> bool:
+    """Whether runs of forced characters are certainly short: there are no long literals, no large repetitions, and
+    there is not much text altogether, unless optional whitespace cuts it into pieces."""
+    if spec.kind == "choice":
+        return max(map(len, spec.choice or ())) <= _LONGEST_RUN
+    text = spec.schema if spec.kind == "json" else spec.regex or spec.grammar or ""
+    cut = spec.kind == "json" and not spec.disable_any_whitespace
+    if len(text) > _LARGE and not cut:
+        return False
+    if spec.kind == "regex" and len(text) > _LONGEST_RUN:
+        return False
+    pieces = [text] if spec.kind == "regex" else [match[1] for match in _STRING.finditer(text)]
+    if any(len(piece) > _LONGEST_RUN for piece in pieces):
+        return False
+    return all(_repeated(piece) <= _LONGEST_RUN for piece in (pieces if spec.kind == "json" else [text]))
+
+
+def _repeated(text: str) -> int:
+    """How often the counts of a pattern may repeat something: their product, as if each stood in the one before.
+
+    Example: "(a{3}b){2,5}" has 15."""
+    product = 1
+    for low, high in _COUNT.findall(text):
+        product *= max(1, int((high or low or "1")[:9]))
+        if product > _LONGEST_RUN:
+            break
+    return product
+
+
+def without_anchors(regex: str) -> str:
+    """A regex is matched against the whole text, so that ^ at its start and $ at its end say nothing new."""
+    regex = regex.removeprefix("^")
+    if regex.endswith("$"):
+        before = regex[:-1]
+        escaped = (len(before) - len(before.rstrip("\\"))) % 2 == 1
+        regex = regex if escaped else before
+    return regex
