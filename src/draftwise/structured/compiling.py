@@ -24,8 +24,8 @@ _LEAST_STACK = 16 << 20
 _STACK_PER_CHAR = 1024
 """Bytes of stack. The library follows references by recursion: chains of rules or ``$ref`` take up to 320 bytes for
 each character of the source, and where the stack ends, the process does. Only what is used is ever in memory."""
-_NICENESS = 10
-"""A compilation yields to the engine where both want the same core."""
+_NICENESS = 5
+"""A compilation gets a quarter of a core that the engine wants, too."""
 
 _stack_size = threading.Lock()
 """`threading.stack_size` is one for the whole process."""
