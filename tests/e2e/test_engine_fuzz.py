@@ -10,21 +10,23 @@ A case is a function of its seed. A failure names it; to run it again:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from tests.fakes.fuzz.cases import make_case
-from tests.fakes.fuzz.check import References, check_case
+from tests.fakes.fuzz.check import References, check_case, check_run
+from tests.fakes.fuzz.drive import run_case
+from tests.fakes.fuzz.faults import LATER, SOON
 from tests.fakes.fuzz.world import make_world
 
 VARIABLE = "DRAFTWISE_FUZZ_SEEDS"
-ALWAYS = 60
+ALWAYS = 50
 """Cases of every run: about 20 seconds."""
 SLOW = 1200
 """Cases of runs with the slow tests: minutes."""
-PER_TEST = 20
+PER_TEST = 10
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +75,36 @@ def test_each_request_gets_what_it_gets_alone(references: References, first: int
 @pytest.mark.parametrize("first", range(ALWAYS, SLOW, PER_TEST))
 def test_many_more(references: References, first: int) -> None:
     check(range(first, first + PER_TEST), references)
+
+
+def is_found(fault: Callable[[pytest.MonkeyPatch], None], seeds: range, references: References) -> bool:
+    """Whether the cases of some seeds show a fault that is planted in the engine, not in the references."""
+    torch.set_num_threads(1)
+    for seed in seeds:
+        case = make_case(seed, references.world)
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            try:
+                run = run_case(case, references.world)
+            except Exception:
+                return True
+        try:
+            check_run(case, run, references)
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("fault", SOON, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(
+    references: References, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    assert is_found(fault, range(ALWAYS), references)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", LATER, ids=lambda fault: fault.__name__)
+def test_a_rarer_planted_fault_is_found(
+    references: References, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    assert is_found(fault, range(400), references)

@@ -17,6 +17,8 @@ MAX_PROMPT = 40
 TREE_METHODS = frozenset(
     {"draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit", "hybrid", "suffix", "synthetic"}
 )
+OWN_DRAFTS = frozenset({"draft_model", "early_exit", "medusa", "eagle", "eagle3", "mtp"})
+"""Methods whose drafts follow from the text before them, and nothing else."""
 CHAINS_ONLY = {"other forms": frozenset({"draft_model", "eagle3"})}
 """Drafters of a family that draft all tokens in one pass, and so no trees."""
 EXACT_RULES = frozenset({"greedy", "coupled"})
@@ -77,14 +79,14 @@ class Case:
 def make_case(seed: int, world: World) -> Case:
     rng = random.Random(seed)
     kernels = "native" if rng.random() < 0.8 else "torch"
-    family = rng.choice(["methods", "methods", "other forms", "oracle"])
+    family = rng.choice(["methods", "methods", "other forms", "oracle", "oracle"])
     options = _engine(rng, kernels, family, world)
     drive = "async" if rng.random() < 0.25 else "steps"
     bases = [_tokens(rng, rng.randint(1, MAX_PROMPT)) for _ in range(3)]
     methods = ["none", "ngram", "suffix", *(spec["method"] for spec in options["speculative_config"])]
     batches = []
     for _ in range(rng.randint(1, 3)):
-        size = rng.choice([1, 2, 4, 6, 9])
+        size = rng.choice([1, 3, 5, 8, 10])
         batches.append([_ask(rng, bases, methods, family, drive, options) for _ in range(size)])
     return Case(
         seed,
@@ -112,7 +114,7 @@ def _engine(rng: random.Random, kernels: str, family: str, world: World) -> dict
     if not chunked:
         budget = max(budget, MAX_PROMPT)
     specs = [dict(spec) for spec in world.families[family]]
-    if rng.random() < 0.6:
+    if rng.random() < 0.6 and family != "oracle":
         specs = rng.sample(specs, rng.randint(1, len(specs)))
     for spec in specs:
         if rng.random() < 0.1:
@@ -128,7 +130,7 @@ def _engine(rng: random.Random, kernels: str, family: str, world: World) -> dict
         "kv_cache_dtype": "auto",
         "max_model_len": MODEL_LEN,
         "block_size": block_size,
-        "num_kv_blocks": fewest + rng.choice([0, 0, 1, 3, 6, fewest, 4 * fewest]),
+        "num_kv_blocks": fewest + rng.choice([0, 0, 1, 2, 3, 6, fewest, 4 * fewest]),
         "max_num_seqs": seqs,
         "max_num_batched_tokens": budget,
         "enable_chunked_prefill": chunked,
@@ -174,8 +176,13 @@ def _ask(
     }
     if rng.random() < 0.1:
         params["max_tokens"] = None
-    _sampling(rng, params)
-    _limits(rng, params)
+    if rng.random() < 0.45:  # nothing but drafts, which are then known in advance
+        params["temperature"] = 0.0
+        loaded = [m for m in methods if m in OWN_DRAFTS]
+        methods = loaded if loaded and rng.random() < 0.7 else methods
+    else:
+        _sampling(rng, params)
+        _limits(rng, params)
     _reports(rng, params)
     params["speculation"] = _speculation(rng, methods, family, params)
     cancel = None
@@ -243,7 +250,7 @@ def _limits(rng: random.Random, params: dict[str, Any]) -> None:
 def _reports(rng: random.Random, params: dict[str, Any]) -> None:
     if rng.random() < 0.4:
         params["logprobs"] = rng.choice([0, 1, 3, 5, -1])
-    if rng.random() < 0.2:
+    if rng.random() < 0.3:
         params["prompt_logprobs"] = rng.choice([0, 2, 4])
 
 

@@ -10,6 +10,7 @@ import torch
 from draftwise import LLM, RequestOutput, SamplingParams
 from draftwise.engine.outputs import CompletionOutput, LogprobsDict
 from tests.fakes.fuzz.cases import EXACT_RULES, Ask, Case
+from tests.fakes.fuzz.drafts import Drafters
 from tests.fakes.fuzz.drive import Answer, Run, kernels, run_case
 from tests.fakes.fuzz.world import END, MODEL_LEN, World
 
@@ -20,6 +21,12 @@ ROUNDING = 1e-4
 def check_case(case: Case, references: References) -> Run:
     """Run a case and compare. Raises AssertionError."""
     run = run_case(case, references.world)
+    check_run(case, run, references)
+    return run
+
+
+def check_run(case: Case, run: Run, references: References) -> None:
+    """Compare what a case gave. Raises AssertionError."""
     assert run.same_bits == (case.kernels == "native")
     for i, answer in enumerate(run.answers):
         try:
@@ -28,7 +35,6 @@ def check_case(case: Case, references: References) -> Run:
             raise AssertionError(f"request {i}: {error}\n{answer.ask}") from error
     if case.drive == "steps":
         _check_totals(run)
-    return run
 
 
 class References:
@@ -36,6 +42,7 @@ class References:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.drafters = Drafters(world)
         self._made: dict[tuple[object, ...], LLM] = {}
 
     def engine(self, case: Case) -> LLM:
@@ -70,6 +77,7 @@ class References:
         return self.engine(case).generate([{"prompt_token_ids": list(ask.prompt)}], params)[0]
 
     def close(self) -> None:
+        self.drafters.close()
         for llm in self._made.values():
             assert llm.stats().num_used_blocks == 0
             llm.close()
@@ -104,6 +112,7 @@ def _check_answer(case: Case, answer: Answer, references: References, same_bits:
             if not gone:
                 assert (len(read), text) == (len(sample.token_ids), sample.text)
     _check_counts(ask, output)
+    references.drafters.check(case, ask, output)
     if ask.rule in EXACT_RULES:
         wanted = references.plain(case, answer)
         for sample, other in zip(output.outputs, wanted.outputs, strict=True):

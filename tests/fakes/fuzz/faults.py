@@ -1,0 +1,166 @@
+"""Faults to plant: each is one line of the engine gone or wrong, and the fuzzer has to find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from draftwise.engine.group import RequestGroup
+from draftwise.kv.manager import KVManager
+from draftwise.kv.prefix_cache import PrefixCache
+from draftwise.kv.storage import KVStorage
+from draftwise.runner import executor as executor_file
+from draftwise.runner.drafting import Drafting
+from draftwise.runner.rows import Row
+from draftwise.sampling.state import SamplingState
+from draftwise.sched import scheduler as scheduler_file
+from draftwise.sched.ahead import Outlook, outlook
+from draftwise.sched.request import Request
+from draftwise.sched.scheduler import Scheduler
+from draftwise.structured.cursor import Cursor
+
+Patch = pytest.MonkeyPatch
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def no_compaction(patch: Patch) -> None:
+    """Accepted paths of trees stay where they were computed, in kernels and in torch."""
+    verify = executor_file.verify_batch
+    patch.setattr(KVStorage, "move", _nothing)
+    patch.setattr(
+        executor_file, "verify_batch", lambda *a, **options: verify(*a, **{**options, "stored": None})
+    )
+
+
+def marks_not_cleared(patch: Patch) -> None:
+    """A block that is handed out anew still counts as filled for the drafters that filled it before."""
+    patch.setattr(Drafting, "fresh_blocks", _nothing)
+
+
+def trims_lost(patch: Patch) -> None:
+    """The executor keeps the blocks that the scheduler took back."""
+    patch.setattr(Row, "trim", _nothing)
+
+
+def evicted_blocks_found(patch: Patch) -> None:
+    """A block that is handed out anew is still found by the prefix that it held."""
+    patch.setattr(PrefixCache, "forget", _nothing)
+
+
+def blocks_kept(patch: Patch) -> None:
+    """Some requests leave and keep their blocks."""
+    release = KVManager.release
+
+    def keeps(self: KVManager, rid: int) -> None:
+        if rid % 7 != 3:
+            release(self, rid)
+
+    patch.setattr(KVManager, "release", keeps)
+
+
+def stops_seen_late(patch: Patch) -> None:
+    """Stop tokens and limits are looked at after a whole step's tokens."""
+    append = Request.append
+
+    def late(self: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
+        taken, reason = append(self, token_ids)
+        if reason == "stop" and taken < len(token_ids) and self.num_tokens < self.max_total:
+            append(self, token_ids[taken : taken + 1])
+            taken += 1
+        return taken, reason
+
+    patch.setattr(Request, "append", late)
+
+
+def penalties_forget(patch: Patch) -> None:
+    """Penalties know the prompt and the first token alone."""
+    commit = SamplingState.commit
+
+    def once(self: SamplingState, token_ids: Any) -> None:
+        commit(self, token_ids[:1])
+
+    patch.setattr(SamplingState, "commit", once)
+
+
+def room_ahead_too_small(patch: Patch) -> None:
+    """A plan made ahead reserves nothing for the drafts of the step that runs."""
+
+    def narrow(request: Request, flying: Any) -> Outlook | None:
+        found = outlook(request, flying)
+        return None if found is None else found._replace(before=flying.num_new)
+
+    patch.setattr(scheduler_file, "outlook", narrow)
+
+
+def grammar_stays_behind(patch: Patch) -> None:
+    """A grammar is not told of the last token of a step that accepted drafts."""
+    commit = Cursor.commit
+
+    def behind(self: Cursor, token_ids: Any) -> None:
+        commit(self, token_ids if len(token_ids) == 1 else token_ids[:-1])
+
+    patch.setattr(Cursor, "commit", behind)
+
+
+def preempted_prompt_logprobs_doubled(patch: Patch) -> None:
+    """A request that is computed again reports the log-probabilities of its prompt on top of those that it had."""
+    preempt = Scheduler._preempt
+
+    def doubles(self: Scheduler, victim: Request) -> None:
+        had = list(victim.prompt_logprobs or ())
+        preempt(self, victim)
+        if had:
+            victim.prompt_logprobs = had
+
+    patch.setattr(Scheduler, "_preempt", doubles)
+
+
+def counts_whole_steps(patch: Patch) -> None:
+    """Of a step that was cut, all drafts that were accepted count."""
+    commit = Scheduler._commit_row
+
+    def counts(self: Scheduler, request: Request, plan: Any, row: Any, now: float) -> Any:
+        before = request.num_tokens
+        update = commit(self, request, plan, row, now)
+        if row.num_accepted > request.num_tokens - before > 0:
+            request.counts.num_accepted_tokens += 1
+        return update
+
+    patch.setattr(Scheduler, "_commit_row", counts)
+
+
+def pieces_lost(patch: Patch) -> None:
+    """A stream's reader who comes late gets the newest token alone."""
+    piece = RequestGroup._completion
+
+    def newest(self: RequestGroup, index: int, sample: Any, delta: bool) -> Any:
+        found = piece(self, index, sample, delta)
+        return replace(found, token_ids=found.token_ids[-1:]) if delta else found
+
+    patch.setattr(RequestGroup, "_completion", newest)
+
+
+SOON: tuple[Callable[[Patch], None], ...] = (
+    no_compaction,
+    trims_lost,
+    evicted_blocks_found,
+    blocks_kept,
+    stops_seen_late,
+    penalties_forget,
+    grammar_stays_behind,
+    counts_whole_steps,
+    pieces_lost,
+)
+"""Found within the cases of every run."""
+LATER: tuple[Callable[[Patch], None], ...] = (
+    marks_not_cleared,
+    room_ahead_too_small,
+    preempted_prompt_logprobs_doubled,
+)
+"""Found within the first few hundred cases."""
