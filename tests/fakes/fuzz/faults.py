@@ -153,12 +153,12 @@ SOON: tuple[Callable[[Patch], None], ...] = (
     blocks_kept,
     stops_seen_late,
     penalties_forget,
-    grammar_stays_behind,
     counts_whole_steps,
     pieces_lost,
 )
 """Found within the cases of every run."""
 LATER: tuple[Callable[[Patch], None], ...] = (
+    grammar_stays_behind,
     marks_not_cleared,
     room_ahead_too_small,
     preempted_prompt_logprobs_doubled,
