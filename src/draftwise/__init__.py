@@ -5,11 +5,12 @@ The names below are the public interface; they are loaded on first use, so that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # without importing typing: a command is to begin quickly (draftwise.cli.signals)
 if TYPE_CHECKING:
+    from typing import Any
+
     from draftwise.config import SpeculativeConfig as SpeculativeConfig
     from draftwise.engine.async_llm import AsyncLLM as AsyncLLM
     from draftwise.engine.llm import LLM as LLM

@@ -64,6 +64,10 @@ class ScriptedEngine:
         self.streams[request_id].ended.set()
         return True
 
+    def abort_all(self) -> int:
+        running = [name for name, stream in self.streams.items() if not stream.ended.is_set()]
+        return sum(self.abort(name) for name in running)
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         limits: dict[str, Any] = {
             "limits": self.config.request_limits,

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from draftwise.cli import signals
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import (
     ENGINE_BOOLEANS,
@@ -110,6 +111,13 @@ def _converse(
     runner: asyncio.Runner, llm: AsyncLLM, messages: Messages, params: SamplingParams, template: str | None
 ) -> int:
     """Read, answer, repeat. Ctrl-C stops an answer, or ends the conversation at the prompt."""
+    with signals.raised():
+        return _read_and_answer(runner, llm, messages, params, template)
+
+
+def _read_and_answer(
+    runner: asyncio.Runner, llm: AsyncLLM, messages: Messages, params: SamplingParams, template: str | None
+) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in input())
     system = messages[:1] if messages else []

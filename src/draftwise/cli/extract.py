@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftwise.cli import signals
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import note, print_json, progress
@@ -110,7 +111,10 @@ def run(args: argparse.Namespace) -> int:
             note(f"going on after {before.texts} texts ({before.tokens} tokens)")
         total = _count(args) if not args.json else 0
         try:
-            with progress(max(total - before.texts, 0), "extract", shown=not args.json) as advance:
+            with (
+                signals.raised(),
+                progress(max(total - before.texts, 0), "extract", shown=not args.json) as advance,
+            ):
                 done = extract(llm, job, advance)
         except KeyboardInterrupt:
             texts = open_folder(job).texts

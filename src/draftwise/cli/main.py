@@ -1,11 +1,12 @@
 """``draftwise``: finds the subcommand, runs it, and turns errors into one line and an exit code.
 
-Exit codes: 0; 1 failure; 2 bad usage or input; 130 interrupted.
+Exit codes: 0; 1 failure; 2 bad usage or input; 130 interrupted; 143 terminated (see `draftwise.cli.signals`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
@@ -13,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from draftwise.cli import signals
 from draftwise.cli.errors import UsageError
 from draftwise.errors import ConfigError, DraftwiseError, ModelLoadError, RequestError, suggest
 
@@ -92,21 +94,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? and does not fail
     try:
-        code = _run(arguments)
-        sys.stdout.flush()
+        code = _told(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader went away (| head). Point the streams elsewhere: the interpreter flushes them at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or no file
+                os.dup2(nowhere, stream.fileno())
+        return 1
+    return code
+
+
+def _told(arguments: list[str]) -> int:
+    """Run a command line and tell on stderr, in one line, what ends it early."""
+    try:
+        return _run(arguments)
     except (UsageError, ConfigError, ModelLoadError, RequestError) as error:
         return _fail(error, 2)
     except DraftwiseError as error:
         return _fail(error, 1)
+    except MemoryError as error:
+        return _fail(f"out of memory: {error}", 1)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch's way to say MemoryError
+            raise
+        return _fail(f"out of memory: {error}", 1)
     except KeyboardInterrupt:
+        signals.say("interrupted")
         return 130
-    except BrokenPipeError:
-        # The reader went away (| head). Point stdout elsewhere: the interpreter flushes it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except SystemExit as stop:  # --help and --version
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return code
 
 
 def _run(arguments: list[str]) -> int:
@@ -144,7 +163,7 @@ def _help_of(parser: argparse.ArgumentParser, command: str) -> str:
     return ""
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     """One line, whatever the message holds."""
     print(f"draftwise: {' '.join(str(error).split())}", file=sys.stderr)
     return code

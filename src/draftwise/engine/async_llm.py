@@ -206,6 +206,11 @@ class AsyncLLM:
             self._wakeup.notify()
             return any(stopped)
 
+    def abort_all(self) -> int:
+        """`abort` whatever runs or waits; how many requests it were."""
+        with self._wakeup:
+            return sum(self.abort(request_id) for request_id in list(self._streams))
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

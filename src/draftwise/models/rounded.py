@@ -22,6 +22,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ logger = logging.getLogger("draftwise")
 
 CACHE_VERSION = 1
 _EDGE = 1 << 20  # bytes at both ends of a file that its identity is made from
+_LEFT_BEHIND = 3600.0  # seconds after which nobody writes a temporary folder any more
 _MANIFEST = "manifest.json"
 _INDEX = "model.safetensors.index.json"
 _TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -80,6 +82,9 @@ def cached_checkpoint(
         logger.warning("rounded weights in %s are damaged (%s) and are made anew", place, damage)
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        for left in cache.glob(f".{place.name}.*"):  # by a process that was ended while it wrote
+            if time.time() - left.stat().st_mtime > _LEFT_BEHIND:
+                shutil.rmtree(left, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=cache))
         try:
             _write(temporary, folder, scheme, dtype, entries, linears)

@@ -1,4 +1,8 @@
-"""Running the server: it drains on SIGTERM, and ends with an error when the engine does."""
+"""Running the server: it drains on SIGTERM, and ends with an error when the engine does.
+
+What still runs when the time to drain is over, or at a second signal, is aborted in the engine, so that its readers are
+told so and their responses end; only who does not read is cut off by Uvicorn, a moment later.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import resource
 import signal
 import socket
@@ -26,6 +31,8 @@ logger = logging.getLogger("draftwise.server")
 _WATCH_INTERVAL = 0.25
 _DEAD_GRACE = 1.0
 """How long a server goes on answering (with 503) after its engine died, so that whoever asks for /health sees it."""
+_LAST_WORDS = 2.0
+"""How long responses of aborted requests may take to end."""
 
 
 class Server(uvicorn.Server):
@@ -35,12 +42,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._context = context
         self.interrupted = False
+        self.hurried = False  # a second signal came
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Without Uvicorn's raising of the signal again at the end: a server that has drained ends with code 0."""
         admission = self._context.admission
         if self.should_exit:
-            self.force_exit = True
+            self.hurried = True
             return
         admission.draining = self.should_exit = True
         self.interrupted = sig == signal.SIGINT
@@ -63,7 +71,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
-            timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+            timeout_graceful_shutdown=math.ceil(config.drain_timeout + _LAST_WORDS),
             server_header=False,
         ),
         app.state.context,
@@ -76,14 +84,16 @@ async def serve(
     """Serve until a signal comes or the engine dies; the exit code.
 
     The first SIGTERM or SIGINT lets running requests finish, for ``drain_timeout`` seconds at most; a second one
-    ends them. Code 0 after SIGTERM, 130 after SIGINT, 1 if the engine failed. ``bound``: the socket to listen at
+    aborts them. Code 0 after SIGTERM, 130 after SIGINT, 1 if the engine failed. ``bound``: the socket to listen at
     (None: one is made).
     """
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     context: Context = app.state.context
     server = server or make_server(app, config)
     watchers = [
         asyncio.ensure_future(_announce(server, config)),
         asyncio.ensure_future(_watch(server, context)),
+        asyncio.ensure_future(_cut_off(server, context, config.drain_timeout)),
         asyncio.ensure_future(_log_statistics(context, config.log_interval)),
     ]
     try:
@@ -116,6 +126,25 @@ async def _watch(server: uvicorn.Server, context: Context) -> None:
     logger.error("the engine has failed: the server ends")
     await asyncio.sleep(_DEAD_GRACE)
     server.should_exit = True
+
+
+async def _cut_off(server: Server, context: Context, drain_timeout: float) -> None:
+    """Abort what has not ended in time, and leave those who do not read the end of it to themselves."""
+    while not server.should_exit:
+        await asyncio.sleep(_WATCH_INTERVAL)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + drain_timeout
+    while not server.hurried and loop.time() < deadline:
+        await asyncio.sleep(0.05)
+    if aborted := context.engine.abort_all():
+        logger.warning("%d requests are aborted: the server ends", aborted)
+    await asyncio.sleep(_LAST_WORDS)
+    server.force_exit = True
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Uvicorn logs as an error, with a traceback, that it cut off who did not read the end of a response."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 async def _log_statistics(context: Context, interval: float) -> None:
