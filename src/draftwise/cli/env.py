@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import print_json
+from draftwise.cpus import default_threads, processors
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
@@ -84,6 +84,7 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     model, flags = _cpu()
+    found = processors()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "draftwise": __version__,
@@ -92,7 +93,9 @@ def environment() -> dict[str, Any]:
         "packages": versions,
         "cpu": {
             "model": model,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": found.allowed,
+            "quota": found.quota,  # of control groups, in processors; null: none
+            "threads": default_threads(torch.get_num_threads()),  # of an engine, if nobody says
             "isa": [flag for flag in _ISA if flag in flags],
             "torch_capability": torch.backends.cpu.get_cpu_capability(),
             "torch_threads": torch.get_num_threads(),
@@ -137,7 +140,11 @@ def _print_facts(facts: dict[str, Any]) -> None:
         ("python", facts["python"]),
         ("platform", facts["platform"]),
         *facts["packages"].items(),
-        ("cpu", f"{cpu['model']}, {cpu['cores']} cores, torch uses {cpu['torch_threads']} threads"),
+        (
+            "cpu",
+            f"{cpu['model']}, {cpu['cores']} cores" + (f", quota {cpu['quota']:g}" if cpu["quota"] else ""),
+        ),
+        ("threads", f"{cpu['threads']} (torch: {cpu['torch_threads']})"),
         ("instruction sets", f"{' '.join(cpu['isa']) or 'unknown'} (torch: {cpu['torch_capability']})"),
         ("kernels", facts["kernels"]),
         ("gpus", ", ".join(facts["gpus"]) or "none"),

@@ -16,6 +16,7 @@ from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.controller import Controller, StaticController
 from draftwise.config import EngineConfig
 from draftwise.config.extraction import transfer_folder
+from draftwise.cpus import default_threads
 from draftwise.engine.core import EngineCore
 from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.outputs import Guarantees
@@ -64,8 +65,7 @@ def build_engine(
 ) -> Engine:
     """Load everything a config names. Raises ConfigError or ModelLoadError."""
     assert config.model is not None, "resolve_engine_config names the embedded model"
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.num_threads or default_threads(torch.get_num_threads()))
     device = torch.device(config.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

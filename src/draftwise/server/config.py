@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftwise.cpus import processors
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.hosts import check_hosts
 from draftwise.server.tool_formats import parser_class
@@ -74,7 +74,7 @@ class ServerConfig:
     def chunk_rate(self) -> float | None:
         """Chunks per second; None: no limit. A chunk costs some 30 us: the default is a small share of the cores."""
         if self.max_chunk_rate is None:
-            return 1250.0 * len(os.sched_getaffinity(0))
+            return 1250.0 * processors().threads
         return self.max_chunk_rate or None
 
     def __post_init__(self) -> None:
