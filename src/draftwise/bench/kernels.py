@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from draftwise.errors import ConfigError
+from draftwise.kernels.cpu.levels import settle_level
 from draftwise.kernels.cpu.library import native_library, why_not_native
 from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -146,6 +147,7 @@ def bench_kernels(
     library = native_library()
     if library is None:
         raise ConfigError(f"no native kernels: {why_not_native()}")
+    settle_level(library)
     shape = shape or Shape()
     pool = ThreadPool(library, threads or torch.get_num_threads())
     kernels, probe = LinearKernels(library, pool), Probe(library, pool)

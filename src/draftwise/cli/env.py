@@ -106,7 +106,7 @@ def environment() -> dict[str, Any]:
 
 
 def _kernels() -> str:
-    """What models on the CPU run on: the instruction set of the native kernels, or why there are none."""
+    """What models on the CPU run on: the native kernels' instruction set and why this one, or why there are none."""
     import torch
 
     from draftwise.kernels.cpu.library import native_library
@@ -115,7 +115,10 @@ def _kernels() -> str:
     reason = native_reason(torch.bfloat16, torch.device("cpu"))
     library = native_library()
     if reason is None and library is not None:
-        return f"native, {library.isa.name.lower()}"
+        from draftwise.kernels.cpu.levels import settle_level
+
+        level = settle_level(library)
+        return f"native, {level.isa.name.lower()} ({level.reason})"
     return f"torch ({reason})"
 
 

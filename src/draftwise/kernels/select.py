@@ -117,11 +117,13 @@ def _triton(dtype: torch.dtype, device: torch.device, scheme: Scheme | None, bat
 
 
 def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:
+    from draftwise.kernels.cpu.levels import settle_level
     from draftwise.kernels.cpu.library import native_library
     from draftwise.kernels.cpu.ops import NativeOps
 
     library = native_library()
     assert library is not None
+    settle_level(library)
     pool = shared_pool(torch.get_num_threads())
     if scheme is None:
         return NativeOps(library, pool, dtype)

@@ -36,11 +36,13 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512VNNI = (
     *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512"
 )  # fmt: skip
+_AVX512 = (*_AVX512VNNI, "-mavx512vbmi", "-mavx512bf16")
 ISA_FLAGS = {
     "avx2": _AVX2,
     "avxvnni": (*_AVX2, "-mavxvnni"),
     "avx512vnni": _AVX512VNNI,
-    "avx512": (*_AVX512VNNI, "-mavx512vbmi", "-mavx512bf16"),
+    "avx512": _AVX512,
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # told by the flags; tiles.h writes assembly
 }  # fmt: skip
 
 

@@ -8,10 +8,9 @@ nobody built one (no compiler, say), and models run on plain torch with a warnin
 How calls fail is said in errno (``csrc/boundary.h``) and raised here: MemoryError; ValueError for arguments that a
 kernel refuses; else OSError.
 
-``DRAFTWISE_ISA`` = ``portable`` | ``avx2`` | ``avxvnni`` | ``avx512vnni`` | ``avx512`` forces an instruction set that
-the processor has. Results are the same bits for any batch on each of them, not across them.
-``DRAFTWISE_CPU_LIBRARY`` names another build of the
-library, for example one with a sanitiser in it.
+``DRAFTWISE_ISA`` = ``portable`` | ``avx2`` | ``avxvnni`` | ``avx512vnni`` | ``avx512`` | ``amx`` forces an instruction
+set that the processor has; without it, `levels` chooses. Results are the same bits for any batch on each of them, not
+across them. ``DRAFTWISE_CPU_LIBRARY`` names another build of the library, for example one with a sanitiser in it.
 """
 
 from __future__ import annotations
@@ -42,6 +41,8 @@ class Isa(enum.IntEnum):
     AVXVNNI = 2
     AVX512VNNI = 3
     AVX512 = 4
+    AMX = 5
+    EMULATED = 6  # AMX's kernels with computed tiles, for tests
 
 
 class NativeLibrary:
@@ -82,8 +83,8 @@ class NativeLibrary:
 
     @property
     def isas(self) -> tuple[Isa, ...]:
-        """What this processor and build offer, weakest first."""
-        return tuple(isa for isa in Isa if self._isa_supported(int(isa)))
+        """What this processor and build offer, weakest first; without what is for tests."""
+        return tuple(isa for isa in Isa if isa is not Isa.EMULATED and self._isa_supported(int(isa)))
 
     @property
     def isa(self) -> Isa:

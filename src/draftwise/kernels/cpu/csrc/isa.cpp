@@ -6,6 +6,10 @@
 
 #if DW_X86
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace dw {
@@ -15,10 +19,19 @@ std::atomic<int> g_isa{-1};
 
 #if DW_X86
 
+// Whether the operating system lets this process use tiles: it keeps them for who has asked.
+bool tiles_granted() {
+#if defined(__linux__)
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+#else
+  return false;
+#endif
+}
+
 // What the processor has and the operating system keeps for every thread. Asked of the processor itself: compilers differ in
 // the names that their own question knows.
 struct Features {
-  bool avx2 = false, avxvnni = false, avx512vnni = false, avx512 = false;
+  bool avx2 = false, avxvnni = false, avx512vnni = false, avx512 = false, amx = false;
 
   Features() {
     unsigned a, b, c, d;
@@ -33,10 +46,11 @@ struct Features {
     avx2 = ymm && fma && f16c && (b >> 5 & 1);
     const bool base = avx2 && zmm && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);  // F, DQ, BW, VL
     avx512vnni = base && (c >> 11 & 1);
-    const bool vbmi = c >> 1 & 1;
+    const bool vbmi = c >> 1 & 1, tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // BF16, TILE, INT8
     if (leaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
     avxvnni = avx2 && (a >> 4 & 1);
     avx512 = avx512vnni && vbmi && (a >> 5 & 1);  // BF16
+    amx = avx512 && tiles && (low & 0x60000) == 0x60000 && tiles_granted();
   }
 };
 
@@ -64,12 +78,16 @@ bool isa_supported(Isa isa) {
 #if DW_HAVE_AVX512
     case ISA_AVX512: return features().avx512;
 #endif
+#if DW_HAVE_AMX
+    case ISA_AMX: return features().amx;
+#endif
+    case ISA_EMULATED: return true;
     default: return false;
   }
 }
 
 Isa isa_best() {
-  for (int isa = kIsas - 1; isa > ISA_PORTABLE; --isa)
+  for (int isa = ISA_AMX; isa > ISA_PORTABLE; --isa)
     if (isa_supported(Isa(isa))) return Isa(isa);
   return ISA_PORTABLE;
 }
@@ -81,8 +99,12 @@ Isa isa_current() {
 }
 
 Isa isa_of_vectors() {
-  Isa isa = isa_current();
-  return isa == ISA_AVXVNNI ? ISA_AVX2 : isa;
+  switch (Isa isa = isa_current()) {
+    case ISA_AVXVNNI: return ISA_AVX2;
+    case ISA_AMX: return ISA_AVX512;
+    case ISA_EMULATED: return ISA_PORTABLE;
+    default: return isa;
+  }
 }
 
 bool isa_set(Isa isa) {

@@ -24,7 +24,8 @@ enum Isa : int {
   ISA_AVXVNNI = 2,     // AVX2 and the byte products of AVX-VNNI (Intel's client processors from Alder Lake on)
   ISA_AVX512VNNI = 3,  // AVX-512 F, BW, DQ, VL and VNNI (Cascade Lake, Ice Lake)
   ISA_AVX512 = 4,      // with BF16 and VBMI besides (Zen 4, Sapphire Rapids and newer)
-  kIsas = 5,
+  ISA_AMX = 5,         // tiles of bfloat16 and int8 besides (Sapphire Rapids and newer)
+  ISA_EMULATED = 6,    // the kernels of AMX on tiles that are computed, the others portable: for tests, on any machine
 };
 
 Isa isa_best();            // the best that this processor and operating system offer

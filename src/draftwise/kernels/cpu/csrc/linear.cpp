@@ -24,17 +24,26 @@ struct Tiles {
   int64_t begin(int tile) const { return rows * tile / count; }
 };
 
-// Rows as kernels want them, in one buffer: per tile [steps][R] dwords, then per tile sums of the rows' values [groups][R], then
-// the rows' scales [rows].
+// Dwords of a packed row. Plain rows have a chunk to spare: the last one of a group may reach beyond it, and rows whose distance is
+// a power of two would stand in each other's way in the cache.
+int64_t row_steps(const LinearKernels& kernels, const Linear& w) {
+  if (!kernels.plain_rows[w.format]) return w.steps();
+  return ((w.steps() + kChunkDwords - 1) / kChunkDwords + 1) * kChunkDwords;
+}
+
+// Rows as kernels want them, in one buffer: per tile [steps][R] dwords (plain: [R][steps]), then per tile sums of the rows' values
+// [groups][R], then the rows' scales [rows].
 struct PackedRows {
   uint32_t* steps;
   uint32_t* sums;    // int32, or float32 for W_I4
   float* scale;
 
-  PackedRows(void* buffer, const Linear& w, int64_t rows)
-      : steps(static_cast<uint32_t*>(buffer)), sums(steps + rows * w.steps()),
+  PackedRows(void* buffer, const LinearKernels& kernels, const Linear& w, int64_t rows)
+      : steps(static_cast<uint32_t*>(buffer)), sums(steps + rows * row_steps(kernels, w)),
         scale(reinterpret_cast<float*>(sums + rows * w.groups())) {}
-  static size_t bytes(const Linear& w, int64_t rows) { return size_t(rows * (w.steps() + w.groups() + 1)) * 4; }
+  static size_t bytes(const LinearKernels& kernels, const Linear& w, int64_t rows) {
+    return size_t(rows * (row_steps(kernels, w) + w.groups() + 1)) * 4;
+  }
 };
 
 // One row's dwords into column r of a tile of `height` rows; what is missing to `steps` is zero.
@@ -107,7 +116,8 @@ void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t
 
 void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin, int64_t end, const PackedRows& packed) {
   const Linear& w = *c.weights;
-  const int64_t height = end - begin, steps = w.steps(), element = element_bytes(w.input);
+  const int64_t height = end - begin, steps = row_steps(kernels, w), element = element_bytes(w.input);
+  const bool plain = kernels.plain_rows[w.format];
   const bool dynamic = is_dynamic(w.format);
   const int64_t bytes = w.inputs * (dynamic ? 1 : element);
   auto* q = dynamic ? static_cast<int8_t*>(t_quantized.reserve(size_t(4 * w.inputs))) : nullptr;
@@ -122,6 +132,10 @@ void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin,
         rows[i] = reinterpret_cast<const uint8_t*>(q + i * w.inputs);
       }
       if (dynamic || is_grouped(w.format)) sum_groups(w, rows[i], height, packed.sums + begin * w.groups() + r);
+    }
+    if (plain) {
+      for (int i = 0; i < count; ++i) scatter(rows[i], bytes, steps, 1, packed.steps + (begin + first + i) * steps);
+      continue;
     }
     uint32_t* to = packed.steps + begin * steps + first;
     if (count == 4)
@@ -148,8 +162,9 @@ thread_local uint64_t t_rows_pass = 0;  // whose rows t_rows holds
 PackedRows packed_rows(const Pass& pass) {
   const LinearCall& c = *pass.call;
   const Linear& w = *c.weights;
-  if (pass.packed != nullptr) return PackedRows(pass.packed, w, c.rows);
-  PackedRows packed(t_rows.reserve(PackedRows::bytes(w, c.rows)), w, c.rows);
+  const LinearKernels& kernels = *pass.kernels;
+  if (pass.packed != nullptr) return PackedRows(pass.packed, kernels, w, c.rows);
+  PackedRows packed(t_rows.reserve(PackedRows::bytes(kernels, w, c.rows)), kernels, w, c.rows);
   if (t_rows_pass == pass.id) return packed;
   for (int tile = 0; tile < pass.tiles.count; ++tile)
     pack_tile(c, *pass.kernels, pass.tiles.begin(tile), pass.tiles.begin(tile + 1), packed);
@@ -159,7 +174,7 @@ PackedRows packed_rows(const Pass& pass) {
 
 void pack_tile_task(void* raw, int tile, int) {
   const Pass& pass = *static_cast<Pass*>(raw);
-  PackedRows packed(pass.packed, *pass.call->weights, pass.call->rows);
+  PackedRows packed(pass.packed, *pass.kernels, *pass.call->weights, pass.call->rows);
   pack_tile(*pass.call, *pass.kernels, pass.tiles.begin(tile), pass.tiles.begin(tile + 1), packed);
 }
 
@@ -206,13 +221,18 @@ void run_panels(void* raw, int task, int) {
   if (row_bytes > kRowBlockBytes + kRowBlockBytes / 2) {
     int64_t blocks = (row_bytes + kRowBlockBytes - 1) / kRowBlockBytes;
     block = (w.units + blocks - 1) / blocks;
-    if (is_grouped(w.format)) block = (block + w.group_units - 1) / w.group_units * w.group_units;
+    // Whole groups; of plain rows, whole chunks.
+    int64_t whole = is_grouped(w.format)          ? w.group_units
+                    : kernels.plain_rows[w.format] ? kChunkDwords / steps_per_unit(w.format)
+                                                   : 1;
+    block = (block + whole - 1) / whole * whole;
   }
   int64_t group = step;
   if (block < w.units) group = std::max(step, kSumBytes / (c.rows * kPanel * 4) / step * step);
   auto* sums = static_cast<float*>(t_sums.reserve(size_t(std::min(group, last - first) * c.rows * kPanel) * 4));
   void (*kernel)(const Tile&) = kernels.tile[w.format];
-  const int64_t stride = w.panel_bytes(), steps = steps_per_unit(w.format);
+  const int64_t stride = w.panel_bytes(), steps = steps_per_unit(w.format), row_dwords = row_steps(kernels, w);
+  const bool plain = kernels.plain_rows[w.format];
 
   for (int64_t g = first; g < last; g += group) {
     int64_t group_end = std::min(g + group, last);
@@ -241,7 +261,8 @@ void run_panels(void* raw, int task, int) {
           int64_t row = tiles.begin(tile);
           int rows = int(tiles.begin(tile + 1) - row);
           t.rows = rows;
-          t.x = packed.steps + row * w.steps() + u * steps * rows;
+          t.x = packed.steps + row * row_dwords + u * steps * (plain ? 1 : rows);
+          t.x_stride = row_dwords * 4;
           t.x_sums = packed.sums + row * w.groups() + (is_grouped(w.format) ? u / w.group_units * rows : 0);
           // the sums of one tile lie together, [rows][32 * panels]
           t.sums = sums + (p - g) * c.rows * kPanel + row * kPanel * panels;
@@ -253,6 +274,7 @@ void run_panels(void* raw, int task, int) {
       }
     }
   }
+  if (kernels.release != nullptr) kernels.release();
 }
 
 constexpr int64_t kTaskBytes = 48 << 10;  // of weights; less than this per task does not pay for the handover
@@ -262,6 +284,12 @@ constexpr int64_t kSharedRows = 16;       // from so many rows on they are packe
 
 const LinearKernels& linear_kernels() {
   switch (isa_current()) {
+    case ISA_EMULATED:
+      return linear_emulated;
+#if DW_HAVE_AMX
+    case ISA_AMX:
+      return linear_amx;
+#endif
 #if DW_HAVE_AVX512
     case ISA_AVX512:
       return linear_avx512;
@@ -284,8 +312,9 @@ const LinearKernels& linear_kernels() {
 }
 
 // One row is its own packing, unless it must be padded or quantised.
-static bool one_row_as_it_is(const LinearCall* call) {
+static bool one_row_as_it_is(const LinearKernels& kernels, const LinearCall* call) {
   const Linear& w = *call->weights;
+  if (kernels.plain_rows[w.format] && w.steps() % kChunkDwords != 0) return false;
   return call->rows == 1 && reinterpret_cast<uintptr_t>(call->x) % 4 == 0 &&
          w.inputs == w.units * k_per_unit(w.format) && !is_dynamic(w.format) && !is_grouped(w.format);
 }
@@ -301,10 +330,10 @@ void linear_run(Pool* pool, const LinearCall* call) {
   tasks = std::clamp<int64_t>(tasks, 1, w.panels);
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
             Tiles(call->rows, kernels.tile_rows[w.format])};
-  if (one_row_as_it_is(call)) {
+  if (one_row_as_it_is(kernels, call)) {
     pass.packed = const_cast<void*>(call->x);
   } else if (call->rows >= kSharedRows) {
-    pass.packed = t_shared_rows.reserve(PackedRows::bytes(w, call->rows));
+    pass.packed = t_shared_rows.reserve(PackedRows::bytes(kernels, w, call->rows));
     parallel_for(pool, pass.tiles.count, pack_tile_task, &pass);
   }
   parallel_for(pool, int(tasks), run_panels, &pass);
@@ -315,7 +344,7 @@ void linear_run_part(const LinearCall* call, int part, int parts) {
   const LinearKernels& kernels = linear_kernels();
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, parts,
             Tiles(call->rows, kernels.tile_rows[call->weights->format])};
-  if (one_row_as_it_is(call)) pass.packed = const_cast<void*>(call->x);
+  if (one_row_as_it_is(kernels, call)) pass.packed = const_cast<void*>(call->x);
   run_panels(&pass, part, 0);
 }
 

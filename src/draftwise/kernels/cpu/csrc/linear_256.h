@@ -36,6 +36,8 @@ const LinearKernels DW_LINEAR_TABLE = {
     finish_plain,
     quantize_plain,
     {6, 6, 5, kVnni ? 6 : 4, 5, kVnni ? 5 : 4},
-    {}};
+    {},
+    {},
+    nullptr};
 
 }  // namespace dw

@@ -212,6 +212,8 @@ void tile_i4_dynamic(const Tile& t) {
   }
 // ------------------------------------------------------------------------------------------------- the way out
 
+namespace way_out {  // names that vec.h has, too
+
 // e^x for x <= 0: 2^n * p(f), x = (n + f) ln 2 with f in [-1/2, 1/2]; about one unit in the last place.
 inline __m512 exp_negative(__m512 x) {
   x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
@@ -318,6 +320,11 @@ float quantize(const void* x, DType dtype, int64_t count, int8_t* q) {
   }
   return top / 127.0f;
 }
+
+}  // namespace way_out
+
+using way_out::finish;
+using way_out::quantize;
 
 }  // namespace
 }  // namespace dw

@@ -1,36 +1,9 @@
 // Linear kernels for AVX-512 with BF16, VBMI and VNNI.
 #include "linear_512.h"
+#include "linear_bytes_to_pairs.h"
 
 namespace dw {
 namespace {
-
-// bfloat16 of 0..127, cut into the lower and the upper byte.
-struct ByteTables {
-  alignas(64) uint8_t low[128];
-  alignas(64) uint8_t high[128];
-  alignas(16) uint8_t nibble_low[16];  // of -8..7
-  alignas(16) uint8_t nibble_high[16];
-};
-
-constexpr uint16_t bf16_of(int value) {
-  if (value == 0) return 0;
-  int magnitude = value < 0 ? -value : value, exponent = 0;
-  while ((magnitude >> (exponent + 1)) != 0) ++exponent;
-  int mantissa = (magnitude << 7 >> exponent) & 0x7f;
-  return uint16_t((value < 0 ? 0x8000 : 0) | ((127 + exponent) << 7) | mantissa);
-}
-
-constexpr ByteTables make_tables() {
-  ByteTables t{};
-  for (int i = 0; i < 128; ++i) t.low[i] = uint8_t(bf16_of(i) & 0xff), t.high[i] = uint8_t(bf16_of(i) >> 8);
-  for (int i = 0; i < 16; ++i) {
-    t.nibble_low[i] = uint8_t(bf16_of(i - 8) & 0xff);
-    t.nibble_high[i] = uint8_t(bf16_of(i - 8) >> 8);
-  }
-  return t;
-}
-
-constexpr ByteTables kTables = make_tables();
 
 template <int R, int P>
 void tile_i8(const Tile& t) {
@@ -38,9 +11,6 @@ void tile_i8(const Tile& t) {
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v)
       acc[r][v] = t.load ? _mm512_loadu_ps(t.sums + (r * P * 2 + v) * 16) : _mm512_setzero_ps();
-  const __m512i low[2] = {load_w(kTables.low), load_w(kTables.low + 64)};
-  const __m512i high[2] = {load_w(kTables.high), load_w(kTables.high + 64)};
-  const __m512i sign = _mm512_set1_epi8(char(0x80));
   Stream<P> s(t);
   const uint32_t* x = t.x;
   int64_t left = t.units;
@@ -48,12 +18,7 @@ void tile_i8(const Tile& t) {
     s.prefetch(t.panel_stride, kUnitBytes);
     __m512i first[2 * P], second[2 * P];
     for (int v = 0; v < 2 * P; ++v) {
-      __m512i w = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
-      __m512i lows = _mm512_permutex2var_epi8(low[0], w, low[1]);
-      __m512i highs = _mm512_permutex2var_epi8(high[0], w, high[1]);
-      highs = _mm512_ternarylogic_epi32(highs, w, sign, 0xf8);  // highs | (w & sign)
-      first[v] = _mm512_unpacklo_epi8(lows, highs);
-      second[v] = _mm512_unpackhi_epi8(lows, highs);
+      widen_bytes(load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64), first[v], second[v]);
     }
     add_steps<R, P, true>(acc, first, x);
     add_steps<R, P, true>(acc, second, x + R);
@@ -67,9 +32,6 @@ void tile_i8(const Tile& t) {
 template <bool kZeros, int R, int P>
 void tile_i4_groups(const Tile& t) {
   constexpr int header = kZeros ? 2 * kHeader : kHeader;
-  const __m512i low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_low)));
-  const __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_high)));
-  const __m512i mask = _mm512_set1_epi8(15);
   const auto* x_sums = static_cast<const float*>(t.x_sums);
   start_totals<R, P>(t);
   Stream<P> s(t);
@@ -91,11 +53,7 @@ void tile_i4_groups(const Tile& t) {
       for (int half = 0; half < 2; ++half) {
         __m512i first[2 * P], second[2 * P];
         for (int v = 0; v < 2 * P; ++v) {
-          __m512i w = load_w(s.w + v / 2 * stride + v % 2 * 64);
-          __m512i q = _mm512_and_si512(half == 0 ? w : _mm512_srli_epi16(w, 4), mask);
-          __m512i lows = _mm512_shuffle_epi8(low, q), highs = _mm512_shuffle_epi8(high, q);
-          first[v] = _mm512_unpacklo_epi8(lows, highs);
-          second[v] = _mm512_unpackhi_epi8(lows, highs);
+          widen_nibbles(load_w(s.w + v / 2 * stride + v % 2 * 64), half, first[v], second[v]);
         }
         add_steps<R, P, true>(acc, first, x + 2 * half * R);
         add_steps<R, P, true>(acc, second, x + (2 * half + 1) * R);
@@ -132,6 +90,8 @@ const LinearKernels linear_avx512 = {
     finish,
     quantize,
     {12, 12, 8, 12, 8, 8},  // what registers hold next to the tables of the widening formats
-    {6, 6, 4, 6, 4, 4}};
+    {6, 6, 4, 6, 4, 4},
+    {},
+    nullptr};
 
 }  // namespace dw

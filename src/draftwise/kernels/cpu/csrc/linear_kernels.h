@@ -14,7 +14,8 @@
 // zero points differ from 8, a second 64 bytes with 32 of zero point - 8 (int8) and padding.
 //
 // Rows are packed to match: a tile of R rows is [step][R] dwords, one step per pair (bfloat16) or four (int8) of k, so that a
-// kernel reads both in one stream each, broadcasts a dword of a row and multiplies it into 16 lanes.
+// kernel reads both in one stream each, broadcasts a dword of a row and multiplies it into 16 lanes. Kernels on tiles (`plain_rows`) read
+// rows one after the other, [R][steps], padded with zeros to whole chunks of 16 dwords.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +38,8 @@ inline bool is_grouped(Format f) { return f == W_I4 || f == W_I4_DYN; }
 
 // One tile: `rows` (1..kMaxTileRows) times one or two panels over `units` units (whole groups of them).
 struct Tile {
-  const uint32_t* x;      // [units * steps][rows] dwords
+  const uint32_t* x;      // [units * steps][rows] dwords; plain: the first row
+  int64_t x_stride;       // plain: bytes from a row to the next
   const uint8_t* w;       // first panel, at the first unit (or header)
   int64_t panel_stride;   // bytes from a panel to the next
   int64_t units;
@@ -78,7 +80,11 @@ struct LinearKernels {
   float (*quantize)(const void* x, DType dtype, int64_t count, int8_t* q);
   int tile_rows[kFormats];  // rows of a full tile
   int pair_rows[kFormats];  // tiles of at most so many rows take two panels at a time
+  bool plain_rows[kFormats];
+  void (*release)();  // called when a thread is done for now; or null
 };
+
+constexpr int kChunkDwords = 16;  // of a row, where rows are plain
 
 extern const LinearKernels linear_portable;
 #if DW_HAVE_AVX2
@@ -93,6 +99,10 @@ extern const LinearKernels linear_avx512vnni;
 #if DW_HAVE_AVX512
 extern const LinearKernels linear_avx512;
 #endif
+#if DW_HAVE_AMX
+extern const LinearKernels linear_amx;
+#endif
+extern const LinearKernels linear_emulated;
 
 const LinearKernels& linear_kernels();  // of isa_current()
 

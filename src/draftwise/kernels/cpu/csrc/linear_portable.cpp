@@ -8,6 +8,8 @@ const LinearKernels linear_portable = {
     finish_plain,
     quantize_plain,
     {8, 8, 8, 8, 8, 8},
-    {}};
+    {},
+    {},
+    nullptr};
 
 }  // namespace dw

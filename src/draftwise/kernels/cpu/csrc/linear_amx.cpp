@@ -1,0 +1,53 @@
+// Linear kernels for AMX: everything but float32 in tiles, the way out as on AVX-512.
+#define DW_TILES_EMULATED 0
+#include "linear_512.h"
+#include "linear_bytes_to_pairs.h"
+#include "linear_tiles.h"
+
+namespace dw {
+namespace {
+
+struct Expand {
+  static void bytes(const uint8_t* unit, uint8_t* steps) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    for (int v = 0; v < 2; ++v) {
+      __m512i w = load_w(unit + v * 64);
+      _mm512_store_si512(steps + v * 64, _mm512_and_si512(w, mask));
+      _mm512_store_si512(steps + kUnitBytes + v * 64, _mm512_and_si512(_mm512_srli_epi16(w, 4), mask));
+    }
+  }
+  template <Format F>
+  static void pairs(const uint8_t* unit, uint8_t* steps) {
+    for (int v = 0; v < 2; ++v) {
+      __m512i w = load_w(unit + v * 64), first, second;
+      if constexpr (F == W_I8) {
+        widen_bytes(w, first, second);
+        _mm512_store_si512(steps + v * 64, first);
+        _mm512_store_si512(steps + kUnitBytes + v * 64, second);
+      } else {
+        for (int half = 0; half < 2; ++half) {
+          widen_nibbles(w, half, first, second);
+          _mm512_store_si512(steps + 2 * half * kUnitBytes + v * 64, first);
+          _mm512_store_si512(steps + (2 * half + 1) * kUnitBytes + v * 64, second);
+        }
+      }
+    }
+  }
+};
+
+#define DW_F32_TILE(r, p) tile<false, r, p>
+
+}  // namespace
+
+extern const LinearKernels linear_amx;
+const LinearKernels linear_amx = {
+    {DW_ROWS(DW_F32_TILE), tiles_plain<W_BF16, Expand>, tiles_plain<W_I8, Expand>, tiles_plain<W_I8_DYN, Expand>,
+     tiles_grouped<W_I4, Expand>, tiles_grouped<W_I4_DYN, Expand>},
+    finish,
+    quantize,
+    {12, 32, 32, 32, 32, 32},
+    {6, 0, 0, 0, 0, 0},
+    {false, true, true, true, true, true},
+    release_tiles};
+
+}  // namespace dw
