@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -48,5 +49,27 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     >>> suggest("num_speculative_token", ["method", "num_speculative_tokens"])
     "; did you mean 'num_speculative_tokens'?"
     """
+    if len(name) > 100:  # no misspelling, and the search takes long
+        return ""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
+
+
+def shown(value: object) -> str:
+    """``repr`` of what a user gave, for a message: short, however large it is.
+
+    >>> shown("x" * 1000)[:50], shown([1] * 1000), shown(10**5000)
+    ("'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxx", '[1, 1, 1, 1, 1, 1, 1, 1, ...]', 'an integer of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # an integer in it has more digits than Python prints
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 200 else text[:197] + "..."

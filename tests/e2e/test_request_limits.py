@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from draftwise import LLM, SamplingParams
+from draftwise import LLM, RequestError, SamplingParams
 from draftwise.errors import LimitError
 
 
@@ -46,3 +47,69 @@ def test_what_is_over_a_limit_is_never_tokenized() -> None:
         assert watched.num_encoded == 0
         ok = llm.generate("def main(", SamplingParams(stop=["a", "b"], max_tokens=3, temperature=0))
         assert watched.num_encoded == 1 and ok[0].finished
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 1e6},
+    {"temperature": 1e-5, "top_p": 1e-300},
+    {"temperature": 5e-324},
+    {"top_p": 5e-324},
+    {"min_p": 5e-324},
+    {"min_p": 1.0},
+    {"top_k": 2**63 - 1},
+    {"repetition_penalty": 1e-3},
+    {"repetition_penalty": 1e3},
+    {"repetition_penalty": 1e3, "temperature": 1e-5},
+    {"presence_penalty": 2.0, "frequency_penalty": -2.0},
+    {"logit_bias": dict.fromkeys(range(4000), -100.0)},
+    {"logit_bias": {7: 100.0, 8: 5e-324}},
+    {"max_tokens": 5, "min_tokens": 5},
+    {"temperature": 1e6, "structured_outputs": {"regex": "[ab]*"}},
+    {"seed": 2**64 - 1},
+    {"seed": -(2**63)},
+]
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "mtp"])
+def test_values_at_the_edges_are_served(method: str) -> None:
+    """Whatever is let in gives tokens and finite log-probabilities, with every kind of draft."""
+    common = {"max_tokens": 5, "logprobs": 0, "ignore_eos": True, "speculation": {"method": method}}
+    with LLM(device="cpu", num_kv_blocks=256) as llm:
+        params = [SamplingParams(**common | fields) for fields in EXTREMES]
+        outputs = llm.generate(["import os\n"] * len(params), params)
+        for fields, output in zip(EXTREMES, outputs, strict=True):
+            sample = output.outputs[0]
+            assert sample.error is None and sample.finish_reason in ("length", "stop"), (fields, sample)
+            assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids) > 0
+            assert all(math.isfinite(p.logprob) for position in sample.logprobs for p in position.values())
+
+
+def test_half_a_character_of_utf_16_is_no_text() -> None:
+    with LLM(device="cpu", num_kv_blocks=64) as llm:
+        with pytest.raises(RequestError, match="no text that can be encoded"):
+            llm.generate("half \ud800")
+        with pytest.raises(RequestError, match="no text that can be encoded"):
+            llm.chat(
+                [{"role": "user", "content": "half \ud800"}],
+                chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+            )
+
+
+def test_trees_are_looked_at_before_they_are_read() -> None:
+    with LLM(device="cpu", num_kv_blocks=64) as llm:
+        for tree, words in (
+            ([[0]] * 1_000_000, "1000000 nodes"),
+            ([[0] * 1_000_000], "1000000 ranks"),
+            ("[" * 1_000_000, "expected a list of paths"),
+            ([["x" * 10**6]], "ranks are integers"),
+            ([10**5000], "expected a list of paths"),
+        ):
+            with pytest.raises(RequestError, match=words) as error:
+                llm.generate(
+                    "a", SamplingParams(speculation={"method": "mtp", "speculative_token_tree": tree})
+                )
+            assert len(str(error.value)) < 500
+        for field in ("num_speculative_tokens", "method", "rule", "x" * 10**6):
+            with pytest.raises(RequestError) as error:
+                llm.generate("a", SamplingParams(speculation={field: "y" * 10**6}))
+            assert len(str(error.value)) < 500

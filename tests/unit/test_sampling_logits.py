@@ -277,3 +277,31 @@ def test_token_ids_outside_the_vocabulary() -> None:
             state_of(SamplingParams(**params))
     with pytest.raises(RequestError, match="bad_words"):
         state_of(SamplingParams(), bad_words=((1, V),))
+
+
+def test_bad_words_against_a_look_at_each() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        words = tuple(
+            tuple(rng.integers(0, 3, rng.integers(1, 5)).tolist()) for _ in range(rng.integers(1, 12))
+        )
+        prompt, output, path = (tuple(rng.integers(0, 3, rng.integers(1, 5)).tolist()) for _ in range(3))
+        got = process(
+            torch.zeros(1, V), [row_of(SamplingParams(), path, prompt=prompt, output=output, bad_words=words)]
+        )[0]
+        text = (*output, *path)
+        wanted = {
+            w[-1] for w in words if len(w) - 1 <= len(text) and text[len(text) - len(w) + 1 :] == w[:-1]
+        }
+        assert {i for i in range(V) if got[i] == -torch.inf} == wanted
+
+
+def test_many_bad_words_cost_a_look_up_for_each_length() -> None:
+    """Twice as many words are no more work for a position."""
+    counts = []
+    for size in (1000, 2000):
+        words = (*((i % 7, i // 7 % 7, i // 49, V - 1) for i in range(size)), (1, 2))
+        state = state_of(SamplingParams(), bad_words=words, vocab=max(V, 100))
+        counts.append(len(state.bad_words))
+        assert sum(len(endings) for by in state.bad_words.values() for endings in by.values()) == size + 1
+    assert counts == [2, 2]

@@ -46,7 +46,9 @@ def test_lists_become_tuples() -> None:
     [
         ("n", 0, "at least 1"),
         ("n", True, "an integer"),
-        ("temperature", -0.1, "at least 0"),
+        ("temperature", -0.1, "[0, 1000000]"),
+        ("temperature", 1e300, "[0, 1000000]"),
+        ("temperature", 10**400, "[0, 1000000]"),
         ("temperature", math.nan, "finite"),
         ("temperature", math.inf, "finite"),
         ("temperature", "1", "finite number"),
@@ -58,7 +60,17 @@ def test_lists_become_tuples() -> None:
         ("min_p", 1.1, "[0, 1]"),
         ("presence_penalty", 2.1, "[-2, 2]"),
         ("frequency_penalty", -2.1, "[-2, 2]"),
-        ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 0.0, "[0.001, 1000]"),
+        ("repetition_penalty", 1e-300, "[0.001, 1000]"),
+        ("repetition_penalty", 1e300, "[0.001, 1000]"),
+        ("repetition_penalty", math.nan, "finite"),
+        ("presence_penalty", -math.inf, "[-2, 2]"),
+        ("min_p", math.nan, "[0, 1]"),
+        ("top_p", 5e-324 - 5e-324, "(0, 1]"),
+        ("n", 2**63, "at least 1"),
+        ("top_k", 10**400, "at least -1"),
+        ("logprobs", 2**70, "at least -1"),
+        ("logit_bias", {"9" * 5000: 1}, "a mapping"),
         ("seed", 1.0, "an integer"),
         ("seed", 2**64, "in ["),
         ("max_tokens", 0, "at least 1"),
@@ -90,8 +102,64 @@ def test_invalid_values(field: str, value: Any, valid: str) -> None:
     assert isinstance(error.value, ValueError) and isinstance(error.value, DraftwiseError)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["x" * 10**6, ""]),
+        ("stop", [3] * 10**5),
+        ("bad_words", {"x" * 10**6: 1}),
+        ("max_tokens", "9" * 10**6),
+        ("output_kind", "x" * 10**6),
+        ("speculation", ["x" * 10**6] * 3),
+        ("structured_outputs", "x" * 10**6),
+        ("structured_outputs", {"choice": ["x" * 10**6, ""]}),
+        ("structured_outputs", {"x" * 10**6: 1}),
+        ("structured_outputs", {"regex": [10**5000]}),
+        ("logit_bias", {1: "x" * 10**6}),
+        ("logit_bias", {"x" * 10**6: 1}),
+    ],
+    ids=lambda value: str(value)[:20] if isinstance(value, str) else type(value).__name__,
+)
+def test_messages_are_short_whatever_was_given(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{field: value})
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "field", ["n", "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "temperature", "min_p"]
+)
+def test_integers_with_more_digits_than_python_prints(field: str) -> None:
+    with pytest.raises(RequestError, match=f"{field} is an integer of 16610 bits"):
+        SamplingParams(**{field: 10**5000})
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        with pytest.raises(RequestError, match=f"{name} is an integer of 16610 bits"):
+            SamplingParams(**{name: [1, 10**5000]})
+
+
+def test_schemas_nested_without_end_are_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"not": schema}
+    for given in (schema, '{"not":' * 100_000 + "{}" + "}" * 100_000):
+        with pytest.raises(RequestError, match="json is no JSON"):
+            SamplingParams(structured_outputs={"json": given})
+    while schema:  # piece by piece: taking it down at once would recurse, too
+        schema = schema["not"]
+
+
+def test_words_that_are_no_text_are_refused() -> None:
+    from draftwise.config.embedded import embedded_path
+    from draftwise.models.tokenizer import load_tokenizer
+
+    with pytest.raises(RequestError, match="words that the tokenizer can encode"):
+        resolve_bad_words(load_tokenizer(str(embedded_path("target"))), ["half \ud800"])
+
+
 def test_invalid_bias_names_the_token() -> None:
-    with pytest.raises(RequestError, match=r"logit_bias\[7\] is 101.0; it must be a number in \[-100, 100\]"):
+    with pytest.raises(
+        RequestError, match=r"logit_bias\[7\] is 101.0; it must be a finite number in \[-100, 100\]"
+    ):
         SamplingParams(logit_bias={7: 101.0})
 
 

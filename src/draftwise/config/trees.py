@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftwise.errors import ConfigError, DraftwiseError, suggest
+from draftwise.errors import ConfigError, DraftwiseError, shown, suggest
 from draftwise.names import MAX_FED_NODES, MAX_TREE_NODES
+
+_LONGEST_TEXT = 20_000
+"""Characters of a tree as text: 63 paths of 63 ranks have fewer, and Python's parser may be asked for no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ def parse_dynamic_tree(value: object, *, error: type[DraftwiseError] = ConfigErr
         try:
             given = json.loads(given.strip().lower())
         except json.JSONDecodeError:
-            raise error(f"{name}: {wanted}, got {value!r}") from None
+            raise error(f"{name}: {wanted}, got {shown(value)}") from None
     if given is None or given is False:
         return None
     if given is True:
@@ -48,7 +51,7 @@ def parse_dynamic_tree(value: object, *, error: type[DraftwiseError] = ConfigErr
     if isinstance(given, DynamicTree):
         given = {"top_k": given.top_k, "depth": given.depth}
     if not isinstance(given, Mapping):
-        raise error(f"{name}: {wanted}, got {value!r}")
+        raise error(f"{name}: {wanted}, got {shown(value)}")
     fields = ("top_k", "depth")
     numbers: dict[str, int] = {}
     for key, number in given.items():
@@ -67,7 +70,7 @@ def parse_dynamic_tree(value: object, *, error: type[DraftwiseError] = ConfigErr
 
 def _count(name: str, value: Any, error: type[DraftwiseError]) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TREE_NODES:
-        raise error(f"{name}: expected an integer in 1..{MAX_TREE_NODES}, got {value!r}")
+        raise error(f"{name}: expected an integer in 1..{MAX_TREE_NODES}, got {shown(value)}")
     return value
 
 
@@ -97,10 +100,6 @@ def parse_tree(
     paths = _paths(spec, error)
     if not paths:
         raise error("speculative_token_tree: a tree needs at least one path, such as [[0]]")
-    if len(paths) > MAX_TREE_NODES:
-        raise error(
-            f"speculative_token_tree: {len(paths)} nodes; at most {MAX_TREE_NODES} are verified in a step"
-        )
     index: dict[tuple[int, ...], int] = {}
     last_child: dict[tuple[int, ...], int] = {}  # path of a parent -> rank of its latest child
     parents: list[int] = []
@@ -129,16 +128,26 @@ def _paths(spec: object, error: type[DraftwiseError]) -> list[tuple[int, ...]]:
     wanted = "expected a list of paths of child ranks, such as [[0], [1], [0, 0]]"
     if isinstance(spec, str):
         try:
-            spec = ast.literal_eval(spec)
+            spec = ast.literal_eval(spec if len(spec) <= _LONGEST_TEXT else "")
         except (SyntaxError, ValueError, MemoryError, RecursionError):
-            raise error(f"speculative_token_tree: {wanted}, got {spec!r}") from None
+            raise error(f"speculative_token_tree: {wanted}, got {shown(spec)}") from None
     if not isinstance(spec, Sequence) or isinstance(spec, str | bytes):
-        raise error(f"speculative_token_tree: {wanted}, got {spec!r}")
+        raise error(f"speculative_token_tree: {wanted}, got {shown(spec)}")
+    if len(spec) > MAX_TREE_NODES:
+        raise error(
+            f"speculative_token_tree: {len(spec)} nodes; at most {MAX_TREE_NODES} are verified in a step"
+        )
     paths: list[tuple[int, ...]] = []
     for path in spec:
         if not isinstance(path, Sequence) or isinstance(path, str | bytes) or not path:
-            raise error(f"speculative_token_tree: {wanted}, got the path {path!r}")
+            raise error(f"speculative_token_tree: {wanted}, got the path {shown(path)}")
+        if len(path) > MAX_TREE_NODES:
+            raise error(
+                f"speculative_token_tree: a path of {len(path)} ranks, where a tree has at most {MAX_TREE_NODES} nodes"
+            )
         if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
-            raise error(f"speculative_token_tree: ranks are integers from 0 on, got the path {list(path)!r}")
+            raise error(
+                f"speculative_token_tree: ranks are integers from 0 on, got the path {shown(list(path))}"
+            )
         paths.append(tuple(path))
     return paths

@@ -14,7 +14,7 @@ from draftwise.engine.group import RequestGroup, speculation_metrics
 from draftwise.engine.limits import check_messages, check_prompt
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Prompt
-from draftwise.errors import DraftwiseError, EngineDeadError, RequestError
+from draftwise.errors import DraftwiseError, EngineDeadError, RequestError, shown
 from draftwise.sampling.params import SamplingParams
 
 
@@ -270,7 +270,7 @@ def render_chat(
         raise RequestError("a conversation needs at least one message")
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
-            raise RequestError(f"a message is a mapping with 'role' and 'content', got {message!r}")
+            raise RequestError(f"a message is a mapping with 'role' and 'content', got {shown(message)}")
     check_messages(limits, messages, tools, max_model_len)
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
@@ -291,8 +291,11 @@ def render_chat(
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise RequestError(f"the chat template refused the messages: {error}") from None
     check_prompt(limits, text, max_model_len, "messages")
-    # The template wrote the special tokens itself.
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    try:  # the template wrote the special tokens itself
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    except (TypeError, UnicodeError):
+        raise RequestError("messages: no text that can be encoded (half a pair of UTF-16?)") from None
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def engine_stats(engine: Engine) -> EngineStats:

@@ -17,7 +17,7 @@ from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
 from draftwise.engine.stops import StopStrings
 from draftwise.engine.workers import Lane
-from draftwise.errors import ConfigError, ContextLengthError, RequestError, suggest
+from draftwise.errors import ConfigError, ContextLengthError, RequestError, shown, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.names import DEFAULT_TREE_NODES, MAX_TREE_NODES, RULES
 from draftwise.propose.base import Proposer
@@ -222,11 +222,10 @@ class Processor:
             if extra:
                 name = sorted(map(str, extra))[0]
                 raise RequestError(
-                    f"unknown prompt field {name!r}{suggest(name, ['prompt', 'prompt_token_ids'])}"
+                    f"unknown prompt field {shown(name)}{suggest(name, ['prompt', 'prompt_token_ids'])}"
                 )
             if "prompt_token_ids" in prompt:
-                shown = prompt.get("prompt")
-                return shown, self._check_ids(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
             if not isinstance(prompt.get("prompt"), str):
                 raise RequestError("a prompt is a string, {'prompt': text} or {'prompt_token_ids': [...]}")
             text = prompt["prompt"]
@@ -237,7 +236,10 @@ class Processor:
             )
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids")
-        ids = self.tokenizer.encode(text)
+        try:
+            ids = self.tokenizer.encode(text)
+        except (TypeError, UnicodeError):
+            raise RequestError("prompt: is no text that can be encoded (half a pair of UTF-16?)") from None
         if not ids:
             raise RequestError("the prompt is empty: it has no tokens")
         return text, self._check_ids(ids)
@@ -272,7 +274,9 @@ class Processor:
         given = dict(params.speculation or {})
         for name in given:
             if name not in _SPECULATION_FIELDS:
-                raise RequestError(f"speculation: unknown field {name!r}{suggest(name, _SPECULATION_FIELDS)}")
+                raise RequestError(
+                    f"speculation: unknown field {shown(name)}{suggest(str(name), _SPECULATION_FIELDS)}"
+                )
         method = given.get("method")
         structured = params.structured_outputs is not None
         if method is None:
@@ -282,7 +286,7 @@ class Processor:
         loaded = ["none", *self._drafters, *([GrammarProposer.name] if structured else [])]
         if method not in loaded:
             raise RequestError(
-                f"speculation: method {method!r} is not loaded{suggest(str(method), loaded)}; "
+                f"speculation: method {shown(method)} is not loaded{suggest(str(method), loaded)}; "
                 f"this engine has {', '.join(loaded)}"
             )
         config = self._drafters.get(method)
@@ -304,7 +308,7 @@ class Processor:
             k = config.num_speculative_tokens if config is not None else DEFAULT_DRAFTS
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_TREE_NODES:
             raise RequestError(
-                f"speculation: num_speculative_tokens must be an integer from 0 to {MAX_TREE_NODES}, got {k!r}"
+                f"speculation: num_speculative_tokens must be an integer from 0 to {MAX_TREE_NODES}, got {shown(k)}"
             )
         if k == 0:
             return Speculation("none", 0, rule)
@@ -347,7 +351,7 @@ class Processor:
         if asked is not None:
             asked = "rejection" if asked == "standard" else asked
             if asked not in RULES and asked != "greedy":
-                raise RequestError(f"speculation: unknown rule {asked!r}{suggest(str(asked), RULES)}")
+                raise RequestError(f"speculation: unknown rule {shown(asked)}{suggest(str(asked), RULES)}")
         engine = next((d.rule for d in self._drafters.values() if d.rule is not None), None)
         chosen: str | None = asked or (config.rule if config is not None else None) or engine
         if chosen == "synthetic" and engine != "synthetic":

@@ -176,11 +176,11 @@ def _completed_bad_words(row: LogitsRow) -> list[int]:
     tail = (*row.token_ids_np[-need:].tolist(), *row.path)
     start = row.state.num_prompt - (len(row.token_ids_np) - min(need, len(row.token_ids_np)))
     tail = tail[max(start, 0) :]  # only generated tokens count: a prompt may end in half a bad word
-    return [
-        seq[-1]
-        for seq in row.state.bad_words
-        if len(tail) >= len(seq) - 1 and tail[1 - len(seq) :] == seq[:-1]
-    ]
+    found: list[int] = []
+    for length, endings in row.state.bad_words.items():
+        if length <= len(tail):
+            found += endings.get(tail[len(tail) - length :], ())
+    return found
 
 
 def _apply_processors(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from draftwise.errors import RequestError, suggest
+from draftwise.errors import RequestError, shown, suggest
 from draftwise.sampling.structured import StructuredOutputs
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -38,8 +37,10 @@ class SamplingParams:
     n: int = 1
     presence_penalty: float = 0.0  # in [-2, 2]; subtracted once for every token already in the output
     frequency_penalty: float = 0.0  # in [-2, 2]; subtracted per occurrence in the output
-    repetition_penalty: float = 1.0  # > 0; divides (positive) or multiplies (negative) logits of seen tokens
-    temperature: float = 1.0  # 0: greedy
+    repetition_penalty: float = (
+        1.0  # in [0.001, 1000]; divides (positive) or multiplies logits of seen tokens
+    )
+    temperature: float = 1.0  # in [0, 1000000]; 0: greedy
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # in [0, 1]; least probability relative to the most likely token
@@ -74,8 +75,9 @@ class SamplingParams:
         _check_int("n", self.n, low=1)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
+        # Beyond these, logits that are float32 become infinite or NaN.
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _check_number("temperature", self.temperature, 0.0, 1e6)
         _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_int("top_k", self.top_k, low=-1)
         _check_number("min_p", self.min_p, 0.0, 1.0)
@@ -99,16 +101,16 @@ class SamplingParams:
             raise _invalid(
                 "logits_processors", self.logits_processors, "callables fn(token_ids, logits) -> logits"
             )
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, low=0)
+        _check_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise _invalid("allowed_token_ids", (), "at least one token id")
-            for token in self.allowed_token_ids:
-                _check_int("allowed_token_ids", token, low=0)
-        for token, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias", token, low=0)
-            _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _check_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.logit_bias:
+            _check_ids("logit_bias", self.logit_bias)
+            for token, bias in self.logit_bias.items():
+                if type(bias) is not float or not -100.0 <= bias <= 100.0:
+                    _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if self.output_kind not in OUTPUT_KINDS:
             raise _invalid("output_kind", self.output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
         if self.speculation is not None and not isinstance(self.speculation, Mapping):
@@ -133,9 +135,7 @@ class SamplingParams:
                 items: Iterable[tuple[Any, Any]] = self.logit_bias.items()
                 bias = {int(k) if isinstance(k, str) else k: v for k, v in items}
             except ValueError:
-                raise _invalid(
-                    "logit_bias", dict(self.logit_bias), "a mapping from token ids to numbers"
-                ) from None
+                raise _invalid("logit_bias", self.logit_bias, "a mapping from token ids to numbers") from None
             put(self, "logit_bias", bias)
 
     @classmethod
@@ -160,9 +160,9 @@ class SamplingParams:
     def validate_for_vocab(self, vocab_size: int) -> None:
         """Raise `RequestError` if a field names a token id that the model does not have."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(self, name) or ():
-                if token >= vocab_size:
-                    raise _invalid(name, token, f"below the vocabulary size {vocab_size}")
+            largest = max(getattr(self, name) or (0,))
+            if largest >= vocab_size:
+                raise _invalid(name, largest, f"below the vocabulary size {vocab_size}")
 
 
 _BOOLEANS = (
@@ -184,7 +184,10 @@ def resolve_bad_words(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tup
     found: dict[tuple[int, ...], None] = {}  # a set that keeps the order
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):
-            ids = tuple(int(t) for t in tokenizer.encode(text, add_special_tokens=False))
+            try:
+                ids = tuple(int(t) for t in tokenizer.encode(text, add_special_tokens=False))
+            except (TypeError, UnicodeError):  # half a pair of UTF-16
+                ids = ()
             if not ids:
                 raise _invalid("bad_words", word, "words that the tokenizer can encode")
             found[ids] = None
@@ -200,26 +203,32 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Without ``high``: what 64 bits can hold."""
     valid = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < low
-        or (high is not None and value > high)
-    ):
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= (high or _LARGEST):
         raise _invalid(name, value, valid)
+
+
+_LARGEST = 2**63 - 1
+
+
+def _check_ids(name: str, tokens: Collection[Any]) -> None:
+    """Token ids; there may be hundreds of thousands."""
+    if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= _LARGEST):
+        for token in tokens:
+            _check_int(name, token, low=0)
 
 
 def _check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    if math.isinf(high):
-        valid = f"a finite number {'above' if low_open else 'of at least'} {low:g}"
-    else:
-        valid = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _invalid(name, value, valid)
-    if value < low or value > high or (low_open and value == low):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not low <= value <= high
+        or (low_open and value == low)
+    ):
+        valid = f"a finite number in {'(' if low_open else '['}{low:.15g}, {high:.15g}]"
         raise _invalid(name, value, valid)
 
 
 def _invalid(name: str, value: Any, valid: str) -> RequestError:
-    return RequestError(f"{name} is {value!r}; it must be {valid}")
+    return RequestError(f"{name} is {shown(value)}; it must be {valid}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -84,11 +85,6 @@ class SamplingState:
         bad_words_ids: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         params.validate_for_vocab(vocab_size)
-        for token in (t for seq in bad_words_ids for t in seq):
-            if not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"bad_words has token id {token}; it must be below the vocabulary size {vocab_size}"
-                )
         self.params = params
         self.seed = seed
         self.sample_index = sample_index
@@ -110,8 +106,8 @@ class SamplingState:
             sample_index,
         )
 
-        self.bad_words = tuple(seq for seq in bad_words_ids if len(seq) > 1)
-        self.max_bad_word = max((len(seq) for seq in self.bad_words), default=0)
+        self.bad_words = _endings(bad_words_ids, vocab_size)
+        self.max_bad_word = 1 + max(self.bad_words, default=-1)
         self.static_bias = self._make_static_bias({seq[0] for seq in bad_words_ids if len(seq) == 1})
         self.has_static = self.static_bias is not None
         self.stop_ids = tuple(sorted(t for t in stop_token_ids if t < vocab_size))
@@ -211,3 +207,25 @@ class SamplingState:
             bias[outside] = -math.inf
         bias[list(forbidden)] = -math.inf
         return torch.from_numpy(bias).to(self._device)
+
+
+Endings = Mapping[int, Mapping[tuple[int, ...], tuple[int, ...]]]
+"""By length the beginnings of bad words, and for each the tokens that would complete one. Example: (5, 6, 7),
+(5, 6, 8), (9, 1) are {2: {(5, 6): (7, 8)}, 1: {(9,): (1,)}}: two look-ups for a position, however many words."""
+
+
+@lru_cache(maxsize=32)
+def _endings(bad_words_ids: tuple[tuple[int, ...], ...], vocab_size: int) -> Endings:
+    """Of the bad words of several tokens; samples of one prompt share them. Raises `RequestError` for a token that the
+    model does not have."""
+    found: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
+    for seq in bad_words_ids:
+        bad = next((token for token in seq if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"bad_words has token id {bad}; it must be below the vocabulary size {vocab_size}"
+            )
+        if len(seq) > 1:
+            by_beginning = found.setdefault(len(seq) - 1, {})
+            by_beginning[seq[:-1]] = (*by_beginning.get(seq[:-1], ()), seq[-1])
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftwise.errors import RequestError, suggest
+from draftwise.errors import RequestError, shown, suggest
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
@@ -96,13 +96,13 @@ class StructuredOutputs:
             return value
         if not isinstance(value, Mapping):
             raise RequestError(
-                f'structured_outputs is {value!r}; it must be a mapping such as {{"json": {{...}}}}, '
+                f'structured_outputs is {shown(value)}; it must be a mapping such as {{"json": {{...}}}}, '
                 "or StructuredOutputs"
             )
         for name in value:
             if name not in cls.__dataclass_fields__:
                 raise RequestError(
-                    f"structured_outputs: unknown field {name!r}{suggest(str(name), cls.__dataclass_fields__)}"
+                    f"structured_outputs: unknown field {shown(name)}{suggest(str(name), cls.__dataclass_fields__)}"
                 )
         return cls(**value)
 
@@ -112,7 +112,7 @@ def _schema_text(value: Any) -> str:
     if isinstance(value, str):
         try:
             value = _json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: json is no JSON text: {error}") from None
     if not isinstance(value, (Mapping, bool)):
         raise RequestError(
@@ -124,7 +124,7 @@ def _schema_text(value: Any) -> str:
         value = {}  # the same, as an object
     try:
         return _json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: json is no JSON schema: {error}") from None
 
 
@@ -144,4 +144,4 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _invalid(name: str, value: Any, valid: str) -> RequestError:
-    return RequestError(f"structured_outputs: {name} is {value!r}; it must be {valid}")
+    return RequestError(f"structured_outputs: {name} is {shown(value)}; it must be {valid}")
