@@ -222,6 +222,54 @@ def test_outputs_with_many_log_probabilities_are_made_in_a_thread(monkeypatch: p
     asyncio.run(main())
 
 
+def test_chats_are_rendered_in_a_thread() -> None:
+    async def main() -> None:
+        async with gated() as (llm, gate):
+            gate.open.set()
+            template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+            message = {"role": "user", "content": "import os"}
+            prompt = await llm.render_chat([message], chat_template=template)
+            assert prompt == llm.apply_chat_template([message], chat_template=template)
+            assert prompt["prompt"] == "import os"
+            assert [name.startswith("draftwise-text") for name in gate.threads] == [True, False]
+            with pytest.raises(LimitError, match="max_messages"):
+                await llm.render_chat([message] * 20_000, chat_template=template)
+
+    asyncio.run(main())
+
+
+def test_a_large_schema_is_gone_through_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its characters are counted at once; for its depth and its enums one has to read it."""
+    from draftwise.engine import limits as module
+
+    threads: list[str] = []
+    walk = module.check_schema
+
+    def watched(*args: Any) -> None:
+        threads.append(threading.current_thread().name)
+        walk(*args)
+
+    monkeypatch.setattr(module, "check_schema", watched)
+
+    async def main() -> None:
+        async with gated() as (llm, _):
+            main_thread = threading.current_thread().name
+
+            def params(schema: Any) -> SamplingParams:
+                return GREEDY.replace(structured_outputs={"json": schema}, max_tokens=2)
+
+            await last(llm.generate(SHORT, params({"enum": [f"value {i}" for i in range(2000)]})))
+            assert threads and main_thread not in threads
+            stream = llm.submit(SHORT, params({"enum": list(range(20_000))}))
+            with pytest.raises(LimitError, match="max_enum_values"):
+                await stream.ready()
+            stream.close()
+            with pytest.raises(LimitError, match="max_schema_chars"):  # at once
+                llm.submit(SHORT, params({"const": "x" * 300_000}))
+
+    asyncio.run(main())
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
     folder = make_tiny_chat(tmp_path_factory.mktemp("chat"))

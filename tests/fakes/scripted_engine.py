@@ -8,7 +8,7 @@ from typing import Any
 
 from draftwise.adapt.controller import ControlStats
 from draftwise.config import EngineConfig, resolve_engine_config
-from draftwise.engine.llm import render_chat
+from draftwise.engine.llm import chat_prompt
 from draftwise.engine.outputs import (
     CompletionOutput,
     EngineStats,
@@ -73,7 +73,7 @@ class ScriptedEngine:
             "limits": self.config.request_limits,
             "max_model_len": self.max_model_len,
         }
-        return render_chat(
+        return chat_prompt(
             self._tokenizer, messages, **{"tools": None, "chat_template": None, **options, **limits}
         )
 

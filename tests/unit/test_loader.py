@@ -406,3 +406,22 @@ def test_loading_takes_at_most_a_fifth_more_than_the_weights(tmp_path: Path, dty
     peak, weights = map(int, result.stdout.split())
     assert weights > 140e6
     assert 0.9 * weights < peak < 1.2 * weights
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
+    """As its file may say, and as the first call would switch off, in whichever thread."""
+    import shutil
+
+    from tokenizers import Tokenizer
+
+    from draftwise.config.embedded import embedded_path
+    from draftwise.models.tokenizer import load_tokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(str(embedded_path("target"))) / name, tmp_path / name)
+    saved = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=16)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    backend = load_tokenizer(str(tmp_path)).backend_tokenizer
+    assert backend.truncation is None and backend.padding is None

@@ -16,12 +16,12 @@ from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import Reading, RequestGroup
-from draftwise.engine.llm import engine_stats, render_chat
+from draftwise.engine.llm import chat_prompt, engine_stats
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Prompt, prompt_text
 from draftwise.engine.readers import Readers
 from draftwise.engine.stream import RequestStream, wake
-from draftwise.engine.workers import Workers
+from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
@@ -221,8 +221,8 @@ class AsyncLLM:
         template_options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Messages -> a prompt of token ids, as the model's chat template says; ``template_options``: further
-        variables of the template. Raises RequestError."""
-        return render_chat(
+        variables of the template. A long conversation takes long: see `render_chat`. Raises RequestError."""
+        return chat_prompt(
             tokenizer_of(self._engine),
             messages,
             limits=self._engine.processor.limits,
@@ -232,6 +232,11 @@ class AsyncLLM:
             tools=tools,
             template_options=template_options,
         )
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """`apply_chat_template` in a thread, with its options. Raises RequestError."""
+        work = functools.partial(self.apply_chat_template, messages, **options)
+        return await self._workers.submit(Lane.TEXT, work)
 
     # ----------------------------------------------------------------------------------------- the thread
 

@@ -26,10 +26,16 @@ _LENGTHS = (("stop", "max_stop_chars"), ("bad_words", "max_bad_words_chars"))
 _STRUCTURED = "structured_outputs"
 
 
-def check_params(limits: RequestLimits, params: SamplingParams) -> None:
-    """Raises `LimitError`."""
+def check_params(limits: RequestLimits, params: SamplingParams, *, walk: bool = True) -> None:
+    """``walk``: also the depth and the enums of a schema, for which one has to go through it: some 50 ms for a large
+    one. Raises `LimitError`."""
     names = ("n", _STRUCTURED, *(name for name, _, _ in _COUNTS))
-    check_fields(limits, {name: getattr(params, name) for name in names})
+    given = {name: getattr(params, name) for name in names}
+    spec = params.structured_outputs
+    if not walk and spec is not None and isinstance(spec.json, str):
+        _check_length(limits, f"{_STRUCTURED}: json", (spec.json,), "max_schema_chars")
+        given[_STRUCTURED] = None
+    check_fields(limits, given)
 
 
 def check_fields(limits: RequestLimits, given: Mapping[str, Any]) -> None:

@@ -145,7 +145,7 @@ class LLM:
     ) -> dict[str, Any]:
         """Messages -> a prompt of token ids, as the model's chat template says."""
         engine = self._alive()
-        return render_chat(
+        return chat_prompt(
             tokenizer_of(engine),
             messages,
             limits=engine.processor.limits,
@@ -250,7 +250,7 @@ class _Progress:
         self._progress.stop()
 
 
-def render_chat(
+def chat_prompt(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,

@@ -104,8 +104,8 @@ class Processor:
     # -------------------------------------------------------------------------------------------- requests
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Whether the sizes of a request are within the limits: quick. Raises `LimitError`."""
-        check_params(self.limits, params)
+        """Whether the sizes of a request are within the limits, as far as that is quick. Raises `LimitError`."""
+        check_params(self.limits, params, walk=False)
         text = prompt_text(prompt)
         if text is not None and not (isinstance(prompt, Mapping) and "prompt_token_ids" in prompt):
             check_prompt(self.limits, text, self.max_model_len)
@@ -145,6 +145,7 @@ class Processor:
         choice); ``numbers``: theirs, where they were taken before (None: the next ones). May be called by several
         threads at once. Raises RequestError; `LimitError`, one of these, before any work is done."""
         self.check(prompt, params)
+        check_params(self.limits, params)
         numbers = numbers or self.take_numbers(params.n)
         text, prompt_np = self.tokenize(prompt)
         params.validate_for_vocab(self._model_config.vocab_size)

@@ -39,6 +39,10 @@ def load_tokenizer(
         raise ModelLoadError(
             f"{folder} has a slow tokenizer ({type(tokenizer).__name__}); a tokenizer.json is needed"
         )
+    # A tokenizer.json may cut and pad, as its training did. The first call would switch that off, and must not do so
+    # while another thread encodes.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
