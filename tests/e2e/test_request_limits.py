@@ -49,6 +49,23 @@ def test_what_is_over_a_limit_is_never_tokenized() -> None:
         assert watched.num_encoded == 1 and ok[0].finished
 
 
+def test_samples_of_a_prompt_share_its_preparation() -> None:
+    """Twice as many samples are not twice as much of it: what is tokenized is so once."""
+    with LLM(device="cpu", dtype="float32", num_kv_blocks=64) as llm:
+        assert llm._engine is not None
+        processor = llm._engine.processor
+        watched = processor.tokenizer = Watched(processor.tokenizer)
+        counts = []
+        for n in (32, 64):
+            watched.num_encoded = 0
+            params = SamplingParams(n=n, stop=["x" * 10_000], bad_words=["two words", "more"])
+            group = processor.group("import os\n", params)
+            assert len({id(request.bad_words_ids) for request in group.requests}) == 1
+            assert len({id(request.stop_token_ids) for request in group.requests}) == 1
+            counts.append(watched.num_encoded)
+        assert counts == [5, 5], "the prompt, and each word in two forms"
+
+
 EXTREMES: list[dict[str, Any]] = [
     {"temperature": 1e6},
     {"temperature": 1e-5, "top_p": 1e-300},
