@@ -19,6 +19,7 @@ from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
 from draftwise.kernels.resident import LoopSeats
 from draftwise.kernels.select import on_triton
+from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, token_counters, uniform
 from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
@@ -209,14 +210,10 @@ class ChainLoop:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
         ids = self.drafter.target_ids
         if self._fused and self._q is not None:
-            from draftwise.kernels.triton.inputs import sample_tokens
-
             uniforms = self._noise.view(torch.float64)[:, step]
             q = self._q[:, step]
             return sample_tokens(logits, q, uniforms, scales=self._scale.float(), ids=ids)
         if self._fused:
-            from draftwise.kernels.triton.inputs import best_tokens
-
             noisy = self.kind == "shared"
             scales = self._scale.float() if noisy else None
             return best_tokens(
@@ -246,8 +243,6 @@ class ChainLoop:
         assert static is not None
         size = first.block_size
         if self._fused:
-            from draftwise.kernels.triton.inputs import DraftSlots, next_rows
-
             where = DraftSlots(
                 static.tables, size, self._spare_slot, drafter.max_position, drafter.position_offset
             )

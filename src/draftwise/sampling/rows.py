@@ -9,6 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from draftwise.kernels.select import on_triton
+from draftwise.kernels.triton.inputs import best_tokens
+
 
 def argmax_rows(values: torch.Tensor) -> list[int]:
     """``values`` [R, V] -> the index of each row's largest, the lowest of equals."""
@@ -27,11 +30,7 @@ class TopRows(NamedTuple):
 
 def top_rows(values: torch.Tensor, width: int, *, totals: bool = False) -> TopRows:
     """``values`` [R, V] float32 -> its ``width`` largest of each row; ``totals``: whether the sums are wanted."""
-    from draftwise.kernels.select import on_triton
-
     if on_triton(values.device):
-        from draftwise.kernels.triton.inputs import best_tokens
-
         return TopRows(*best_tokens(values, width, totals=totals))
     top = values.topk(width, dim=-1)
     return TopRows(top.values, top.indices, values.logsumexp(dim=-1) if totals else None)

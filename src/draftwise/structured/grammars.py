@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftwise.errors import RequestError
+from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.structured import StructuredOutputs
 from draftwise.structured.base import Grammar, GrammarBackend
 from draftwise.structured.cursor import Cursor, Vocabulary
-
-if TYPE_CHECKING:
-    from draftwise.sampling.params import SamplingParams
-    from draftwise.sampling.structured import StructuredOutputs
 
 DEFAULT_DRAFTS = 8
 """Forced tokens proposed per step where no drafter is loaded."""
