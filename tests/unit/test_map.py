@@ -1,4 +1,4 @@
-"""docs/architecture.md draws the rooms of the package as they are, and every module can be imported first."""
+"""The rooms that docs/architecture.md draws, the files that pages name, and modules that can be imported first."""
 
 import importlib.util
 import re
@@ -62,6 +62,15 @@ def test_every_folder_stands_in_the_line_of_its_room() -> None:
     for path in SOURCE.glob("*/*/**/__init__.py"):
         room, *_, folder = path.parent.relative_to(SOURCE).parts
         assert f"`{folder}/`" in lines[room], f"{room} does not mention {folder}/"
+
+
+def test_files_that_pages_name_are_there() -> None:
+    missing = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for name in re.findall(r"`(\w+(?:/\w+)+\.(?:py|cpp|h))", page.read_text(encoding="utf-8")):
+            if not any((folder / name).is_file() for folder in (ROOT, SOURCE, SOURCE / "kernels" / "cpu")):
+                missing.append(f"{page.name}: {name}")
+    assert not missing
 
 
 @pytest.mark.slow
