@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from draftwise import LLM, SamplingParams
 from tests.e2e.conftest import random_prompts, token_ids
-from tests.fakes.tiny import TinyModels
+from tests.fakes.tiny import VOCAB, TinyModels, save_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -96,6 +98,54 @@ def test_draft_equal_to_target_is_accepted(make_llm: Callable[..., LLM], tiny: T
         drafted = sum(o.metrics.speculation.num_draft_tokens for o in outputs)
         accepted = sum(o.metrics.speculation.num_accepted_tokens for o in outputs)
         assert accepted >= 0.98 * drafted, params
+
+
+def only_even(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """Even tokens after odd ones: what may come depends on the token before."""
+    out = logits.clone()
+    out[(ids[-1]) % 2 :: 2] = -float("inf")
+    return out
+
+
+LOOKED_AT: dict[str, dict[str, Any]] = {
+    "allowed": {"allowed_token_ids": list(range(5, 50, 3))},
+    "biased": {"logit_bias": {7: 5.0, 11: 4.0, 12: -3.0, 30: 6.0}},
+    "penalised": {
+        "allowed_token_ids": list(range(5, 60)),
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.9,
+    },
+    "processed": {"logits_processors": [only_even]},
+}
+"""What a drafter looks at between its draws, token by token."""
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("rule", ["greedy", "rejection", "block", "coupled"])
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_draft_equal_to_target_is_accepted_token_by_token(
+    make_llm: Callable[..., LLM], tiny: TinyModels, name: str, rule: str, shape: str
+) -> None:
+    """Logits of another step, K/V in another place, or a path that is not looked at would hardly ever be accepted."""
+    llm = make_llm(
+        speculative_config={"method": "draft_model", "model": tiny.target, "num_speculative_tokens": 4},
+        speculation_control="static",
+    )
+    # the first ones of a tree are a chain: where the drafter is right, a path of 3
+    tree = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]} if shape == "tree" else {}
+    drawn = {"temperature": 0.0} if rule == "greedy" else {"temperature": 1.0, "top_p": 0.95, "seed": 5}
+    speculation = tree if rule == "greedy" else {"rule": rule, **tree}
+    params = SamplingParams(
+        max_tokens=29, ignore_eos=True, speculation=speculation, **drawn, **LOOKED_AT[name]
+    )
+    outputs = llm.generate(random_prompts(6, seed=3), params)
+    counts = [o.metrics.speculation for o in outputs]
+    accepted = sum(c.num_accepted_tokens for c in counts)
+    if shape == "chain":
+        assert accepted >= 0.98 * sum(c.num_draft_tokens for c in counts)
+    else:
+        assert accepted >= 0.98 * 3 * sum(c.num_drafts for c in counts)
 
 
 def test_acceptance_survives_chunks_prefix_hits_and_preemption(
@@ -220,6 +270,31 @@ def test_prompt_logprobs_equal_transformers(make_llm: Callable[..., LLM], tiny: 
         entry = output.prompt_logprobs[i]
         assert entry is not None
         assert entry[token].logprob == pytest.approx(float(wanted[i - 1, token]), abs=1e-4)
+
+
+def test_prompt_logprobs_of_long_chunks_equal_transformers(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """A chunk's logits are made 256 rows at a time."""
+    import transformers
+
+    target = save_llama(tmp_path / "long", seed=6, max_position_embeddings=640)
+    reference = transformers.LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    ids = np.random.default_rng(4).integers(3, VOCAB, 530).tolist()
+    with torch.no_grad():
+        wanted = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for rows in (1024, 300, 256):
+        llm = make_llm(model=target, max_num_batched_tokens=rows, max_model_len=600)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        [output] = llm.generate([{"prompt_token_ids": ids}], params)
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(ids)
+        found, best = [], []
+        for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
+            assert entry is not None
+            found.append(entry[token].logprob)
+            best.append(max(value.logprob for value in entry.values()))
+        assert found == pytest.approx(wanted[range(529), ids[1:]].tolist(), abs=1e-4)
+        assert best == pytest.approx(wanted[:529].amax(-1).tolist(), abs=1e-4)
 
 
 def test_samples_of_one_prompt_differ_and_are_reproducible(

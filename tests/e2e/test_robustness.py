@@ -96,6 +96,32 @@ def test_a_raising_logits_processor_fails_its_request_alone(make_llm: Callable[.
     assert token_ids(llm.generate(prompts, GREEDY)) == wanted
 
 
+def test_logprobs_beside_a_logits_processor_that_raises(make_llm: Callable[..., LLM]) -> None:
+    """Everybody asked for logprobs: the others get theirs, in the step that fails and after it."""
+
+    def fails_later(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(ids) > 12:
+            raise ValueError("no more")
+        return logits
+
+    prompts = random_prompts(4, seed=2, high=8)
+    asked = GREEDY.replace(logprobs=2)
+    llm = make_llm(
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    )
+    wanted = llm.generate(prompts, asked)
+    outputs = llm.generate(
+        prompts, [asked, asked.replace(logprobs=1, logits_processors=[fails_later]), asked, asked]
+    )
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length", "length"]
+    for i in (0, 2, 3):
+        ours, theirs = outputs[i].outputs[0], wanted[i].outputs[0]
+        assert ours.token_ids == theirs.token_ids and len(ours.logprobs or ()) == 20
+        for one, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert list(one) == list(other)
+            assert [e.logprob for e in one.values()] == pytest.approx([e.logprob for e in other.values()])
+
+
 def test_invalid_requests_are_refused_before_anything_runs(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(num_kv_blocks=16, max_model_len=128)
     good: dict[str, Any] = {"prompt_token_ids": [3, 4, 5]}

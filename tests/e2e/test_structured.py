@@ -122,6 +122,37 @@ def test_preemption_and_chunks_change_nothing(make_llm: Callable[..., LLM]) -> N
     assert tight.stats().num_preemptions > 0
 
 
+def test_forced_drafts_are_always_kept(make_llm: Callable[..., LLM]) -> None:
+    """Where a grammar leaves one token the target has no other: nothing forced is ever rejected, at any temperature."""
+    for changes in ({}, {"temperature": 1.0, "speculation": {"method": "grammar", "rule": "rejection"}}):
+        outputs = make_llm().generate(PROMPTS, params("grammar", **changes))
+        counts = [output.metrics.speculation for output in outputs]
+        drafted = sum(count.num_draft_tokens for count in counts)
+        assert sum(count.num_accepted_tokens for count in counts) == drafted > 30
+
+
+@pytest.mark.parametrize("rule", [None, "rejection", "coupled"])
+@pytest.mark.parametrize("shape", [{}, {"speculative_token_tree": [[0], [1], [0, 0], [0, 0, 0]]}])
+def test_drafts_under_a_grammar_are_right_where_the_drafter_is(
+    make_llm: Callable[..., LLM], shape: dict[str, Any], rule: str | None
+) -> None:
+    """The target drafts for itself: masked as the target is, nearly all is kept, forced tokens among it."""
+    spec = {"method": "draft_model", "model": str(embedded_path("target")), "num_speculative_tokens": 4}
+    llm = make_llm(speculative_config=spec, speculation_control="static")
+    speculation = {"method": "draft_model", **shape} | ({"rule": rule} if rule else {})
+    drawn = {"temperature": 1.0, "seed": 3} if rule else {}
+    outputs = llm.generate(PROMPTS, params(speculation=speculation, **drawn))
+    check_json(outputs)
+    counts = [output.metrics.speculation for output in outputs]
+    accepted = sum(count.num_accepted_tokens for count in counts)
+    # the end of the text cuts what was drafted behind it
+    cut = 4 * len(PROMPTS)
+    if shape:
+        assert accepted >= 0.97 * 3 * sum(count.num_drafts for count in counts) - cut
+    else:
+        assert accepted >= 0.97 * sum(count.num_draft_tokens for count in counts) - cut
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_a_grammar_that_does_not_come_back_fails_its_request_alone(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool

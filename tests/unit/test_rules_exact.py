@@ -230,6 +230,14 @@ class TestRejectionByHand:
         p = rows((0, 0.5, 0.3, 0.2), P1)
         assert ends("rejection", p, chain((0,), "t", q)) == approx({-1: (1.0, (0, 0, 1, 0))})
 
+    def test_token_0_may_be_what_is_left(self) -> None:
+        """The residual is all on token 0; p itself would have given token 2 at this uniform."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common, "uniform", lambda *key: 0.9)
+            for rule in ("rejection", "block"):
+                [out] = get_rule(rule).verify(rows(P0, P1).log(), [request(chain((3,), "t", rows(Q0)), 4)])
+                assert out == Verification((), (0,))
+
     def test_nothing_left_means_p(self) -> None:
         """p = q, and x of probability 0 in both: rejected, with nothing in p - q."""
         p = (0, 0.5, 0.3, 0.2)

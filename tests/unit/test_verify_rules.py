@@ -280,6 +280,26 @@ class TestBatch:
         assert outs[1] == Verification((), (7,))
         assert outs[2] == Verification((0,), (5, 1))
 
+    @pytest.mark.parametrize("first", [False, True])
+    def test_logprobs_beside_a_processor_that_raises(self, first: bool) -> None:
+        """Both asked for logprobs: whose request goes on gets its own."""
+        logits = torch.randn(6, V, generator=torch.Generator().manual_seed(6))
+        logits[[0, 2, 4], [5, 5, 5]] = 30.0
+        raw = logits.log_softmax(-1)
+        healthy_row, failing_row = (2, 0) if first else (0, 4)
+        healthy = request(chain((5,), "t"), "greedy", healthy_row, temperature=0, logprobs=2)
+        failing = request(
+            chain((5,), "t"), "greedy", failing_row, temperature=0, logprobs=1, logits_processors=[boom]
+        )
+        reqs = [failing, healthy] if first else [healthy, failing]
+        outs = verify_batch(logits.clone(), reqs)
+        out, error = (outs[1], outs[0]) if first else (outs[0], outs[1])
+        assert isinstance(error, RuntimeError) and isinstance(out, Verification)
+        assert out.path == (0,) and out.logprobs is not None
+        for i, entry in enumerate(out.logprobs):
+            assert entry.token_id == out.token_ids[i] and len(entry.top_ids) == 2
+            assert entry.logprob == pytest.approx(float(raw[healthy_row + i, entry.token_id]))
+
     def test_an_error_off_the_accepted_path_is_none(self) -> None:
         """Without speculation nobody would ever have called the processor there."""
         off = request(chain((6, 1), "t"), "greedy", temperature=0, logits_processors=[boom_after_six])
