@@ -216,7 +216,13 @@ def wrong_proposals(vocab: int) -> Mapping[str, Callable[[Any], Any]]:
 
         return make
 
+    def exchanged(n: int) -> torch.Tensor:
+        q = uniform(n)
+        q[:, 7], q[:, 8] = -0.5, 0.5 + 2.0 / vocab
+        return q
+
     return {
+        "q negative with a sum of 1": with_q(exchanged),
         "None": lambda _: None,
         "Nones": lambda right: [None for _ in right],
         "too few": lambda right: right[:-1],

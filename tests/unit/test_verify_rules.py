@@ -375,4 +375,6 @@ class TestBatch:
                 assert (entry.token_id, entry.rank) == (token, 1)
                 assert entry.logprob == pytest.approx(float(raw[row, token]))
                 assert len(entry.top_ids) == len(entry.top_logprobs) == (V if k < 0 else k)
-            assert len(extra.logprobs) == 1 and len(extra.logprobs[0].top_ids) == 3
+            [alone] = extra.logprobs
+            assert alone.token_id == extra.token_ids[0] and len(alone.top_ids) == 3
+            assert alone.logprob == pytest.approx(float(raw[5, alone.token_id]))

@@ -48,8 +48,6 @@ class Guard:
         """These requests go on without speculation. What was marked as filled stays so: it was written before."""
         for row in rows:
             row.drafting_failed = True
-            for fill in row.fill.values():
-                fill.drafts = 0
             self._failed[row.rid] = None
         while len(self._failed) > _MOST_REMEMBERED:
             del self._failed[next(iter(self._failed))]

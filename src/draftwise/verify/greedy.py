@@ -26,7 +26,7 @@ class GreedyRule(Rule):
         return [walk(request.proposal, best, start) for request, start in zip(requests, starts, strict=True)]
 
 
-def walk(proposal: Proposal, wanted: Sequence[int], start: int = 0) -> Verification:
+def walk(proposal: Proposal, wanted: Sequence[int], start: int) -> Verification:
     """Follow the tokens the target wants: ``wanted[start]`` after the root, ``wanted[start + 1 + i]`` after node i.
 
     One pass over the nodes suffices, because parents precede their children.
