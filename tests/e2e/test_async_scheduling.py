@@ -90,6 +90,7 @@ def test_text_is_that_of_plain_decoding(engines: Engines, case: tuple[str, str, 
             outputs = llm.generate(engines.prompts, [p.replace(speculation=speculation) for p in params])
             assert token_ids(outputs) == engines.plain[rule], (rule, late)
             llm.check_integrity()
+            assert not llm.stats().drafter_failures
             drafts = [o.metrics.speculation.num_drafts for o in outputs]
             assert sum(drafts) > 0
 

@@ -91,6 +91,7 @@ def test_text_is_that_of_plain_decoding(
         llm.check_integrity()
         steps += [step for o in outputs for step in o.outputs[0].trace or () if step.draft_tokens]
     assert len(steps) > 30
+    assert not llm.stats().drafter_failures
     assert sum(len(step.accepted_nodes) for step in steps) > 2, "accepted drafts, too"
     if shape != "chain":
         paths = {step.accepted_nodes for step in steps}

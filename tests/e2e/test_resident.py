@@ -111,6 +111,7 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
     assert runs(engines.ahead).num_steps > before
     for one, other in zip(found, wanted, strict=True):
         assert one.metrics.speculation.num_accepted_tokens == other.metrics.speculation.num_accepted_tokens
+    assert not engines.ahead.stats().drafter_failures and not engines.waiting.stats().drafter_failures
     engines.ahead.check_integrity()
 
 
@@ -162,6 +163,7 @@ def test_runs_begin_and_end_among_all_that_happens(engines: Engines, method: str
                 llm.check_integrity()
             assert llm.stats().num_preemptions > 0
             assert found.num_runs > 2 and found.num_steps > found.num_runs
+            assert not llm.stats().drafter_failures
             while core.has_work:
                 core.step()
             assert core.scheduler.kv.num_used == 0

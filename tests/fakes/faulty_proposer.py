@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -229,6 +230,16 @@ def wrong_proposals(vocab: int) -> Mapping[str, Callable[[Any], Any]]:
         "too many": lambda right: [*right, right[0]],
         "text": lambda right: ["5 6" for _ in right],
         "tuples": lambda right: [((5,), (-1,)) for _ in right],
+        "another class": lambda right: [
+            SimpleNamespace(
+                tokens=(5,), parents=(-1,), method="x", draw="fixed", q=None, q_rows=(), is_chain=True
+            )
+            for _ in right
+        ],
+        "a token of two is -1": _with(tokens=(5, -1), parents=(-1, -1)),
+        "a token of two is V": _with(tokens=(vocab, 5), parents=(-1, -1)),
+        "no parents": _with(tokens=(5,), parents=()),
+        "parents alone": _with(tokens=(), parents=(-1,)),
         "token -1": _with(tokens=lambda n: (-1,) * n),
         "token V": _with(tokens=lambda n: (vocab,) * n),
         "token 1.5": _with(tokens=lambda n: (1.5,) * n),

@@ -230,6 +230,35 @@ def test_who_has_ended_is_forgotten(books: Books, monkeypatch: pytest.MonkeyPatc
     assert list(books.drafting.guard._failed) == [2, 4, 6]
 
 
+def test_what_is_reported_is_bounded(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may be silent for long, such as while nobody steps; whoever reads is told of the first ones."""
+    monkeypatch.setattr(guards, "_MOST_REPORTED", 3)
+    books.proposer.answers["propose"] = RuntimeError("no")
+    for rid in range(5):
+        books.drafting.propose([(books.entered(rid), 3)])
+    assert [failure.rids for failure in books.drafting.take_failures()] == [(0,), (1,), (2,)]
+    books.drafting.propose([(books.entered(5), 3)])
+    assert [failure.rids for failure in books.drafting.take_failures()] == [(5,)]
+
+
+def test_a_prefix_hit_has_what_is_marked(books: Books) -> None:
+    """Blocks 1 and 2 are filled, 3 is not: of a hit on all three the drafter has eight tokens."""
+    row = books.entered()
+    row.num_tokens, row.num_computed = 13, 12
+    books.proposer.answers["settle"] = 11
+    books.drafting.removed(row)
+    assert books.marks == [1, 2]
+    hit = books.row(1, blocks=(), known=14, computed=12)
+    hit.add_blocks([1, 2, 3])
+    books.drafting.admitted(hit)
+    assert hit.fill["scripted"].tokens == 8
+    books.drafting.fresh_blocks([2])
+    again = books.row(2, blocks=(), known=14, computed=12)
+    again.add_blocks([1, 2, 3])
+    books.drafting.admitted(again)
+    assert books.marks == [1] and again.fill["scripted"].tokens == 4
+
+
 def test_one_of_several_fails_alone(books: Books) -> None:
     rows = [books.entered(rid) for rid in range(3)]
     propose = books.proposer.propose
@@ -260,6 +289,36 @@ def test_drafts_that_a_grammar_replaced_do_not_count_as_stored(books: Books) -> 
     row.grammar = OnlySevenSix()  # type: ignore[assignment]
     books.drafting.propose([(row, 3)])
     assert row.proposal.tokens == (7, 6, 5) and row.fill["scripted"].drafts == 1
+
+
+def test_what_is_asked_for_is_what_may_come(books: Books) -> None:
+    """At most 63 nodes, and none that stands behind the last token: of 30 tokens 10 are known, so 19 deep."""
+    asked: list[tuple[int, int, int]] = []
+
+    class Nothing:
+        def forced(self, limit: int) -> tuple[int, ...]:
+            asked.append((0, 0, limit))
+            return ()
+
+    def propose(rows: Sequence[DraftRow]) -> list[Proposal]:
+        asked.extend((row.budget, row.max_depth, row.filled) for row in rows)
+        return [EMPTY_PROPOSAL] * len(rows)
+
+    books.proposer.propose = propose  # type: ignore[method-assign]
+    books.proposer.answers |= {"filled_after": 7, "drafts_stored": 0}
+    row = books.entered()
+    row.fill["scripted"].tokens = 7
+    for budget, expected in ((100, 63), (63, 63), (5, 5)):
+        books.drafting.propose([(row, budget)])
+        assert asked.pop() == (expected, 19, 7)
+    row.grammar = Nothing()  # type: ignore[assignment]
+    for budget, limit in ((100, 19), (5, 5)):
+        books.drafting.propose([(row, budget)])
+        assert asked.pop(-2) == (0, 0, limit)
+    row.num_tokens = 29  # the bonus token is the last that may come
+    asked.clear()
+    books.drafting.propose([(row, 5)])
+    assert asked == []
 
 
 def test_time_that_cannot_be_counts_as_none(books: Books) -> None:
@@ -319,9 +378,22 @@ def test_limits_of_a_proposal_are_exact() -> None:
         assert refused(chain([3], "x", q * scale)) is wrong
 
 
+def test_no_proposal_is_one() -> None:
+    for values in (False, True):
+        found = checked(EMPTY_PROPOSAL, draft_row(), VOCAB, torch.device("cpu"), q_values=values)
+        assert found is EMPTY_PROPOSAL
+
+
 def test_whose_q_is_read() -> None:
     assert is_foreign(Scripted()) and is_foreign(HybridProposer(NgramProposer(5, 2), Scripted()))
     assert not is_foreign(HybridProposer(NgramProposer(5, 2), SuffixProposer()))
+
+    class Own(HybridProposer):
+        pass
+
+    assert is_foreign(Own(NgramProposer(5, 2), SuffixProposer()))
+    wrong = chain([3], "x", torch.full((1, VOCAB), 1.0))
+    assert checked(wrong, draft_row(), VOCAB, torch.device("cpu"), q_values=False) is wrong
 
 
 def test_numbers_of_numpy_become_ints() -> None:

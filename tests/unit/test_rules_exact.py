@@ -588,7 +588,7 @@ def test_typical_draws_the_last_token_from_p() -> None:
 
 def test_synthetic_by_rates() -> None:
     """One uniform for all: 3 drafts where it is below .25, 2 below .5, 1 below .75; the first children of a tree."""
-    p = rows(P0, P1, P2, Q0, Q1, P0)
+    p = rows((0.6, 0.2, 0.1, 0.1), P1, P2, (0.1, 0.3, 0.2, 0.4), (0.2, 0.4, 0.1, 0.3), P0)
     rule = SyntheticRule(SyntheticAcceptance((0.75, 0.5, 0.25)))
     tree = Proposal((1, 3, 2, 0, 3), (-1, -1, 0, 2, 2), "t")
     paths = {3: (0, 2, 3), 2: (0, 2), 1: (0,), 0: ()}
@@ -617,6 +617,8 @@ def test_synthetic_by_rates() -> None:
             (SEED, SAMPLE, RECOVER, BASE + kept, paths[kept][-1] if kept else -1, BASE),
         ]
         assert out.token_ids[:-1] == tuple(tree.tokens[i] for i in out.path)
+        law = p[1 + paths[kept][-1] if kept else 0]
+        assert out.token_ids[-1] == int((law.cumsum(0) <= 0.5).sum())
 
 
 def test_fewer_rates_than_drafts() -> None:
