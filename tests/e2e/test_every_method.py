@@ -17,7 +17,7 @@ from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_familie
 
 PLACES: dict[str, dict[str, Any]] = {
     "batch 1": {"max_num_seqs": 1},
-    "batch 8": {"max_num_seqs": 8, "num_kv_blocks": 52, "max_num_batched_tokens": 48},
+    "batch 8": {"max_num_seqs": 8, "num_kv_blocks": 36, "max_num_batched_tokens": 48},
 }
 RULES = {
     "greedy": [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * 10,

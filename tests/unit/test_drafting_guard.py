@@ -321,6 +321,36 @@ def test_what_is_asked_for_is_what_may_come(books: Books) -> None:
     assert asked == []
 
 
+@pytest.mark.parametrize("answer", [3, "a path", [("path", "x")]])
+def test_what_a_request_is_there_for_fails_it(books: Books, answer: Any) -> None:
+    """Its transfer is all that it is there for: an answer that is none, or a prompt that was read in part, fails it."""
+    proposer = books.proposer
+    proposer.prompt_only = True  # type: ignore[misc]
+    drafting = Drafting(
+        {"scripted": proposer},
+        None,  # type: ignore[arg-type]
+        num_blocks=20,
+        block_size=BLOCK,
+        vocab_size=VOCAB,
+        device=torch.device("cpu"),
+    )
+    row = books.entered()
+    assert drafting.transfers
+    for right in ({"path": "x"}, None):
+        proposer.transfer = lambda rid, right=right: right  # type: ignore[method-assign,misc]
+        assert drafting.transfer(row) == right
+    proposer.transfer = lambda rid: answer  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="expected a mapping"):
+        drafting.transfer(row)
+    proposer.transfer = lambda rid: {"path": "x"}  # type: ignore[method-assign]
+    proposer.answers["committed"] = RuntimeError("no")
+    drafting.committed([(row, 0, np.arange(9, dtype=np.int32))])
+    with pytest.raises(RuntimeError, match="scripted failed"):
+        drafting.transfer(row)
+    row.speculation = Speculation("none")
+    assert drafting.transfer(row) is None
+
+
 def test_time_that_cannot_be_counts_as_none(books: Books) -> None:
     for value in (float("nan"), -1.0, "soon", float("inf")):
         books.proposer.forward_time = value  # type: ignore[assignment]
