@@ -383,7 +383,7 @@ def test_what_is_no_proposal_is_refused(name: str) -> None:
     for budget in (1, 8):
         [wrong] = answer([chain([5] * min(budget, 2), "x")])
         with pytest.raises((TypeError, ValueError, AttributeError)):
-            checked(wrong, draft_row(budget), VOCAB, torch.device("cpu"), q_values=True)
+            checked(wrong, draft_row(budget), VOCAB, torch.device("cpu"), foreign=True)
 
 
 def test_limits_of_a_proposal_are_exact() -> None:
@@ -391,7 +391,7 @@ def test_limits_of_a_proposal_are_exact() -> None:
 
     def refused(proposal: Proposal) -> bool:
         try:
-            checked(proposal, draft_row(), VOCAB, torch.device("cpu"), q_values=True)
+            checked(proposal, draft_row(), VOCAB, torch.device("cpu"), foreign=True)
         except ValueError:
             return True
         return False
@@ -410,7 +410,7 @@ def test_limits_of_a_proposal_are_exact() -> None:
 
 def test_no_proposal_is_one() -> None:
     for values in (False, True):
-        found = checked(EMPTY_PROPOSAL, draft_row(), VOCAB, torch.device("cpu"), q_values=values)
+        found = checked(EMPTY_PROPOSAL, draft_row(), VOCAB, torch.device("cpu"), foreign=values)
         assert found is EMPTY_PROPOSAL
 
 
@@ -423,7 +423,7 @@ def test_whose_q_is_read() -> None:
 
     assert is_foreign(Own(NgramProposer(5, 2), SuffixProposer()))
     wrong = chain([3], "x", torch.full((1, VOCAB), 1.0))
-    assert checked(wrong, draft_row(), VOCAB, torch.device("cpu"), q_values=False) is wrong
+    assert checked(wrong, draft_row(), VOCAB, torch.device("cpu"), foreign=False) is wrong
 
 
 def test_numbers_of_numpy_become_ints() -> None:
@@ -433,7 +433,7 @@ def test_numbers_of_numpy_become_ints() -> None:
         draft_row(),
         VOCAB,
         torch.device("cpu"),
-        q_values=True,
+        foreign=True,
     )
     assert found == chain([5, 6], "x") and type(found.tokens[0]) is int and type(found.parents) is tuple
 

@@ -279,7 +279,7 @@ class Drafting:
             raise ValueError(f"{len(proposals)} proposals for {len(rows)} requests")
         size, device, foreign = self._vocab_size, self._device, name in self._foreign
         return [
-            checked(proposal, row, size, device, q_values=foreign)
+            checked(proposal, row, size, device, foreign=foreign)
             for proposal, row in zip(proposals, rows, strict=True)
         ]
 

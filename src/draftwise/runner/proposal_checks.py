@@ -17,7 +17,7 @@ _TOLERANCE = 1e-3
 
 
 def checked(
-    proposal: Proposal, row: DraftRow, vocab_size: int, device: torch.device, *, q_values: bool
+    proposal: Proposal, row: DraftRow, vocab_size: int, device: torch.device, *, foreign: bool
 ) -> Proposal:
     """The proposal, its tokens and parents as tuples of int.
 
@@ -26,7 +26,8 @@ def checked(
         row: what it was asked for.
         vocab_size: of the target.
         device: where q has to be.
-        q_values: look at the values of q, too; reading them makes a GPU wait.
+        foreign: of a drafter that is not the package's own: look at types and at the values of q, too. That takes some
+            microseconds, and reading q makes a GPU wait.
 
     Raises:
         TypeError, ValueError, AttributeError: it is none, or not one for this row.
@@ -39,7 +40,7 @@ def checked(
         return proposal
     if n > row.budget or len(parents) != n:
         raise ValueError(f"{n} tokens, {len(parents)} parents, budget {row.budget}")
-    if not (_is_plain(tokens) and _is_plain(parents)):
+    if foreign and not (_is_plain(tokens) and _is_plain(parents)):
         tokens, parents = tuple(map(index, tokens)), tuple(map(index, parents))
         proposal = Proposal(tokens, parents, proposal.method, proposal.draw, proposal.q, proposal.q_rows)
     if min(tokens) < 0 or max(tokens) >= vocab_size:
@@ -52,10 +53,10 @@ def checked(
         depth = tree_depth(parents)
     if depth > row.max_depth:
         raise ValueError(f"a node has depth {depth}, allowed are {row.max_depth}")
-    if type(proposal.method) is not str or proposal.draw not in _DRAWS:
-        raise ValueError(f"method {proposal.method!r}, draw {proposal.draw!r}")
     if proposal.q is not None:
-        _check_q(proposal, proposal.q, vocab_size, device, values=q_values)
+        _check_q(proposal, proposal.q, vocab_size)
+    if foreign:
+        _check_foreign(proposal, device)
     return proposal
 
 
@@ -63,9 +64,20 @@ def _is_plain(numbers: Sequence[object]) -> bool:
     return type(numbers) is tuple and set(map(type, numbers)) == {int}
 
 
-def _check_q(
-    proposal: Proposal, q: torch.Tensor, vocab_size: int, device: torch.device, *, values: bool
-) -> None:
+def _check_q(proposal: Proposal, q: torch.Tensor, vocab_size: int) -> None:
+    if len(proposal.q_rows) != len(proposal.tokens):
+        raise ValueError(f"{len(proposal.q_rows)} q_rows for {len(proposal.tokens)} tokens")
+    rows, width = q.shape
+    if min(proposal.q_rows) < 0 or max(proposal.q_rows) >= rows or width != vocab_size:
+        raise ValueError(f"q_rows {proposal.q_rows} of a q of {rows} rows of {width} tokens")
+
+
+def _check_foreign(proposal: Proposal, device: torch.device) -> None:
+    if type(proposal.method) is not str or proposal.draw not in _DRAWS:
+        raise ValueError(f"method {proposal.method!r}, draw {proposal.draw!r}")
+    q = proposal.q
+    if q is None:
+        return
     if (
         q.dtype != torch.float32
         or q.layout != torch.strided
@@ -76,26 +88,18 @@ def _check_q(
             f"q is {q.dtype} on {q.device} ({q.layout}, requires_grad {q.requires_grad}); expected plain float32 on "
             f"{device.type}"
         )
-    if len(proposal.q_rows) != len(proposal.tokens):
-        raise ValueError(f"{len(proposal.q_rows)} q_rows for {len(proposal.tokens)} tokens")
-    rows, width = q.shape
-    if set(map(type, proposal.q_rows)) != {int}:
-        raise TypeError(f"q_rows {proposal.q_rows} are no whole numbers")
-    if min(proposal.q_rows) < 0 or max(proposal.q_rows) >= rows or width != vocab_size:
-        raise ValueError(f"q_rows {proposal.q_rows} of a q of {rows} rows of {width} tokens")
-    if values:
-        used = q[sorted(set(proposal.q_rows))]
-        least, sums = float(used.min()), used.sum(dim=-1)
-        # not (a <= b) instead of a > b: it is true of nan, too
-        if not (least >= 0.0 and float((sums - 1.0).abs().max()) <= _TOLERANCE):
-            raise ValueError(
-                f"q is no distribution: its least value is {least}, rows add up to {sums.tolist()}"
-            )
+    if not _is_plain(proposal.q_rows):
+        raise TypeError(f"q_rows {proposal.q_rows} are no tuple of whole numbers")
+    used = q[sorted(set(proposal.q_rows))]
+    least, sums = float(used.min()), used.sum(dim=-1)
+    # not (a <= b) instead of a > b: it is true of nan, too
+    if not (least >= 0.0 and float((sums - 1.0).abs().max()) <= _TOLERANCE):
+        raise ValueError(f"q is no distribution: its least value is {least}, rows add up to {sums.tolist()}")
 
 
 def is_foreign(proposer: Proposer) -> bool:
-    """Whether the values of its q are looked at. The package's own drafters draw from what a softmax gave: where that
-    is not finite, nothing can be drawn, and the token says so."""
+    """Whether types and the values of q are looked at. The package's own drafters draw from what a softmax gave: where
+    that is not finite, nothing can be drawn, and the token says so."""
     while isinstance(proposer, DelegatingProposer):
         if not type(proposer).__module__.startswith("draftwise."):
             return True
