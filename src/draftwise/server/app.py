@@ -23,6 +23,7 @@ from draftwise.server.context import Context
 from draftwise.server.engine import ServedEngine
 from draftwise.server.errors import APIError, bad_request, engine_dead, from_exception
 from draftwise.server.gate import Gate
+from draftwise.server.limits import listed
 from draftwise.server.page import Page
 from draftwise.server.protocol import (
     Body,
@@ -63,9 +64,10 @@ def create_app(
     context = Context(engine, config, spans)
     metrics = metrics or Metrics(engine, config.model_names[0])
     # FastAPI's own pages load scripts from elsewhere; "/docs" is ours (`Page`).
-    app = FastAPI(
+    app = _Described(
         title="Draftwise", version=__version__, openapi_url="/openapi.json", docs_url=None, redoc_url=None
     )
+    app.state.limits = listed(config, context.limits, engine.max_model_len)
     app.state.context = context
     app.state.metrics = metrics
     app.state.direct = {}
@@ -85,6 +87,13 @@ def create_app(
             allow_credentials=config.allow_credentials,
         )
     return app
+
+
+class _Described(FastAPI):
+    """Its description has the limits of this server, too."""
+
+    def openapi(self) -> dict[str, Any]:
+        return super().openapi() | {"x-limits": self.state.limits}
 
 
 def _post(app: FastAPI, path: str, kind: type[Body], context: Context, handler: Handler, text: str) -> None:

@@ -18,16 +18,13 @@ from draftwise.server.shape import Shape, bound, measure
 
 B = TypeVar("B", bound=Body)
 
-_LEAST_VALUES = 1 << 18
-
 
 class Bodies:
     """Reads the bodies of one server. Used from any thread."""
 
     def __init__(self, config: ServerConfig, limits: RequestLimits, max_model_len: int) -> None:
         self._limits = limits
-        # Token ids are the most that an honest body holds: those of a whole prompt twice over.
-        values = config.max_body_values or max(_LEAST_VALUES, 2 * max_model_len)
+        values = config.body_values(max_model_len)
         self._most = Shape(config.max_body_depth, config.max_body_fields, values)
         self._unknown = UnknownFields(refuse=config.unknown_fields == "refuse")
 

@@ -13,6 +13,7 @@ from draftwise.server.tool_formats import parser_class
 DEFAULT_MODEL_NAME = "draftwise-demo"
 """What the embedded model is called in answers."""
 
+_LEAST_VALUES = 1 << 18
 UNKNOWN_FIELDS = ("refuse", "warn")
 
 _COUNTS = (
@@ -76,6 +77,10 @@ class ServerConfig:
         if self.max_chunk_rate is None:
             return 1250.0 * processors().threads
         return self.max_chunk_rate or None
+
+    def body_values(self, max_model_len: int) -> int:
+        """Most values in a body. Token ids are the most that an honest one holds: those of a whole prompt twice."""
+        return self.max_body_values or max(_LEAST_VALUES, 2 * max_model_len)
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from draftwise.engine.limits import check_prompt
 from draftwise.engine.outputs import RequestOutput
+from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import ConfigError
 from draftwise.sampling.params import SamplingParams
 from draftwise.server.admission import Admission
@@ -24,6 +23,7 @@ from draftwise.server.errors import APIError, bad_request
 from draftwise.server.generation import Generation, Prompt
 from draftwise.server.protocol import Body, GeneratingBody
 from draftwise.server.spans import Spans
+from draftwise.server.sse import unless_gone
 
 _SMALL = 4096
 """Bytes of a body up to which the work with it, a few milliseconds at most, is done in the event loop. Handing it to a
@@ -46,24 +46,30 @@ class Context:
         self.token_text = functools.lru_cache(maxsize=65536)(self._token_text)
         self.limits = engine.config.request_limits
         self._bodies = Bodies(config, self.limits, engine.max_model_len)
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="draftwise-prepare")
+        self._workers = Workers()
 
     async def parse(self, kind: type[B], request: Request) -> B:
         """The body of a request, checked. Raises APIError (400, 413), LimitError."""
         # Not `Request.body`, which keeps the bytes for as long as the answer takes.
         data = b"".join([piece async for piece in request.stream()])
-        return await self.work(len(data), functools.partial(self._bodies.parse, kind, data))
+        return await self._work_for(request, len(data), functools.partial(self._bodies.parse, kind, data))
 
     async def work(self, size: int, function: Callable[[], T]) -> T:
         """Call a function: here if it is about ``size`` bytes that are few, else in one of two threads, so that streams
         go on and strangers cannot have more than those."""
         if size < _SMALL:
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        return await self._workers.submit(Lane.TEXT, function)
+
+    async def _work_for(self, request: Request, size: int, function: Callable[[], T]) -> T:
+        """`work`, of which what was not begun when the client leaves is not done. Raises ClientGone."""
+        if size < _SMALL:
+            return function()
+        return await unless_gone(request, self.work(size, function))
 
     def close(self) -> None:
         """What was not begun is not done any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
     @property
     def tokenizer(self) -> Any | None:
@@ -118,7 +124,7 @@ class Context:
             raise bad_request("priority is out of range", "priority")
         ticket = self.admission.enter(num_samples)
         try:
-            prompts, params = await self.work(body.size, prepare)
+            prompts, params = await self._work_for(request, body.size, prepare)
         except BaseException:
             ticket.release()
             raise

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 
+from draftwise.cli.main import build_parser
+from draftwise.config import RequestLimits
+from draftwise.server.config import ServerConfig
 from tests.e2e.page.driving import Scripts, needs_chromium
 from tests.fakes.chromium import Tab
 from tests.fakes.running_server import RunningServer
@@ -33,6 +37,27 @@ def test_it_brings_nothing_from_elsewhere(server: RunningServer) -> None:
                 assert server.request("POST", path, content["example"])[0] == 200, path
 
 
+def test_limits_have_the_values_of_this_server(server: RunningServer) -> None:
+    with RunningServer(server.engine, max_body_size=12345, max_body_fields=77, request_timeout=None) as other:
+        rows = json.loads(other.request("GET", "/openapi.json")[2])["x-limits"]
+    limits = {row["name"]: row for row in rows}
+    assert len(limits) == len(rows) and all(row["text"] and row["answer"] and row["option"] for row in rows)
+    assert limits["max_body_size"]["value"] == 12345 and limits["max_body_fields"]["value"] == 77
+    assert limits["request_timeout"]["value"] is None
+    length = server.engine.max_model_len
+    assert limits["max_body_values"]["value"] >= 2 * length
+    assert limits["max_prompt_chars"]["value"] == server.engine.config.request_limits.prompt_chars(length)
+    # Nothing that is a limit is missing.
+    assert {f.name for f in fields(RequestLimits)} <= set(limits)
+    named = {f.name for f in fields(ServerConfig) if f.name.startswith("max_") or f.name.endswith("_timeout")}
+    assert named - {"max_chunk_rate", "drain_timeout"} <= set(limits)
+    # Every option is one of `serve`.
+    parser = build_parser("serve")
+    flags = {flag for action in parser._subparsers._group_actions[0].choices["serve"]._actions  # type: ignore
+             for flag in action.option_strings}  # fmt: skip
+    assert {row["option"].split()[0] for row in rows} <= flags
+
+
 @needs_chromium
 def test_every_endpoint_opens_with_its_fields(server: RunningServer, open_page: Callable[..., Tab]) -> None:
     tab = open_page(server, "/docs")
@@ -44,6 +69,11 @@ def test_every_endpoint_opens_with_its_fields(server: RunningServer, open_page: 
     words = tab.evaluate(f"{node('/v1/completions')}.textContent")
     assert "promptrequired" in words.replace(" ", "") and "speculative_token_tree" in words
     assert "integer or null" in words, "types are told in words"
+    tab.evaluate("document.querySelector('.limits').open = true")
+    words = tab.evaluate("document.querySelector('.limits').textContent")
+    assert (
+        "max_body_size8,388,608bytes of a body413--max-body-size" in words and "max_stop_strings64" in words
+    )
     for width in (320, 1360):
         tab.resize(width, 800)
         assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -135,11 +135,29 @@ function endpoint(operation, index) {
   return node;
 }
 
+/** What one request may ask for, and what a client may send: the server's own values. */
+function limits(rows) {
+  const shown = rows.map(({ name, value, text, answer, option }) => [
+    [el("code", {}, name)],
+    [value === null ? "none" : value.toLocaleString("en")],
+    [text],
+    [answer],
+    [el("code", {}, option)],
+  ]);
+  return el(
+    "details",
+    { class: "limits" },
+    el("summary", {}, el("span", { class: "path" }, "Limits"), el("span", { class: "says" }, "Their values here, and what says so")),
+    el("div", { class: "endpoint-body" }, table(["Limit", "Value", "Of", "Answer", "Option"], shown)),
+  );
+}
+
 async function load() {
   try {
     const document = await getJSON("openapi.json");
     $("version").textContent = document.info.version;
     $("endpoints").replaceChildren(...operationsOf(document).map(endpoint));
+    $("limits").replaceChildren(limits(document["x-limits"]));
     $("problem").hidden = true;
   } catch (error) {
     $("problem").textContent = error.message;
