@@ -236,7 +236,7 @@ async def send_bodies(server: Server, args: argparse.Namespace) -> dict[str, Any
     log = server.log.read()
     if "Traceback" in log or " ERROR " in log:
         problems.append("the log has an error: " + log[max(0, log.find("Traceback")) :][:3000])
-    first, last = memory[len(memory) // 5][1], memory[-1][1]
+    first, last = memory[len(memory) // 5][1], memory[-1][1]  # behind a warm-up: caches, arenas, late imports
     if args.memory_limit and last > first * (1 + args.memory_limit):
         problems.append(f"memory grew from {first} to {last} KiB")
     return {"requests": args.requests, "answers": dict(statuses), "memory_kib": memory, "problems": problems}

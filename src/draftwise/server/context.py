@@ -118,8 +118,8 @@ class Context:
         """Admit, prepare and queue. ``prepare`` makes prompts and parameters, perhaps in a thread; ``num_samples``:
         prompts times n. ``operation`` is for `Spans`. Raises APIError, RequestError."""
         timeout, priority = body.timeout, body.priority
-        if timeout is not None and not 0 < timeout < 1e9:
-            raise bad_request(f"timeout is {timeout:g}; it must be seconds above 0", "timeout")
+        if timeout is not None and not 0.001 <= timeout < 1e9:
+            raise bad_request(f"timeout is {timeout:g}; it must be seconds, at least 0.001", "timeout")
         if priority is not None and abs(priority) > 1 << 53:
             raise bad_request("priority is out of range", "priority")
         ticket = self.admission.enter(num_samples)

@@ -24,7 +24,7 @@ logger = logging.getLogger("draftwise.server")
 _MAX_PIPELINED = 16
 """Requests of one connection that wait for an answer before them; behind these nothing more is taken."""
 _LINGER_SECONDS = 2.0
-_LINGER_BYTES = 16 << 20
+_LINGER_BYTES = 64 << 20
 
 _IDLE, _HEAD, _BODY = "idle", "head", "body"
 """What of a message comes next: nothing has begun, its head, its body."""
