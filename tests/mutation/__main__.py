@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -45,6 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of that chance (0)")
     parser.add_argument("--processes", type=int, default=1, help="side by side (1)")
     parser.add_argument("--tests", nargs="+", help="pytest targets for all modules (found by imports)")
+    parser.add_argument("--quick", action="store_true", help="unit tests alone; then --again with all")
     parser.add_argument("--test-seconds", type=float, default=90.0, help="of tests, for one mutant (90)")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument(
@@ -80,15 +82,18 @@ def main(arguments: list[str] | None = None) -> int:
             print(mutant.name)
             print(mutant.mutation.diff((ROOT / source_of(mutant.module)).read_text(), mutant.module))
         for module in options.modules:
-            print(module, *(options.tests or tests_of(module)), sep="\n  ")
+            print(module, *(options.tests or tests_of(module, quick=options.quick)), sep="\n  ")
         return 0
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")
+    # Also where somebody started us in the background, in which Ctrl-C is ignored; a polite kill ends us likewise.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         workers: list[Worker] = []
         try:
             workers += [Worker(ROOT, Path(folder) / str(i), warm) for i in range(options.processes)]
-            campaign = Campaign(ROOT, workers, _say, options.tests, options.test_seconds)
+            campaign = Campaign(ROOT, workers, _say, options.tests, options.quick, options.test_seconds)
             interrupted = False
             try:
                 campaign.measure(sorted({mutant.module for mutant in mutants}))

@@ -74,20 +74,21 @@ def choose(root: Path, modules: Sequence[str], count: int | None, seed: int) -> 
 
 @dataclass
 class Campaign:
-    """``targets``: pytest targets for every module (None: by `tests_of`). ``most_seconds``: tests of one mutant that
-    nobody kills, quick ones first; what does not fit is left out."""
+    """``targets``: pytest targets for every module (None: by `tests_of`, ``quick`` or not). ``most_seconds``: tests of
+    one mutant that nobody kills, quick ones first; what does not fit is left out."""
 
     root: Path
     workers: Sequence[Worker]
     say: Callable[[str], None]
     targets: Sequence[str] | None = None
+    quick: bool = False
     most_seconds: float = 90.0
     timings: dict[str, Timing] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
 
     def tests_for(self, module: str) -> list[str]:
-        return list(self.targets) if self.targets is not None else tests_of(module)
+        return list(self.targets) if self.targets is not None else tests_of(module, quick=self.quick)
 
     def measure(self, modules: Sequence[str]) -> None:
         """Run every target once on the sources as they are. Targets that fail are dropped."""
@@ -98,6 +99,7 @@ class Campaign:
             target = targets[ran.number]
             if ran.status == "passed":
                 self.timings[target] = Timing(ran.took, ran.seconds)
+                self.say(f"{ran.took:6.1f} s  {target}")
             else:
                 self.dropped[target] = f"{ran.status} without a mutant: {ran.test}\n{ran.output}"
                 self.say(f"dropped {target}: {self.dropped[target]}")

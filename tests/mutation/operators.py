@@ -10,6 +10,7 @@ import ast
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 COMPARISONS = {
     "<": "<=",
@@ -73,13 +74,18 @@ def mutations(source: str) -> list[Mutation]:
 
 
 def is_valid(source: str, mutation: Mutation) -> bool:
-    """Whether the mutated source can be compiled, and says something else (a few milliseconds)."""
-    changed = mutation.apply(source)
+    """Whether the mutated source can be compiled, and says something else (some milliseconds)."""
     try:
-        compile(changed, "mutant", "exec", dont_inherit=True)
+        tree = ast.parse(mutation.apply(source))
+        compile(tree, "mutant", "exec", dont_inherit=True)
     except SyntaxError:
         return False
-    return ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+    return ast.dump(tree) != _dumped(source)
+
+
+@lru_cache(maxsize=8)
+def _dumped(source: str) -> str:
+    return ast.dump(ast.parse(source))
 
 
 class _Finder:

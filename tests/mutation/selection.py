@@ -34,11 +34,12 @@ SPINE = (
 )
 """What every step of every request goes through."""
 
+_FUZZ = "tests/e2e/test_engine_fuzz.py::test_each_request_gets_what_it_gets_alone"
 _WHOLE_ENGINES = (
     "tests/e2e/test_lossless.py",
     "tests/e2e/test_limits.py",
     "tests/e2e/test_robustness.py",
-    "tests/e2e/test_engine_fuzz.py",
+    f"{_FUZZ}[10] {_FUZZ}[30]",  # of its cases so many as a mutant is worth
 )
 _MORE: dict[str, tuple[str, ...]] = {
     "draftwise.sched": ("tests/unit/test_scheduler_property.py", *_WHOLE_ENGINES, "tests/e2e/test_async.py"),
@@ -75,7 +76,8 @@ def modules_of(names: list[str]) -> list[str]:
         dotted = name.removesuffix(".py").strip("/").removeprefix("src/").replace("/", ".")
         path = ROOT / "src" / Path(*dotted.split("."))
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*.py") if file.name != "__init__.py")
+            # Triton's kernels need a GPU, or an interpreter that takes minutes.
+            files = sorted(f for f in path.rglob("*.py") if f.stem not in ("__init__", "triton"))
         elif path.with_suffix(".py").is_file():
             files = [path.with_suffix(".py")]
         else:
@@ -90,15 +92,18 @@ def source_of(module: str) -> Path:
     return Path("src", *module.split(".")).with_suffix(".py")
 
 
-def tests_of(module: str) -> list[str]:
-    """Test files that import the module, by themselves or through fakes, then those that run it inside of engines."""
+def tests_of(module: str, *, quick: bool = False) -> list[str]:
+    """Test files that import the module, by themselves or through fakes, then those that run it inside of engines.
+    ``quick``: unit tests alone."""
     direct = [
         str(file.relative_to(ROOT))
-        for folder in ("unit", "e2e", "statistical", "parity")
+        for folder in (("unit",) if quick else ("unit", "e2e", "statistical", "parity"))
         for file in sorted((ROOT / "tests" / folder).glob("test_*.py"))
         if module in _imported(file) and not any(word in file.name for word in _UNRELATED)
     ]
     more = [file for package in _MORE if f"{module}.".startswith(f"{package}.") for file in _MORE[package]]
+    if quick:
+        more = [file for file in more if file.startswith("tests/unit/")]
     return list(dict.fromkeys(direct + more))
 
 

@@ -113,8 +113,8 @@ def test_modules_and_their_tests() -> None:
     for module in modules_of(list(SPINE)):
         assert ast.parse((ROOT / source_of(module)).read_text())
         files = selection.tests_of(module)
-        assert "tests/e2e/test_engine_fuzz.py" in files
-        assert all((ROOT / file).is_file() for file in files), module
+        assert any("test_engine_fuzz" in file for file in files)
+        assert all((ROOT / part.split("::")[0]).is_file() for file in files for part in file.split()), module
     assert "tests/unit/test_kv_manager.py" in selection.tests_of("draftwise.kv.manager")
 
 
