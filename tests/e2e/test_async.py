@@ -167,6 +167,34 @@ def test_names_that_the_engine_gives_are_nobody_elses(tiny: TinyModels) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", ["delta", "cumulative", "final_only"])
+def test_a_stream_that_is_closed_ends_for_whoever_reads_it(tiny: TinyModels, kind: Any) -> None:
+    """Closed from another task while its reader waits, and in the reader's own loop, who goes on."""
+
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            for own in (False, True):
+                stream = llm.submit(random_prompts(1)[0], SLOW.replace(output_kind=kind, n=2))
+
+                async def read(stream: Any = stream, own: bool = own) -> RequestOutput:
+                    outputs: list[RequestOutput] = []
+                    async for output in stream:
+                        outputs.append(output)
+                        if own:
+                            stream.close()
+                    return outputs[-1]
+
+                task = asyncio.create_task(read())
+                await asyncio.sleep(0.05)
+                if not own or kind == "final_only":
+                    stream.close()
+                output = await asyncio.wait_for(task, 20)
+                assert output.finished
+                assert {sample.finish_reason for sample in output.outputs} == {"abort"}
+
+    asyncio.run(main())
+
+
 def test_a_dead_engine_fails_its_readers(tiny: TinyModels) -> None:
     async def main() -> None:
         async with engine(tiny) as llm:

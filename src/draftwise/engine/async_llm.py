@@ -183,9 +183,12 @@ class AsyncLLM:
                 if not readers.num_open:
                     self._readers.pop(readers.loop, None)
             if stream.prepared:
+                stopped = False
                 for request in stream.group.requests:
                     self._by_rid.pop(request.rid, None)
-                    self._engine.core.cancel(request.rid)
+                    stopped |= self._engine.core.cancel(request.rid)
+                if stopped:  # somebody may still wait for an output: it says "abort"
+                    wake({stream: True})
                 self._wakeup.notify()
 
     def abort(self, request_id: str) -> bool:
