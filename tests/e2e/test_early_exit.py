@@ -90,7 +90,7 @@ def test_layers_that_say_what_the_target_says_are_accepted(
         outputs = llm.generate(prompts, params)
         drafted = sum(o.metrics.speculation.num_draft_tokens for o in outputs)
         accepted = sum(o.metrics.speculation.num_accepted_tokens for o in outputs)
-        assert drafted > 100
+        assert drafted > 60, "drafts get the rows that others leave"
         assert accepted >= 0.97 * drafted, params
 
 
