@@ -87,6 +87,7 @@ class ScriptedEngine:
                 **zero,
                 "num_blocks": 1,
                 "finish_reasons": {},
+                "drafter_failures": {},
                 "speculation": SpeculationMetrics(),
                 "control": ControlStats(),
             }

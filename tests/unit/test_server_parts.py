@@ -165,6 +165,34 @@ def arguments(*argv: str) -> argparse.Namespace:
     return build_parser("serve").parse_args(normalise(["serve", *argv], BOOLEANS))
 
 
+def test_limits_are_flags_and_lines_of_the_file(tmp_path: Path) -> None:
+    flags = arguments(
+        "--max-header-size", "1000", "--max-headers", "9", "--max-body-depth", "5", "--max-body-fields", "6",
+        "--max-body-values", "7", "--max-body-memory", "8", "--header-timeout", "0.5", "--body-timeout", "2",
+        "--unknown-fields", "warn", "--allowed-hosts", '["a.example", "*.b.example"]',
+        "--request-limits", '{"max_choices": 3}',
+    )  # fmt: skip
+    engine, server = settings(flags)
+    limits = resolve_engine_config(device="cpu", **engine).request_limits
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "max-header-size: 1000\nmax_headers: 9\nmax_body_depth: 5\nmax_body_fields: 6\nmax_body_values: 7\n"
+        "max_body_memory: 8\nheader_timeout: 0.5\nbody_timeout: 2\nunknown_fields: warn\n"
+        'allowed_hosts: [a.example, "*.b.example"]\nrequest_limits: {max_choices: 3}\n'
+    )
+    from_file, same = settings(arguments("--config", str(file)))
+    assert same == server and resolve_engine_config(device="cpu", **from_file).request_limits == limits
+    assert (server.max_header_size, server.max_body_values, server.header_timeout) == (1000, 7, 0.5)
+    assert server.allowed_hosts == ("a.example", "*.b.example") and limits.max_choices == 3
+    assert settings(arguments("--allowed-hosts", "*"))[1].allowed_hosts == ("*",)
+    with pytest.raises(
+        ConfigError, match="unknown_fields: expected refuse or warn, got 'warm'; did you mean 'warn'"
+    ):
+        settings(arguments("--unknown-fields", "warm"))
+    with pytest.raises(ConfigError, match="did you mean 'max_choices'"):
+        resolve_engine_config(device="cpu", request_limits={"max_choice": 3})
+
+
 def test_flags_of_other_servers() -> None:
     engine, server = settings(
         arguments(
