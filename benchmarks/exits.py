@@ -4,6 +4,9 @@ A process may end by itself (its script is over, or raises), by Ctrl-C, by SIGTE
 the exit code that belongs to it, no signal, no traceback but that of a script's own exception, and not later than
 ``--limit`` seconds after the signal or the script's last line.
 
+Scripts of the kind "closed" closed their engine before: their end is Python's alone, and says what the machine and its
+other load make of the rest.
+
     python benchmarks/exits.py --count 200 --seed 1
     python benchmarks/exits.py --seed 1 --only 17      # one of them again, with what it wrote
 
@@ -140,6 +143,14 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 
+CLOSED = """
+llm = LLM(**options)
+llm.generate(prompt(), SamplingParams(max_tokens=2))
+llm.close()
+mark(b"running")
+mark(b"end")
+"""
+
 COMMAND = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also for who was started in the background
@@ -195,6 +206,7 @@ def plan(count: int, seed: int) -> Iterator[Run]:
     kinds = [
         (what, ending) for what in scripts for ending in ("end", "raise", "exit", "ctrl-c", "term", "fork")
     ]
+    kinds += [("closed", "end")]
     kinds += [(what, ending) for what in COMMANDS for ending in SIGNALS]
     kinds += [("serve", ending) for ending in SIGNALS] * 3
     order: list[tuple[str, str]] = []
@@ -247,7 +259,7 @@ def _command(run: Run, folder: str) -> list[str]:
         return [sys.executable, "-c", COMMAND, *arguments]
     name, _, ahead = run.what.partition(" ")
     options = repr({"async_scheduling": True} if ahead else {})
-    script = PRELUDE + (SYNC if name == "LLM" else ASYNC)
+    script = PRELUDE + {"LLM": SYNC, "AsyncLLM": ASYNC, "closed": CLOSED}[name]
     return [sys.executable, "-c", script, str(run.seed), run.ending, options]
 
 

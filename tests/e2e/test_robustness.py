@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from draftwise import LLM, ConfigError, EngineDeadError, ModelLoadError, RequestError, SamplingParams
+from draftwise.engine.interrupts import WholeSteps
+from draftwise.kv.manager import KVManager
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.types import EMPTY_PROPOSAL, Proposal, chain
 from tests.e2e.conftest import random_prompts, token_ids
@@ -218,6 +221,52 @@ def test_interrupted_generation_leaves_a_usable_engine(make_llm: Callable[..., L
     llm.check_integrity()
     assert llm.stats().num_used_blocks == 0
     assert token_ids(llm.generate(prompts, GREEDY)) == wanted
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ctrl_c_in_the_middle_of_the_books(
+    make_llm: Callable[..., LLM], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the scheduler plans, behind the call that took blocks: the step is finished first."""
+    llm = make_llm(async_scheduling=ahead)
+    prompts = random_prompts(5, seed=3)
+    wanted = token_ids(llm.generate(prompts, GREEDY))
+    reserve, calls = KVManager.reserve, 0
+
+    def interrupting(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        done = reserve(*arguments, **named)
+        if calls == 12:
+            signal.raise_signal(signal.SIGINT)
+        return done
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(KVManager, "reserve", interrupting)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, GREEDY)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert calls >= 12
+    llm.check_integrity()
+    assert token_ids(llm.generate(prompts, GREEDY)) == wanted
+    assert llm.stats().num_used_blocks == 0
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), WholeSteps():
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), WholeSteps():  # after the last step
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_nothing_grows_with_finished_requests(make_llm: Callable[..., LLM], tiny: TinyModels) -> None:

@@ -11,6 +11,7 @@ from draftwise import lifetime
 from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import RequestGroup, speculation_metrics
+from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.limits import check_messages, check_prompt
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Prompt
@@ -85,16 +86,17 @@ class LLM:
         open_rids = {request.rid for request in requests}
         progress = _Progress(len(requests)) if show_progress else None
         try:
-            for request in requests:
-                engine.core.add(request)
-            while (
-                open_rids or engine.core.in_flight
-            ):  # nothing is under way afterwards: a process may fork then
-                for update in engine.core.step():
-                    if update.finished:
-                        open_rids.discard(update.request.rid)
-                    if progress is not None:
-                        progress.update(update.num_new, update.finished)
+            with WholeSteps() as steps:
+                for request in requests:
+                    engine.core.add(request)
+                # Nothing is under way afterwards: a process may fork then.
+                while open_rids or engine.core.in_flight:
+                    for update in engine.core.step():
+                        if update.finished:
+                            open_rids.discard(update.request.rid)
+                        if progress is not None:
+                            progress.update(update.num_new, update.finished)
+                    steps.check()
         except BaseException as error:
             # Ctrl-C and the like: leave nothing behind, so that the engine stays usable.
             for rid in open_rids:
