@@ -25,13 +25,13 @@ class RequestError(DraftwiseError, ValueError):
 
 class LimitError(RequestError):
     """A request asks for more than `RequestLimits` allows. ``limit``: the option that would have to be raised;
-    ``field``: the part of the request that is too large."""
+    ``field``: the field of the request that is too large ("structured_outputs" of "structured_outputs: choice")."""
 
     def __init__(self, field: str, given: str, limit: str, allowed: float, more: str = "") -> None:
         """Example: ``LimitError("stop", "65 strings", "max_stop_strings", 64)`` says "stop: 65 strings; at most 64
         (max_stop_strings)"."""
         super().__init__(f"{field}: {given}; at most {allowed:.15g} ({limit}){more}")
-        self.field = field
+        self.field = field.partition(":")[0]
         self.limit = limit
 
 

@@ -292,6 +292,49 @@ def test_what_a_thread_finds_wrong_is_refused_before_the_answer_begins(
         assert server.request("POST", "/v1/completions", good)[0] == 200
 
 
+HOSTILE: list[tuple[dict[str, Any], str, str]] = [
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text at all"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+        "",
+        "no text at all",
+    ),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty", "[0.001, 1000]"),
+    ({"temperature": 1e300}, "temperature", "[0, 1000000]"),
+    ({"stop": "x" * 1_000_000}, "stop", "max_stop_chars"),
+    ({"stop": ["x" * 10_000] * 2, "n": 32}, "stop", "max_stop_chars"),
+    ({"structured_outputs": {"choice": ["x"] * 100_000}}, "structured_outputs", "max_choices"),
+    ({"bad_words": ["x"] * 100_000}, "bad_words", "max_bad_words"),
+    ({"structured_outputs": {"json": {"enum": list(range(300_000))}}}, "structured_outputs", "max_"),
+    ({"prompt": "x" * 1_000_000}, "prompt", "max_prompt_chars"),
+    ({"n": 10**9}, "n", ""),
+    ({"speculation": {"method": "mtp", "speculative_token_tree": [[0]] * 100_000}}, "speculation", ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), HOSTILE, ids=lambda value: str(value)[:30])
+def test_what_hurt_a_server_is_refused_by_name(
+    served: AsyncLLM, fields: dict[str, Any], param: str, words: str
+) -> None:
+    with RunningServer(served) as server:
+        body = {"prompt": "a", "max_tokens": 2} | fields
+        status, _, answer = server.request("POST", "/v1/completions", body)
+        error = json.loads(answer)["error"]
+        assert status == 400, error
+        assert words in error["message"] and len(error["message"]) < 600
+        assert not param or error["param"] == param
+
+
+def test_thousands_of_choices_over_http(served: AsyncLLM) -> None:
+    choices = ["abcdefgh"[i % 8] * (i // 8 + 1) for i in range(3000)]
+    body = {"prompt": "a", "max_tokens": 400, "structured_outputs": {"choice": choices}}
+    with RunningServer(served) as server:
+        status, _, answer = server.request("POST", "/v1/completions", body)
+        choice = json.loads(answer)["choices"][0]
+        assert status == 200 and len(set(choice["text"])) == 1
+        assert choice["text"] in choices or choice["finish_reason"] == "length"
+
+
 def test_a_client_that_leaves_while_his_request_is_prepared(
     served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
