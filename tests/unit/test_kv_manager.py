@@ -33,6 +33,31 @@ def test_reserve_is_all_or_nothing() -> None:
     kv.check_integrity()
 
 
+@pytest.mark.parametrize("keep", range(10))
+def test_surplus_says_what_trim_gives_back(keep: int) -> None:
+    """Three blocks of four slots, of which five are committed and ``keep`` more are to stay."""
+    kv = KVManager(4, 4)
+    kv.open(1, TOKENS[:1])
+    kv.reserve(1, 12)
+    kv.commit(1, 5, TOKENS)
+    surplus = kv.surplus(1, keep)
+    assert surplus == (1 if keep <= 3 else 0)
+    assert kv.trim(1, keep) == 3 - surplus
+    assert kv.surplus(1, keep) == 0
+
+
+def test_integrity_covers_the_prefix_cache() -> None:
+    kv = KVManager(4, 4)
+    kv.open(1, TOKENS[:5])
+    kv.reserve(1, 5)
+    kv.commit(1, 5, TOKENS[:5])
+    kv.release(1)
+    kv.check_integrity()
+    kv._cache.clear()  # of a block that the pool keeps for it
+    with pytest.raises(AssertionError):
+        kv.check_integrity()
+
+
 def test_the_room_is_the_larger_of_two_reservations() -> None:
     """A draft length that varies: a shorter one asks for nothing and takes nothing away."""
     kv = KVManager(4, 4)
