@@ -305,7 +305,12 @@ HOSTILE: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["x" * 10_000] * 2, "n": 32}, "stop", "max_stop_chars"),
     ({"structured_outputs": {"choice": ["x"] * 100_000}}, "structured_outputs", "max_choices"),
     ({"bad_words": ["x"] * 100_000}, "bad_words", "max_bad_words"),
-    ({"structured_outputs": {"json": {"enum": list(range(300_000))}}}, "structured_outputs", "max_"),
+    ({"structured_outputs": {"json": {"enum": list(range(300_000))}}}, "", "max_body_values"),
+    (
+        {"structured_outputs": {"json": {"enum": list(range(20_000))}}},
+        "structured_outputs",
+        "max_enum_values",
+    ),
     ({"prompt": "x" * 1_000_000}, "prompt", "max_prompt_chars"),
     ({"n": 10**9}, "n", ""),
     ({"speculation": {"method": "mtp", "speculative_token_tree": [[0]] * 100_000}}, "speculation", ""),
