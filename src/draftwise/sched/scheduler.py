@@ -10,9 +10,10 @@ from draftwise.errors import ContextLengthError, RequestError
 from draftwise.kv.manager import KVManager
 from draftwise.sched.admission import Refusal, admission
 from draftwise.sched.ahead import outlook
+from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.order import Ordered
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
-from draftwise.sched.shares import Share, divide, draft_limit, kept_for_drafts
+from draftwise.sched.shares import Share, kept_for_drafts
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, tree_depth
 
 MAX_TRACE_STEPS = 4096
@@ -42,6 +43,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._controller = controller
+        self._draft_room = DraftRoom(kv, controller, config.max_num_batched_tokens)
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._waiting = Ordered()
@@ -121,7 +123,7 @@ class Scheduler:
         self._shape = StepShape(note=self._controller.begin(self._batch_size))
         preempted = self.num_preemptions
         shares = self._share_roots()
-        self._wish_drafts(shares)
+        self._draft_room.wish(shares, self._batch_size)
         left = self.config.max_num_batched_tokens - len(shares)
         kept = kept_for_drafts(sum(share.num_draft for share in shares), left)
         for share in shares:
@@ -136,7 +138,7 @@ class Scheduler:
                     break
                 new.append(admitted)
                 left -= shares[-1].num_new
-        self._divide_drafts(shares, left)
+        self._draft_room.divide(shares, left, self._batch_size)
         for share in shares:
             self._plan(share)
         plan = StepPlan(
@@ -202,52 +204,6 @@ class Scheduler:
             blocks = self.kv.reserve(request.rid, missing)
             if blocks is not None:
                 return blocks
-
-    def _wish_drafts(self, shares: list[Share]) -> None:
-        """What those who decode would like to verify and to draft, as far as there are blocks: lookahead of who runs
-        comes before who waits, but is worth nobody's place."""
-        controller, batch_size = self._controller, self._batch_size
-        for share in shares:
-            if share.missing > 1:
-                continue
-            request = share.request
-            rid = request.rid
-            if share.num_draft:
-                share.num_draft = controller.nodes_to_verify(rid, share.num_draft)
-            share.budget = controller.draft_budget(rid, request.speculation, batch_size)
-            self._reserve_drafts(share)
-
-    def _reserve_drafts(self, share: Share) -> None:
-        """Blocks behind the known tokens: for drafts that are verified and for those to come, for the former alone, or
-        for none."""
-        if not share.num_draft and not share.budget:
-            return
-        reserve, rid, known = self.kv.reserve, share.request.rid, share.before + share.missing
-        blocks = reserve(rid, known + share.num_draft + share.budget)
-        if blocks is None:
-            share.budget = 0
-            blocks = reserve(rid, known + share.num_draft)
-        if blocks is None:
-            share.num_draft = 0
-        else:
-            share.blocks += blocks
-
-    def _divide_drafts(self, shares: list[Share], left: int) -> None:
-        """Drafts get the rows that are left; drafting more than can be verified next would be in vain."""
-        for share in shares:
-            if (share.missing > 1 or share.fresh) and share.completes:
-                request = share.request
-                share.budget = self._controller.draft_budget(
-                    request.rid, request.speculation, self._batch_size
-                )
-                self._reserve_drafts(share)
-        drafting = [share for share in shares if share.num_draft]
-        for share, rows in zip(drafting, divide([s.num_draft for s in drafting], left), strict=True):
-            share.num_draft = rows
-        limit = draft_limit(shares, self.config.max_num_batched_tokens)
-        for share in shares:
-            if share.budget > limit:
-                share.budget = limit
 
     def _plan(self, share: Share) -> None:
         request, rid = share.request, share.request.rid
