@@ -147,7 +147,7 @@ def test_runs_begin_and_end_among_all_that_happens(engines: Engines, method: str
     wanted = token_ids(engines.waiting.generate(engines.prompts, params))
     used = [entry for entry in engines.chosen if entry["method"] in (method, "mtp")]
     tight: dict[str, Any] = {
-        "num_kv_blocks": 24,
+        "num_kv_blocks": 18,
         "max_num_batched_tokens": 24,
         "speculative_config": used,
     }
@@ -162,7 +162,7 @@ def test_runs_begin_and_end_among_all_that_happens(engines: Engines, method: str
                 assert token_ids(llm.generate(engines.prompts, params)) == wanted
                 llm.check_integrity()
             assert llm.stats().num_preemptions > 0
-            assert found.num_runs > 2 and found.num_steps > found.num_runs
+            assert found.num_runs >= 2 and found.num_steps > found.num_runs
             assert not llm.stats().drafter_failures
             while core.has_work:
                 core.step()
