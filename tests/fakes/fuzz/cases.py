@@ -187,7 +187,7 @@ def _ask(
     params["speculation"] = _speculation(rng, methods, family, params)
     cancel = None
     if rng.random() < 0.15:
-        ways = ["abort", "drop", "task", "close"] if drive == "async" else ["group", "sample"]
+        ways = ["abort", "drop", "task", "close", "shut"] if drive == "async" else ["group", "sample"]
         cancel = rng.choice(ways)
     if drive == "async":
         params["output_kind"] = rng.choice(["cumulative", "delta", "final_only"])

@@ -326,6 +326,8 @@ class _Reader:
             elif ask.cancel == "task":
                 self.give_up()
                 await asyncio.sleep(0)
+            elif ask.cancel == "shut":  # and read on: the last output says so
+                self._stream.close()
             else:
                 if ask.cancel == "close":
                     self._stream.close()
