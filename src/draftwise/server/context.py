@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 import uuid
@@ -29,6 +30,9 @@ _SMALL = 4096
 """Bytes of a body up to which the work with it, a few milliseconds at most, is done in the event loop. Handing it to a
 thread costs a tenth of one."""
 
+_LARGE = 1 << 18
+"""Bytes of a body whose objects leave gaps in memory that are worth giving back."""
+
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 Prepared = tuple[Sequence[Prompt], SamplingParams]
@@ -47,11 +51,13 @@ class Context:
         self.limits = engine.config.request_limits
         self._bodies = Bodies(config, self.limits, engine.max_model_len)
         self._workers = Workers()
+        self.num_large_bodies = 0  # so far
 
     async def parse(self, kind: type[B], request: Request) -> B:
         """The body of a request, checked. Raises APIError (400, 413), LimitError."""
         # Not `Request.body`, which keeps the bytes for as long as the answer takes.
         data = b"".join([piece async for piece in request.stream()])
+        self.num_large_bodies += len(data) >= _LARGE
         return await self._work_for(request, len(data), functools.partial(self._bodies.parse, kind, data))
 
     async def work(self, size: int, function: Callable[[], T]) -> T:
@@ -66,6 +72,15 @@ class Context:
         if size < _SMALL:
             return function()
         return await unless_gone(request, self.work(size, function))
+
+    async def give_back_memory(self, trim: Callable[[], object], interval: float) -> None:
+        """Call ``trim`` in a thread after large bodies, every ``interval`` seconds at most. Never returns."""
+        seen = 0
+        while True:
+            await asyncio.sleep(interval)
+            if self.num_large_bodies != seen:
+                seen = self.num_large_bodies
+                await self._workers.submit(Lane.TEXT, trim)
 
     def close(self) -> None:
         """What was not begun is not done any more."""
