@@ -122,3 +122,16 @@ def test_a_prompt_leaves_a_wanted_draft_its_row() -> None:
     plan = executor.plans[-1]
     assert plan[0].num_draft == 1 and plan[1].num_new == 31
     run(core)
+
+
+def test_the_text_of_a_stop_token_is_shown_if_it_is_wanted() -> None:
+    """Without stop strings the scheduler alone knows which token is the last to be shown."""
+    for include in (False, True):
+        ended = request(0, 3, 5)
+        ended.params = SamplingParams(max_tokens=5, stop_token_ids=[4], include_stop_str_in_output=include)
+        ended.stop_token_ids = frozenset({4})
+        assert ended.append((1, 2)) == (2, None) and ended.num_shown == 2
+        assert ended.append((4, 1)) == (1, "stop")
+        ended.finish_reason = "stop"
+        assert ended.num_output == 3 and ended.num_shown == 2 + include
+    assert ended.num_computed == ended.num_cached == 0
