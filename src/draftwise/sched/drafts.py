@@ -12,16 +12,14 @@ from draftwise.sched.shares import Share, divide, draft_limit
 class DraftRoom:
     """Asks the controller what to draft, and finds room for it as far as there is some."""
 
-    def __init__(self, kv: KVManager, controller: Controller, max_rows: int) -> None:
+    def __init__(self, kv: KVManager, max_rows: int) -> None:
         """``max_rows``: of one step."""
         self._kv = kv
-        self._controller = controller
         self._max_rows = max_rows
 
-    def wish(self, shares: Sequence[Share], batch_size: int) -> None:
+    def wish(self, shares: Sequence[Share], controller: Controller, batch_size: int) -> None:
         """What those who decode would like to verify and to draft, as far as there are blocks: lookahead of who runs
         comes before who waits, but is worth nobody's place."""
-        controller = self._controller
         for share in shares:
             if share.missing > 1:
                 continue
@@ -32,13 +30,13 @@ class DraftRoom:
             share.budget = controller.draft_budget(rid, request.speculation, batch_size)
             self._reserve(share)
 
-    def divide(self, shares: Sequence[Share], left: int, batch_size: int) -> None:
+    def divide(self, shares: Sequence[Share], left: int, controller: Controller, batch_size: int) -> None:
         """Drafts get the ``left`` rows; drafting more than can be verified next would be in vain. Who reaches the end
         of its known tokens in this step drafts from now on."""
         for share in shares:
             if (share.missing > 1 or share.fresh) and share.completes:
                 request = share.request
-                share.budget = self._controller.draft_budget(request.rid, request.speculation, batch_size)
+                share.budget = controller.draft_budget(request.rid, request.speculation, batch_size)
                 self._reserve(share)
         drafting = [share for share in shares if share.num_draft]
         for share, rows in zip(drafting, divide([s.num_draft for s in drafting], left), strict=True):

@@ -43,7 +43,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._controller = controller
-        self._draft_room = DraftRoom(kv, controller, config.max_num_batched_tokens)
+        self._draft_room = DraftRoom(kv, config.max_num_batched_tokens)
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._waiting = Ordered()
@@ -123,7 +123,7 @@ class Scheduler:
         self._shape = StepShape(note=self._controller.begin(self._batch_size))
         preempted = self.num_preemptions
         shares = self._share_roots()
-        self._draft_room.wish(shares, self._batch_size)
+        self._draft_room.wish(shares, self._controller, self._batch_size)
         left = self.config.max_num_batched_tokens - len(shares)
         kept = kept_for_drafts(sum(share.num_draft for share in shares), left)
         for share in shares:
@@ -138,7 +138,7 @@ class Scheduler:
                     break
                 new.append(admitted)
                 left -= shares[-1].num_new
-        self._draft_room.divide(shares, left, self._batch_size)
+        self._draft_room.divide(shares, left, self._controller, self._batch_size)
         for share in shares:
             self._plan(share)
         plan = StepPlan(
