@@ -14,7 +14,7 @@ from draftwise import LLM, SamplingParams, __version__
 from draftwise.config.embedded import embedded_path
 from draftwise.models.inputs import RowInput, build_step_input
 
-QUANTIZATION = {"bf16": None, "int8-dynamic": "int8_dynamic", "int4-dynamic": "int4_dynamic"}
+QUANTIZATION = {"bf16": None, "int8-weight-only": "int8_weight_only", "int4-weight-only": "int4_weight_only"}
 HEADS = ("eagle3", "medusa", "mtp")  # shipped for the embedded target
 BLOCK = 16
 

@@ -35,7 +35,7 @@ PEERS = {
             "adapter_draftwise.py",
             ("draftwise",),
             ("plain", "ngram", "draft_model", "suffix", "eagle3", "medusa", "mtp"),
-            ("bf16", "int8", "int8-dynamic", "int4", "int4-dynamic"),
+            ("bf16", "int8", "int8-weight-only", "int4", "int4-weight-only"),
             batches=True,
         ),
         Peer(
@@ -67,7 +67,7 @@ PEERS = {
 
 
 def family(format: str) -> str:
-    """The weight format that a variant belongs to: "int8-dynamic" -> "int8"."""
+    """The weight format that a variant belongs to: "int8-weight-only" -> "int8"."""
     return format.partition("-")[0]
 
 

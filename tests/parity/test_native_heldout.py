@@ -16,7 +16,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
-    "int8_dynamic": {"quantization": "int8_dynamic"},
+    "int8_weight_only": {"quantization": "int8_weight_only"},
     "int4": {"quantization": "int4"},
 }
 

@@ -21,7 +21,7 @@ def greedy(llm: LLM, prompts: list[str], method: str) -> list[tuple[int, ...]]:
     return [tuple(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int8_dynamic", "int4", "int4_dynamic"])
+@pytest.mark.parametrize("quantization", ["int8", "int8_weight_only", "int4", "int4_weight_only"])
 def test_same_text_with_and_without_speculation(quantization: str) -> None:
     native_or_skip()
     with LLM(quantization=quantization) as llm:
@@ -45,11 +45,11 @@ def test_the_draft_model_has_a_format_of_its_own() -> None:
 
 def test_what_a_format_needs() -> None:
     native_or_skip()
-    with pytest.raises(ConfigError, match="int4 needs dtype bfloat16"):
-        LLM(quantization="int4", dtype="float32")
+    with pytest.raises(ConfigError, match="int4_weight_only needs dtype bfloat16"):
+        LLM(quantization="int4_weight_only", dtype="float32")
     with pytest.raises(ConfigError, match="int8_dynamic needs the native kernels"):
-        LLM(quantization="int8_dynamic", dtype="float16")
-    with LLM(quantization="int4_dynamic", dtype="float32") as llm:
+        LLM(quantization="int8", dtype="float16")
+    with LLM(quantization="int4", dtype="float32") as llm:
         assert llm.guarantees.same_bits
 
 

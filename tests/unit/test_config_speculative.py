@@ -274,6 +274,6 @@ def test_quantization_of_the_draft_model() -> None:
     config = SpeculativeConfig.from_dict(
         {"method": "draft_model", "model": "m", "quantization": "INT4_dynamic_g64"}
     )
-    assert config.quantization == "int4_dynamic"
+    assert config.quantization == "int4_dynamic_g64"
     refused({"method": "draft_model", "model": "m", "quantization": "fp6"}, "quantization", "'fp6'", "int8")
     refused({"method": "ngram", "quantization": "int8"}, "quantization", "draft_model")

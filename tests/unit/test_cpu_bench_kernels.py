@@ -30,7 +30,7 @@ def test_every_format_and_row_count_is_measured() -> None:
         ("int4_g32", 3),
     ]
     assert len(seen) == 3 * 4  # one round to warm up
-    assert report.peaks.keys() == {"bfloat16"} and report.bandwidth > 0 and report.threads == 1
+    assert report.peaks.keys() == {"bfloat16", "int8"} and report.bandwidth > 0 and report.threads == 1
     for row in report.rows:
         assert row.share == pytest.approx(row.roofline / row.seconds)
         # a whole pass: all layers and the head, from a run of one layer

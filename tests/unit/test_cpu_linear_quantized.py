@@ -15,7 +15,10 @@ from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import parse_scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize, quantize_rows
 
-NAMES = ["int8", "int8_dynamic", "int4_g32", "int4", "int4_dynamic_g32", "int4_dynamic_g128"]
+NAMES = [
+    "int8_weight_only", "int8_dynamic", "int4_weight_only_g32",
+    "int4_weight_only", "int4_dynamic_g32", "int4_dynamic_g128"
+]  # fmt: skip
 SIZES = [(1, 1), (5, 3), (33, 34), (48, 255), (100, 1030), (64, 4100)]  # out, in
 
 
@@ -74,7 +77,7 @@ def test_equals_the_reference(kernels: LinearKernels, name: str, outputs: int, i
         assert error(got, oracle(x[:rows], weight, bias, "dynamic" in name)) < 1e-5, rows
 
 
-@pytest.mark.parametrize("name", ["int4_g32", "int4_dynamic_g32", "int4_dynamic"])
+@pytest.mark.parametrize("name", ["int4_weight_only_g32", "int4_dynamic_g32", "int4_dynamic"])
 def test_zero_points(kernels: LinearKernels, name: str) -> None:
     for outputs, inputs in ((33, 40), (64, 1030)):
         weight, packed, x, bias = case(kernels, name, outputs, inputs, 9, zeros=True)

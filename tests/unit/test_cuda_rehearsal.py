@@ -205,7 +205,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16, fixed sums": {"dtype": "bfloat16", "batch_invariant": True},
     "int8 cache": {"kv_cache_dtype": "int8"},
     "int8": {"quantization": "int8", "dtype": "bfloat16"},
-    "int8_dynamic": {"quantization": "int8_dynamic", "dtype": "bfloat16"},
+    "int8_weight_only": {"quantization": "int8_weight_only", "dtype": "bfloat16"},
     "fp8, fixed sums": {"quantization": "fp8", "dtype": "bfloat16", "batch_invariant": True},
     "fp8": {"quantization": "fp8", "dtype": "bfloat16"},
     "int4": {"quantization": "int4", "dtype": "bfloat16"},

@@ -92,7 +92,9 @@ def test_cells_and_places_of_models(peers: Any, tmp_path: Path) -> None:
     assert not alone.serves(one) and alone.serves(peers.jobs.generate_cell("plain", 0.8, [[1, 2]], 16))
     assert alone.serves(cells[0]) and peers.compare.Runner("vllm", None, ("plain",), True).serves(one)
     path = peers.jobs.model_path
-    assert path(tmp_path, "llamacpp", "llama-1b", "int8-dynamic") == tmp_path / "gguf" / "llama-1b-q8_0.gguf"
+    assert (
+        path(tmp_path, "llamacpp", "llama-1b", "int8-weight-only") == tmp_path / "gguf" / "llama-1b-q8_0.gguf"
+    )
     assert path(tmp_path, "openvino", "target") == tmp_path / "openvino" / "target-bf16"
     assert path(tmp_path, "vllm", "llama-1b") == tmp_path / "llama-1b"
     for peer in peers.jobs.PEERS.values():

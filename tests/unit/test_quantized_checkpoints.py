@@ -15,7 +15,11 @@ from torch import Tensor
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ModelLoadError
+from draftwise.kernels.cpu.linear import _say_slow
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from draftwise.quantization.checkpoint import parse_checkpoint_format
 
@@ -265,13 +269,45 @@ def test_what_is_not_supported_is_named(description: Any, part: str) -> None:
 
 def test_errors_of_a_folder_name_it(tmp_path: Path) -> None:
     quantized, _ = write(tmp_path, "gptq")
-    with pytest.raises(ModelLoadError, match="quantised already"):
-        load_model(quantized, dtype=torch.bfloat16, device=CPU, quantization="int8")
+    for name in ("int8", "int4_g32", "fp8"):
+        with pytest.raises(
+            ModelLoadError, match=f"quantised already, as int4: quantization '{name}' is not for it"
+        ):
+            load_model(quantized, dtype=torch.bfloat16, device=CPU, quantization=name)
     config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"]["group_size"] = 48
     (quantized / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=r"quantized: groups of 48 do not divide 64"):
         load_model(quantized, dtype=torch.bfloat16, device=CPU, ops=TorchOps(torch.bfloat16, CPU))
+
+
+def _logits_of(model: DecoderModel) -> Tensor:
+    kv = KVStorage(model.kv_layout(), 8, 4, torch.bfloat16, CPU)
+    table = torch.arange(8, dtype=torch.int32).numpy()
+    with torch.inference_mode():
+        return model.forward_logits(build_step_input([RowInput([3, 9, 1, 7, 5], 0, table)], 4, CPU), kv)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fast", "slow"), [("gptq", "int4", "int4_weight_only"), ("w8a16", "int8", None)]
+)
+def test_rows_may_be_rounded_over_weights_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, fast: str, slow: str | None
+) -> None:
+    """A weight-only checkpoint in its fast form: codes as they are, rows and the output layer in eight bits."""
+    native_or_skip()
+    quantized, _ = write(tmp_path, kind)
+    _say_slow.cache_clear()
+    with caplog.at_level("WARNING", "draftwise"):
+        logits = {
+            name: _logits_of(load_model(quantized, dtype=torch.bfloat16, device=CPU, quantization=name))
+            for name in (None, fast, *([slow] if slow else []))
+        }
+    said = [r.message for r in caplog.records if "weight only" in r.message]
+    assert len(said) == 1 and "quantization=" in said[0]
+    scale = float(logits[None].abs().max())
+    for name in logits.keys() - {None}:
+        assert 0 < float((logits[name] - logits[None]).abs().max()) < 0.1 * scale
 
 
 def test_scattered_groups_are_found(tmp_path: Path) -> None:

@@ -37,7 +37,17 @@ def logits(folder: str, scheme: str, cache: Path | None, dtype: torch.dtype = to
         return model.forward_logits(build_step_input([RowInput([3, 9, 1, 7, 5], 0, table)], 4, CPU), kv)[1]
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int4", "int4_dynamic", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "int8_weight_only",
+        "int8_dynamic",
+        "int4_weight_only",
+        "int4_dynamic",
+        "int4_weight_only_g32",
+        "int4_dynamic_g128",
+    ],
+)
 def test_the_same_bits_written_and_read(folder: str, scheme: str, tmp_path: Path) -> None:
     """Of layers of 96 inputs, which hold no whole number of groups of 64 or 128, none is kept rounded."""
     want = logits(folder, scheme, None)
@@ -56,7 +66,7 @@ def test_other_weights_formats_and_dtypes_have_folders_of_their_own(folder: str,
         logits(folder, "int8_dynamic", cache),
         logits(other, "int8_dynamic", cache),
         logits(folder, "int8_dynamic", cache, torch.float32),
-        logits(folder, "int8", cache),
+        logits(folder, "int8_weight_only", cache),
     ]
     assert len(list(cache.iterdir())) == 4
     assert not torch.equal(results[0], results[1])

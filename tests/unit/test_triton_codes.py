@@ -112,7 +112,7 @@ def parts(layer: Linear) -> TritonLinear:
     return layer
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_dynamic", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["int8_weight_only", "int8_dynamic", "int4_weight_only", "fp8"])
 def test_layers_are_rounded_as_they_are_packed(name: str) -> None:
     scheme = parse_scheme(name)
     assert scheme.name == name

@@ -22,7 +22,7 @@ from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.probe import Probe
 from draftwise.quantization.scheme import Scheme, parse_scheme
 
-FORMATS = ("bfloat16", "int8", "int8_dynamic", "int4", "int4_dynamic", "float32")
+FORMATS = ("bfloat16", "int8", "int4", "int8_weight_only", "int4_weight_only", "float32")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftwise import LLM
 
-FORMATS = ("none", "int8", "int8_dynamic", "int4_g32", "int4", "int4_g128", "int4_dynamic")
+FORMATS = ("none", "int8", "int8_weight_only", "int4_g32", "int4", "int4_g128", "int4_weight_only")
 
 
 @dataclass(frozen=True, slots=True)

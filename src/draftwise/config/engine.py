@@ -13,7 +13,7 @@ from draftwise.config.graphs import LARGEST, SIZES, GraphOptions, compilation, g
 from draftwise.config.limits import RequestLimits
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError
-from draftwise.quantization.scheme import parse_scheme
+from draftwise.quantization.scheme import checked_name
 
 _DTYPE_ALIASES = {
     "half": "float16",
@@ -40,8 +40,8 @@ def device_name(name: str, value: Any) -> str:
 
 
 def _quantization(name: str, value: Any) -> str:
-    """A weight format, in its canonical spelling."""
-    return parse_scheme(to.string(name, value), name).name
+    """The name of a weight format."""
+    return checked_name(to.string(name, value), name)
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -107,7 +107,8 @@ class EngineConfig:
     quantization: str | None = option(
         None,
         _quantization,
-        "weights in int8, int8_dynamic, int4, int4_dynamic or, on CUDA, fp8 (as the checkpoint has them)",
+        "weights in int8, int4 or, on CUDA, fp8 (as the checkpoint has them); activations are rounded, too, but for "
+        "int8_weight_only and int4_weight_only",
     )
     batch_invariant: bool = option(
         False,

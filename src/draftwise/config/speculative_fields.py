@@ -10,12 +10,12 @@ from draftwise.config.heads import sorted_choices
 from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.errors import ConfigError
 from draftwise.names import MAX_TREE_NODES
-from draftwise.quantization.scheme import parse_scheme
+from draftwise.quantization.scheme import checked_name
 
 
 def weight_format(name: str, value: Any) -> str:
     """A weight format, in its canonical spelling."""
-    return parse_scheme(to.string(name, value), name).name
+    return checked_name(to.string(name, value), name)
 
 
 def ranges(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:

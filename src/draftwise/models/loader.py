@@ -22,7 +22,7 @@ from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
-from draftwise.quantization.scheme import parse_scheme
+from draftwise.quantization.scheme import DEFAULT_GROUP, Scheme, parse_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLOAT_NAMES = frozenset({"F64", "F32", "BF16", "F16"})
@@ -66,7 +66,9 @@ def load_model(
         dtype: float32, bfloat16 or float16; None: what ``config.json`` says (float32 if it says nothing).
         trust_remote_code: accepted for the tokenizer's sake; models are never run from a checkpoint's own code.
         max_model_len: see `load_config`.
-        quantization: a format of `quantization.scheme` that linear layers are rounded to; None: none.
+        quantization: a format of `quantization.scheme` that linear layers are rounded to; None: none. With a
+            checkpoint that has weights of so many bits, it says whether rows are rounded, too, and rounds the output
+            layer.
         quantization_cache: folder in which rounded weights are kept, see `models.rounded`; None: they are not.
         batch_invariant: a row's bits may not depend on the rows computed with it; see `kernels.select.default_ops`.
         ops: the kernels to run on; None: `kernels.select.default_ops`.
@@ -78,16 +80,16 @@ def load_model(
     folder = resolve_path(path, revision)
     config, cls = _read_config(folder, max_model_len)
     layout = _checkpoint_format(folder)
-    if layout is not None and quantization is not None:
-        raise ModelLoadError(f"{folder} is quantised already: quantization {quantization!r} is not for it")
     chosen = dtype or _config_dtype(config, folder)
     if chosen not in _DTYPES.values():
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
-    scheme = parse_scheme(quantization) if quantization else None
+    scheme = parse_scheme(quantization, device=device.type) if quantization else None
+    if layout is not None and scheme is not None:
+        _check_scheme(folder, layout, scheme, quantization)
     if ops is None:
         ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant)
     entries, plan, model = _declare(folder, config, cls, chosen, device, layout, ops)
-    if scheme is not None and quantization_cache is not None:
+    if scheme is not None and quantization_cache is not None and layout is None:
         kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)
         if kept is not None:
             layout = _checkpoint_format(kept)
@@ -100,6 +102,20 @@ def load_model(
             raise ModelLoadError(f"{folder}: {error}") from error
         assert not plan.targets, f"never filled: {sorted(plan.targets)[:4]}"
         return _recorded(model, ops)
+
+
+def _check_scheme(folder: Path, layout: CheckpointFormat, scheme: Scheme, name: str | None) -> None:
+    """``quantization=`` of a checkpoint that is quantised already may say that rows are rounded, too: its weights stay
+    as they are. Raises ModelLoadError where it asks for other weights."""
+    rounds_less = layout.dynamic and not scheme.dynamic
+    if (
+        scheme.floats
+        or layout.bits != scheme.bits
+        or rounds_less
+        or scheme.group not in (None, DEFAULT_GROUP)
+    ):
+        form = "fp8" if layout.bits is None else f"int{layout.bits}" + ("_dynamic" if layout.dynamic else "")
+        raise ModelLoadError(f"{folder} is quantised already, as {form}: quantization {name!r} is not for it")
 
 
 def _declare(

@@ -39,6 +39,9 @@ class CheckpointFormat(ABC):
     dynamic = False
     """Whether rows are quantised as they come: to int8, those of fp8 weights to fp8."""
 
+    bits: int | None
+    """Of a weight's integer code; None: weights are no integers."""
+
     @property
     @abstractmethod
     def marker(self) -> str:
@@ -75,6 +78,7 @@ class AwqFormat(CheckpointFormat):
     """AutoAWQ, 4 bits, layout "gemm". Lin et al. 2023, "AWQ: Activation-aware Weight Quantization"."""
 
     group_size: int  # -1: all inputs
+    bits = 4
     marker = ".qweight"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
@@ -102,6 +106,7 @@ class GptqFormat(CheckpointFormat):
 
     group_size: int  # -1: all inputs
     zero_offset: int  # 1: zero points are stored less one (every writer but "gptq_v2")
+    bits = 4
     marker = ".qweight"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
@@ -175,6 +180,7 @@ class Int8Format(CheckpointFormat):
     """compressed-tensors "int-quantized": w8a8 with a scale per output and dynamic scales per token."""
 
     dynamic = True
+    bits = 8
     marker = ".weight_scale"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
@@ -195,6 +201,7 @@ class Fp8Format(CheckpointFormat):
     """
 
     dynamic = True
+    bits = None
     marker = ".weight_scale"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:

@@ -123,7 +123,7 @@ def _engine(rng: random.Random, kernels: str, family: str, world: World) -> dict
             if rng.random() < 0.15:
                 spec["max_model_len"] = rng.randint(8, 40)
             if dtype == "bfloat16" and rng.random() < 0.15:
-                spec["quantization"] = rng.choice(["int8", "int8_dynamic"])
+                spec["quantization"] = rng.choice(["int8", "int8_weight_only"])
     options: dict[str, Any] = {
         "device": "cpu",
         "dtype": dtype,
@@ -141,7 +141,7 @@ def _engine(rng: random.Random, kernels: str, family: str, world: World) -> dict
         "speculative_config": specs,
     }
     if native and rng.random() < 0.3:
-        options["quantization"] = rng.choice(["int8", "int8_dynamic", "int4_g32", "int4_dynamic_g32"])
+        options["quantization"] = rng.choice(["int8", "int8_weight_only", "int4_g32", "int4_weight_only_g32"])
         options["dtype"] = "bfloat16"
     if native and rng.random() < 0.4:
         options["kv_cache_dtype"] = rng.choice(["float32", "bfloat16", "float16", "int8"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
+import logging
 import math
 
 import torch
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.checks import require
-from draftwise.kernels.cpu.library import NativeLibrary, release_with
+from draftwise.kernels.cpu.library import Isa, NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
+
+logger = logging.getLogger("draftwise")
 
 _I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
 
@@ -74,6 +78,7 @@ class LinearKernels:
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self.pool = pool
+        self._library = library
         self._pack = library.function(
             "dw_linear_pack", _PTR, [_PTR, _INT, _PTR, _I64, _PTR, _I64, _I64, _INT]
         )
@@ -149,6 +154,8 @@ class LinearKernels:
         scales = weight.scales.to(torch.float32).contiguous()
         zeros = None if weight.zeros is None else weight.zeros.to(torch.uint8).contiguous()
         wide = None if bias is None else bias.to(torch.float32).contiguous()
+        if not dynamic and self._library.isa is not Isa.AMX:
+            _say_slow()
         if weight.bits == 8:
             code = Format.I8_DYNAMIC if dynamic else Format.I8
             # only sign and magnitude of seven bits fit where rows are not quantised
@@ -228,3 +235,13 @@ class LinearKernels:
             epilogue,
         )
         return out
+
+
+@functools.cache
+def _say_slow() -> None:
+    """Once per process."""
+    logger.warning(
+        "quantised weights meet rows as they are (weight only): several rows at once, as in verification, batches and "
+        "prompts, take 1.5 times as long, or longer, as with quantization='int8' or 'int4', which round rows to int8; "
+        "`draftwise bench quality` shows what that costs"
+    )

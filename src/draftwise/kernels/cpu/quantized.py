@@ -38,7 +38,7 @@ class QuantizedOps(NativeOps):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        # weights that were rounded to the scheme before and come back from disk
+        # weights that have this form already, or were rounded to it before and come back from disk
         return super().pack_quantized(weight, bias, dynamic=dynamic or self.scheme.dynamic, paired=paired)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

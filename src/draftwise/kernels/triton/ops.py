@@ -61,9 +61,7 @@ class TritonOps(AttendingOps):
         scheme: Scheme | None = None,
     ) -> None:
         if scheme is not None and scheme.bits == 4 and scheme.dynamic:
-            raise ConfigError(
-                f"quantization: {scheme.name} is for CPUs; on a GPU use int4, int8_dynamic or fp8"
-            )
+            raise ConfigError(f"quantization: {scheme.name} is for CPUs; on a GPU use int4, int8 or fp8")
         super().__init__(dtype, device, attention or TritonAttention())
         self._tiling = tiling or LinearTiling()
         self._batch_invariant = batch_invariant
@@ -94,7 +92,8 @@ class TritonOps(AttendingOps):
         if not can_pack(weight):  # the products are those of floats
             values = weight.dequantize().to(dtype=self._dtype, device=self._device)
             return self._pack(values, bias, None)
-        dynamic = dynamic and weight.bits == 8
+        # weights that have this form already, or were rounded to it before and come back from disk
+        dynamic = (dynamic or (self._scheme is not None and self._scheme.dynamic)) and weight.bits == 8
         invariant = self._batch_invariant
         return pack_quantized(weight, bias, self._tiling, self._device, dynamic=dynamic, invariant=invariant)
 

@@ -112,7 +112,7 @@ def target_link(
         shared = target.shared_weights()
     except NotImplementedError as error:
         raise ConfigError(f"draft heads: {error}") from error
-    ops = default_ops(dtype, device, parse_scheme(quantization) if quantization else None)
+    ops = default_ops(dtype, device, parse_scheme(quantization, device=device.type) if quantization else None)
     if not isinstance(shared.ops, type(ops)) and not isinstance(ops, type(shared.ops)):
         ops = shared.ops  # somebody chose the target's kernels: its output layer is packed for those
     config = target.config
