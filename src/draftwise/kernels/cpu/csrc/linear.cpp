@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "boundary.h"
+#include "compiler.h"
 #include "isa.h"
 #include "linear_weights.h"
 #include "memory.h"
@@ -71,11 +72,11 @@ void scatter_four(const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps,
   for (int64_t b = 0; b < blocks; ++b) {
     Four r0 = load_four(rows[0] + b * 16), r1 = load_four(rows[1] + b * 16);
     Four r2 = load_four(rows[2] + b * 16), r3 = load_four(rows[3] + b * 16);
-    Four low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
-    Four low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5), high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
-    Four columns[4] = {__builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
-                       __builtin_shufflevector(high01, high23, 0, 1, 4, 5),
-                       __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
+    Four low01 = DW_SHUFFLE(r0, r1, 0, 4, 1, 5), high01 = DW_SHUFFLE(r0, r1, 2, 6, 3, 7);
+    Four low23 = DW_SHUFFLE(r2, r3, 0, 4, 1, 5), high23 = DW_SHUFFLE(r2, r3, 2, 6, 3, 7);
+    Four columns[4] = {DW_SHUFFLE(low01, low23, 0, 1, 4, 5), DW_SHUFFLE(low01, low23, 2, 3, 6, 7),
+                       DW_SHUFFLE(high01, high23, 0, 1, 4, 5),
+                       DW_SHUFFLE(high01, high23, 2, 3, 6, 7)};
     for (int i = 0; i < 4; ++i) std::memcpy(&packed[(b * 4 + i) * height], &columns[i], 16);
   }
   for (int r = 0; r < 4; ++r)

@@ -12,7 +12,7 @@ constexpr int64_t kAhead = 128;  // units (128 bytes each) that are prefetched a
 // Into the second-level cache: measured in bfloat16, eight rows then cost what one row costs instead of 1.3 times as much; other
 // formats gain little or nothing. Presumably the few miss buffers of the first level do not cover the latency of memory. From
 // the second to the first level the processor's own prefetcher is enough.
-constexpr _mm_hint kInto = _MM_HINT_T2;
+constexpr auto kInto = _MM_HINT_T2;
 
 // Where weights come from: read at `w`, prefetched ahead of it, in the end from what will be read after this tile.
 template <int P>

@@ -111,6 +111,14 @@ void TreeDraft::feed(int node) {
   open_.push_back(node);
 }
 
+// Earlier ones first among equals: parents come before their children. Scores are numbers (`best_tokens`).
+void TreeDraft::sort_best_first(std::vector<int>& order) const {
+  std::sort(order.begin(), order.end(), [&](int a, int b) {
+    const float x = nodes_[(size_t)a].score, y = nodes_[(size_t)b].score;
+    return x != y ? x > y : a < b;
+  });
+}
+
 bool TreeDraft::next_level() {
   const std::vector<int> before = open_;
   open_.clear();
@@ -132,8 +140,7 @@ bool TreeDraft::next_level() {
   }
   std::vector<int> order((size_t)((int)nodes_.size() - level_first_));
   std::iota(order.begin(), order.end(), level_first_);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return nodes_[(size_t)a].score > nodes_[(size_t)b].score; });
+  sort_best_first(order);
   if (order.size() > (size_t)wish_->top_k) order.resize((size_t)wish_->top_k);
   for (int node : order)
     if (nodes_[(size_t)node].score > least && fed_ < MAX_TREE_ROWS) feed(node);
@@ -146,9 +153,7 @@ int TreeDraft::finish(int32_t* tokens, int32_t* parents) const {
   if (is_static()) {
     order.erase(std::remove_if(order.begin(), order.end(), [&](int i) { return token(i) < 0; }), order.end());
   } else {
-    // Best first, earlier ones among equals: parents come before their children.
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int a, int b) { return nodes_[(size_t)a].score > nodes_[(size_t)b].score; });
+    sort_best_first(order);
     if (order.size() > (size_t)wish_->nodes) order.resize((size_t)wish_->nodes);
   }
   std::vector<int32_t> place(nodes_.size(), -1);

@@ -79,6 +79,7 @@ class TreeDraft {
   void feed(int node);
   void take_static(int node, const std::vector<Candidate>& best);
   void take_dynamic(int node, const std::vector<Candidate>& best);
+  void sort_best_first(std::vector<int>& order) const;
 
   const TreeWish* wish_;
   int64_t vocab_;

@@ -15,6 +15,7 @@
 #include <immintrin.h>
 #endif
 
+#include "compiler.h"
 #include "linear.h"
 
 // Vectors never cross a call: every function of the kernels that takes one is inlined.
@@ -241,13 +242,13 @@ DW_INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
 DW_INLINE void transpose(vf r[LANES]) {
   vf t[LANES];
 #define DW_PAIR(a, b, lo, hi)                                                                            \
-  lo = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);          \
-  hi = __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  lo = DW_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);          \
+  hi = DW_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
 #define DW_QUAD(a, b, lo, hi)                                                                            \
-  lo = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);          \
-  hi = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-#define DW_EVEN(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-#define DW_ODD(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+  lo = DW_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);          \
+  hi = DW_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+#define DW_EVEN(a, b) DW_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define DW_ODD(a, b) DW_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
   for (int i = 0; i < LANES; i += 2) { DW_PAIR(r[i], r[i + 1], t[i], t[i + 1]) }
   for (int i = 0; i < LANES; i += 4) {
     DW_QUAD(t[i], t[i + 2], r[i], r[i + 1])

@@ -1,0 +1,10 @@
+// What GCC (11 and later) and Clang (14 and later) spell in different ways.
+#pragma once
+
+// The lanes of two vectors, numbered through, in another order. `a` and `b` are of one type, and so is the result.
+// Example: DW_SHUFFLE(a, b, 0, 4, 1, 5) of vectors of four lanes is a[0], b[0], a[1], b[1].
+#if __has_builtin(__builtin_shufflevector)
+#define DW_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // GCC 11; a comparison has lanes of integers as wide as those that it compares
+#define DW_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) == (b)){__VA_ARGS__})
+#endif
