@@ -47,8 +47,20 @@ _MORE: dict[str, tuple[str, ...]] = {
     "draftwise.runner": (*_WHOLE_ENGINES, "tests/e2e/test_structured.py"),
     "draftwise.verify": ("tests/statistical/test_lossless.py", *_WHOLE_ENGINES),
     "draftwise.sampling": ("tests/unit/test_verify_rules.py", *_WHOLE_ENGINES),
-    "draftwise.propose": (*_WHOLE_ENGINES, "tests/e2e/test_trees.py", "tests/e2e/test_tree_drafting.py"),
-    "draftwise.propose.heads": ("tests/e2e/test_heads.py", "tests/e2e/test_mtp.py"),
+    "draftwise.propose": (
+        *_WHOLE_ENGINES,
+        "tests/e2e/test_trees.py",
+        "tests/e2e/test_tree_drafting.py",
+        "tests/e2e/test_every_method.py",
+        "tests/e2e/test_parallel_drafting.py",
+        "tests/e2e/test_drafter_storage.py",
+    ),
+    "draftwise.propose.heads": (
+        "tests/unit/test_mtp.py",
+        "tests/unit/test_medusa.py",
+        "tests/e2e/test_heads.py",
+        "tests/e2e/test_mtp.py",
+    ),
     "draftwise.engine": (*_WHOLE_ENGINES, "tests/e2e/test_async.py", "tests/e2e/test_async_scheduling.py"),
     "draftwise.structured": ("tests/e2e/test_structured.py", *_WHOLE_ENGINES),
 }
@@ -93,14 +105,18 @@ def source_of(module: str) -> Path:
 
 
 def tests_of(module: str, *, quick: bool = False) -> list[str]:
-    """Test files that import the module, by themselves or through fakes, then those that run it inside of engines.
-    ``quick``: unit tests alone."""
-    direct = [
-        str(file.relative_to(ROOT))
+    """Test files that import the module, by themselves or through fakes, those that import its neighbours (rules and
+    drafters are found by name), then those that run it inside of engines. ``quick``: unit tests alone."""
+    files = [
+        file
         for folder in (("unit",) if quick else ("unit", "e2e", "statistical", "parity"))
         for file in sorted((ROOT / "tests" / folder).glob("test_*.py"))
-        if module in _imported(file) and not any(word in file.name for word in _UNRELATED)
+        if not any(word in file.name for word in _UNRELATED)
     ]
+    package = module.rpartition(".")[0] + "."
+    importing = [file for file in files if module in _imported(file)]
+    importing += [file for file in files if any(name.startswith(package) for name in _imported(file))]
+    direct = [str(file.relative_to(ROOT)) for file in importing]
     more = [file for package in _MORE if f"{module}.".startswith(f"{package}.") for file in _MORE[package]]
     if quick:
         more = [file for file in more if file.startswith("tests/unit/")]
