@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -89,6 +90,19 @@ def _supports(compiler: Sequence[str], flags: Sequence[str]) -> bool:
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
+def _files_of(source: Path) -> list[Path]:
+    """A source and the headers beside it that it includes, by itself or through others, in the order of their names:
+    what else changes does not make it be compiled again. An include behind an #if counts, too."""
+    found, waiting = {source}, [source]
+    while waiting:
+        for name in re.findall(rb'^\s*#\s*include\s+"([^"]+)"', waiting.pop().read_bytes(), re.MULTILINE):
+            header = source.parent / name.decode()
+            if header not in found and header.is_file():
+                found.add(header)
+                waiting.append(header)
+    return sorted(found)
+
+
 def _isa_of(source: Path) -> str | None:
     suffix = source.stem.rpartition("_")[2]
     return suffix if suffix in ISA_FLAGS else None
@@ -143,7 +157,6 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
     x86 = platform.machine().lower() in {"x86_64", "amd64"}
     present = {isa: x86 and _supports(compiler, flags) for isa, flags in ISA_FLAGS.items()}
     common += [f"-DDW_HAVE_{isa.upper()}={int(there)}" for isa, there in present.items()]
-    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if present.get(_isa_of(path) or "", True)]
 
     def flags_of(source: Path) -> list[str]:
@@ -152,7 +165,8 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
 
     def digest_of(source: Path) -> str:
         how = repr((compiler, flags_of(source))).encode()
-        return hashlib.sha256(how + headers + source.read_bytes()).hexdigest()[:16]
+        read = b"".join(path.read_bytes() for path in _files_of(source))
+        return hashlib.sha256(how + read).hexdigest()[:16]
 
     # the library carries the digest of what it was made from: nothing to do if that did not change
     parts = repr([(path.name, digest_of(path)) for path in sources]).encode()
