@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
+from tests.fakes.attention_batches import Part, make_batch, slots_of
 from tests.native import forced_isa, native_or_skip
 from torch import Tensor
 
@@ -17,8 +16,6 @@ from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kv.storage import quantized
-from draftwise.models.inputs import tree_layout
-from draftwise.types import AttentionBatch
 
 SHAPES = [(4, 2, 64), (6, 2, 12), (8, 1, 128), (4, 4, 80), (40, 2, 16), (3, 3, 2)]  # Hq, Hkv, D
 TREE = (-1, -1, 0, 0, 1, 4, -1, 5)
@@ -32,54 +29,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
 
 def native(threads: int = 2) -> NativeAttention:
     return NativeAttention(native_or_skip(), ThreadPool(native_or_skip(), threads))
-
-
-@dataclass
-class Part:
-    """One request of a batch: ``tokens`` rows behind ``context`` committed ones; a tree's rows are root + nodes.
-
-    ``start``: of the tree, the first so many rows were stored by earlier passes. ``first``: first key that is seen.
-    """
-
-    context: int
-    rows: int
-    parents: Sequence[int] | None = None
-    start: int = 0
-    first: int = 0
-
-
-def make_batch(parts: Sequence[Part], block_size: int = 16, seed: int = 0) -> tuple[AttentionBatch, int]:
-    """Blocks are scattered; the second result is the number of slots that the storage needs."""
-    starts = np.concatenate(([0], np.cumsum([p.rows for p in parts]))).astype(np.int32)
-    blocks = [-(-(p.context + p.start + p.rows) // block_size) for p in parts]
-    order = np.random.default_rng(seed).permutation(sum(blocks) + 3).astype(np.int32)
-    tables = np.zeros((len(parts), max(blocks)), np.int32)
-    ancestors = np.zeros(int(starts[-1]), np.uint64)
-    used = 0
-    for r, part in enumerate(parts):
-        tables[r, : blocks[r]] = order[used : used + blocks[r]]
-        used += blocks[r]
-        if part.parents is not None:
-            masks = [1, *tree_layout(part.parents)[1]][part.start : part.start + part.rows]
-            ancestors[starts[r] : starts[r + 1]] = np.array(masks, np.uint64)
-    trees = np.array([p.parents is not None for p in parts])
-    batch = AttentionBatch(
-        query_start_np=starts,
-        context_len_np=np.array([p.context for p in parts], np.int32),
-        is_tree_np=trees,
-        block_tables_np=tables,
-        ancestors_np=ancestors if trees.any() else None,
-        block_size=block_size,
-        first_key_np=np.array([p.first for p in parts], np.int32) if any(p.first for p in parts) else None,
-        tree_start_np=np.array([p.start for p in parts], np.int32) if any(p.start for p in parts) else None,
-    )
-    return batch, (sum(blocks) + 3) * block_size
-
-
-def slots_of(batch: AttentionBatch, r: int, keys: int) -> np.ndarray:
-    at = np.arange(keys)
-    size = batch.block_size
-    return batch.block_tables_np[r, at // size].astype(np.int64) * size + at % size
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -330,3 +279,37 @@ def test_strided_queries() -> None:
     got = native().run(packed.narrow(1, 0, 4), (kv,), batch, num_kv_heads=2, scale=0.25)
     want = native().run(packed.narrow(1, 0, 4).contiguous(), (kv,), batch, num_kv_heads=2, scale=0.25)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("window", [None, 1300])
+@pytest.mark.parametrize(
+    "part", [Part(5000, 5), Part(4990, 9, TREE), Part(700, 9, TREE), Part(4500, 300)], ids=str
+)
+def test_cut_along_the_context_has_the_same_bits(part: Part, window: int | None) -> None:
+    """Chains, trees and chunks, for numbers of threads that cut at different partitions."""
+    batch, slots = make_batch([part])
+    q = random(part.rows, 4, 32, dtype=torch.bfloat16)
+    kv = random(slots, 4, 32, dtype=torch.bfloat16, seed=1)
+    alone = native(1).run(q, (kv,), batch, num_kv_heads=2, scale=0.2, window=window)
+    for threads in (2, 3, 8):
+        out = native(threads).run(q, (kv,), batch, num_kv_heads=2, scale=0.2, window=window)
+        assert torch.equal(out, alone), threads
+    want = ReferenceAttention().run(q.float(), (kv.float(),), batch, num_kv_heads=2, scale=0.2, window=window)
+    torch.testing.assert_close(alone.float(), want, rtol=2**-7, atol=1e-5)
+
+
+def test_rows_have_their_bits_wherever_their_tile_begins() -> None:
+    """In a window, a row's first partition is not its neighbours': alone, in pairs, and in a chunk."""
+    length, window = 3000, 700
+    q, entries = random(length, 4, 32), random(length, 4, 32, seed=1)
+
+    def run(start: int, rows: int) -> Tensor:
+        batch, slots = make_batch([Part(start, rows)], seed=rows)
+        kv = torch.full((slots, 4, 32), float("nan"))
+        kv[slots_of(batch, 0, start + rows)] = entries[: start + rows]
+        return native(3).run(q[start : start + rows], (kv,), batch, num_kv_heads=2, scale=0.2, window=window)
+
+    whole = run(0, length)
+    for start in (0, 698, 955, 1466, 1723, 2490, 2747):
+        for rows in (1, 2, 7, 40):
+            assert torch.equal(run(start, rows), whole[start : start + rows]), (start, rows)

@@ -7,7 +7,8 @@
 //   * a score is one float32 chain over the head's dimensions in order;
 //   * keys fall into partitions of PARTITION consecutive positions; within one, the maximum, the sum of exponentials
 //     (lane = position mod 16, then one tree) and the weighted sum of values (one chain in order of position);
-//   * partitions are merged in order, by the same formula whether one thread did them all or many.
+//   * partitions are merged in pairs, the results in pairs again, and so on: 0 with 1, 2 with 3, then (0, 1) with (2, 3).
+//     Partitions that a row does not see change nothing (attention_states.h).
 #pragma once
 
 #include <cstdint>
@@ -33,11 +34,6 @@ struct BatchView {
   int64_t table_stride;
   int32_t requests;
   int32_t block_size;
-
-  // Keys of a request behind its committed ones: its tree's rows of earlier passes, then its own rows.
-  int32_t own_keys(int r) const {
-    return query_start[r + 1] - query_start[r] + (tree_start != nullptr ? tree_start[r] : 0);
-  }
 };
 
 struct AttentionCall {
@@ -53,27 +49,48 @@ struct AttentionCall {
   float softcap;  // scores become cap * tanh(score / cap); 0: none
 };
 
-// Rows first .. first + count - 1 of one request.
-struct Tile {
+// Rows first .. first + count - 1 of one request, and the partitions [begin, end) that they see.
+struct QueryTile {
   int32_t request, first, count;
+  int32_t begin, end;
 };
 
-// One tile and key/value head over partitions [begin, end): with `partials`, the state of each partition goes there
-// ([end - begin][partial_floats]); without, [begin, end) is everything and the result goes to `out`.
+// One tile and key/value head over partitions [begin, end): all of the tile's, then the result goes to `out`, or some of them, then
+// states go to `partials` (attention_states.h).
 struct AttentionItem {
   const AttentionCall* call;
   const BatchView* batch;
-  Tile tile;
+  QueryTile tile;
   int32_t head;
   int32_t begin, end;
-  float* scratch;  // scratch_floats
-  float* partials;
-  int32_t next_request;  // whose keys this thread is likely to read next; -1: nobody else's
+  float* scratch;         // scratch_floats
+  float* partials;        // null: the item is whole
+  const QueryTile* next;  // of another request, whose keys this thread is likely to read next; or null
+};
+
+// Partitions [begin, end) of one item. A piece of a cut item leaves its states at `partial` (floats from the beginning of the
+// call's partials); -1: the item is whole.
+struct AttentionPiece {
+  int32_t item;  // tile * heads + head
+  int32_t begin, end;
+  int64_t partial;
+};
+
+// Pieces of one item that were written apart, for the query vectors [first, last) of the tile.
+struct AttentionMerge {
+  AttentionItem item;
+  const AttentionPiece* pieces;
+  int32_t count;
+  const float* partials;  // of the call
+  int32_t first, last;
 };
 
 struct AttentionKernels {
   void (*run)(const AttentionItem*);
-  void (*merge)(const AttentionItem*);  // partials of partitions [begin, end) -> out
+  void (*merge)(const AttentionMerge*);
+  // Scratch of one thread for tiles of `vectors` query vectors, over at most `partitions`.
+  int64_t (*scratch_floats)(const AttentionCall*, int vectors, int partitions);
+  int vectors;  // of a tile: rows times heads of a group
 };
 
 constexpr int KV_DTYPES = 4;  // every DType
@@ -90,28 +107,8 @@ extern const AttentionKernels attention_kernels_avx512vnni[2][KV_DTYPES];
 extern const AttentionKernels attention_kernels_avx512[2][KV_DTYPES];
 #endif
 
-int64_t attention_scratch_floats(const AttentionCall*, int tile_rows);
-int64_t attention_partial_floats(const AttentionCall*, int tile_rows);
-
-// One call, cut into tasks of two phases: the second one merges partitions, and is empty where they were not cut.
-struct AttentionRun {
-  const AttentionCall* call;
-  const BatchView* batch;
-  const AttentionKernels* kernels;
-  const Tile* tiles;
-  int num_tiles;
-  int tile_rows;
-  int splits;              // pieces that the partitions of a tile are cut into
-  int64_t partial_stride;  // floats of one (tile, head)
-  float* partials;
-  int tasks[2];
-  bool one_thread;  // too little work to share
-};
-
-// Cuts a call for `threads` threads; `serial`: products below which one thread does it alone. The run points to memory of the
-// calling thread, valid until its next plan.
-AttentionRun attention_plan(DType, const AttentionCall*, const BatchView*, int threads, int64_t serial);
-void attention_task(const AttentionRun*, int phase, int task);
+// The kernels that the current instruction set has for rows and a cache of these types.
+const AttentionKernels& attention_kernels(DType rows, int kv_dtype);
 
 void attention(Pool*, DType, const AttentionCall*, const BatchView*);
 

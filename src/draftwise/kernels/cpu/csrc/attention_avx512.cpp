@@ -1,2 +1,2 @@
 #define DW_TABLE attention_kernels_avx512
-#include "attention_impl.h"
+#include "attention_vectors.h"

@@ -6,6 +6,8 @@
 namespace dw {
 namespace {
 
+constexpr int GROUP = 4 * LANES;  // keys transposed at a time
+
 // A score is one chain of products over the head's dimensions: fused float32 products, or, where there is an
 // instruction for it, pairs of bfloat16 products. `steps` vectors of a tile hold one dimension (or pair) of 16 keys each.
 template <bool P>
@@ -108,37 +110,26 @@ void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_str
     score_block<P, 1, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
 }
 
-DW_INLINE void prefetch_rows(const void* base, int64_t stride, const int32_t* slots, int count, int bytes) {
-  for (int i = 0; i < count; i++)
-    for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)base + slots[i] * stride + b);
-}
-
-// Scores of all query vectors with `count` keys, to scores[m][0 .. count rounded up to 16).
+// Scores of all query vectors q [M][padded] with `count` keys, to scores[m][0 .. count rounded up to 16). `kt`: GROUP * padded.
 template <class T, class S>
-void score_keys(Work<T, S>& w, const int32_t* slots, int count, float* scores, int score_stride) {
+void score_keys(Work<T, S>& w, const float* q, float* kt, const int32_t* slots, int count, float* scores,
+                int score_stride) {
   constexpr bool P = PAIRS<T, S>;
   const int kt_stride = w.padded * LANES, steps = Dot<P>::steps(w.dim);
   for (int start = 0; start < count; start += GROUP) {
     int n = count - start < GROUP ? count - start : GROUP;
     int tiles = (n + LANES - 1) / LANES;
     for (int t = 0; t < tiles; t++) {
-      int left = n - t * LANES;
-      // Slots lie too far apart for the processor to guess: keys of the next but one tile, and the values of this one,
-      // which are read next.
-      const int at = start + t * LANES, ahead = at + 2 * LANES, bytes = w.dim * (int)sizeof(S);
-      const int64_t row_bytes = w.stride * (int64_t)sizeof(S);
-      if (ahead < count)
-        prefetch_rows(w.keys, row_bytes, slots + ahead, count - ahead < LANES ? count - ahead : LANES, bytes);
-      prefetch_rows(w.values, row_bytes, slots + at, left < LANES ? left : LANES, bytes);
-      w.fetch_ahead(LANES);
-      pack_tile<P>(w.keys, w.stride, slots + at, left < LANES ? left : LANES, w.dim, w.kt + t * kt_stride);
+      const int at = start + t * LANES, left = count - at;
+      w.fetch_soon(slots, at, count);
+      pack_tile<P>(w.keys, w.stride, slots + at, left < LANES ? left : LANES, w.dim, kt + t * kt_stride);
     }
     float* to = scores + start;
     switch (tiles) {
-      case 4: score_rows<P, 4>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
-      case 3: score_rows<P, 3>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
-      case 2: score_rows<P, 2>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride); break;
-      default: score_rows<P, 1>(w.q, w.padded, w.M, w.kt, kt_stride, steps, to, score_stride);
+      case 4: score_rows<P, 4>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
+      case 3: score_rows<P, 3>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
+      case 2: score_rows<P, 2>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
+      default: score_rows<P, 1>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride);
     }
     if (SCALED<S>) {
       for (int t = 0; t < tiles; t++) {

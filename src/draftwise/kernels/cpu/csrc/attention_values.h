@@ -73,12 +73,13 @@ void add_values_rows(const Work<T, S>& w, const float* p, const int32_t* slots, 
   for (; d < w.dim; d += LANES) add_values<T, S, R, 1>(w, p, slots, lo, hi, d, w.dim - d, acc);
 }
 
-// R query vectors over their keys [lo[r], hi[r]) of the partition; those below `plain` are common to all.
+// R query vectors over the keys that they see in the partition; those below `plain` are common to all.
 template <class T, class S, int R>
-DW_INLINE void weigh_rows(Work<T, S>& w, int m, const int* lo, const int* hi, int plain, const int32_t (*own)[MAX_TREE_ROWS],
-                          int own_base) {
-  float* acc = w.acc + m * w.padded;
-  const float* p = w.scores + m * PARTITION;
+DW_INLINE void weigh_rows(const Work<T, S>& w, int m, float* acc) {
+  acc += m * w.padded;
+  const float* p = w.at.scores + m * PARTITION;
+  const int32_t *lo = w.at.lo + m, *hi = w.at.hi + m;
+  const int plain = w.plain, own_base = w.rows.context - w.base;
   // All see [from, to); before and behind it each has keys that another lacks.
   int from = 0, to = plain;
   for (int r = 0; r < R; r++) {
@@ -88,17 +89,17 @@ DW_INLINE void weigh_rows(Work<T, S>& w, int m, const int* lo, const int* hi, in
   if (from > plain) from = plain;  // a window may begin among a tree's own rows
   if (to < from) to = from;
   auto alone = [&](int r, int a, int b) {
-    add_values_rows<T, S, 1>(w, p + r * PARTITION, w.slots, a, b, acc + r * w.padded);
+    add_values_rows<T, S, 1>(w, p + r * PARTITION, w.at.slots, a, b, acc + r * w.padded);
   };
   for (int r = 0; r < R; r++) alone(r, lo[r], hi[r] < from ? hi[r] : from);
-  add_values_rows<T, S, R>(w, p, w.slots, from, to, acc);
+  add_values_rows<T, S, R>(w, p, w.at.slots, from, to, acc);
   for (int r = 0; r < R; r++) {
     alone(r, lo[r] > to ? lo[r] : to, hi[r] < plain ? hi[r] : plain);
     int a = lo[r] > plain ? lo[r] : plain;
     if (a < hi[r]) {
       // key j of the partition is entry j - own_base of the row's own path
-      add_values_rows<T, S, 1>(w, p + r * PARTITION + own_base, own[(m + r) / w.group], a - own_base, hi[r] - own_base,
-                               acc + r * w.padded);
+      add_values_rows<T, S, 1>(w, p + r * PARTITION + own_base, w.at.path_slots + (m + r) / w.group * MAX_TREE_ROWS,
+                               a - own_base, hi[r] - own_base, acc + r * w.padded);
     }
   }
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_plan.h"
 #include "boundary.h"
 #include "ops.h"
 #include "team.h"
@@ -44,7 +45,7 @@ bool share_op(Team* team, const Program& program, const ProgramOp& op, const Pas
   }
   if (op.kind != OP_ATTENTION) return false;
   AttentionCall call = attention_call(program, op, pass);
-  AttentionRun run = attention_plan((DType)op.dtype, &call, &pass.batch, threads, TEAM_ATTENTION);
+  AttentionRun run = attention_plan((DType)op.dtype, &call, &pass.batch, threads, 1, TEAM_ATTENTION);
   struct Phase {
     const AttentionRun* run;
     int number;
