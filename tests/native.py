@@ -1,4 +1,7 @@
-"""The native library for tests: built when it is missing or its sources changed, skipped without a compiler."""
+"""The native library for tests: built when it is missing or its sources changed, skipped without a compiler.
+
+``DRAFTWISE_TEST_ARM`` = a processor that qemu knows: the library built for ARM, on that processor (`tests.arm.remote`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from contextlib import contextmanager
 import pytest
 
 from draftwise.kernels.cpu import build as builder
+from draftwise.kernels.cpu import library as loader
 from draftwise.kernels.cpu.library import LIBRARY_VARIABLE, Isa, NativeLibrary, native_library, why_not_native
+from tests.arm import remote
+
+ARM_VARIABLE = "DRAFTWISE_TEST_ARM"
 
 
 @functools.cache
@@ -26,6 +33,8 @@ def _build() -> str | None:
 
 def native_or_skip() -> NativeLibrary:
     """The library; skips the test without a compiler. A compiler that fails on our sources is a failure."""
+    if os.environ.get(ARM_VARIABLE):
+        return _arm_or_skip(os.environ[ARM_VARIABLE])
     if not os.environ.get(LIBRARY_VARIABLE):
         try:
             builder.find_compiler()
@@ -38,11 +47,20 @@ def native_or_skip() -> NativeLibrary:
     return library
 
 
+def _arm_or_skip(cpu: str) -> NativeLibrary:
+    reason = remote.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    library = remote.library(cpu)
+    loader._loaded = lambda: library  # for whoever asks the package
+    return library
+
+
 @contextmanager
 def forced_isa(isa: Isa) -> Iterator[None]:
     """Kernels run on this instruction set inside; skips the test where the processor lacks it."""
     library = native_or_skip()
-    if isa not in (*library.isas, Isa.EMULATED):
+    if not library.supports(isa):
         pytest.skip(f"this processor has no {isa.name}")
     before = library.isa
     library.use_isa(isa)

@@ -3,7 +3,7 @@
 This file imports nothing of the package, so that ``setup.py`` can use it before the package can be imported. Every
 source in ``csrc/`` is compiled on its own: ``*_avx512.cpp``, ``*_avx2.cpp`` and so on with the flags of that
 instruction set (and only where the compiler has them), the others for the platform's baseline. The choice is made at
-run time.
+run time. The platform is the compiler's: ``CXX=aarch64-linux-gnu-g++`` makes a library for ARM on any machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -44,7 +43,14 @@ ISA_FLAGS = {
     "avx512vnni": _AVX512VNNI,
     "avx512": _AVX512,
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # told by the flags; tiles.h writes assembly
+    "emulated": (),  # AMX on computed tiles
+    "neon": (),  # every ARM of 64 bits has it
+    "dotprod": ("-march=armv8.2-a+dotprod",),
+    "i8mm": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
 }  # fmt: skip
+_ARM = {"neon", "dotprod", "i8mm"}
+_X86_PROBE = "#include <immintrin.h>\n"
+_ARM_PROBE = "#if !defined(__aarch64__)\n#error another processor\n#endif\n#include <arm_neon.h>\n"
 
 
 class BuildError(Exception):
@@ -81,12 +87,13 @@ def _run(command: Sequence[str]) -> None:
         print(done.stderr.rstrip(), file=sys.stderr)
 
 
-def _supports(compiler: Sequence[str], flags: Sequence[str]) -> bool:
-    """Whether the compiler makes code with these flags (an old one may lack AVX512-BF16; one for ARM lacks all)."""
+def _supports(compiler: Sequence[str], isa: str) -> bool:
+    """Whether the compiler makes code of an instruction set (an old one may lack AVX512-BF16; one for ARM has none of
+    Intel's)."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
-        source.write_text("#include <immintrin.h>\nint main() { return 0; }\n")
-        command = [*compiler, *flags, "-c", str(source), "-o", str(Path(folder, "probe.o"))]
+        source.write_text((_ARM_PROBE if isa in _ARM else _X86_PROBE) + "int main() { return 0; }\n")
+        command = [*compiler, *ISA_FLAGS[isa], "-c", str(source), "-o", str(Path(folder, "probe.o"))]
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -108,7 +115,9 @@ def _isa_of(source: Path) -> str | None:
     return suffix if suffix in ISA_FLAGS else None
 
 
-def build(target: Path, objects: Path | None = None, *, sanitize: str | None = None) -> Path:
+def build(
+    target: Path, objects: Path | None = None, *, sanitize: str | None = None, compiler: str | None = None
+) -> Path:
     """Compile and link.
 
     Args:
@@ -116,6 +125,7 @@ def build(target: Path, objects: Path | None = None, *, sanitize: str | None = N
         objects: Folder for object files, kept: sources that did not change are not compiled again. None: a
             temporary one.
         sanitize: ``"address"`` or ``"thread"`` for an instrumented library.
+        compiler: The command; None: `find_compiler`.
 
     Returns:
         ``target``.
@@ -123,12 +133,12 @@ def build(target: Path, objects: Path | None = None, *, sanitize: str | None = N
     Raises:
         BuildError: No compiler, or it failed.
     """
-    compiler = shlex.split(find_compiler())
+    command = shlex.split(compiler or find_compiler())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if objects is None else objects
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
-            return _build(compiler, target, folder, sanitize)
+            return _build(command, target, folder, sanitize)
 
 
 @contextmanager
@@ -154,8 +164,7 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
     common = [*COMMON_FLAGS]
     if sanitize:
         common += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"]
-    x86 = platform.machine().lower() in {"x86_64", "amd64"}
-    present = {isa: x86 and _supports(compiler, flags) for isa, flags in ISA_FLAGS.items()}
+    present = {isa: _supports(compiler, isa) for isa in ISA_FLAGS}
     common += [f"-DDW_HAVE_{isa.upper()}={int(there)}" for isa, there in present.items()]
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if present.get(_isa_of(path) or "", True)]
 

@@ -8,9 +8,10 @@ nobody built one (no compiler, say), and models run on plain torch with a warnin
 How calls fail is said in errno (``csrc/boundary.h``) and raised here: MemoryError; ValueError for arguments that a
 kernel refuses; else OSError.
 
-``DRAFTWISE_ISA`` = ``portable`` | ``avx2`` | ``avxvnni`` | ``avx512vnni`` | ``avx512`` | ``amx`` forces an instruction
-set that the processor has; without it, `levels` chooses. Results are the same bits for any batch on each of them, not
-across them. ``DRAFTWISE_CPU_LIBRARY`` names another build of the library, for example one with a sanitiser in it.
+``DRAFTWISE_ISA`` = ``portable`` | ``avx2`` | ``avxvnni`` | ``avx512vnni`` | ``avx512`` | ``amx``, on ARM ``portable`` |
+``neon`` | ``dotprod`` | ``i8mm``, forces an instruction set that the processor has; without it, `levels` chooses.
+Results are the same bits for any batch on each of them, not across them. ``DRAFTWISE_CPU_LIBRARY`` names another build
+of the library, for example one with a sanitiser in it.
 """
 
 from __future__ import annotations
@@ -42,16 +43,22 @@ class Isa(enum.IntEnum):
     AVX512VNNI = 3
     AVX512 = 4
     AMX = 5
-    EMULATED = 6  # AMX's kernels with computed tiles, for tests
+    NEON = 6  # ARM from here
+    DOTPROD = 7
+    I8MM = 8
+    EMULATED = 9  # AMX's kernels with computed tiles, for tests
 
 
 class NativeLibrary:
     """The loaded library. Functions are declared by who uses them, with `function`."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError if it was built from other sources, OSError if the system cannot load it."""
+    def __init__(self, path: Path, handle: Any = None) -> None:
+        """Raises ConfigError if it was built from other sources, OSError if the system cannot load it.
+
+        ``handle``: what has the functions, as a ``ctypes.CDLL`` has; tests call a library for another processor.
+        """
         self.path = path
-        self._handle = ctypes.CDLL(str(path), use_errno=True)
+        self._handle = ctypes.CDLL(str(path), use_errno=True) if handle is None else handle
         self._check_sources()
         self.best_isa = Isa(self.function("dw_isa_best", ctypes.c_int, [])())
         self._isa_supported = self.function("dw_isa_supported", ctypes.c_int, [ctypes.c_int])
@@ -84,7 +91,11 @@ class NativeLibrary:
     @property
     def isas(self) -> tuple[Isa, ...]:
         """What this processor and build offer, weakest first; without what is for tests."""
-        return tuple(isa for isa in Isa if isa is not Isa.EMULATED and self._isa_supported(int(isa)))
+        return tuple(isa for isa in Isa if isa is not Isa.EMULATED and self.supports(isa))
+
+    def supports(self, isa: Isa) -> bool:
+        """Whether this processor and build offer it, for use or for tests."""
+        return bool(self._isa_supported(int(isa)))
 
     @property
     def isa(self) -> Isa:

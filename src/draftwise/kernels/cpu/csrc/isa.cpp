@@ -10,6 +10,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif DW_ARM
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #endif
 
 namespace dw {
@@ -54,11 +60,40 @@ struct Features {
   }
 };
 
+#elif DW_ARM
+
+#if defined(__APPLE__)
+// Written after Apple's documentation, not tried.
+bool system_says(const char* name) {
+  int64_t value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+#endif
+
+// What the operating system says that the processor has. Where nobody knows how to ask, nothing but NEON.
+struct Features {
+  bool dotprod = false, i8mm = false;
+
+  Features() {
+#if defined(__linux__)
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    dotprod = first >> 20 & 1;                                    // HWCAP_ASIMDDP
+    i8mm = dotprod && (second >> 13 & 1) && (second >> 14 & 1);  // HWCAP2_I8MM, HWCAP2_BF16
+#elif defined(__APPLE__)
+    dotprod = system_says("hw.optional.arm.FEAT_DotProd");
+    i8mm = dotprod && system_says("hw.optional.arm.FEAT_I8MM") && system_says("hw.optional.arm.FEAT_BF16");
+#endif
+  }
+};
+
+#endif
+
+#if DW_X86 || DW_ARM
 const Features& features() {
   static const Features found;
   return found;
 }
-
 #endif
 
 }  // namespace
@@ -81,13 +116,24 @@ bool isa_supported(Isa isa) {
 #if DW_HAVE_AMX
     case ISA_AMX: return features().amx;
 #endif
+#if DW_HAVE_EMULATED
     case ISA_EMULATED: return true;
+#endif
+#if DW_HAVE_NEON
+    case ISA_NEON: return true;
+#endif
+#if DW_HAVE_DOTPROD
+    case ISA_DOTPROD: return features().dotprod;
+#endif
+#if DW_HAVE_I8MM
+    case ISA_I8MM: return features().i8mm;
+#endif
     default: return false;
   }
 }
 
 Isa isa_best() {
-  for (int isa = ISA_AMX; isa > ISA_PORTABLE; --isa)
+  for (int isa = ISA_I8MM; isa > ISA_PORTABLE; --isa)
     if (isa_supported(Isa(isa))) return Isa(isa);
   return ISA_PORTABLE;
 }
@@ -102,6 +148,9 @@ Isa isa_of_vectors() {
   switch (Isa isa = isa_current()) {
     case ISA_AVXVNNI: return ISA_AVX2;
     case ISA_AMX: return ISA_AVX512;
+    case ISA_NEON:  // part of ARM's baseline: the portable copy uses it
+    case ISA_DOTPROD:
+    case ISA_I8MM:
     case ISA_EMULATED: return ISA_PORTABLE;
     default: return isa;
   }

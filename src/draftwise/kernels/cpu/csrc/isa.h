@@ -14,6 +14,12 @@
 #define DW_X86 0
 #endif
 
+#if defined(__aarch64__) || defined(_M_ARM64)
+#define DW_ARM 1
+#else
+#define DW_ARM 0
+#endif
+
 #define DW_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace dw {
@@ -25,7 +31,10 @@ enum Isa : int {
   ISA_AVX512VNNI = 3,  // AVX-512 F, BW, DQ, VL and VNNI (Cascade Lake, Ice Lake)
   ISA_AVX512 = 4,      // with BF16 and VBMI besides (Zen 4, Sapphire Rapids and newer)
   ISA_AMX = 5,         // tiles of bfloat16 and int8 besides (Sapphire Rapids and newer)
-  ISA_EMULATED = 6,    // the kernels of AMX on tiles that are computed, the others portable: for tests, on any machine
+  ISA_NEON = 6,        // what every ARM processor of 64 bits has
+  ISA_DOTPROD = 7,     // and products of four bytes (FEAT_DotProd; Cortex-A76, Neoverse N1 and newer)
+  ISA_I8MM = 8,        // and products of small matrices of bytes, and of pairs of bfloat16 (FEAT_I8MM, FEAT_BF16; Neoverse V1, N2)
+  ISA_EMULATED = 9,    // the kernels of AMX on tiles that are computed, the others portable: for tests, on any x86 machine
 };
 
 Isa isa_best();            // the best that this processor and operating system offer

@@ -285,8 +285,22 @@ constexpr int64_t kSharedRows = 16;       // from so many rows on they are packe
 
 const LinearKernels& linear_kernels() {
   switch (isa_current()) {
+#if DW_HAVE_EMULATED
     case ISA_EMULATED:
       return linear_emulated;
+#endif
+#if DW_HAVE_NEON
+    case ISA_NEON:
+      return linear_neon;
+#endif
+#if DW_HAVE_DOTPROD
+    case ISA_DOTPROD:
+      return linear_dotprod;
+#endif
+#if DW_HAVE_I8MM
+    case ISA_I8MM:
+      return linear_i8mm;
+#endif
 #if DW_HAVE_AMX
     case ISA_AMX:
       return linear_amx;

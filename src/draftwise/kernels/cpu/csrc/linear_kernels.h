@@ -102,7 +102,18 @@ extern const LinearKernels linear_avx512;
 #if DW_HAVE_AMX
 extern const LinearKernels linear_amx;
 #endif
+#if DW_HAVE_NEON
+extern const LinearKernels linear_neon;
+#endif
+#if DW_HAVE_DOTPROD
+extern const LinearKernels linear_dotprod;
+#endif
+#if DW_HAVE_I8MM
+extern const LinearKernels linear_i8mm;
+#endif
+#if DW_HAVE_EMULATED
 extern const LinearKernels linear_emulated;
+#endif
 
 const LinearKernels& linear_kernels();  // of isa_current()
 

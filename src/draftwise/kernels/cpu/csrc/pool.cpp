@@ -186,6 +186,9 @@ void start_workers(Pool* pool, State* state) {
   s.workers.reserve(size_t(pool->threads - 1));
   sigset_t all, before;
   sigfillset(&all);
+  // But for those that a thread brings on itself: with them blocked the system ends the process before a handler (Python's
+  // faulthandler) can say where.
+  for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) sigdelset(&all, own);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to the program's own threads
   for (int thread = 1; thread < pool->threads; ++thread) {
     pthread_t id;
