@@ -11,6 +11,9 @@
 
 #include "linear_kernels.h"
 
+// Accumulators are registers only if loops over them are gone before the compiler looks at the array: GCC kept int8's in memory.
+#define DW_UNROLL _Pragma("GCC unroll 16")
+
 namespace dw {
 namespace {
 
@@ -34,27 +37,27 @@ void bytes_i8(const Tile& t, int panel, int part) {
   const int64_t stride = int64_t(kPanel) * t.panels;
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
   __m256i acc[R][2];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2; ++v)
+  DW_UNROLL for (int r = 0; r < R; ++r)
+    DW_UNROLL for (int v = 0; v < 2; ++v)
       // With VNNI the stored w + 128 are multiplied: what is too much stands in x_sums.
       acc[r][v] = t.load ? load_bits(sums + r * stride + v * 8) : _mm256_set1_epi32(kVnni ? x_sums[r] : 0);
   for (int64_t u = 0; u < t.units; ++u) {
     __m256i stored[2] = {load_bits(w), load_bits(w + 32)};
     _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
     if (kVnni) {
-      for (int r = 0; r < R; ++r) {
+      DW_UNROLL for (int r = 0; r < R; ++r) {
         __m256i row = _mm256_set1_epi32(int(x[r]));
-        for (int v = 0; v < 2; ++v) acc[r][v] = dot_unsigned(acc[r][v], stored[v], row);
+        DW_UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = dot_unsigned(acc[r][v], stored[v], row);
       }
     } else {
       __m256i sign[2], size[2];
-      for (int v = 0; v < 2; ++v) {
+      DW_UNROLL for (int v = 0; v < 2; ++v) {
         sign[v] = _mm256_xor_si256(stored[v], _mm256_set1_epi8(char(0x80)));
         size[v] = _mm256_abs_epi8(sign[v]);
       }
-      for (int r = 0; r < R; ++r) {
+      DW_UNROLL for (int r = 0; r < R; ++r) {
         __m256i row = _mm256_set1_epi32(int(x[r]));
-        for (int v = 0; v < 2; ++v) {
+        DW_UNROLL for (int v = 0; v < 2; ++v) {
           __m256i pairs = _mm256_maddubs_epi16(size[v], _mm256_sign_epi8(row, sign[v]));
           acc[r][v] = _mm256_add_epi32(acc[r][v], widen_pairs(pairs));
         }
@@ -63,8 +66,8 @@ void bytes_i8(const Tile& t, int panel, int part) {
     w += kUnitBytes;
     x += R;
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2; ++v)
+  DW_UNROLL for (int r = 0; r < R; ++r)
+    DW_UNROLL for (int v = 0; v < 2; ++v)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + r * stride + v * 8), acc[r][v]);
 }
 
@@ -82,23 +85,23 @@ void bytes_i4(const Tile& t, int panel, int part) {
     const uint8_t* w = at + header + part * 64;
     __m256i acc[R][2];
     // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) acc[r][v] = _mm256_set1_epi32(x_sums[r]);
+    DW_UNROLL for (int r = 0; r < R; ++r)
+      DW_UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = _mm256_set1_epi32(x_sums[r]);
     for (int left = t.group_units; left > 0; left -= kUnits) {
       __m256i pairs[R][2];
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < 2; ++v) pairs[r][v] = _mm256_setzero_si256();
+      DW_UNROLL for (int r = 0; r < R; ++r)
+        DW_UNROLL for (int v = 0; v < 2; ++v) pairs[r][v] = _mm256_setzero_si256();
       for (int u = left < kUnits ? left : kUnits; u > 0; --u) {
         _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
         __m256i low[2], high[2];
-        for (int v = 0; v < 2; ++v) {
+        DW_UNROLL for (int v = 0; v < 2; ++v) {
           __m256i bits = load_bits(w + v * 32);
           low[v] = _mm256_and_si256(bits, mask);
           high[v] = _mm256_and_si256(_mm256_srli_epi16(bits, 4), mask);
         }
-        for (int r = 0; r < R; ++r) {
+        DW_UNROLL for (int r = 0; r < R; ++r) {
           __m256i row = _mm256_set1_epi32(int(x[r])), next = _mm256_set1_epi32(int(x[R + r]));
-          for (int v = 0; v < 2; ++v) {
+          DW_UNROLL for (int v = 0; v < 2; ++v) {
             if (kVnni) {
               acc[r][v] = dot_unsigned(dot_unsigned(acc[r][v], low[v], row), high[v], next);
             } else {
@@ -111,13 +114,13 @@ void bytes_i4(const Tile& t, int panel, int part) {
         x += 2 * R;
       }
       if (!kVnni)
-        for (int r = 0; r < R; ++r)
-          for (int v = 0; v < 2; ++v) acc[r][v] = _mm256_add_epi32(acc[r][v], widen_pairs(pairs[r][v]));
+        DW_UNROLL for (int r = 0; r < R; ++r)
+          DW_UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = _mm256_add_epi32(acc[r][v], widen_pairs(pairs[r][v]));
     }
     __m256 values[R][2];
     float x_sum[R];
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < 2; ++v) values[r][v] = _mm256_cvtepi32_ps(acc[r][v]);
+    DW_UNROLL for (int r = 0; r < R; ++r) {
+      DW_UNROLL for (int v = 0; v < 2; ++v) values[r][v] = _mm256_cvtepi32_ps(acc[r][v]);
       x_sum[r] = float(x_sums[r]) * -0.125f;
     }
     end_span_group<V256, R>(t, sums, at, part, values, x_sum, g == 0 && !t.load);
