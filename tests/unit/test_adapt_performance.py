@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 
 import pytest
@@ -54,6 +55,21 @@ def test_sizes_in_between_are_interpolated() -> None:
         assert guess == pytest.approx(target(requests, rows, 100 * requests), rel=0.15)
     # A batch size that never ran, between two that did.
     assert model.target_time(32, 32, 3200) == pytest.approx(target(32, 32, 3200), rel=0.25)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_times_without_any_sense_are_survived(seed: int) -> None:
+    """A machine that is busy beyond all measure, and a clock that stands still: guesses are numbers all the same. (The
+    fit gives sizes a time of 0 here, which once ended the engine with a division by it.)"""
+    rng = random.Random(seed)
+    model = PerformanceModel()
+    for _ in range(200):
+        requests, nodes, lag = rng.choice([1, 2, 4, 8]), rng.choice([0, 1, 2, 4]), rng.choice([0, 0, 1, 64])
+        shape = StepShape(requests=requests, rows=requests * (1 + nodes), context=rng.choice([0, 100, 9000]))
+        model.observe_target(shape, 10 ** rng.uniform(-7, -1) * nodes)
+        model.observe_draft("m", requests, nodes, lag, False, 10 ** rng.uniform(-7, -1) * requests * nodes)
+        for time in (model.draft_time("m", 3, 2, lag), model.target_time(3, 9, 500)):
+            assert 0 <= time < math.inf
 
 
 def test_more_rows_never_cost_less() -> None:

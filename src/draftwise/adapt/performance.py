@@ -23,6 +23,8 @@ _REFIT = 256
 _HUBER = 0.25
 """Relative residual from which on a cell's pull on the fit grows no more: a sample may be wrong by a factor of ten."""
 _MAX_CELLS = 384
+_TICK = 1e-9
+"""Seconds, the least that a measurement counts as: a clock may stand still between two readings."""
 _PRIOR_WEIGHT = 0.05
 """Of the fit's prior, against one for a cell: it decides only where the cells say nothing."""
 
@@ -147,6 +149,7 @@ class TimeCurve:
 
     def observe(self, key: Key, features: tuple[float, ...], seconds: float) -> float:
         """One measurement; answers what such a step takes by now."""
+        seconds = max(seconds, _TICK)
         self._measurements += 1
         cell = self._cells.get(key)
         if cell is None:
@@ -198,10 +201,12 @@ class TimeCurve:
         """
         if self._known is None:
             cells = [
-                (k, c.median / self._formula(c.features)) for k, c in self._cells.items() if c.count >= _KNOWN
+                (k, c.median, self._formula(c.features)) for k, c in self._cells.items() if c.count >= _KNOWN
             ]
-            keys = np.array([k for k, _ in cells], np.float64).reshape(-1, 3)
-            self._known = keys, np.array([ratio for _, ratio in cells])
+            # Where steps took any time they liked, the fit can say 0 of a size: such a point says nothing about others.
+            cells = [cell for cell in cells if cell[2] > 0]
+            keys = np.array([k for k, _, _ in cells], np.float64).reshape(-1, 3)
+            self._known = keys, np.array([median / formula for _, median, formula in cells])
         keys_np, factors_np = self._known
         if not len(keys_np):
             return 1.0
