@@ -23,6 +23,8 @@ _REFIT = 256
 _HUBER = 0.25
 """Relative residual from which on a cell's pull on the fit grows no more: a sample may be wrong by a factor of ten."""
 _MAX_CELLS = 384
+_LEAST = 0.1
+"""Of the quickest step measured: no size takes less, though weights of 0 may fit times that make no sense."""
 _TICK = 1e-9
 """Seconds, the least that a measurement counts as: a clock may stand still between two readings."""
 _PRIOR_WEIGHT = 0.05
@@ -128,6 +130,7 @@ class TimeCurve:
         """``prior``: relative weights of the features before anything is known."""
         self._prior_np = np.asarray(prior, np.float64)
         self._weights: tuple[float, ...] | None = None
+        self._least = 0.0  # seconds, what the formula says at least
         self._speed = speed
         self._cells: dict[Key, _Cell] = {}
         self._measurements = 0
@@ -190,8 +193,7 @@ class TimeCurve:
         contexts, and many numbers of requests and rows."""
         if self._weights is None or features == cell.features:
             return 1.0
-        own = self._formula(cell.features)
-        return min(max(self._formula(features) / own, 0.5), 2.0) if own > 0 else 1.0
+        return min(max(self._formula(features) / self._formula(cell.features), 0.5), 2.0)
 
     def _factor(self, key: Key) -> float:
         """By how much the formula errs near a point: the mean of the measured points, the near ones above all.
@@ -201,12 +203,10 @@ class TimeCurve:
         """
         if self._known is None:
             cells = [
-                (k, c.median, self._formula(c.features)) for k, c in self._cells.items() if c.count >= _KNOWN
+                (k, c.median / self._formula(c.features)) for k, c in self._cells.items() if c.count >= _KNOWN
             ]
-            # Where steps took any time they liked, the fit can say 0 of a size: such a point says nothing about others.
-            cells = [cell for cell in cells if cell[2] > 0]
-            keys = np.array([k for k, _, _ in cells], np.float64).reshape(-1, 3)
-            self._known = keys, np.array([median / formula for _, median, formula in cells])
+            keys = np.array([k for k, _ in cells], np.float64).reshape(-1, 3)
+            self._known = keys, np.array([ratio for _, ratio in cells])
         keys_np, factors_np = self._known
         if not len(keys_np):
             return 1.0
@@ -220,7 +220,7 @@ class TimeCurve:
 
     def _formula(self, features: tuple[float, ...]) -> float:
         assert self._weights is not None
-        return sum(w * x for w, x in zip(self._weights, features, strict=True))
+        return max(self._least, sum(w * x for w, x in zip(self._weights, features, strict=True)))
 
     def _fit(self) -> None:
         cells = [cell for cell in self._cells.values() if cell.median > 0]
@@ -243,6 +243,7 @@ class TimeCurve:
             residual_np = np.maximum(residual_np, np.abs(1 / np.maximum(rows_np @ weights_np, 1e-9) - 1))
             pull_np = trust_np * np.minimum(1.0, _HUBER / np.maximum(residual_np, 1e-9))
         self._weights = tuple(weights_np.tolist())
+        self._least = float(value_np.min()) * _LEAST
 
     def as_list(self) -> list[list[Any]]:
         """Every measured point: [key, features, seconds, measurements]. For JSON."""
