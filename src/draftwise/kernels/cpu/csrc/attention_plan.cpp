@@ -1,13 +1,12 @@
 #include "attention_plan.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 #include <vector>
 
 #include "attention_blocks.h"
 #include "attention_rows.h"
 #include "boundary.h"
+#include "memory.h"
 
 namespace dw {
 namespace {
@@ -19,24 +18,10 @@ constexpr double NEAR = 0.1;                // of a task: borders that are neare
 
 int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 
-// Memory of one thread that grows and is kept.
-template <class T>
-struct Buffer {
-  T* data = nullptr;
-  int64_t size = 0;
-  T* at_least(int64_t count) {
-    if (count > size) {
-      free(data);
-      size = 0;
-      const int64_t bytes = padded((count + count / 2) * (int64_t)sizeof(T) + 64) / 64 * 64 + 64;
-      data = (T*)aligned_alloc(64, (size_t)bytes);
-      if (data == nullptr) throw std::bad_alloc();
-      size = count + count / 2;
-    }
-    return data;
-  }
-  ~Buffer() { free(data); }
-};
+// Room for so many; kernels may look at a vector more.
+float* floats_in(Scratch& memory, int64_t count) {
+  return static_cast<float*>(memory.reserve(size_t(count) * sizeof(float) + 64));
+}
 
 // What one item of a tile takes: `keys` from `low` on, each `per_key`.
 struct TileWork {
@@ -52,7 +37,7 @@ struct Memory {
   std::vector<int32_t> task_ends;
   std::vector<CutItem> cuts;
   std::vector<int64_t> loads;
-  Buffer<float> partials;
+  Scratch partials;
 };
 
 // What rows [first, first + count) see, at most: keys [low, high].
@@ -153,7 +138,7 @@ void place_partials(AttentionRun& run, Memory& memory) {
 }
 
 AttentionItem item_of(const AttentionRun& run, int index) {
-  static thread_local Buffer<float> scratch;
+  static thread_local Scratch scratch;
   AttentionItem item{};
   item.call = run.call;
   item.batch = run.batch;
@@ -162,7 +147,7 @@ AttentionItem item_of(const AttentionRun& run, int index) {
   item.begin = item.tile.begin;
   item.end = item.tile.end;
   const int group = run.call->num_heads / run.call->num_kv_heads;
-  item.scratch = scratch.at_least(run.kernels->scratch_floats(run.call, run.tile_rows * group, run.most_partitions));
+  item.scratch = floats_in(scratch, run.kernels->scratch_floats(run.call, run.tile_rows * group, run.most_partitions));
   return item;
 }
 
@@ -236,7 +221,7 @@ AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchV
   run.tasks[0] = int(memory.task_ends.size());
   if (!memory.cuts.empty()) {
     const int cuts = int(memory.cuts.size());
-    run.partials = memory.partials.at_least(run.partial_floats);
+    run.partials = floats_in(memory.partials, run.partial_floats);
     run.merge_ways = std::min(run.tile_rows * group, (threads + cuts - 1) / cuts);
     run.tasks[1] = cuts * run.merge_ways;
   }

@@ -1,5 +1,12 @@
-// What GCC (11 and later) and Clang (14 and later) spell in different ways.
+// What GCC (11 and later) and Clang (14 and later) spell in different ways, and what libraries of different systems want.
 #pragma once
+
+// Before a function that Python calls.
+#if defined(_WIN32)
+#define DW_EXPORT extern "C" __declspec(dllexport)
+#else
+#define DW_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 
 // The lanes of two vectors, numbered through, in another order. `a` and `b` are of one type, and so is the result.
 // Example: DW_SHUFFLE(a, b, 0, 4, 1, 5) of vectors of four lanes is a[0], b[0], a[1], b[1].

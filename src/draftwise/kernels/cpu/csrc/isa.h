@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "compiler.h"
+
 #if defined(__x86_64__) || defined(_M_X64)
 #define DW_X86 1
 #else
@@ -19,8 +21,6 @@
 #else
 #define DW_ARM 0
 #endif
-
-#define DW_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace dw {
 

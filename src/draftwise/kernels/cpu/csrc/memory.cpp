@@ -1,13 +1,11 @@
 #include "memory.h"
 
-#include <pthread.h>
-#include <sys/mman.h>
-
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
+
+#include "system.h"
 
 namespace dw {
 namespace {
@@ -27,7 +25,7 @@ struct Slab {
 std::mutex g_mutex;  // held across a fork, so that the child finds it free and what it guards whole
 
 __attribute__((constructor)) void survive_forks() {
-  pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, [] { g_mutex.unlock(); });
+  around_forks([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, [] { g_mutex.unlock(); });
 }
 
 std::map<const void*, Slab*>& owners() {  // block -> slab; never destroyed: weights may outlive static objects
@@ -39,19 +37,17 @@ Slab* g_open = nullptr;  // the slab that small blocks come from
 Slab* map_slab(size_t bytes) {
   size_t size = (bytes + kHuge - 1) / kHuge * kHuge, mapped = size + kHuge;
   auto slab = std::make_unique<Slab>();
-  void* raw = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED) throw std::bad_alloc();
+  void* raw = map_pages(mapped);
+  if (raw == nullptr) throw std::bad_alloc();
   auto address = reinterpret_cast<uintptr_t>(raw);
   auto* begin = reinterpret_cast<uint8_t*>((address + kHuge - 1) / kHuge * kHuge);
-#ifdef MADV_HUGEPAGE
-  madvise(begin, size, MADV_HUGEPAGE);  // a wish; a refusal costs speed only
-#endif
+  wish_huge_pages(begin, size);
   *slab = Slab{static_cast<uint8_t*>(raw), mapped, begin, size, 0, 0};
   return slab.release();
 }
 
 void unmap(Slab* slab) {
-  munmap(slab->mapped, slab->mapped_bytes);
+  unmap_pages(slab->mapped, slab->mapped_bytes);
   delete slab;
 }
 
@@ -93,18 +89,17 @@ void big_free(void* block) {
   if (--slab->live == 0 && slab != g_open) unmap(slab);
 }
 
-Scratch::~Scratch() { std::free(data_); }
+constexpr std::align_val_t kLine{64};
+
+Scratch::~Scratch() { ::operator delete(data_, kLine); }
 
 void* Scratch::reserve(size_t bytes) {
   if (bytes <= size_) return data_;
-  std::free(data_);
+  ::operator delete(data_, kLine);
   data_ = nullptr;
   size_ = 0;
   size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-  if (posix_memalign(&data_, 64, size) != 0) {
-    data_ = nullptr;
-    throw std::bad_alloc();
-  }
+  data_ = ::operator new(size, kLine);
   size_ = size;
   return data_;
 }

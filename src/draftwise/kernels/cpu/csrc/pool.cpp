@@ -1,21 +1,18 @@
 #include "pool.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <time.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "boundary.h"
-#include "isa.h"
+#include "system.h"
 
 namespace dw {
 namespace {
@@ -35,21 +32,7 @@ void after_fork_in_child() {
 }
 
 __attribute__((constructor)) void survive_forks() {
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-}
-
-inline void pause_briefly() {
-#if DW_X86
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
-#endif
-}
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+  around_forks(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
 using TaskFn = void (*)(void*, int, int);
@@ -74,7 +57,7 @@ struct State {
   std::condition_variable wake;
   uint64_t epoch = 0;  // under sleep_mutex; counts wake-ups
 
-  std::vector<pthread_t> workers;
+  std::vector<std::thread> workers;
 };
 
 // Takes tasks until none is left; returns how many it ran.
@@ -121,25 +104,17 @@ class Running {
   int outer_thread_;
 };
 
-struct WorkerStart {
-  Pool* pool;
-  State* state;
-  int thread;
-};
-
 bool has_work(const State& s) { return uint32_t(s.control.load(std::memory_order_acquire)) != 0; }
 
-void* worker_main(void* raw) {
-  WorkerStart start = *static_cast<WorkerStart*>(raw);
-  delete static_cast<WorkerStart*>(raw);
-  State& s = *start.state;
-  t_pool = start.pool;
-  t_thread = start.thread;
+void worker_main(Pool* pool, State* state, int thread) {
+  State& s = *state;
+  t_pool = pool;
+  t_thread = thread;
   int64_t idle_since = now_ns();
   for (int polls = 0;; ++polls) {
-    if (s.stop.load(std::memory_order_acquire)) return nullptr;
+    if (s.stop.load(std::memory_order_acquire)) return;
     if (has_work(s)) {
-      work(s, start.thread);
+      work(s, thread);
       idle_since = now_ns();
       continue;
     }
@@ -184,22 +159,12 @@ namespace {
 void start_workers(Pool* pool, State* state) {
   State& s = *state;
   s.workers.reserve(size_t(pool->threads - 1));
-  sigset_t all, before;
-  sigfillset(&all);
-  // But for those that a thread brings on itself: with them blocked the system ends the process before a handler (Python's
-  // faulthandler) can say where.
-  for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) sigdelset(&all, own);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to the program's own threads
-  for (int thread = 1; thread < pool->threads; ++thread) {
-    pthread_t id;
-    auto* start = new (std::nothrow) WorkerStart{pool, state, thread};
-    if (start == nullptr || pthread_create(&id, nullptr, worker_main, start) != 0) {
-      delete start;  // fewer threads: slower, not wrong
-      break;
-    }
-    s.workers.push_back(id);
+  NoSignals blocked;
+  try {
+    for (int thread = 1; thread < pool->threads; ++thread) s.workers.emplace_back(worker_main, pool, state, thread);
+  } catch (const std::system_error&) {  // fewer threads: slower, not wrong
+  } catch (const std::bad_alloc&) {
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 bool started(const Pool* pool) {
@@ -240,7 +205,7 @@ void pool_destroy(Pool* pool) {
     State* state = pool->state.load();
     state->stop.store(true, std::memory_order_seq_cst);
     wake_sleepers(*state);
-    for (pthread_t id : state->workers) pthread_join(id, nullptr);
+    for (std::thread& worker : state->workers) worker.join();
     delete state;
   }
   if (started(pool) || pool->state.load() == nullptr) delete pool->turn;
@@ -277,7 +242,7 @@ void parallel_for(Pool* pool, int tasks, TaskFn fn, void* arg) {
   }
   for (int spins = 0; s.done.load(std::memory_order_acquire) != tasks; ++spins) {
     pause_briefly();
-    if (spins > 2000) sched_yield();  // the thread that has the last task lost its core: do not hold another
+    if (spins > 2000) std::this_thread::yield();  // the thread that has the last task lost its core: do not hold another
   }
   if (s.failed.load(std::memory_order_relaxed)) {
     std::exception_ptr error = std::move(s.error);

@@ -1,12 +1,10 @@
 #include "team.h"
 
-#include <sched.h>
-#include <time.h>
-
 #include <atomic>
 #include <exception>
+#include <thread>
 
-#include "isa.h"
+#include "system.h"
 
 namespace dw {
 namespace {
@@ -40,20 +38,6 @@ void judge(int64_t ns) {
   if (bad) g_rest.store(rest, std::memory_order_relaxed);
   g_spent.store(0, std::memory_order_relaxed);
   g_lost.store(0, std::memory_order_relaxed);
-}
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-inline void pause_briefly() {
-#if DW_X86
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
-#endif
 }
 
 struct alignas(64) Member {
@@ -104,7 +88,7 @@ void follow(Team& team) {
     if (command == STOP) return;
     if (command == last) {
       pause_briefly();
-      if (++spins > SPINS) sched_yield();
+      if (++spins > SPINS) std::this_thread::yield();
       continue;
     }
     last = command;
@@ -139,7 +123,7 @@ void wait_for(const Member& member, uint64_t command) {
     pause_briefly();
     if (spins < SPINS) continue;
     if (since == 0) since = now_ns();
-    sched_yield();
+    std::this_thread::yield();
   }
   if (since != 0) lose(now_ns() - since);
 }

@@ -16,7 +16,7 @@
 
 #include "isa.h"
 
-#if !DW_TILES_EMULATED
+#if !DW_TILES_EMULATED && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -149,7 +149,9 @@ inline void ask_for_tiles() {
   static thread_local bool asked = false;
   if (asked) return;
   asked = true;
+#if defined(__linux__)
   syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+#endif
 }
 
 inline void configure(const Palette& p) {
