@@ -13,7 +13,6 @@ import functools
 import gc
 import logging
 import math
-import resource
 import signal
 import socket
 import ssl
@@ -179,7 +178,9 @@ async def _log_statistics(context: Context, interval: float) -> None:
 def run(app: FastAPI, config: ServerConfig, bound: socket.socket | None = None) -> int:
     """`serve` in an event loop of its own (uvloop where it is installed)."""
     # A connection is an open file, and the usual 1024 are soon taken by a few idle strangers.
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource  # not on Windows
+
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

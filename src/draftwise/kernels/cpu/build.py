@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-LIBRARY = "_native.so"
+_SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
+LIBRARY = "_native" + _SUFFIXES.get(sys.platform, ".so")
+"""The library's name on this system."""
 
 # -ffp-contract=off: a product and a sum are fused where the source says so and nowhere else, else two
 # loops over the same numbers could round differently.
@@ -45,8 +47,8 @@ ISA_FLAGS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # told by the flags; tiles.h writes assembly
     "emulated": (),  # AMX on computed tiles
     "neon": (),  # every ARM of 64 bits has it
-    "dotprod": ("-march=armv8.2-a+dotprod",),
-    "i8mm": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+    "dotprod": ("-mcpu=generic+dotprod",),  # not -march: zig reads that as the name of a processor
+    "i8mm": ("-mcpu=generic+dotprod+i8mm+bf16",),
 }  # fmt: skip
 _ARM = {"neon", "dotprod", "i8mm"}
 _X86_PROBE = "#include <immintrin.h>\n"
@@ -77,6 +79,21 @@ def find_compiler() -> str:
         if name and shutil.which(shlex.split(name)[0]):
             return name
     raise BuildError(f"no C++ compiler found ({'CXX=' + wanted if wanted else 'g++, clang++ or c++'})")
+
+
+def library_name(compiler: str) -> str:
+    """The library's name on the system that a compiler makes code for.
+
+    Raises:
+        BuildError: It does not say.
+    """
+    command = [*shlex.split(compiler), "-dM", "-E", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"{shlex.join(command)}\n{done.stderr}".rstrip())
+    macros = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("#define ")}
+    system = "win32" if "_WIN32" in macros else "darwin" if "__APPLE__" in macros else "linux"
+    return "_native" + _SUFFIXES.get(system, ".so")
 
 
 def _run(command: Sequence[str]) -> None:
@@ -124,7 +141,7 @@ def build(
         target: The library to write; replaced as a whole, so that a process that has it loaded is not disturbed.
         objects: Folder for object files, kept: sources that did not change are not compiled again. None: a
             temporary one.
-        sanitize: ``"address"`` or ``"thread"`` for an instrumented library.
+        sanitize: What ``-fsanitize=`` takes, for an instrumented library.
         compiler: The command; None: `find_compiler`.
 
     Returns:
@@ -154,8 +171,11 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def object_cache(kind: str = "plain") -> Path:
-    """The folder for object files of these sources: each checkout has its own, or they would take each other's away."""
+def object_cache(kind: str | None = None) -> Path:
+    """The folder for object files of these sources: each checkout has its own, and each compiler that ``$CXX`` names, or
+    they would take each other's away. ``kind``: of builds that are made in another way."""
+    if kind is None:
+        kind = re.sub(r"[^a-z0-9.+]+", "-", os.environ.get("CXX", "").lower()).strip("-") or "plain"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "draftwise", "objects")
     return cache / hashlib.sha256(str(SOURCES).encode()).hexdigest()[:12] / kind
 
@@ -189,7 +209,7 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
         if not result.exists():
             for stale in folder.glob(f"{source.stem}-????????????????.o"):
                 stale.unlink(missing_ok=True)
-            partial = result.with_suffix(f".{os.getpid()}.tmp")
+            partial = result.with_suffix(f".{os.getpid()}.o")
             _run([*compiler, *flags_of(source), "-c", str(source), "-o", str(partial)])
             partial.replace(result)
         return str(result)
@@ -198,37 +218,35 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
         compiled = list(threads.map(compile_one, sources))
     identity_source = folder / "identity.cpp"
     identity_source.write_text(
-        '#define DW_EXPORT extern "C" __attribute__((visibility("default")))\n'
+        '#include "compiler.h"\n'
         f'DW_EXPORT const char* dw_build_id() {{ return "{mark.decode()}"; }}\n'
         f'DW_EXPORT const char* dw_source_id() {{ return "{source_id()}"; }}\n'
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    linked = target.with_suffix(f".{os.getpid()}.tmp")
-    extra = [f"-fsanitize={sanitize}"] if sanitize else []
-    _run(
-        [
-            *compiler,
-            "-shared",
-            "-fPIC",
-            "-pthread",
-            *extra,
-            "-o",
-            str(linked),
-            str(identity_source),
-            *compiled,
-        ]
-    )
-    linked.replace(target)
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-I{SOURCES}",
+        *([f"-fsanitize={sanitize}"] if sanitize else []),
+    ]
+    # beside the target, to be renamed; in a folder, for some linkers leave more files than the one that they are asked for
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as beside:
+        linked = Path(beside, target.name)
+        _run([*compiler, *flags, "-o", str(linked), str(identity_source), *compiled])
+        linked.replace(target)
     return target
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m draftwise.kernels.cpu.build", description=__doc__)
     parser.add_argument("--output", type=Path, default=SOURCES.parent / LIBRARY, help="library to write")
-    parser.add_argument("--sanitize", choices=["address", "thread"], help="make an instrumented library")
+    parser.add_argument(
+        "--sanitize", choices=["address,undefined", "thread"], help="make an instrumented library"
+    )
     options = parser.parse_args()
     try:
-        built = build(options.output, object_cache(options.sanitize or "plain"), sanitize=options.sanitize)
+        built = build(options.output, object_cache(options.sanitize), sanitize=options.sanitize)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

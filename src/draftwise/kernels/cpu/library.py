@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu.build import SOURCES, source_id
+from draftwise.kernels.cpu.build import LIBRARY, SOURCES, source_id
 
 ISA_VARIABLE = "DRAFTWISE_ISA"
 LIBRARY_VARIABLE = "DRAFTWISE_CPU_LIBRARY"
-_PATH = Path(__file__).resolve().parent / "_native.so"
+_PATH = SOURCES.parent / LIBRARY
 
 
 class Isa(enum.IntEnum):

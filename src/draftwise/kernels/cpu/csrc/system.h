@@ -17,6 +17,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <initializer_list>
 
 namespace dw {
 
