@@ -1,10 +1,10 @@
 """Builds the native CPU kernels along with the package; everything else is in pyproject.toml.
 
-The library is loaded by ctypes and knows nothing of Python, so one wheel fits every version of it: ``py3-none-PLATFORM``.
-A wheel without the library is ``py3-none-any``; the engine then runs on its plain-torch path. ``DRAFTWISE_KERNELS`` says
-which one is wanted: ``torch``, without; ``native``, with, or there is no wheel; anything else, with if there is a compiler
-and it can. ``CXX`` names the compiler, and with it the platform that the library is for; the wheel's has to be told then
-(``scripts/wheels``).
+The library is loaded by ctypes and knows nothing of Python, so one wheel fits every version of it:
+``py3-none-PLATFORM``. A wheel without the library is ``py3-none-any``; the engine then runs on its plain-torch path.
+``DRAFTWISE_KERNELS`` says which one is wanted: ``torch``, without; ``native``, with, or there is no wheel; anything
+else, with if there is a compiler and it can. ``CXX`` names the compiler, and with it the platform that the library is
+for; the wheel's has to be told then (``scripts/wheels``).
 """
 
 import importlib.util

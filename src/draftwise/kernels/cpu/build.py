@@ -172,8 +172,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def object_cache(kind: str | None = None) -> Path:
-    """The folder for object files of these sources: each checkout has its own, and each compiler that ``$CXX`` names, or
-    they would take each other's away. ``kind``: of builds that are made in another way."""
+    """The folder for object files of these sources: each checkout has its own, and each compiler that ``$CXX`` names,
+    or they would take each other's away. ``kind``: of builds that are made in another way."""
     if kind is None:
         kind = re.sub(r"[^a-z0-9.+]+", "-", os.environ.get("CXX", "").lower()).strip("-") or "plain"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "draftwise", "objects")
@@ -230,7 +230,7 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
         f"-I{SOURCES}",
         *([f"-fsanitize={sanitize}"] if sanitize else []),
     ]
-    # beside the target, to be renamed; in a folder, for some linkers leave more files than the one that they are asked for
+    # beside the target, to be renamed; in a folder, for some linkers leave more files than they are asked for
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as beside:
         linked = Path(beside, target.name)
         _run([*compiler, *flags, "-o", str(linked), str(identity_source), *compiled])
