@@ -1,11 +1,12 @@
 """What the engine's own Python takes per step, beside model passes and kernels.
 
-    python benchmarks/host_time.py [--requests 1 16 64 256] [--methods none ngram mtp] [--steps 40] [--json]
+    python benchmarks/host_time.py [--requests 1 16 64 256] [--methods none ngram mtp eagle3:tree] [--steps 40] [--json]
 
 Time of the calling thread alone (`time.thread_time`), less what it spends in the target's pass, the drafter's passes
 and the native verification: what a busy neighbour takes from the clock is not in it. The embedded model with its
-drafters, prompts of 32 tokens from its held-out text, static control. Medians over steps in which every request
-decodes, and the quickest of them; ``per request`` is the median divided by the requests.
+drafters, prompts of 32 tokens from its held-out text, static control, K = 4. ``METHOD:tree`` drafts a static tree of
+six nodes. Medians over steps in which every request decodes, and the quickest of them; ``per request`` is the median
+divided by the requests.
 
 To compare two versions, run them in turns, each with its own source tree as PYTHONPATH.
 """
@@ -25,6 +26,26 @@ from draftwise.bench.workloads import code_prompts
 PROMPT = 32
 WARM_STEPS = 4
 K = 4
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+MOST = {"medusa": 3}
+"""Heads of Medusa: one for each token."""
+METHODS = (
+    "none",
+    "ngram",
+    "suffix",
+    "draft_model",
+    "mtp",
+    "eagle3",
+    "medusa",
+    "early_exit",
+    "hybrid",
+    "draft_model:tree",
+    "mtp:tree",
+)
+
+
+PASSES = ("combine", "forward", "forward_logits", "logits", "draft_chains", "draft_trees")
+"""Methods of drafters' models that compute."""
 
 
 class Stopwatch:
@@ -50,9 +71,12 @@ class Stopwatch:
 
 
 def make_engine(method: str, requests: int) -> LLM:
-    spec: dict[str, Any] = {"method": method}
-    if method != "none":
-        spec["num_speculative_tokens"] = K
+    name, _, tree = method.partition(":")
+    spec: dict[str, Any] = {"method": name}
+    if tree:
+        spec["speculative_token_tree"] = TREE
+    elif name != "none":
+        spec["num_speculative_tokens"] = min(K, MOST.get(name, K))
     return LLM(
         speculative_config=spec,
         speculation_control="static",
@@ -72,10 +96,11 @@ def watch(llm: LLM) -> Stopwatch:
     if executor._rules is not None:
         executor._rules._verify = watch.around(executor._rules._verify)
     for proposer in executor._drafting._proposers.values():
-        head = getattr(proposer, "_head", None)
-        if head is not None:
-            for name in ("combine", "forward", "forward_logits", "draft_chains"):
-                setattr(head, name, watch.around(getattr(head, name)))
+        inner = getattr(proposer, "inner", proposer)  # of a hybrid
+        for model in (getattr(inner, name, None) for name in ("_head", "_model", "_heads")):
+            for name in PASSES:
+                if hasattr(model, name):
+                    setattr(model, name, watch.around(getattr(model, name)))
     return watch
 
 
@@ -113,7 +138,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--methods", nargs="+", default=["none", "ngram", "mtp"])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
@@ -137,7 +162,7 @@ def main() -> None:
                 rows.append(row)
                 if not args.json:
                     print(
-                        f"{method:>8}  T={temperature:<4} {requests:>4} requests  "
+                        f"{method:>16}  T={temperature:<4} {requests:>4} requests  "
                         f"{microseconds:9.1f} us per step (quickest {1e6 * min(found):9.1f})  "
                         f"{microseconds / requests:7.2f} us per request",
                         flush=True,
