@@ -93,8 +93,9 @@ def watch(llm: LLM) -> Stopwatch:
     assert engine is not None
     executor: Any = engine.core.executor
     executor._model.forward_logits = watch.around(executor._model.forward_logits)
-    if executor._rules is not None:
-        executor._rules._verify = watch.around(executor._rules._verify)
+    rules = getattr(executor, "_verifying", executor)._rules  # it has moved
+    if rules is not None:
+        rules._verify = watch.around(rules._verify)
     for proposer in executor._drafting._proposers.values():
         inner = getattr(proposer, "inner", proposer)  # of a hybrid
         for model in (getattr(inner, name, None) for name in ("_head", "_model", "_heads")):

@@ -56,13 +56,14 @@ class _Door:
     """Who computes now, and whether anybody still may."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # taken twice a step: a condition's own way to take it is Python
+        self._changed = threading.Condition(self._lock)
         self._inside: dict[int, int] = {}  # thread -> how deep
         self.shut = False
 
     def enter(self) -> None:
         me = threading.get_ident()
-        with self._changed:
+        with self._lock:
             depth = self._inside.get(me, 0)
             if self.shut and not depth:
                 raise ProgramEnding("the program is ending")
@@ -70,7 +71,7 @@ class _Door:
 
     def leave(self) -> None:
         me = threading.get_ident()
-        with self._changed:
+        with self._lock:
             depth = self._inside[me] - 1
             if depth:
                 self._inside[me] = depth

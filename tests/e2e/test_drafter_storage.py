@@ -90,10 +90,10 @@ class Moving:
 
     def __init__(self, drafting: Drafting) -> None:
         self.moves = 0
-        accepted = drafting.accepted
+        move = drafting.move
 
-        def wrapped(row: Row, path: Sequence[int], base: int, *, moved: bool = False) -> None:
-            accepted(row, path, base, moved=moved)
+        def wrapped(row: Row, path: Sequence[int], base: int) -> None:
+            move(row, path, base)
             moving = [(node, k) for k, node in enumerate(path) if node != k]
             for storage in storages(drafting, row.speculation.method) if moving else ():
                 storage.move(
@@ -101,7 +101,7 @@ class Moving:
                 )
                 self.moves += len(moving)
 
-        drafting.accepted = wrapped  # type: ignore[method-assign]
+        drafting.move = wrapped  # type: ignore[method-assign]
 
 
 class Scrambling:

@@ -15,7 +15,7 @@ from tests.native import native_or_skip
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu import attention, build, library, ops, program, trees
 from draftwise.propose.lookup import suffix_native
-from draftwise.verify import native
+from draftwise.sampling.state import DRAW
 
 MIRRORS = {
     "AttentionCall": ctypes.sizeof(attention.AttentionCall),
@@ -29,7 +29,7 @@ MIRRORS = {
     "SuffixLimits": ctypes.sizeof(suffix_native.LimitsStruct),
     "TreeOutput": ctypes.sizeof(trees.TreeOutput),
     "TreeWish": ctypes.sizeof(trees.TreeWish),
-    "VerifyRequest": native._REQUEST.size,
+    "VerifyDraw": DRAW.size,
 }
 
 

@@ -129,7 +129,7 @@ class Books:
         return np.flatnonzero(self.drafting._filled_blocks["scripted"]).tolist()
 
     def commit(self, row: Row) -> None:
-        self.drafting.committed([(row, 0, np.arange(9, dtype=np.int32))])
+        self.drafting.committed([(row, 0, range(9))])
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_marks_follow_answers(books: Books) -> None:
     assert (row.fill["scripted"].tokens, row.fill["scripted"].drafts) == (10, 2) and books.marks == [1, 2]
     # tokens 10, 11 and 12 are committed; of the drafts 11 and 12 are stored, which completes block 3
     row.num_tokens, row.num_computed = 13, 12
-    books.drafting.accepted(row, (0, 1), 10)
+    books.drafting.accepted(row, 2, 10)
     assert row.fill["scripted"].tokens == 12 and books.marks == [1, 2, 3], "accepted drafts fill blocks, too"
     books.proposer.answers["settle"] = 12
     books.drafting.removed(row)
@@ -182,7 +182,7 @@ def test_a_wrong_word_on_what_is_filled_marks_nothing(books: Books, hook: str, a
     assert row.drafting_failed and row.fill["scripted"].tokens == right and row.fill["scripted"].drafts == 0
     assert row.proposal.tokens == (7, 8, 9), "what was drawn is verified, whatever came after"
     row.num_tokens, row.num_computed = 13, 12
-    books.drafting.accepted(row, (0, 1), 10)
+    books.drafting.accepted(row, 2, 10)
     assert row.fill["scripted"].tokens == right and 3 not in books.marks
 
 
@@ -344,7 +344,7 @@ def test_what_a_request_is_there_for_fails_it(books: Books, answer: Any) -> None
         drafting.transfer(row)
     proposer.transfer = lambda rid: {"path": "x"}  # type: ignore[method-assign]
     proposer.answers["committed"] = RuntimeError("no")
-    drafting.committed([(row, 0, np.arange(9, dtype=np.int32))])
+    drafting.committed([(row, 0, range(9))])
     with pytest.raises(RuntimeError, match="scripted failed"):
         drafting.transfer(row)
     row.speculation = Speculation("none")

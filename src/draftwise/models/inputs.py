@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from draftwise.kernels.cpu.columns import RowPacker, row_packer
 from draftwise.types import AttentionBatch, IntArray, StepInput
 
 
@@ -65,9 +69,13 @@ class TreeRows(NamedTuple):
 
 
 def build_step_input(
-    rows: Sequence[RowInput], block_size: int, device: torch.device, position_offset: int = 0
+    rows: Sequence[RowInput],
+    block_size: int,
+    device: torch.device,
+    position_offset: int = 0,
+    packer: RowPacker | None = None,
 ) -> StepInput:
-    """Pack the rows of all requests into one `StepInput`. ``position_offset``: see `pack_rows`.
+    """Pack the rows of all requests into one `StepInput`. ``position_offset``, ``packer``: see `pack_rows`.
 
     Example: a chunk of 3 tokens at context 0 and a decode at context 9 with a tree (-1, -1) below its root give
     token rows [a0 a1 a2 | b9 n0 n1], positions [0 1 2 | 9 10 10], keys [0 1 2 | 9 10 11].
@@ -84,34 +92,49 @@ def build_step_input(
         assert first_key <= context and (not tree_start or ancestors is not None)
         if parents is not None or ancestors is not None:
             trees.append(TreeRows(r, parents, ancestors))
-    if len(rows) == 1:
-        tokens = np.asarray(rows[0].tokens, np.int64)
-        tables = rows[0].block_table_np[None]
-    else:
-        tokens = np.concatenate([row.tokens for row in rows], dtype=np.int64)
-        widths = [len(row.block_table_np) for row in rows]
-        tables = np.zeros((len(rows), max(widths)), np.int32)
-        for row, table, width in zip(rows, tables, widths, strict=True):
-            table[:width] = row.block_table_np
+    tokens: list[int] = []
+    for row in rows:
+        own = row.tokens
+        tokens += own.tolist() if isinstance(own, np.ndarray) else own
     return pack_rows(
         tokens,
         starts,
         contexts,
-        tables,
+        Blocks.of([row.block_table_np for row in rows]),
         block_size,
         device,
         position_offset=position_offset,
         first_keys=first_keys,
         tree_starts=tree_starts,
         trees=trees,
+        packer=packer,
     )
 
 
+class Blocks(NamedTuple):
+    """Block tables of R requests, in one array.
+
+    Example: tables (7, 2) and (5,) are ids 7 2 5, places 0 2, widths 2 1.
+    """
+
+    ids_np: IntArray  # [n]
+    places: Sequence[int]  # [R] where each one's begin
+    widths: Sequence[int]  # [R]
+
+    @classmethod
+    def of(cls, tables: Sequence[IntArray]) -> Blocks:
+        """These tables, one behind the other."""
+        if len(tables) == 1:
+            return cls(np.ascontiguousarray(tables[0], np.int32), (0,), (len(tables[0]),))
+        widths = [len(table) for table in tables]
+        return cls(np.concatenate(tables, dtype=np.int32), [0, *accumulate(widths[:-1])], widths)
+
+
 def pack_rows(
-    tokens: Sequence[int] | npt.NDArray[np.int64],
+    tokens: Sequence[int],
     starts: Sequence[int],
     contexts: Sequence[int],
-    tables_np: IntArray,
+    blocks: Blocks,
     block_size: int,
     device: torch.device,
     *,
@@ -119,6 +142,7 @@ def pack_rows(
     first_keys: Sequence[int] = (),
     tree_starts: Sequence[int] = (),
     trees: Sequence[TreeRows] = (),
+    packer: RowPacker | None = None,
 ) -> StepInput:
     """`build_step_input` for whoever has the facts of R requests side by side.
 
@@ -126,57 +150,82 @@ def pack_rows(
         tokens: [T] one request after the other.
         starts: [R + 1] first row of each request, and T.
         contexts: [R] key of each request's first row (of a tree level: of the tree's first row).
-        tables_np: [R, blocks] block tables; anything behind those of a request.
+        blocks: of the requests.
         position_offset: added to every position, not to keys and slots. Draft heads say -1: what they store for token s
             was trained at position s - 1, that of the hidden state it was computed from.
         first_keys, tree_starts: [R], see `RowInput`; empty: all are 0.
         trees: of the requests whose rows are no causal run.
+        packer: the caller's own (`own_packer`), if it is done with a batch before it makes the next one.
     """
     count, total = len(contexts), starts[-1]
     context_np = np.array(contexts, np.int32)
-    tree_start_np = np.array(tree_starts, np.int32) if any(tree_starts) else None
-    start_np = np.array(starts, np.int32)
-    if count == 1:  # the latency path
-        first = contexts[0] if tree_start_np is None else contexts[0] + tree_starts[0]
-        keys = np.arange(first, first + total, dtype=np.int64)
-        blocks_np = tables_np[0][keys // block_size]
-    else:
-        first_own_np = context_np if tree_start_np is None else context_np + tree_start_np
-        if total == count:  # plain decoding: a row each
-            owner, keys = np.arange(count), first_own_np.astype(np.int64)
-        else:
-            owner = np.repeat(np.arange(count), start_np[1:] - start_np[:-1])
-            # Row t is number t - start of its request: requests of 3 and 2 rows at 0 and 9 have keys 0 1 2 | 9 10.
-            keys = np.arange(total, dtype=np.int64) + (first_own_np - start_np[:-1])[owner]
-        blocks_np = tables_np[owner, keys // block_size]
-    slots = blocks_np.astype(np.int64) * block_size + keys % block_size
-    positions = keys + position_offset if position_offset or trees else keys
+    has_starts = any(tree_starts)
+    first = [*map(add, contexts, tree_starts)] if has_starts else contexts
+    if device.type != "cpu":
+        packer = None
+    elif packer is None:
+        packer = row_packer()
+    pack = _pack if packer is None else packer.pack
+    (token_ids, positions, slots), tables_np, start_np = pack(
+        tokens, starts, first, blocks.widths, blocks.places, blocks.ids_np, block_size, position_offset
+    )
     is_tree_np, ancestors_np = _NO_TREE if count == 1 and not trees else np.zeros(count, np.bool_), None
     if trees:
         ancestors_np = np.zeros(total, np.uint64)
+        positions_np = positions.numpy()
         for tree in trees:
             is_tree_np[tree.request] = True
             own = slice(starts[tree.request], starts[tree.request + 1])
             origin = contexts[tree.request] + position_offset
-            _place_tree(tree, origin, positions[own], ancestors_np[own])
+            _place_tree(tree, origin, positions_np[own], ancestors_np[own])
+    if device.type != "cpu":
+        token_ids, positions, slots = token_ids.to(device), positions.to(device), slots.to(device)
     return StepInput(
-        token_ids=torch.from_numpy(np.asarray(tokens, np.int64)).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
-        attention=AttentionBatch(
-            query_start_np=start_np,
-            context_len_np=context_np,
-            is_tree_np=is_tree_np,
-            block_tables_np=tables_np,
-            ancestors_np=ancestors_np,
-            block_size=block_size,
-            first_key_np=np.array(first_keys, np.int32) if any(first_keys) else None,
-            tree_start_np=tree_start_np,
+        token_ids,
+        positions,
+        slots,
+        AttentionBatch(
+            start_np,
+            context_np,
+            is_tree_np,
+            tables_np,
+            ancestors_np,
+            block_size,
+            np.array(first_keys, np.int32) if any(first_keys) else None,
+            np.array(tree_starts, np.int32) if has_starts else None,
         ),
     )
 
 
 _NO_TREE = np.zeros(1, np.bool_)
+
+
+def _pack(
+    tokens: Sequence[int],
+    starts: Sequence[int],
+    first: Sequence[int],
+    widths: Sequence[int],
+    places: Sequence[int],
+    blocks_np: IntArray,
+    block_size: int,
+    offset: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor], IntArray, IntArray]:
+    """`RowPacker.pack` in numpy."""
+    start_np = np.array(starts, np.int32)
+    owner = np.repeat(np.arange(len(first)), np.diff(start_np))
+    # Row t is number t - start of its request: requests of 3 and 2 rows at 0 and 9 have keys 0 1 2 | 9 10.
+    keys = np.arange(starts[-1], dtype=np.int64) + (np.array(first, np.int64) - start_np[:-1])[owner]
+    column = np.arange(max(widths))
+    # Where block j of a request stands; behind its last one anything that is there, and 0 in the table.
+    at = np.minimum(np.array(places)[:, None] + column, len(blocks_np) - 1)
+    tables_np = np.where(column < np.array(widths)[:, None], blocks_np[at], np.int32(0))
+    slots = tables_np[owner, keys // block_size].astype(np.int64) * block_size + keys % block_size
+    rows = np.array(tokens, np.int64), keys + offset, slots
+    return (
+        (torch.from_numpy(rows[0]), torch.from_numpy(rows[1]), torch.from_numpy(rows[2])),
+        tables_np,
+        start_np,
+    )
 
 
 def _place_tree(

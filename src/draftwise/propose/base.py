@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 
 from draftwise.config import SpeculativeConfig
@@ -92,11 +93,24 @@ class Committed:
     """
 
     rid: int
-    token_ids_np: IntArray  # [num_tokens] all known tokens, the new last one included; a view
+    tokens_np: IntArray  # [at least num_tokens] known tokens first; a view
+    num_tokens: int  # known ones, the new last one included
     first_token: int
-    rows_np: IntArray  # [n] rows of the batch given to `observe`, of tokens first_token, first_token + 1, ...
+    rows: Sequence[
+        int
+    ]  # [n] rows of the batch given to `observe`, of tokens first_token, first_token + 1, ...
     block_table_np: IntArray  # [blocks] as `DraftRow.block_table_np`
     filled: int  # as `DraftRow.filled`
+
+    @property
+    def token_ids_np(self) -> IntArray:
+        """[num_tokens] all known tokens; a view."""
+        return self.tokens_np[: self.num_tokens]
+
+    @property
+    def rows_np(self) -> IntArray:
+        """[n] ``rows``, as an array."""
+        return np.array(self.rows, np.int32)
 
 
 class Proposer(ABC):

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from draftwise.models.inputs import TreeRows, pack_rows
+from draftwise.kernels.cpu.columns import RowPacker
+from draftwise.models.inputs import Blocks, TreeRows, pack_rows
 from draftwise.runner.rows import BlockTables, Row
+from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, Proposal, RowPlan, StepInput
-from draftwise.verify.base import VerifyRequest
+from draftwise.verify.base import VerifyColumns, VerifyRequest
 
 
 class StepRow(NamedTuple):
@@ -24,22 +26,35 @@ class StepRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step of R requests, put together.
+    """A step of R requests, put together, in columns.
 
-    ``starts`` [R + 1]: first row of each request in the batch. ``requests``: those that reach their last known token
-    and are decided; ``owners[j]``: step row of ``requests[j]``; ``structured``: which of ``requests`` have a grammar;
-    ``rows``: batch rows with logits, None for all; ``prompt``: (step row, first batch row, count) where prompt logprobs
-    were asked for.
+    ``starts`` [R + 1]: first row of each request in the batch. ``decided``: of those that reach their last known token;
+    ``owners[j]``: step row of the j-th of them, ``roots[j]``: batch row of its root; ``structured``: which of them have
+    a grammar; ``plain``: ``decided`` says all about them. ``rows``: batch rows with logits, None for all; ``prompt``:
+    (step row, first batch row, count) where prompt logprobs were asked for.
     """
 
     steps: list[StepRow]
     starts: list[int]
     input: StepInput
-    requests: list[VerifyRequest]
+    decided: VerifyColumns
     owners: list[int]
+    roots: list[int]
     structured: list[int]
+    plain: bool
     rows: list[int] | None
     prompt: list[tuple[int, int, int]]
+
+    def requests(self) -> list[VerifyRequest]:
+        """The decided ones, for whoever looks at more than columns have."""
+        found = []
+        for owner, root, first_row in zip(self.owners, self.roots, self.decided.first_rows, strict=True):
+            row, _, proposal = self.steps[owner]
+            known_np = row.tokens_np[: row.num_tokens]
+            found.append(
+                VerifyRequest(row.state, proposal, first_row, row.speculation.rule, known_np, None, root)
+            )
+        return found
 
 
 def assemble(
@@ -48,8 +63,10 @@ def assemble(
     tables: BlockTables,
     block_size: int,
     device: torch.device,
+    packer: RowPacker | None = None,
 ) -> StepBatch | None:
-    """Put a planned step together; None if nobody takes part, because all have all their tokens.
+    """Put a planned step together; None if nobody takes part, because all have all their tokens. ``packer``: see
+    `pack_rows`.
 
     Example: request 0 computes tokens 5, 6, 7 of its prompt, the last of which is the root; request 1 verifies drafts 8
     and 9 below its root 4. Batch rows: 5 6 7 | 4 8 9; starts 0 3 6; logits of rows 2 | 3 4 5; the requests' first rows
@@ -59,42 +76,67 @@ def assemble(
     tokens: list[int] = []
     starts = [0]
     contexts: list[int] = []
+    places: list[int] = []
+    widths: list[int] = []
     trees: list[TreeRows] = []
-    requests: list[VerifyRequest] = []
+    states: list[SamplingState] = []
+    proposals: list[Proposal] = []
+    first_rows: list[int] = []
+    rules: list[str] = []
     owners: list[int] = []
+    roots: list[int] = []
     structured: list[int] = []
-    logit_rows: list[int] = []
+    logit_rows: list[int] | None = None  # made once they are not all rows
     prompt: list[tuple[int, int, int]] = []
+    plain = True
+    num_logits = 0
+    table_width = tables.width
     for planned in plans:
+        _, num_new, num_draft, _, _, _ = planned
         row = rows[planned.rid]
-        if row.num_tokens >= row.max_total:
+        num_tokens = row.num_tokens
+        if num_tokens >= row.max_total:
             continue
-        context, num_new, tokens_np = row.num_computed, planned.num_new, row.tokens_np
+        context, tokens_np = row.num_computed, row.tokens_np
         known = context + num_new
         if num_new == 1:
             tokens.append(tokens_np.item(context))
         else:
             tokens += tokens_np[context:known].tolist()
         root = len(tokens) - 1
-        proposal = EMPTY_PROPOSAL
-        if planned.num_draft:
-            proposal = row.proposal.prefix(planned.num_draft)
+        if num_draft:
+            proposal = row.proposal
+            if num_draft < len(proposal.tokens):
+                proposal = proposal.prefix(num_draft)
             tokens += proposal.tokens
             if not proposal.is_chain:  # a chain is a causal run of rows: no mask is needed for it
                 trees.append(TreeRows(len(steps), proposal.parents))
+        else:
+            proposal = EMPTY_PROPOSAL
         if row.prompt_logprobs is not None and context < row.num_prompt - 1:
             prompt.append((len(steps), starts[-1], min(num_new, row.num_prompt - 1 - context)))
-        if known == row.num_tokens:  # else a chunk: nothing to sample yet
-            request = VerifyRequest(
-                row.state, proposal, len(logit_rows), row.speculation.rule, tokens_np[:known], None, root
-            )
+        reached = known == num_tokens  # else a chunk: nothing to sample yet
+        if (num_new > 1 or not reached) and logit_rows is None:
+            logit_rows = list(range(starts[-1]))
+        if reached:
             if row.grammar is not None:
-                structured.append(len(requests))
-            requests.append(request)
+                structured.append(len(owners))
+            state = row.state
+            if not state.plain:
+                plain = False
+            states.append(state)
+            proposals.append(proposal)
+            first_rows.append(num_logits)
+            rules.append(row.rule)
             owners.append(len(steps))
-            logit_rows += range(root, len(tokens))
+            roots.append(root)
+            num_logits += len(tokens) - root
+            if logit_rows is not None:
+                logit_rows += range(root, len(tokens))
         steps.append(StepRow(row, planned, proposal))
         contexts.append(context)
+        places.append(row.line * table_width)
+        widths.append(row.num_blocks)
         starts.append(len(tokens))
     if not steps:
         return None
@@ -102,12 +144,21 @@ def assemble(
         tokens,
         starts,
         contexts,
-        tables.of([step.row.line for step in steps], max(step.row.num_blocks for step in steps)),
+        Blocks(tables.ids_np, places, widths),
         block_size,
         device,
         trees=trees,
+        packer=packer,
     )
-    all_rows = len(logit_rows) == len(tokens)
     return StepBatch(
-        steps, starts, step_input, requests, owners, structured, None if all_rows else logit_rows, prompt
+        steps,
+        starts,
+        step_input,
+        VerifyColumns(states, proposals, first_rows, rules),
+        owners,
+        roots,
+        structured,
+        plain and not structured,
+        logit_rows,
+        prompt,
     )

@@ -117,12 +117,10 @@ class Drafting:
     def observe(self, rows: Sequence[Row], batch: StepInput, output: TargetOutput) -> None:
         """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any."""
         rids = [row.rid for row in rows]
-        concerned: dict[str, list[Row]] = {}
-        for row in rows:
-            if row.speculation.method in self._observers and not row.drafting_failed:
-                concerned.setdefault(row.speculation.method, []).append(row)
-        for name, own in concerned.items():
-            self.guard.ask(name, "observe", own, lambda p: p.observe(rids, batch, output), None)
+        for name in self._observers:
+            own = [row for row in rows if row.method == name and not row.drafting_failed]
+            if own:
+                self.guard.ask(name, "observe", own, lambda p: p.observe(rids, batch, output), None)
 
     @property
     def transfers(self) -> bool:
@@ -142,25 +140,24 @@ class Drafting:
             raise TypeError(f"{name} answered with a {type(answer).__name__}; expected a mapping or None")
         return answer
 
-    def committed(self, parts: Sequence[tuple[Row, int, IntArray]]) -> None:
+    def committed(self, parts: Sequence[tuple[Row, int, Sequence[int]]]) -> None:
         """What a step made final: (request, first token, its rows in the batch), see `Committed`."""
         groups: dict[str, tuple[list[Row], list[Committed]]] = {}
-        for row, first_token, rows_np in parts:
-            name = row.speculation.method
-            if name not in self._observers or row.drafting_failed or not len(rows_np):
+        for row, first_token, batch_rows in parts:
+            name = row.method
+            if name not in self._observers or row.drafting_failed or not batch_rows:
                 continue
             fill = row.fill.get(name)
-            part = Committed(  # by position: twice as fast as by name
-                row.rid,
-                row.tokens_np[: row.num_tokens],
-                first_token,
-                rows_np,
-                row.blocks_np,
-                fill.tokens if fill is not None else 0,
-            )
-            group = groups.setdefault(name, ([], []))
+            filled = 0 if fill is None else fill.tokens
+            group = groups.get(name)
+            if group is None:
+                group = groups[name] = ([], [])
             group[0].append(row)
-            group[1].append(part)
+            group[1].append(  # by position: twice as fast as by name
+                Committed(
+                    row.rid, row.tokens_np, row.num_tokens, first_token, batch_rows, row.blocks_np, filled
+                )
+            )
         for name, (rows, told) in groups.items():
             self._committed(name, rows, told)
 
@@ -180,21 +177,21 @@ class Drafting:
         """An answer that has to be a number of leading tokens of the request, which has blocks for them."""
         return whole_number(answer, min(row.num_tokens, row.num_blocks * self._block_size), "what is filled")
 
-    def accepted(self, row: Row, path: Sequence[int], base: int, *, moved: bool = False) -> None:
-        """Nodes ``path`` of the proposal, parents first, become tokens base, base + 1, ... (``base``: tokens with K/V
-        before them).
+    def accepted(self, row: Row, count: int, base: int) -> None:
+        """``count`` nodes of the proposal became tokens base, base + 1, ... (``base``: tokens with K/V before them):
+        what a drafter wrote for its own chain is valid so far."""
+        for name, fill in row.fill.items():
+            if fill.drafts and fill.tokens == base:
+                self._fill(name, row, base + min(count, fill.drafts))
+            fill.drafts = 0
 
-        Node i stands in key base + i of the target's storage and must come to key base + k, k its place in the path.
-        ``moved``: it was moved already. In drafters' storages nothing is moved: see `Proposer`.
+    def move(self, row: Row, path: Sequence[int], base: int) -> None:
+        """Nodes ``path``, parents first, become tokens base, base + 1, ...: `compact` will move what they stored.
+
+        Node i stands in key base + i of the target's storage and must come to key base + k, k its place in the path. In
+        drafters' storages nothing is moved: see `Proposer`.
         Example: base 10, path (1, 3): keys 11 -> 10 and 13 -> 11.
         """
-        for name, fill in row.fill.items():
-            # What a drafter wrote for its own chain is valid as far as the chain was accepted.
-            if fill.drafts and fill.tokens == base:
-                self._fill(name, row, base + min(len(path), fill.drafts))
-            fill.drafts = 0
-        if moved or not path or path[-1] == len(path) - 1:  # nodes 0, 1, ... stand where they belong
-            return
         source, target = self._moves
         size = self._block_size
         table = row.blocks_np
@@ -223,9 +220,9 @@ class Drafting:
             max_depth = row.max_total - row.num_tokens - 1
             if max_depth < 1 or row.drafting_failed:
                 continue
-            name = row.speculation.method
+            name = row.method
             fill = row.fill.get(name)
-            nodes = min(budget, MAX_TREE_NODES)
+            nodes = budget if budget < MAX_TREE_NODES else MAX_TREE_NODES
             forced: tuple[int, ...] = ()
             if row.grammar is not None:
                 try:
@@ -245,7 +242,10 @@ class Drafting:
                 row.grammar,
                 forced,
             )
-            groups.setdefault(name, []).append((row, draft_row))
+            group = groups.get(name)
+            if group is None:
+                group = groups[name] = []
+            group.append((row, draft_row))
         for name, members in groups.items():
             self._propose_group(name, members)
 
@@ -260,7 +260,6 @@ class Drafting:
             else:
                 self.guard.failed(name, "propose", [members[0][0]], error)
             return
-        has_storage = name in self._filled_blocks
         for (row, draft_row), proposed in zip(members, proposals, strict=True):
             row.proposal = proposed
             if draft_row.grammar is not None:
@@ -270,8 +269,8 @@ class Drafting:
                     Exception
                 ):  # the grammar's fault: the next step's masks will say so, and fail the request
                     row.proposal = EMPTY_PROPOSAL
-            if has_storage:
-                self._record_fill(name, row, draft_row, proposed)
+        if name in self._filled_blocks:
+            self._record_fills(name, members, proposals)
 
     def _asked(self, name: str, rows: list[DraftRow]) -> list[Proposal]:
         proposals = list(self._proposers[name].propose(rows))
@@ -283,29 +282,36 @@ class Drafting:
             for proposal, row in zip(proposals, rows, strict=True)
         ]
 
-    def _record_fill(self, name: str, row: Row, draft_row: DraftRow, proposed: Proposal) -> None:
-        """What the drafter has after it proposed. Of its drafts that counts which is still proposed: a grammar may have
-        put others in their place."""
-        ask = self.guard.ask
-        tokens = ask(
-            name, "filled_after", [row], lambda p: self._leading(row, p.filled_after(draft_row)), None
-        )
-        if tokens is None:
-            return
-        self._fill(name, row, tokens)
-        most = len(proposed) if proposed.is_chain else 0
-        stored = ask(
-            name,
-            "drafts_stored",
-            [row],
-            lambda p: whole_number(p.drafts_stored(draft_row), most, "the number of stored drafts"),
-            0,
-        )
-        if row.proposal is not proposed:
-            kept = row.proposal.tokens if row.proposal.is_chain else ()
-            same = [ours == theirs for ours, theirs in zip(proposed.tokens, kept, strict=False)]
-            stored = min(stored, [*same, False].index(False))
-        row.fill[name].drafts = stored
+    def _record_fills(
+        self, name: str, members: Sequence[tuple[Row, DraftRow]], proposals: Sequence[Proposal]
+    ) -> None:
+        """What the drafter has of its requests after it proposed. Of its drafts that counts which is still proposed: a
+        grammar may have put others in their place. Who cannot tell of one request fails for that one."""
+        proposer = self._proposers[name]
+        filled_after, drafts_stored = proposer.filled_after, proposer.drafts_stored
+        size = self._block_size
+        for (row, draft_row), proposed in zip(members, proposals, strict=True):
+            hook = "filled_after"
+            stored = 0
+            try:
+                tokens = filled_after(draft_row)
+                if tokens.__class__ is not int or not 0 <= tokens <= row.num_tokens <= row.num_blocks * size:
+                    tokens = self._leading(row, tokens)
+                hook = "drafts_stored"
+                drafts = drafts_stored(draft_row)
+                if drafts.__class__ is not int or drafts:
+                    most = len(proposed) if proposed.is_chain else 0
+                    stored = whole_number(drafts, most, "the number of stored drafts")
+            except Exception as error:
+                self.guard.failed(name, hook, [row], error)
+                if hook == "filled_after":
+                    continue
+            self._fill(name, row, tokens)
+            if stored and row.proposal is not proposed:
+                kept = row.proposal.tokens if row.proposal.is_chain else ()
+                same = [ours == theirs for ours, theirs in zip(proposed.tokens, kept, strict=False)]
+                stored = min(stored, [*same, False].index(False))
+            row.fill[name].drafts = stored
 
     def filled(self, name: str, row: Row, tokens: int, drafts: int) -> None:
         """The drafter has so many tokens of the request, and drafts behind them, without having been called."""
@@ -325,16 +331,24 @@ class Drafting:
 
     def take_forward_time(self) -> float:
         """Seconds the proposers spent in their models' forward passes since the last call."""
-        return sum(self.guard.ask(name, "forward_time", (), _taken_time, 0.0) for name in self._proposers)
+        total = 0.0
+        for name, proposer in self._proposers.items():
+            try:
+                seconds = proposer.forward_time
+                if seconds.__class__ is not float or seconds:
+                    proposer.forward_time = 0.0
+                    total += _duration(seconds)
+            except Exception as error:
+                self.guard.failed(name, "forward_time", (), error)
+        return total
 
     def take_failures(self) -> tuple[DrafterFailure, ...]:
         """Of drafters, since the last call."""
         return self.guard.take_failures()
 
 
-def _taken_time(proposer: Proposer) -> float:
-    seconds = float(proposer.forward_time)
-    proposer.forward_time = 0.0
+def _duration(value: float) -> float:
+    seconds = float(value)
     if not 0.0 <= seconds < math.inf:
         raise ValueError(f"forward_time is {seconds}")
     return seconds

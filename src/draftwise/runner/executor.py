@@ -13,31 +13,31 @@ import numpy as np
 import torch
 
 from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.lifetime import computing
 from draftwise.models.base import DecoderModel
 from draftwise.propose.base import Proposer
-from draftwise.runner.batch import StepBatch, StepRow, assemble
+from draftwise.runner.batch import StepRow, assemble
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.launched import Launched
-from draftwise.runner.outcome import Outcome, committed_rows, drafts_on, row_result
+from draftwise.runner.outcome import Outcome, committed_rows, drafting, row_result
 from draftwise.runner.resident import Flight, ResidentRuns
 from draftwise.runner.rows import BlockTables, Row
+from draftwise.runner.verifying import Verifying
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     EMPTY_PROPOSAL,
-    IntArray,
     NewRequest,
     StepPlan,
     StepResult,
     TokenLogprobs,
     Verification,
 )
-from draftwise.verify.base import BatchRules, PassSlots
-from draftwise.verify.batch import verify_batch
+from draftwise.verify.base import BatchRules
 from draftwise.verify.rates import SyntheticAcceptance
 
 T = TypeVar("T")
@@ -100,9 +100,7 @@ class LocalExecutor(Executor):
         self._storage = storage
         self._block_size = block_size
         self._device = device
-        self._synthetic = synthetic
-        self._rules = rules
-        self._compacting = rules if rules is not None and rules.compacts else None
+        self._verifying = Verifying(storage, rules, synthetic)
         self._grammars = grammars
         self._clock = clock
         self._vocab_size = model.config.vocab_size
@@ -111,6 +109,7 @@ class LocalExecutor(Executor):
         self._torch_threads = 1 if model.same_bits and device.type == "cpu" else None
         self._rows: dict[int, Row] = {}
         self._tables = BlockTables()
+        self._packer = own_packer(device)
         self._drafting = Drafting(
             proposers,
             storage,
@@ -172,6 +171,8 @@ class LocalExecutor(Executor):
             if self._torch_threads is None:
                 return run()
             before = torch.get_num_threads()
+            if before == self._torch_threads:
+                return run()
             torch.set_num_threads(self._torch_threads)
             try:
                 return run()
@@ -184,7 +185,9 @@ class LocalExecutor(Executor):
         if not plan.rows:
             return self._nothing(plan)
         start = self._clock()
-        batch = assemble(plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on)
+        batch = assemble(
+            plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on, self._packer
+        )
         if batch is None:
             return self._nothing(plan)
         steps = batch.steps
@@ -193,16 +196,21 @@ class LocalExecutor(Executor):
             batch.input, self._storage, batch.rows, self._drafting.capture_layers
         )
         forwarded = self._clock()
-        prompt = {i: self._prompt_logprobs(output.hidden, steps[i], first, n) for i, first, n in batch.prompt}
+        prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
+        for i, first, n in batch.prompt:
+            prompt[i] = self._prompt_logprobs(output.hidden, steps[i], first, n)
         if self._drafting.observes:
             self._drafting.observe([s.row for s in steps], batch.input, output)
-        answers: list[Verification | Exception | None] = [None] * len(steps)
-        for i, answer in zip(batch.owners, self._verify(logits, batch), strict=True):
-            answers[i] = answer
+        decided = self._verifying.verify(logits, batch)
+        answers: list[Outcome] = decided
+        if len(decided) < len(steps):
+            answers = [None] * len(steps)
+            for i, answer in zip(batch.owners, decided, strict=True):
+                answers[i] = answer
         for i, step in enumerate(steps):
             if step.row.error is not None:
                 answers[i] = step.row.error
-        read: list[tuple[Row, int, IntArray]] = []
+        read: list[tuple[Row, int, Sequence[int]]] = []
         if self._drafting.observes:
             read = [
                 (s.row, s.row.num_computed, committed_rows(s, answer, first))
@@ -219,8 +227,7 @@ class LocalExecutor(Executor):
         self._drafting.compact()
         verified = self._clock()
 
-        drafting = [s for s, outcome in zip(steps, outcomes, strict=True) if drafts_on(s, outcome)]
-        self._drafting.propose([(s.row, s.planned.draft_budget) for s in drafting])
+        self._drafting.propose(drafting(steps, outcomes))
         drafted = self._clock()
         rows = [
             row_result(s, outcome, prompt.get(i), transferred.get(i))
@@ -327,32 +334,6 @@ class LocalExecutor(Executor):
             )
         return tuple(entries)
 
-    def _verify(self, logits: torch.Tensor, batch: StepBatch) -> list[Verification | Exception]:
-        """Decide all requests, each structured one under its grammar's masks; made while a GPU still computes."""
-        requests = batch.requests
-        failed: dict[int, Exception] = {}
-        for j in batch.structured:
-            step = batch.steps[batch.owners[j]]
-            assert step.row.grammar is not None
-            try:
-                masks = step.row.grammar.masks(step.proposal)
-            except Exception as error:  # its grammar is too complex, say: it fails alone
-                failed[j] = error
-                continue
-            if requests is batch.requests:
-                requests = list(requests)
-            requests[j] = requests[j]._replace(masks=masks)
-        answers = verify_batch(
-            logits,
-            requests,
-            synthetic=self._synthetic,
-            kernels=self._rules,
-            stored=PassSlots(self._storage, batch.input.slots),
-        )
-        for j, failure in failed.items():
-            answers[j] = failure
-        return answers
-
     # -------------------------------------------------------------------------------------------- commit
 
     def _commit_row(self, step: StepRow, answer: Outcome) -> Outcome:
@@ -366,9 +347,13 @@ class LocalExecutor(Executor):
             row.num_computed = base
             return None
         path, token_ids, _ = answer
-        if path or row.fill:
-            moved = self._compacting is not None and self._compacting.decides(row.state, row.speculation.rule)
-            self._drafting.accepted(row, path, base, moved=moved)
+        for fill in row.fill.values():
+            if fill.drafts:
+                self._drafting.accepted(row, len(path), base)
+                break
+        # Nodes 0, 1, ... stand where they belong.
+        if path and path[-1] != len(path) - 1 and not self._verifying.compacts(row):
+            self._drafting.move(row, path, base)
         row.num_computed = base + len(path)
         row.append(token_ids)
         row.state.commit(token_ids)

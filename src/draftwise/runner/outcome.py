@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from draftwise.runner.batch import StepRow
-from draftwise.types import IntArray, RowResult, TokenLogprobs, Verification
+from draftwise.runner.rows import Row
+from draftwise.types import RowResult, TokenLogprobs, Verification
 
 Outcome = Verification | Exception | None
 """Of a request in a step: what was committed, why it failed, or None: a chunk of its prompt was computed."""
 
 
-def committed_rows(step: StepRow, answer: Outcome, start: int) -> IntArray:
+def committed_rows(step: StepRow, answer: Outcome, start: int) -> Sequence[int]:
     """[n] rows of the batch whose tokens are final now; ``start`` is the request's first one.
 
     Example: rows 5.. are one known token and four nodes, of which nodes 1 and 3 were accepted: rows 5, 7 and 9.
     """
     if isinstance(answer, Exception):
-        return np.empty(0, np.int32)
+        return ()
     first_node = start + step.planned.num_new
     path = () if answer is None else answer.path
     if not path or path[-1] == len(path) - 1:  # nodes 0, 1, ...
-        return np.arange(start, first_node + len(path), dtype=np.int32)
-    known = np.arange(start, first_node, dtype=np.int32)
-    return np.concatenate([known, np.asarray(path, np.int32) + first_node])
+        return range(start, first_node + len(path))
+    return [*range(start, first_node), *[first_node + node for node in path]]
 
 
-def drafts_on(step: StepRow, outcome: Outcome) -> bool:
-    """Whether the request drafts after this step: it may, it reached its root, and is not known to have ended."""
-    if not step.planned.draft_budget or not isinstance(outcome, Verification):
-        return False
-    return step.row.stop_token_ids.isdisjoint(outcome.token_ids)
+def drafting(steps: Sequence[StepRow], outcomes: Sequence[Outcome]) -> list[tuple[Row, int]]:
+    """Who drafts after this step, and how much: they may, they reached their root, and are not known to have ended."""
+    return [
+        (step.row, step.planned.draft_budget)
+        for step, outcome in zip(steps, outcomes, strict=True)
+        if step.planned.draft_budget
+        and outcome.__class__ is Verification
+        and step.row.stop_token_ids.isdisjoint(outcome.token_ids)
+    ]
 
 
 def row_result(

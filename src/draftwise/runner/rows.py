@@ -10,6 +10,7 @@ import numpy as np
 from draftwise.sampling.state import SamplingState
 from draftwise.structured.cursor import Cursor
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation
+from draftwise.verify.base import effective_rule
 
 
 @dataclass(slots=True)
@@ -22,12 +23,17 @@ class DrafterFill:
 
 
 class BlockTables:
-    """The block tables of all requests, a line each: a batch takes its lines in one piece. Behind a request's blocks
-    its line is 0."""
+    """The block tables of all requests, a line each. Behind a request's blocks its line is 0."""
 
     def __init__(self) -> None:
-        self._lines_np: IntArray = np.zeros((8, 8), np.int32)
+        self._take(np.zeros((8, 8), np.int32))
         self._free = list(range(7, -1, -1))
+
+    def _take(self, lines_np: IntArray) -> None:
+        self._lines_np = lines_np
+        self.width: int = lines_np.shape[1]
+        self.ids_np: IntArray = lines_np.reshape(-1)
+        """[lines * width] a view: the blocks of line i begin at i * width."""
 
     def open(self) -> int:
         """A line for a request that enters."""
@@ -43,7 +49,7 @@ class BlockTables:
         self._free.append(line)
 
     def line(self, line: int) -> IntArray:
-        """[capacity] a view, until some line grows."""
+        """[capacity] a view of what the line has now. Once lines grow it is written no more."""
         view: IntArray = self._lines_np[line]
         return view
 
@@ -59,19 +65,14 @@ class BlockTables:
         """Only ``end`` blocks are left."""
         self._lines_np[line, end:] = 0
 
-    def of(self, lines: Sequence[int], width: int) -> IntArray:
-        """[len(lines), width] the first ``width`` blocks of these lines; a copy, or a view if it is one line."""
-        if len(lines) == 1:
-            view: IntArray = self._lines_np[lines[0] : lines[0] + 1, :width]
-            return view
-        copy: IntArray = self._lines_np[lines, :width]
-        return copy
-
     def _grow(self, lines: int, width: int) -> None:
         grown = np.zeros((lines, width), np.int32)
         old_lines, old_width = self._lines_np.shape
         grown[:old_lines, :old_width] = self._lines_np
-        self._lines_np = grown
+        self._take(grown)
+
+
+_NO_BLOCKS: IntArray = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -91,41 +92,52 @@ class Row:
     tables: BlockTables
     line: int
     num_blocks: int = 0
+    blocks_np: IntArray = field(default_factory=lambda: _NO_BLOCKS)
+    """[num_blocks] a view of the request's block ids. Other requests' lines may grow away from under it: what it shows
+    stays as it is until the request's own blocks change, and then it is a new one."""
     grammar: Cursor | None = None
     proposal: Proposal = EMPTY_PROPOSAL
     drafting_failed: bool = False
     error: Exception | None = None
     """Why the request cannot go on, since it entered."""
     fill: dict[str, DrafterFill] = field(default_factory=dict)
+    method: str = field(init=False)
+    rule: str = field(init=False)
+    """What decides it, see `effective_rule`."""
+
+    def __post_init__(self) -> None:
+        self.method = self.speculation.method
+        self.rule = effective_rule(self.state, self.speculation.rule)
 
     @property
     def is_full(self) -> bool:
         """Whether the request has all its tokens, which the scheduler may not know yet."""
         return self.num_tokens >= self.max_total
 
-    @property
-    def blocks_np(self) -> IntArray:
-        """[num_blocks] view of the request's block ids."""
-        return self.tables.line(self.line)[: self.num_blocks]
-
     def add_blocks(self, block_ids: Sequence[int]) -> None:
         self.tables.write(self.line, self.num_blocks, block_ids)
-        self.num_blocks += len(block_ids)
+        self._has_blocks(self.num_blocks + len(block_ids))
 
     def trim(self, num_blocks: int) -> None:
         """Only ``num_blocks`` blocks are left."""
         self.tables.cut(self.line, num_blocks)
-        self.num_blocks = num_blocks
+        self._has_blocks(num_blocks)
+
+    def _has_blocks(self, count: int) -> None:
+        self.num_blocks = count
+        self.blocks_np = self.tables.line(self.line)[:count]
 
     def append(self, token_ids: Sequence[int]) -> None:
-        end = self.num_tokens + len(token_ids)
-        if end > len(self.tokens_np):
+        known, tokens_np = self.num_tokens, self.tokens_np
+        end = known + len(token_ids)
+        if end > len(tokens_np):
             # Accepted tokens past max_total are cut by the scheduler; until it has, they are kept here too.
-            grown = np.empty(end + 64, np.int32)
-            grown[: self.num_tokens] = self.tokens_np[: self.num_tokens]
-            self.tokens_np = grown
-        if len(token_ids) == 1:  # a store into a slice takes four times as long
-            self.tokens_np[self.num_tokens] = token_ids[0]
+            tokens_np = np.empty(end + 64, np.int32)
+            tokens_np[:known] = self.tokens_np[:known]
+            self.tokens_np = tokens_np
+        if len(token_ids) < 4:  # a store into a slice takes four times as long
+            for i, token in enumerate(token_ids, known):
+                tokens_np[i] = token
         else:
-            self.tokens_np[self.num_tokens : end] = token_ids
+            tokens_np[known:end] = token_ids
         self.num_tokens = end

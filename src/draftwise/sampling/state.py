@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -13,6 +14,9 @@ import torch
 from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import IntArray
+
+DRAW = struct.Struct("=QdffiI")
+"""``dw::VerifyDraw`` of ``csrc/verify.h``."""
 
 _STEERING_BIAS = 3.0
 """A bias of so much makes a token twenty times as likely."""
@@ -33,8 +37,9 @@ class SamplingState:
     logits before they are divided by the temperature. ``steers``: something may decide what is likely (allowed tokens,
     large biases, processors), where penalties and excluded words only shift it: drafts made without a look at it are
     mostly wrong.
+    ``plain``: nothing but the draw has to be done for it: neither ``adjusts`` nor log-probabilities.
     ``draw_fields``: what native kernels must know of a request besides: seed (64 bits), top_p, one over the
-    temperature, log min_p, top_k, sample index.
+    temperature, log min_p, top_k, sample index; ``draw_bytes``: the same as they read it.
 
     Raises `RequestError` if a parameter names a token id outside the vocabulary.
     """
@@ -49,6 +54,7 @@ class SamplingState:
         "adjusts",
         "bad_words",
         "can_exclude",
+        "draw_bytes",
         "draw_fields",
         "has_penalty",
         "has_repetition",
@@ -61,6 +67,7 @@ class SamplingState:
         "num_prompt",
         "num_tokens",
         "params",
+        "plain",
         "sample_index",
         "seed",
         "static_bias",
@@ -105,6 +112,7 @@ class SamplingState:
             self.top_k,
             sample_index,
         )
+        self.draw_bytes = DRAW.pack(*self.draw_fields)
 
         self.bad_words = _endings(bad_words_ids, vocab_size)
         self.max_bad_word = 1 + max(self.bad_words, default=-1)
@@ -146,6 +154,7 @@ class SamplingState:
         )
         truncates = not self.is_greedy and (self.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
         self.adjusts = self.needs_history or self.has_static
+        self.plain = not self.adjusts and params.logprobs is None
         self.needs_processing = self.adjusts or truncates
         self.can_exclude = self.has_static or bool(self.bad_words) or bool(params.logits_processors) or short
 

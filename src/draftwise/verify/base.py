@@ -45,6 +45,16 @@ class VerifyRequest(NamedTuple):
         return self.first_row + 1 + node
 
 
+class VerifyColumns(NamedTuple):
+    """R requests as kernels take them that shape distributions themselves, side by side: nothing about them is
+    adjusted, masked or reported."""
+
+    states: Sequence[SamplingState]
+    proposals: Sequence[Proposal]
+    first_rows: Sequence[int]  # as `VerifyRequest.first_row`
+    rules: Sequence[str]  # as `effective_rule` says
+
+
 class Rule(ABC):
     """Decides which path of a proposal is kept. One instance serves all requests that name the rule; it
     keeps no state (noise comes from `sampling.noise`, keyed by request, position and step)."""
@@ -102,3 +112,7 @@ class BatchRules(ABC):
         stored: PassSlots | None = None,
     ) -> list[Verification]:
         """As `Rule.verify`; ``rules``: each request's, one of ``names``. With ``stored``, paths are compacted, too."""
+
+    def decide(self, logits: torch.Tensor, columns: VerifyColumns) -> list[Verification]:
+        """The same of requests side by side, where it ``shapes`` and does not compact."""
+        raise NotImplementedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Sequence
 from typing import ClassVar
@@ -14,13 +13,10 @@ from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.types import Verification
-from draftwise.verify.base import BatchRules, PassSlots, VerifyRequest
-from draftwise.verify.rejection import is_sampled
+from draftwise.verify.base import BatchRules, PassSlots, VerifyColumns, VerifyRequest
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
-_REQUEST = struct.Struct("=QdffiIiiiiiiQ")
-"""``dw::VerifyRequest`` of ``csrc/verify.h``."""
 _RULES = {"greedy": 0, "coupled": 1, "rejection": 2, "block": 3}
 _DRAWS = {"fixed": 0, "independent": 1, "without_replacement": 2}
 
@@ -41,7 +37,7 @@ class NativeRules(BatchRules):
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
         self._verify = library.function(
-            "dw_verify", None, [_PTR, _PTR, _I64, _I64, ctypes.c_char_p, _I64, _PTR, _PTR]
+            "dw_verify", None, [_PTR, _PTR, _I64, _I64, ctypes.c_char_p, _PTR, _PTR, _I64, _PTR, _PTR]
         )
 
     def verify(
@@ -51,58 +47,62 @@ class NativeRules(BatchRules):
         rules: Sequence[str],
         stored: PassSlots | None = None,
     ) -> list[Verification]:
-        require(logits.dtype is torch.float32 and logits.device.type == "cpu", "float32 logits on the CPU")
-        logits = logits.contiguous()
-        packed: list[bytes] = []
+        columns = VerifyColumns(
+            [request.state for request in requests],
+            [request.proposal for request in requests],
+            [request.first_row for request in requests],
+            rules,
+        )
+        return self.decide(logits, columns)
+
+    def decide(self, logits: torch.Tensor, columns: VerifyColumns) -> list[Verification]:
+        require(logits.dtype is torch.float32 and logits.is_cpu, "float32 logits on the CPU")
+        if not logits.is_contiguous():
+            logits = logits.contiguous()
+        states, proposals, first_rows, rules = columns
+        count, vocab = len(states), logits.shape[1]
+        require(count == len(proposals) == len(first_rows) == len(rules), "columns of the same length")
+        own: list[int] = []
+        draws: list[int] = []
+        q_at: list[int] = []
         tokens: list[int] = []
         parents: list[int] = []
         q_rows: list[int] = []
         kept_q: list[torch.Tensor] = []
         last_q: torch.Tensor | None = None
         last_q_at = 0
-        pack = _REQUEST.pack
-        for request, rule in zip(requests, rules, strict=True):
-            state, proposal = request.state, request.proposal
-            nodes = len(proposal.tokens)
-            draw = q_at = 0
-            if nodes:
+        for proposal in proposals:
+            draw = place = 0
+            if proposal.tokens:
                 tokens += proposal.tokens
                 parents += proposal.parents
-                if is_sampled(proposal):
-                    q = proposal.q
+                q = proposal.q
+                if q is None or proposal.draw == "fixed":
+                    q_rows += proposal.parents  # not read
+                else:
                     if q is not last_q:  # requests that were drafted together share it
-                        require(
-                            q is not None and q.dtype is torch.float32 and q.shape[1] == logits.shape[1],
-                            "float32 q for each token",
-                        )
-                        assert q is not None
+                        require(q.dtype is torch.float32 and q.shape[1] == vocab, "float32 q for each token")
                         kept_q.append(q.contiguous())
                         last_q, last_q_at = q, kept_q[-1].data_ptr()
-                    draw, q_at = _DRAWS[proposal.draw], last_q_at
+                    draw, place = _DRAWS[proposal.draw], last_q_at
                     q_rows += proposal.q_rows
-                else:
-                    q_rows += proposal.parents  # not read
-            packed.append(
-                pack(
-                    *state.draw_fields,
-                    state.num_tokens,
-                    request.first_row,
-                    nodes,
-                    _RULES[rule],
-                    draw,
-                    0,
-                    q_at,
-                )
-            )
-        count, total = len(packed), len(tokens)
+            own.append(len(proposal.tokens))
+            draws.append(draw)
+            q_at.append(place)
+        total = len(tokens)
+        numbers = array("i", [state.num_tokens for state in states])
+        numbers.extend([*first_rows, *own, *map(_RULES.__getitem__, rules), *draws])
         given = array("i", tokens + parents + q_rows)
+        places = array("Q", q_at) if kept_q else None
         found = array("i", bytes(4 * (2 * count + total)))
         self._verify(
             self._pool.pointer,
             logits.data_ptr(),
-            logits.shape[1],
+            vocab,
             count,
-            b"".join(packed),
+            b"".join([state.draw_bytes for state in states]),
+            numbers.buffer_info()[0],
+            None if places is None else places.buffer_info()[0],
             total,
             given.buffer_info()[0],
             found.buffer_info()[0],
@@ -113,9 +113,15 @@ class NativeRules(BatchRules):
             return [Verification((), (token,)) for token in answer[count:]]
         results = []
         at = 2 * count
-        for r, request in enumerate(requests):
-            own = request.proposal.tokens
-            path = tuple(answer[at : at + answer[r]])
-            at += len(own)
-            results.append(Verification(path, (*[own[node] for node in path], answer[count + r])))
+        for proposal, size, length, last in zip(proposals, own, answer, answer[count:at], strict=False):
+            if not length:
+                results.append(Verification((), (last,)))
+            else:
+                path = tuple(answer[at : at + length])
+                if path[-1] == length - 1:  # nodes 0, 1, ...
+                    results.append(Verification(path, (*proposal.tokens[:length], last)))
+                else:
+                    drafts = proposal.tokens
+                    results.append(Verification(path, (*[drafts[node] for node in path], last)))
+            at += size
         return results

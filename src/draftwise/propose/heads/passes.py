@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.inputs import RowInput, build_step_input
@@ -83,6 +84,7 @@ class HeadPasses:
     def __init__(self, head: HeadModel, block_size: int) -> None:
         self.head = head
         self.block_size = block_size
+        self._packer = own_packer(head.device)
         self._time = 0.0
         self._storage: KVStorage | None = None
         self.block_features: Tensor
@@ -367,7 +369,7 @@ class HeadPasses:
     ) -> tuple[StepInput, Tensor, list[int] | None]:
         """The rows as a batch, their features [T, F], and each request's last row (None: each has one)."""
         inputs = [job.input for job in jobs]
-        batch = build_step_input(inputs, self.block_size, self.head.inputs_on, position_offset=-1)
+        batch = build_step_input(inputs, self.block_size, self.head.inputs_on, -1, self._packer)
         if features is None:
             features = joined([piece for job in jobs for piece in job.features])
         last = None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from draftwise.errors import ConfigError
+from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
@@ -72,6 +73,7 @@ class ModelProposer(Proposer, TreeModel):
         self._model = model
         self._storage: KVStorage | None = None  # see `allocate`
         self._scratch: ScratchBlocks
+        self._packer = own_packer(model.device)
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._max_len = min(max_model_len, model.config.max_model_len)
@@ -179,7 +181,7 @@ class ModelProposer(Proposer, TreeModel):
             RowInput(d.context_np[start:], start, self._scratch.table(i, d.row.block_table_np))
             for i, (d, start) in enumerate(zip(drafts, starts, strict=True))
         ]
-        batch = build_step_input(inputs, self._block_size, self._model.inputs_on)
+        batch = build_step_input(inputs, self._block_size, self._model.inputs_on, packer=self._packer)
         last = None if rows == len(drafts) else (batch.attention.query_start_np[1:] - 1).tolist()
         trees = self._model.draft_trees(batch, self._storage, last, draws)
         if trees is None:
@@ -216,7 +218,7 @@ class ModelProposer(Proposer, TreeModel):
         for draft in active:
             first = min(draft.fed, len(draft.context_np) - 1)
             inputs.append(RowInput(draft.context_np[first:], first, draft.row.block_table_np))
-        batch = build_step_input(inputs, self._block_size, self._model.inputs_on)
+        batch = build_step_input(inputs, self._block_size, self._model.inputs_on, packer=self._packer)
         last = None if rows == len(active) else (batch.attention.query_start_np[1:] - 1).tolist()
         draws = chain_draws(active, kind)
         chains = self._model.draft_chains(batch, self._storage, last, steps, draws)
@@ -276,7 +278,7 @@ class ModelProposer(Proposer, TreeModel):
         """One pass; logits of the last row of each request [R, V], or of all rows."""
         start = time.perf_counter()
         assert self._storage is not None, "allocate comes before propose"
-        batch = build_step_input(inputs, self._block_size, self._model.inputs_on)
+        batch = build_step_input(inputs, self._block_size, self._model.inputs_on, packer=self._packer)
         rows = None
         if not all_rows and batch.token_ids.shape[0] != len(inputs):
             rows = (batch.attention.query_start_np[1:] - 1).tolist()

@@ -20,7 +20,7 @@ const Layout layouts[] = {
     {"PassInput", sizeof(dw::PassInput)},         {"ProgramOp", sizeof(dw::ProgramOp)},
     {"RopeCall", sizeof(dw::RopeCall)},           {"SuffixDraft", sizeof(dw::SuffixDraft)},
     {"SuffixLimits", sizeof(dw::SuffixLimits)},   {"TreeOutput", sizeof(dw::TreeOutput)},
-    {"TreeWish", sizeof(dw::TreeWish)},           {"VerifyRequest", sizeof(dw::VerifyRequest)},
+    {"TreeWish", sizeof(dw::TreeWish)},           {"VerifyDraw", sizeof(dw::VerifyDraw)},
 };
 }  // namespace
 

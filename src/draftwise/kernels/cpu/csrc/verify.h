@@ -14,7 +14,17 @@ namespace dw {
 enum Rule : int32_t { GREEDY = 0, COUPLED = 1, REJECTION = 2, BLOCK = 3 };
 enum Draw : int32_t { FIXED = 0, INDEPENDENT = 1, WITHOUT_REPLACEMENT = 2 };
 
-// One request: rows `first_row` (the root's) .. first_row + nodes of the logits. Mirrored by verify.py.
+// What of a request stays as it is: packed once by `SamplingState`, and mirrored there.
+struct VerifyDraw {
+  uint64_t seed;
+  double top_p;
+  float scale;
+  float log_min_p;
+  int32_t top_k;
+  uint32_t sample_index;
+};
+
+// One request: rows `first_row` (the root's) .. first_row + nodes of the logits. Begins with what `VerifyDraw` says.
 struct VerifyRequest {
   uint64_t seed;
   double top_p;       // 1: all

@@ -1,0 +1,65 @@
+"""What a step costs the host per request, counted in calls: of Python functions, and of what they call in C.
+
+Counts say nothing of how long a call takes, but they do not depend on the machine, and nobody adds a call per request
+unnoticed. Steps of 8 and of 24 requests that decode are compared, so that what a step costs by itself drops out.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from tests.native import native_or_skip
+
+from draftwise import LLM, SamplingParams
+from draftwise.bench.workloads import code_prompts
+
+STEPS = 12
+
+
+@pytest.mark.parametrize(("method", "most"), [("none", 87), ("ngram", 140), ("mtp", 223)])
+def test_calls_per_request(method: str, most: int) -> None:
+    """``most``: what it was when the limit was set, and a tenth."""
+    native_or_skip()
+    found = (calls_of(method, 24) - calls_of(method, 8)) / 16
+    assert found <= most, f"{found:.1f} calls per request"
+
+
+def calls_of(method: str, requests: int) -> float:
+    """Calls of a step, on average."""
+    spec: dict[str, Any] = {"method": method}
+    if method != "none":
+        spec["num_speculative_tokens"] = 3
+    llm = LLM(
+        speculative_config=spec,
+        speculation_control="static",
+        max_num_seqs=requests,
+        max_model_len=256,
+        num_kv_blocks=requests * 16,
+    )
+    assert llm._engine is not None
+    core, processor = llm._engine.core, llm._engine.processor
+    for prompt in code_prompts(llm.get_tokenizer(), requests, 32):
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        for request in processor.group({"prompt_token_ids": list(prompt)}, params).requests:
+            core.add(request)
+    while core.scheduler.num_running < requests:
+        core.step()
+    for _ in range(4):
+        core.step()
+    count = 0
+
+    def tick(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for _ in range(STEPS):
+        sys.setprofile(tick)
+        try:
+            updates = core.step()
+        finally:
+            sys.setprofile(None)
+        assert len(updates) == requests and all(update.num_new for update in updates)
+    llm.close()
+    return count / STEPS
