@@ -12,7 +12,7 @@ from draftwise.engine.group import RequestGroup
 from draftwise.kv.manager import KVManager
 from draftwise.kv.prefix_cache import PrefixCache
 from draftwise.kv.storage import KVStorage
-from draftwise.runner import executor as executor_file
+from draftwise.runner import verifying as verifying_file
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.rows import Row
 from draftwise.sampling.state import SamplingState
@@ -31,10 +31,10 @@ def _nothing(*_: object, **__: object) -> None:
 
 def no_compaction(patch: Patch) -> None:
     """Accepted paths of trees stay where they were computed, in kernels and in torch."""
-    verify = executor_file.verify_batch
+    verify = verifying_file.verify_batch
     patch.setattr(KVStorage, "move", _nothing)
     patch.setattr(
-        executor_file, "verify_batch", lambda *a, **options: verify(*a, **{**options, "stored": None})
+        verifying_file, "verify_batch", lambda *a, **options: verify(*a, **{**options, "stored": None})
     )
 
 
