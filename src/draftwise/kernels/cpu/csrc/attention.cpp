@@ -11,6 +11,12 @@ constexpr int64_t SERIAL = 1 << 16;  // products of a pass below which one threa
 }  // namespace
 
 const AttentionKernels& attention_kernels(DType rows, int kv_dtype) {
+  if (rows == BF16 && kv_dtype == BF16) {
+    if (isa_current() == ISA_EMULATED) return attention_kernels_emulated;
+#if DW_HAVE_AMX
+    if (isa_current() == ISA_AMX) return attention_kernels_amx;
+#endif
+  }
   const int i = rows == BF16 ? 1 : 0;
   switch (isa_of_vectors()) {
 #if DW_HAVE_AVX512

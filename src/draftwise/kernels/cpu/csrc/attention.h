@@ -107,6 +107,12 @@ extern const AttentionKernels attention_kernels_avx512vnni[2][KV_DTYPES];
 extern const AttentionKernels attention_kernels_avx512[2][KV_DTYPES];
 #endif
 
+// On tiles: bfloat16 rows over a bfloat16 cache. Everything else is done on vectors at these levels, too.
+extern const AttentionKernels attention_kernels_emulated;
+#if DW_HAVE_AMX
+extern const AttentionKernels attention_kernels_amx;
+#endif
+
 // The kernels that the current instruction set has for rows and a cache of these types.
 const AttentionKernels& attention_kernels(DType rows, int kv_dtype);
 

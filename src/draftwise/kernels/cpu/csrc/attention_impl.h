@@ -8,8 +8,9 @@ namespace dw {
 namespace {
 
 // out = acc / sum, for the query vectors [first, first + states.M) of the tile.
-template <class T, class S>
-void write_out(const Work<T, S>& w, const States& states, int first) {
+template <class Steps>
+void write_out(const Work<typename Steps::Row, typename Steps::Cache>& w, const States& states, int first) {
+  using T = typename Steps::Row;
   for (int i = 0; i < states.M; i++) {
     const int m = first + i;
     int row = w.rows.first_row + w.item.tile.first + m / w.group, head = w.item.head * w.group + m % w.group;
@@ -19,7 +20,7 @@ void write_out(const Work<T, S>& w, const States& states, int first) {
     int d = 0;
     for (; d + 4 * LANES <= w.dim; d += 4 * LANES)
       for (int c = 0; c < 4 * LANES; c += 2 * LANES)
-        store_values<BOTH_BF16<T, S>>(to + d + c, load(from + d + c) / sum, load(from + d + c + LANES) / sum);
+        store_values<Steps::EVEN_ODD>(to + d + c, load(from + d + c) / sum, load(from + d + c + LANES) / sum);
     for (; d < w.dim; d += LANES) store_n(to + d, load(from + d) / sum, w.dim - d < LANES ? w.dim - d : LANES);
   }
 }
@@ -79,11 +80,12 @@ void run_item(const AttentionItem* item) {
     steps.weigh(w, states.acc(at));
     states.push(0, part);
   }
+  steps.end();
   if (item->partials != nullptr) {
     memcpy(item->partials, states.memory, sizeof(float) * (size_t)(states.next() * state_floats(w.M, w.padded)));
   } else {
     states.finish();
-    write_out(w, states, 0);
+    write_out<Steps>(w, states, 0);
   }
 }
 
@@ -107,7 +109,7 @@ void merge_item(const AttentionMerge* call) {
     }
   }
   states.finish();
-  write_out(w, states, call->first);
+  write_out<Steps>(w, states, call->first);
 }
 
 template <class Steps>

@@ -13,6 +13,7 @@ struct VectorSteps {
   using Row = T;
   using Cache = S;
   static constexpr int VECTORS = 16;  // of a tile: their scratch stays in cache
+  static constexpr bool EVEN_ODD = BOTH_BF16<T, S>;  // the order of dimensions in sums, see load_values
 
   float *q, *kt;  // [M][padded] queries, columns of GROUP keys
 
@@ -23,6 +24,7 @@ struct VectorSteps {
   void begin(const Work<T, S>& w) {
     for (int m = 0; m < w.M; m++) pack_query<PAIRS<T, S>>(w.query(m), w.dim, q + m * w.padded);
   }
+  void end() {}
   // scores[m][0 .. count): the keys in these slots.
   void score(Work<T, S>& w, const int32_t* slots, int count, float* scores, int score_stride) {
     score_keys(w, q, kt, slots, count, scores, score_stride);

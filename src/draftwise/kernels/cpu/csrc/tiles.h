@@ -103,18 +103,23 @@ inline float half_of(const uint8_t* pair, int which) {
   return flushed(x);
 }
 
-// TDPBF16PS: even and odd products are summed apart over the 16 pairs of k, fused, and then added to the sum.
+// TDPBF16PS: even and odd products are summed apart over the 16 pairs of k, fused, and then added to the sum. A product of two bfloat16 has 16
+// bits, so that a double holds its sum with a float exactly, or the smaller of them is too small to matter: rounding that to a float
+// is what a fused product and sum gives.
 template <int C, int A, int B>
 inline void tile_dot_bf16() {
   const int rows = rows_of(C);
   if (rows_of(A) != rows || rows_of(B) != kTileRows) __builtin_trap();
+  float b[2][16][16];
+  for (int k = 0; k < 16; ++k)
+    for (int n = 0; n < 16; ++n)
+      for (int odd = 0; odd < 2; ++odd) b[odd][k][n] = half_of(&t_unit.data[B][k][n * 4], odd);
   for (int m = 0; m < rows; ++m) {
     float sums[2][16] = {};
     for (int k = 0; k < 16; ++k)
       for (int odd = 0; odd < 2; ++odd) {
         const float x = half_of(&t_unit.data[A][m][k * 4], odd);
-        for (int n = 0; n < 16; ++n)
-          sums[odd][n] = flushed(__builtin_fmaf(x, half_of(&t_unit.data[B][k][n * 4], odd), sums[odd][n]));
+        for (int n = 0; n < 16; ++n) sums[odd][n] = flushed(float(double(x) * b[odd][k][n] + sums[odd][n]));
       }
     for (int n = 0; n < 16; ++n) {
       float total;
