@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.native import forced_isa, native_or_skip
 
 from draftwise.kernels.cpu import levels
+from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.levels import Level, Looks, choose_level, settle_level
 from draftwise.kernels.cpu.library import ISA_VARIABLE, Isa
 from draftwise.kernels.cpu.linear import LinearKernels
@@ -87,6 +89,33 @@ def test_measured_here(cache: Path) -> None:
         assert library.isa is level.isa and level.isa in library.isas
     finally:
         library.use_isa(before)
+
+
+def test_tiles_are_looked_at_in_linear_layers_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With computed tiles; then with ones that go wrong, which nothing else may hide."""
+    library = native_or_skip()
+    before = library.isa
+    assert levels.attention_agrees(library, Isa.EMULATED, Isa.PORTABLE)
+    assert levels.linear_agrees(library, Isa.EMULATED, Isa.EMULATED)
+    assert library.isa is before
+
+    def spoiled(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrong(*arguments: Any, **named: Any) -> torch.Tensor:
+            out = run(*arguments, **named)
+            if library.isa is Isa.EMULATED:
+                out[-1, -1] += 0.25
+            return out
+
+        return wrong
+
+    monkeypatch.setattr(NativeAttention, "run", spoiled(NativeAttention.run))
+    monkeypatch.setattr(LinearKernels, "run", spoiled(LinearKernels.run))
+    assert not levels.attention_agrees(library, Isa.EMULATED, Isa.PORTABLE)
+    assert not levels.linear_agrees(library, Isa.EMULATED, Isa.PORTABLE)
+    asked: list[str] = []
+    monkeypatch.setattr(levels, "linear_agrees", lambda *_: asked.append("linear") or True)
+    monkeypatch.setattr(levels, "attention_agrees", lambda *_: asked.append("attention"))
+    assert not levels._tiles_agree(library) and asked == ["linear", "attention"]
 
 
 @pytest.mark.parametrize("name", ["int8_dynamic", "int4_dynamic_g32", "int4_dynamic"])

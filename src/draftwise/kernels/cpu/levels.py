@@ -2,8 +2,8 @@
 
 Two things are looked at, and what came of them is kept per processor and build in the user's cache folder:
 
-- Tiles are used once they have given what other instructions give: exactly the same for int8, nearly the same for
-  bfloat16.
+- Tiles are used once they have given what other instructions give, in linear layers and in attention: exactly the same
+  for int8, nearly the same for bfloat16.
 - Products of pairs of bfloat16 are used where they are quicker than widening and multiplying floats. On Intel's
   Sapphire Rapids they run at half the speed, on Zen 4 at twice.
 """
@@ -18,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.build import source_id
 from draftwise.kernels.cpu.library import ISA_VARIABLE, Isa, NativeLibrary
 from draftwise.kernels.cpu.linear import LinearKernels
@@ -27,6 +29,7 @@ from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.probe import Probe
 from draftwise.quantization.scheme import parse_scheme
 from draftwise.quantization.weights import quantize
+from draftwise.types import AttentionBatch
 
 _WORTH = 0.9
 """Widening is preferred where pairs reach less than this part of its arithmetic."""
@@ -92,7 +95,11 @@ def _looks(library: NativeLibrary) -> Looks:
 
 
 def _tiles_agree(library: NativeLibrary) -> bool:
-    """Whether tiles give what AVX-512 gives, for a layer with tails in every direction."""
+    return linear_agrees(library, Isa.AMX, Isa.AVX512) and attention_agrees(library, Isa.AMX, Isa.AVX512)
+
+
+def linear_agrees(library: NativeLibrary, tiles: Isa, vectors: Isa) -> bool:
+    """Whether tiles give what vectors give, for a layer with tails in every direction."""
     generator = torch.Generator().manual_seed(1)
     kernels = LinearKernels(library, ThreadPool(library, 1))
     weight = torch.randn(70, 300, generator=generator).to(torch.bfloat16)
@@ -102,17 +109,55 @@ def _tiles_agree(library: NativeLibrary) -> bool:
         kernels.pack(weight),
         *(kernels.pack_quantized(quantize(weight.float(), s), None, dynamic=True) for s in schemes.values()),
     ]
+    plain, tiled = _on_both(
+        library, tiles, vectors, lambda: [kernels.run(rows, one, dtype=torch.float32) for one in packed]
+    )
+    exact = all(torch.equal(a, b) for a, b in zip(plain[1:], tiled[1:], strict=True))
+    return exact and bool(torch.allclose(plain[0], tiled[0], rtol=1e-3, atol=1e-3))
+
+
+def attention_agrees(library: NativeLibrary, tiles: Isa, vectors: Isa) -> bool:
+    """Whether tiles give what vectors give: a prompt, one row behind more than a partition, and a tree; heads that fill
+    whole chunks of dimensions and heads that do not."""
+    generator = torch.Generator().manual_seed(2)
+    attention = NativeAttention(library, ThreadPool(library, 1))
+    batch = AttentionBatch(
+        query_start_np=np.array([0, 40, 41, 45], np.int32),
+        context_len_np=np.array([0, 299, 45], np.int32),
+        is_tree_np=np.array([False, False, True]),
+        block_tables_np=np.random.default_rng(3).permutation(57).astype(np.int32).reshape(3, 19),
+        ancestors_np=np.array([*[0] * 41, 0b1, 0b11, 0b101, 0b1011], np.uint64),
+        block_size=16,
+    )
+    cases = []
+    for heads, kv_heads, dim in ((8, 2, 64), (3, 1, 40)):
+        q = torch.randn(45, heads, dim, generator=generator).to(torch.bfloat16)
+        kv = torch.randn(57 * 16, 2 * kv_heads, dim, generator=generator).to(torch.bfloat16)
+        cases.append((q, kv, kv_heads))
+    plain, tiled = _on_both(
+        library,
+        tiles,
+        vectors,
+        lambda: [attention.run(q, (kv,), batch, num_kv_heads=heads, scale=0.2) for q, kv, heads in cases],
+    )
+    return all(
+        torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-4) for a, b in zip(plain, tiled, strict=True)
+    )
+
+
+def _on_both(
+    library: NativeLibrary, tiles: Isa, vectors: Isa, run: Callable[[], list[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Results on vectors, and on tiles."""
     before = library.isa
     results = []
     try:
-        for isa in (Isa.AVX512, Isa.AMX):
+        for isa in (vectors, tiles):
             library.use_isa(isa)
-            results.append([kernels.run(rows, one, dtype=torch.float32) for one in packed])
+            results.append(run())
     finally:
         library.use_isa(before)
-    plain, tiled = results
-    exact = all(torch.equal(a, b) for a, b in zip(plain[1:], tiled[1:], strict=True))
-    return exact and bool(torch.allclose(plain[0], tiled[0], rtol=1e-3, atol=1e-3))
+    return results[0], results[1]
 
 
 def _speeds(library: NativeLibrary) -> tuple[float, float]:

@@ -1,0 +1,125 @@
+"""Attention alone on a CPU: prompts against torch's scaled_dot_product_attention, rows at long contexts, and windows.
+
+    python benchmarks/attention.py [--threads 2] [--levels avx512 amx] [--rounds 15]
+
+Variants take turns in one process; medians of wall time and their ratios are printed. torch gets keys and values side
+by side, as it wants them; ours read them from scattered blocks of 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from draftwise.kernels.cpu.attention import NativeAttention
+from draftwise.kernels.cpu.library import Isa, NativeLibrary, native_library
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.types import AttentionBatch
+
+HEADS, KV_HEADS = 32, 4
+BLOCK = 16
+PROMPTS = ((512, 0), (4096, 0), (512, 16384))
+"""Rows, context."""
+ROWS = ((1, 2048), (8, 2048), (1, 16384), (8, 16384))
+WINDOW, WINDOW_CONTEXTS = 1024, (2048, 16384, 131072)
+
+Case = Callable[[], object]
+
+
+def ours(attention: NativeAttention, rows: int, context: int, dim: int, window: int | None = None) -> Case:
+    """A call with one request in scattered blocks."""
+    blocks = -(-(context + rows) // BLOCK)
+    order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+    batch = AttentionBatch(
+        query_start_np=np.array([0, rows], np.int32),
+        context_len_np=np.array([context], np.int32),
+        is_tree_np=np.zeros(1, np.bool_),
+        block_tables_np=order[None],
+        ancestors_np=None,
+        block_size=BLOCK,
+    )
+    q = torch.randn(rows, HEADS, dim).to(torch.bfloat16)
+    kv = torch.randn(blocks * BLOCK, 2 * KV_HEADS, dim).to(torch.bfloat16)
+    return lambda: attention.run(q, (kv,), batch, num_kv_heads=KV_HEADS, scale=dim**-0.5, window=window)
+
+
+def torchs(rows: int, context: int, dim: int) -> Case:
+    """The same with torch; behind a context with a mask, as its causal one begins at the first key."""
+    q = torch.randn(1, HEADS, rows, dim).to(torch.bfloat16)
+    k, v = (torch.randn(1, KV_HEADS, context + rows, dim).to(torch.bfloat16) for _ in range(2))
+    mask = None
+    if context:
+        mask = torch.ones(rows, context + rows, dtype=torch.bool).tril(context)
+    return lambda: scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=not context, enable_gqa=True
+    )
+
+
+def measure(cases: dict[str, Case], rounds: int) -> dict[str, float]:
+    """Medians in milliseconds; all cases take turns."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + 1):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            if turn:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def at_level(library: NativeLibrary, isa: Isa, case: Case) -> Case:
+    def run() -> object:
+        library.use_isa(isa)
+        return case()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--levels", nargs="+", default=None, help="instruction sets (default: the best)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dim", type=int, default=64, help="size of a head")
+    options = parser.parse_args()
+    library = native_library()
+    if library is None:
+        parser.error("the native library is not built")
+    names = options.levels or [library.best_isa.name.lower()]
+    unknown = sorted({name for name in names if name.upper() not in Isa.__members__})
+    if unknown:
+        parser.error(f"no such level: {', '.join(unknown)}")
+    levels = [Isa[name.upper()] for name in names]
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    attention = NativeAttention(library, ThreadPool(library, options.threads))
+    dim: int = options.dim
+    print(f"{HEADS} heads, {KV_HEADS} of keys and values, of {dim}; bfloat16; {options.threads} threads\n")
+    print(f"{'ms':24}" + "".join(f"{name:>10}" for name in names) + f"{'torch':>10}  torch / {names[-1]}")
+    for rows, context in (*PROMPTS, *ROWS):
+        call = ours(attention, rows, context, dim)
+        cases = {isa.name: at_level(library, isa, call) for isa in levels}
+        times = measure({**cases, "torch": torchs(rows, context, dim)}, options.rounds)
+        line = "".join(f"{taken:10.2f}" for taken in times.values())
+        print(f"{rows:5} rows at {context:6}     {line}  {times['torch'] / times[levels[-1].name]:10.2f}")
+    print(f"\nwindow of {WINDOW}, {names[-1]}: ms, and over that at {WINDOW_CONTEXTS[0]}")
+    library.use_isa(levels[-1])
+    for rows in (1, 8, 512):
+        times = measure(
+            {str(c): ours(attention, rows, c, dim, WINDOW) for c in WINDOW_CONTEXTS}, options.rounds
+        )
+        base = times[str(WINDOW_CONTEXTS[0])]
+        print(f"{rows:5} rows   " + "   ".join(f"{c}: {ms:.2f} ({ms / base:.2f})" for c, ms in times.items()))
+
+
+if __name__ == "__main__":
+    main()
