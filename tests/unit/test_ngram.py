@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.native import native_or_skip
 
 from draftwise.propose.base import DraftRow
 from draftwise.propose.lookup.ngram import NgramProposer
@@ -167,3 +168,43 @@ def test_the_cost_of_a_step_does_not_grow_with_the_context() -> None:
     short, long = median(2_000), median(32_000)
     assert long < 5 * short
     assert long < 500e-6
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_native_and_python_say_the_same(
+    texts: list[list[int]], a: int, b: int, budget: int, step: int, forced: bool
+) -> None:
+    """Several requests in one call, at different lengths, some with tokens that a grammar forces."""
+    native_or_skip()
+    ours, reference = (NgramProposer(max(a, b), min(a, b), native=native) for native in (True, False))
+    for end in range(1, 41, step):
+        rows = [row(text[:end], rid, budget, 1 + rid * 3) for rid, text in enumerate(texts)]
+        if forced:
+            rows[0].forced = (1, 2)[: rows[0].max_depth]
+        assert ours.look_ups(rows) == reference.look_ups(rows)
+
+
+def test_a_text_that_begins_anew_has_an_index_of_its_own() -> None:
+    for native in (None, False):
+        proposer = NgramProposer(2, 2, native=native)
+        assert proposer.propose([row([1, 2, 3, 1, 2])])[0].tokens[:1] == (3,)
+        assert proposer.propose([row([1, 2])])[0] is EMPTY_PROPOSAL
+        assert proposer.propose([row([1, 2, 4, 1, 2])])[0].tokens[:1] == (4,)
+
+
+def test_many_ngrams_find_their_places() -> None:
+    """Tables grow; nothing is lost on the way."""
+    native_or_skip()
+    tokens = [(7 * i * i + i // 3) % 97 for i in range(3000)]
+    ours, reference = NgramProposer(5, 1, native=True), NgramProposer(5, 1, native=False)
+    for end in range(100, 3001, 100):
+        one = [row(tokens[:end])]
+        assert ours.look_ups(one) == reference.look_ups(one)

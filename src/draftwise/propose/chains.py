@@ -12,7 +12,7 @@ from draftwise.propose.base import DraftRow
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.structured.cursor import mask_drafts
-from draftwise.types import EMPTY_PROPOSAL, ChainDraws, ChainKey, Proposal, chain
+from draftwise.types import EMPTY_PROPOSAL, ChainDraws, ChainKey, Proposal, chain, chain_parents
 
 ChainKind = Literal["argmax", "coupled", "sampled"]
 D = TypeVar("D", bound="ChainDraft")
@@ -103,6 +103,64 @@ def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[tuple[ChainKin
             group = groups[key] = []
         group.append(draft)
     return [(kind, group) for (kind, _), group in groups.items()]
+
+
+def one_loop(
+    rows: Sequence[DraftRow], method: DraftSampleMethod, max_len: int, block_size: int
+) -> tuple[ChainKind, int] | None:
+    """How all rows draw, and how many tokens each, if one loop of a model can draft for all of them as they stand: it
+    is what `alike` would find, without a record for each. None: they differ, or something is forced, masked or a
+    tree."""
+    rule, greedy, length = "", False, 0
+    for row in rows:
+        speculation, state, known = row.speculation, row.sampling, len(row.token_ids_np)
+        # as `longest_chain`, whose exceptions are all lengths below 1
+        own = min(
+            row.budget, row.max_depth, max_len - known + 1, len(row.block_table_np) * block_size - known + 1
+        )
+        if not length:
+            rule, greedy, length = speculation.rule, state.is_greedy, own
+        if (
+            own != length
+            or own < 1
+            or speculation.rule != rule
+            or state.is_greedy != greedy
+            or state.steers
+            or row.forced
+            or row.grammar is not None
+            or speculation.tree is not None
+            or speculation.dynamic is not None
+        ):
+            return None
+    return (chain_kind(rows[0], method), length) if rows else None
+
+
+def loop_proposals(
+    drawn: Sequence[Sequence[int]], q: torch.Tensor | None, kind: ChainKind, name: str
+) -> list[Proposal]:
+    """What one loop drew, ``drawn`` [R, steps], from ``q`` [R, steps, V] if that is given, as proposals."""
+    if not drawn:
+        return []
+    steps = len(drawn[0])
+    parents = chain_parents(steps)
+    if q is None or kind != "sampled":
+        return [Proposal(tuple(tokens), parents, name) for tokens in drawn]
+    all_q = q.flatten(0, 1)  # of all requests, one after the other
+    return [
+        Proposal(tuple(tokens), parents, name, "independent", all_q, tuple(range(i * steps, (i + 1) * steps)))
+        for i, tokens in enumerate(drawn)
+    ]
+
+
+def loop_draws(rows: Sequence[DraftRow], kind: ChainKind) -> ChainDraws | None:
+    """`chain_draws` of rows that have no tokens yet."""
+    if kind == "argmax":
+        return None
+    keys = []
+    for row in rows:
+        seed, top_p, scale, log_min_p, top_k, sample_index = row.sampling.draw_fields
+        keys.append(ChainKey(seed, sample_index, len(row.token_ids_np), 0, scale, log_min_p, top_k, top_p))
+    return ChainDraws("shared" if kind == "coupled" else "draft", tuple(keys))
 
 
 def chain_draws(drafts: Sequence[ChainDraft], kind: ChainKind) -> ChainDraws | None:

@@ -20,8 +20,8 @@ DEFAULT_MIN_MATCH = 4
 class LookUp(Protocol):
     """What a proposer must be to be looked up first: `NgramProposer` and `SuffixProposer` are."""
 
-    def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
-        """The draft of one row (of point masses), and the length of the match it follows (0: none)."""
+    def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
+        """The draft of each row (of point masses), and the length of the match it follows (0: none)."""
 
     def leaving(self, rid: int, token_ids_np: IntArray) -> None: ...
 
@@ -82,8 +82,7 @@ class HybridProposer(DelegatingProposer):
         proposals: list[Proposal] = []
         asked: list[int] = []
         inner: list[DraftRow] = []
-        for i, row in enumerate(rows):
-            found, match_len = self._look_up.look_up(row)
+        for i, (row, (found, match_len)) in enumerate(zip(rows, self._look_up.look_ups(rows), strict=True)):
             proposals.append(found)
             if row.speculation.dynamic is not None:
                 inner.append(self._tree_row(row, found))

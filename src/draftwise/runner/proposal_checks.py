@@ -9,7 +9,7 @@ import torch
 
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.propose.delegating import DelegatingProposer
-from draftwise.types import Proposal, tree_depth
+from draftwise.types import Proposal, chain_parents, tree_depth
 
 _DRAWS = frozenset({"independent", "without_replacement", "fixed"})
 _TOLERANCE = 1e-3
@@ -46,7 +46,7 @@ def checked(
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise ValueError(f"tokens {tokens}, some of them outside of the vocabulary")
     depth = n
-    if not proposal.is_chain:
+    if parents is not chain_parents(n) and not proposal.is_chain:
         for i, parent in enumerate(parents):
             if not -1 <= parent < i:
                 raise ValueError(f"node {i} has parent {parent}, which does not precede it")

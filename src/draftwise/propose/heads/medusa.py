@@ -93,8 +93,8 @@ class MedusaProposer(Proposer, TreeModel):
 
     def committed(self, parts: Sequence[Committed]) -> None:
         for part in parts:
-            if len(part.rows_np):
-                self._newest[part.rid] = int(part.rows_np[-1])
+            if part.rows:
+                self._newest[part.rid] = part.rows[-1]
 
     def remove(self, rid: int) -> None:
         self._newest.pop(rid, None)

@@ -15,7 +15,8 @@ from torch import Tensor
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
-from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.inputs import Blocks, RowInput, build_step_input, pack_rows
+from draftwise.propose.base import DraftRow
 from draftwise.propose.chains import ChainDraft
 from draftwise.propose.heads.features import FeatureSource
 from draftwise.propose.heads.state import Features, HeadState, Piece, joined
@@ -166,19 +167,45 @@ class HeadPasses:
         return _rows(tokens_np, first, draft.row.block_table_np, track.first_key, features)
 
     def chains(
-        self, drafts: Sequence[HeadDraft], steps: int, draws: ChainDraws | None
+        self, rows: Sequence[DraftRow], states: Sequence[HeadState], steps: int, draws: ChainDraws | None
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        """`HeadModel.draft_chains` for these requests, if the head can; what is missing is stored on the way."""
+        """`HeadModel.draft_chains` for these requests, if the head can; what is missing (`missing`) is stored on the
+        way."""
         if self.head.num_depths > 1:
             return None  # what the first depth gives is queued for the next one
-        start = time.perf_counter()
-        batch, features, last = self.batch([self.missing(draft) for draft in drafts])
-        chains = self.head.draft_chains(batch, features, self.kv, last, steps, draws)
+        begun = time.perf_counter()
+        tokens: list[int] = []
+        starts = [0]
+        firsts: list[int] = []
+        first_keys: list[int] = []
+        pieces: list[Piece] = []
+        for row, state in zip(rows, states, strict=True):
+            track, known_np = state.tracks[0], row.token_ids_np
+            stop = len(known_np)
+            first = track.next if track.next < stop else stop - 1
+            tokens += known_np[first:].tolist()
+            starts.append(len(tokens))
+            firsts.append(first)
+            first_keys.append(track.first_key)
+            pieces += track.queue.of(first - 1, stop - 1)
+        batch = pack_rows(
+            tokens,
+            starts,
+            firsts,
+            Blocks.of([row.block_table_np for row in rows]),
+            self.block_size,
+            self.head.inputs_on,
+            position_offset=-1,
+            first_keys=first_keys,
+            packer=self._packer,
+        )
+        last = None if len(tokens) == len(rows) else [start - 1 for start in starts[1:]]
+        chains = self.head.draft_chains(batch, joined(pieces), self.kv, last, steps, draws)
         if chains is None:
             return None
-        for draft in drafts:
-            draft.state.tracks[0].advance(draft.row.num_tokens)
-        self._time += time.perf_counter() - start
+        for row, state in zip(rows, states, strict=True):
+            state.tracks[0].advance(len(row.token_ids_np))
+        self._time += time.perf_counter() - begun
         return chains
 
     def trees(

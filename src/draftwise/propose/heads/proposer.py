@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import numpy as np
+import torch
 
 from draftwise.graphs.head import GraphedHead
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
-from draftwise.propose.chains import ChainKind, alike, chain_draws, draw_next, longest_chain
+from draftwise.propose.chains import (
+    ChainKind,
+    alike,
+    chain_draws,
+    draw_next,
+    longest_chain,
+    loop_draws,
+    loop_proposals,
+    one_loop,
+)
 from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.heads.resident import ResidentHead
 from draftwise.propose.heads.state import MANY_FEATURES, Features, HeadState
@@ -107,29 +117,34 @@ class HeadProposer(Proposer):
     def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
         output, self._output = self._output, None
         assert output is not None, "observe comes before committed"
-        rows_np = parts[0].rows_np if len(parts) == 1 else np.concatenate([p.rows_np for p in parts])
         passes, source = self._passes, self._passes.source
+        size = self._block_size
+        rows: list[int] = []
+        states: list[HeadState] = []
         ends: list[tuple[int, int]] = []
-        first = 0
         for part in parts:
-            known = self._states.get(part.rid)
-            if known is None:
-                self._states[part.rid] = passes.open(part.first_token, part.filled, part.block_table_np)
-            elif known.seen != part.first_token:
-                self._states[part.rid] = known.skipped(part.first_token)
-            count = len(part.rows_np)
-            ends += [
-                (first + i, block) for i, block in passes.ends(part.first_token, count, part.block_table_np)
-            ]
-            first += count
+            first_token = part.first_token
+            state = self._states.get(part.rid)
+            if state is None:
+                state = passes.open(first_token, part.filled, part.block_table_np)
+                self._states[part.rid] = state
+            elif state.tracks[0].queue.end != first_token:
+                state = self._states[part.rid] = state.skipped(first_token)
+            states.append(state)
+            first, count = len(rows), len(part.rows)
+            rows += part.rows
+            if -(first_token + 1) % size < count:
+                ends += [
+                    (first + i, block) for i, block in passes.ends(first_token, count, part.block_table_np)
+                ]
+        rows_np = np.array(rows, np.int32)
         features = source.wait(output, rows_np, ends)
         # A prompt among them: what the others keep of the step must not keep all of it.
-        crowd = len(parts) > 1 and len(rows_np) > max(MANY_FEATURES, _FEW_ROWS * len(parts))
+        crowd = len(parts) > 1 and len(rows) > max(MANY_FEATURES, _FEW_ROWS * len(parts))
         many: list[Fill] = []
         first = 0
-        for part in parts:
-            count = len(part.rows_np)
-            state = self._states[part.rid]
+        for part, state in zip(parts, states, strict=True):
+            count = len(part.rows)
             if crowd:
                 own = Features.of(features.value[first : first + count].clone())
                 state.tracks[0].queue.append(own, 0, count)
@@ -138,7 +153,7 @@ class HeadProposer(Proposer):
             first += count
             read = part.first_token + count
             # A chunk of a prompt is filled at once, too: the next request may share it before this one drafts.
-            if state.pending >= _PENDING_ROWS or read + 1 < len(part.token_ids_np):
+            if state.pending >= _PENDING_ROWS or read + 1 < part.num_tokens:
                 # not the row of the first token that was not read: its slot need not be the request's yet
                 many.append(Fill(state, part.token_ids_np, part.block_table_np, read))
         source.bound()
@@ -146,7 +161,7 @@ class HeadProposer(Proposer):
             return None
         self._passes.fill(many)
         self.forward_time += self._passes.take_time()
-        return [self._states[part.rid].filled for part in parts]
+        return [state.filled for state in states]
 
     def trimmed(self, rid: int, num_tokens: int) -> None:
         state = self._states.get(rid)
@@ -169,6 +184,10 @@ class HeadProposer(Proposer):
     # -------------------------------------------------------------------------------------------- propose
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
+        proposals = None if found is None else self._loop(rows, *found)
+        if proposals is not None:
+            return proposals
         drafts = [self._start(row) for row in rows]
         active = [d for d in drafts if d is not None and d.length > len(d.tokens)]
         trees = [d for d in active if is_tree(d.row)]
@@ -191,6 +210,19 @@ class HeadProposer(Proposer):
             for draft in drafts
         ]
 
+    def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
+        """Let the head do the whole loop for all rows, if it can."""
+        try:
+            states = [self._states[row.rid] for row in rows]
+        except KeyError:  # the head was told nothing of one of them
+            return None
+        chains = self._passes.chains(rows, states, length, loop_draws(rows, kind))
+        if chains is None:
+            return None
+        self.forward_time += self._passes.take_time()
+        drawn, q = chains
+        return loop_proposals(drawn.tolist(), self._of_target(q), kind, self.name)
+
     def _start(self, row: DraftRow) -> HeadDraft | None:
         state = self._states.get(row.rid)
         length = longest_chain(row, self._max_len, self._block_size)
@@ -202,20 +234,27 @@ class HeadProposer(Proposer):
         """Let the head do the whole loop, if it can."""
         if kind is None or any(draft.tokens for draft in drafts):
             return False
-        vocab_map = self._head.target_ids
         draws = chain_draws(drafts, kind)
-        chains = self._passes.chains(drafts, drafts[0].length, draws)
+        chains = self._passes.chains(
+            [draft.row for draft in drafts], [draft.state for draft in drafts], drafts[0].length, draws
+        )
         if chains is None:
             return False
         drawn, q = chains
-        if q is not None and vocab_map is not None:
-            full = q.new_zeros((*q.shape[:2], self._vocab_size))
-            full[:, :, vocab_map] = q
-            q = full
+        q = self._of_target(q)
         all_q = None if q is None else q.flatten(0, 1)  # of all requests, one after the other
         for i, (draft, tokens) in enumerate(zip(drafts, drawn.tolist(), strict=True)):
             draft.take(tokens, all_q, i * len(tokens))
         return True
+
+    def _of_target(self, q: torch.Tensor | None) -> torch.Tensor | None:
+        """Distributions [R, steps, Vd] of the head as ones over the target's vocabulary [R, steps, V]."""
+        vocab_map = self._head.target_ids
+        if q is None or vocab_map is None:
+            return q
+        full = q.new_zeros((*q.shape[:2], self._vocab_size))
+        full[:, :, vocab_map] = q
+        return full
 
     def _draft_chains(self, drafts: Sequence[HeadDraft]) -> None:
         """Pass by pass. Forced tokens are fed like drafts, for the head goes on from nothing but its own outputs."""

@@ -99,6 +99,10 @@ class FeatureQueue:
     def of(self, start: int, stop: int) -> list[Piece]:
         """Pieces that together are the features of tokens start..stop-1."""
         assert self.first <= start <= stop <= self.end, (self.first, start, stop, self.end)
+        if stop == self.end and self._pieces:
+            last = self._pieces[-1]
+            if start == stop - last.stop + last.start:  # nearly always: what the newest step gave
+                return [last]
         found = []
         first = self.first
         for piece in self._pieces:
@@ -117,6 +121,9 @@ class FeatureQueue:
         freed."""
         start = min(start, self.end)
         pieces = self._pieces
+        if start == self.end - 1 and pieces:  # nearly always: only the newest feature is kept
+            del pieces[:-1]
+            self.first = start + 1 - (pieces[0].stop - pieces[0].start)
         while self.first < start:
             features, begin, end = pieces[0]
             count = end - begin
@@ -147,7 +154,8 @@ class Track:
 
     def advance(self, row: int) -> None:
         """Rows before ``row`` are stored now. The last one's feature is kept: its slot may be trimmed away."""
-        self.next = max(self.next, row)
+        if row > self.next:
+            self.next = row
         self.queue.drop(self.next - 2)
 
 
@@ -205,11 +213,16 @@ class HeadState:
     @property
     def filled(self) -> int:
         """Leading tokens whose blocks others may reuse."""
-        return min([track.next for track in self.tracks]) if self.gap is None else self.gap
+        if self.gap is not None:
+            return self.gap
+        return self.tracks[0].next if len(self.tracks) == 1 else min([track.next for track in self.tracks])
 
     @property
     def pending(self) -> int:
         """Rows whose features are there."""
+        track = self.tracks[0]
+        if len(self.tracks) == 1:
+            return track.queue.end + 1 - track.next
         return max([track.queue.end + 1 - track.next for track in self.tracks])
 
     def trimmed(self, num_tokens: int) -> None:

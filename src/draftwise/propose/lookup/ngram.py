@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from draftwise.errors import ConfigError
+from draftwise.kernels.cpu.library import native_library, why_not_native
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
-from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
+from draftwise.propose.lookup.ngram_native import NativeNgrams
+from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain_parents
 
 _ITEM = 4  # bytes of an int32 token
 
@@ -53,6 +56,34 @@ def _bytes(token_ids_np: IntArray) -> bytes:
     return (token_ids_np if token_ids_np.dtype == np.int32 else token_ids_np.astype(np.int32)).tobytes()
 
 
+class _PythonNgrams:
+    """`NativeNgrams` without the native library, and its reference."""
+
+    def __init__(self, sizes: range) -> None:
+        self._sizes = sizes
+
+    def index(self) -> _Index:
+        return _Index(self._sizes)
+
+    def step(
+        self,
+        indexes: Sequence[_Index],
+        tokens: Sequence[IntArray],
+        known: Sequence[int],
+        wanted: Sequence[int],
+    ) -> list[tuple[list[int], int]]:
+        out: list[tuple[list[int], int]] = []
+        for index, tokens_np, count, length in zip(indexes, tokens, known, wanted, strict=True):
+            # N-grams that end in the last token stay out until another token follows: they are what is looked for.
+            index.extend(tokens_np, count - 1)
+            found = index.find(tokens_np) if length else None
+            if found is None:
+                out.append(([], 0))
+            else:
+                out.append((_continuation(tokens_np, found[0] + 1, length), found[1]))
+        return out
+
+
 class NgramProposer(Proposer):
     """Copies what followed the most recent occurrence of the longest suffix of ``prompt_lookup_max`` down to
     ``prompt_lookup_min`` tokens (prompt lookup decoding; Saxena 2023).
@@ -67,15 +98,30 @@ class NgramProposer(Proposer):
     name: ClassVar[str] = "ngram"
     evident: ClassVar[bool] = True
 
-    def __init__(self, prompt_lookup_max: int = 5, prompt_lookup_min: int = 2) -> None:
-        """Raises ValueError unless 1 <= prompt_lookup_min <= prompt_lookup_max."""
+    def __init__(
+        self, prompt_lookup_max: int = 5, prompt_lookup_min: int = 2, *, native: bool | None = None
+    ) -> None:
+        """``native``: use the native index (None: where it was built).
+
+        Raises:
+            ValueError: not 1 <= prompt_lookup_min <= prompt_lookup_max.
+            ConfigError: ``native`` is True and the library was not built.
+        """
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError(
                 "prompt lookup needs 1 <= prompt_lookup_min <= prompt_lookup_max, got "
                 f"{prompt_lookup_min} and {prompt_lookup_max}"
             )
         self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        self._indexes: dict[int, _Index] = {}
+        library = None if native is False else native_library()
+        if native and library is None:
+            raise ConfigError(f"ngram: {why_not_native()}")
+        self._engine: _PythonNgrams | NativeNgrams = (
+            _PythonNgrams(self.sizes)
+            if library is None
+            else NativeNgrams(library, prompt_lookup_max, prompt_lookup_min)
+        )
+        self._indexes: dict[int, Any] = {}  # of the engine's kind
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
@@ -89,26 +135,44 @@ class NgramProposer(Proposer):
         return cls(longest, shortest)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self.look_up(row)[0] for row in rows]
+        return [proposal for proposal, _ in self.look_ups(rows)]
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""
-        tokens = row.token_ids_np
-        index = self._indexes.get(row.rid)
-        if index is None or index.done >= len(tokens):
-            index = self._indexes[row.rid] = _Index(self.sizes)
-        # N-grams that end in the last token stay out until another token follows: they are what is looked for.
-        index.extend(tokens, len(tokens) - 1)
-        length = min(row.budget, row.max_depth) - len(row.forced)
-        if row.forced:  # look for what followed them
-            if length < 1:
-                return EMPTY_PROPOSAL, 0
-            tokens = np.concatenate([tokens, np.asarray(row.forced, np.int32)])
-        found = index.find(tokens)
-        if found is None:
-            return EMPTY_PROPOSAL, 0
-        end, match_len = found
-        return chain([*row.forced, *_continuation(tokens, end + 1, length)], self.name), match_len
+        return self.look_ups([row])[0]
+
+    def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
+        """The draft of each row, and the length of the match it follows (0: none)."""
+        if not rows:
+            return []
+        indexes: list[Any] = []
+        texts: list[IntArray] = []
+        known: list[int] = []
+        wanted: list[int] = []
+        for row in rows:
+            tokens_np = row.token_ids_np
+            if tokens_np.dtype != np.int32 or not tokens_np.flags.c_contiguous:
+                tokens_np = np.ascontiguousarray(tokens_np, np.int32)
+            count = len(tokens_np)
+            index = self._indexes.get(row.rid)
+            if index is None or index.done >= count:
+                index = self._indexes[row.rid] = self._engine.index()
+            indexes.append(index)
+            known.append(count)
+            length = row.budget if row.budget < row.max_depth else row.max_depth
+            if row.forced:  # look for what followed them
+                length -= len(row.forced)
+                tokens_np = np.concatenate([tokens_np, np.asarray(row.forced, np.int32)])
+            texts.append(tokens_np)
+            wanted.append(length if length > 0 else 0)
+        out: list[tuple[Proposal, int]] = []
+        for row, (copied, length) in zip(rows, self._engine.step(indexes, texts, known, wanted), strict=True):
+            if not copied:
+                out.append((EMPTY_PROPOSAL, 0))
+                continue
+            drafts = (*row.forced, *copied) if row.forced else tuple(copied)
+            out.append((Proposal(drafts, chain_parents(len(drafts)), self.name), length))
+        return out
 
     def remove(self, rid: int) -> None:
         self._indexes.pop(rid, None)

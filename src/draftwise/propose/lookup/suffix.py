@@ -140,6 +140,10 @@ class SuffixProposer(Proposer):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [self.look_up(row)[0] for row in rows]
 
+    def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
+        """`look_up` of each row."""
+        return [self.look_up(row) for row in rows]
+
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""
         tokens = row.token_ids_np

@@ -5,8 +5,6 @@ Sources: Elhoushi et al., *LayerSkip* (2404.16710), section 4.3; Zhang et al., *
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Self
 
 from draftwise.errors import ConfigError
@@ -14,7 +12,6 @@ from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.models.proposer import ModelProposer
 from draftwise.propose.trees.expansion import ScratchBlocks
-from draftwise.types import Proposal
 
 
 def default_num_layers(num_layers: int) -> int:
@@ -69,9 +66,9 @@ class EarlyExitProposer(ModelProposer):
         proposer._target_layers = target.num_layers
         return proposer
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+    def _filled(self, row: DraftRow) -> int:
         # Everything but the root is in the target's storage, whoever drafted before.
-        return super().propose([replace(row, filled=row.num_tokens - 1) for row in rows])
+        return row.num_tokens - 1
 
     def drafts_stored(self, row: DraftRow) -> int:
         return 0  # verification overwrites them

@@ -15,7 +15,7 @@ from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.inputs import Blocks, RowInput, build_step_input, pack_rows
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
     ChainDraft,
@@ -24,6 +24,9 @@ from draftwise.propose.chains import (
     chain_draws,
     draw_next,
     longest_chain,
+    loop_draws,
+    loop_proposals,
+    one_loop,
 )
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
@@ -79,6 +82,10 @@ class ModelProposer(Proposer, TreeModel):
         self._max_len = min(max_model_len, model.config.max_model_len)
         self._sample_method = sample_method
         self._drafts: dict[int, ModelDraft] = {}
+        self._looped: dict[
+            int, int
+        ] = {}  # rows of the present call that one loop drafted for -> tokens with K/V
+        self._loop_stored = 0  # drafts with K/V behind them
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
@@ -118,6 +125,11 @@ class ModelProposer(Proposer, TreeModel):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         self._drafts = {}
+        self._looped, self._loop_stored = {}, 0
+        found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
+        proposals = None if found is None else self._loop(rows, *found)
+        if proposals is not None:
+            return proposals
         drafts = [self._start(row) for row in rows]
         active = [d for d in drafts if d.length > len(d.tokens)]
         trees = [d for d in active if is_tree(d.row)]
@@ -141,6 +153,36 @@ class ModelProposer(Proposer, TreeModel):
                 logits = self._advance(active)
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
+    def _filled(self, row: DraftRow) -> int:
+        """Leading tokens of the row that have K/V."""
+        return row.filled
+
+    def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
+        """Let the model do the whole loop for all rows, if it can."""
+        firsts = [min(self._filled(row), len(row.token_ids_np) - 1) for row in rows]
+        total = sum(map(len, [row.token_ids_np for row in rows])) - sum(firsts)
+        if total > CATCH_UP_ROWS:
+            return None
+        tokens: list[int] = []
+        starts = [0]
+        for row, first in zip(rows, firsts, strict=True):
+            tokens += row.token_ids_np[first:].tolist()
+            starts.append(len(tokens))
+        blocks = Blocks.of([row.block_table_np for row in rows])
+        inputs_on, packer = self._model.inputs_on, self._packer
+        begun = time.perf_counter()
+        batch = pack_rows(tokens, starts, firsts, blocks, self._block_size, inputs_on, packer=packer)
+        last = None if total == len(rows) else [start - 1 for start in starts[1:]]
+        assert self._storage is not None, "allocate comes before propose"
+        chains = self._model.draft_chains(batch, self._storage, last, length, loop_draws(rows, kind))
+        if chains is None:
+            return None
+        self.forward_time += time.perf_counter() - begun
+        self._looped = {row.rid: len(row.token_ids_np) for row in rows}
+        self._loop_stored = length - 1
+        drawn, q = chains
+        return loop_proposals(drawn.tolist(), q, kind, self.name)
+
     def _start(self, row: DraftRow) -> ModelDraft:
         length = longest_chain(row, self._max_len, self._block_size)
         forced = row.forced[: max(length, 0)]
@@ -148,7 +190,7 @@ class ModelProposer(Proposer, TreeModel):
         if forced:
             context_np = np.concatenate([context_np, np.asarray(forced, np.int32)])
         draft = ModelDraft(
-            row, length, list(forced), context_np=context_np, fed=min(row.filled, row.num_tokens)
+            row, length, list(forced), context_np=context_np, fed=min(self._filled(row), row.num_tokens)
         )
         self._drafts[row.rid] = draft
         return draft
@@ -289,10 +331,15 @@ class ModelProposer(Proposer, TreeModel):
     # ------------------------------------------------------------------------------------------ state kept
 
     def filled_after(self, row: DraftRow) -> int:
+        looped = self._looped.get(row.rid)
+        if looped is not None:
+            return looped
         draft = self._drafts.get(row.rid)
         return row.filled if draft is None or draft.length <= 0 else min(draft.fed, row.num_tokens)
 
     def drafts_stored(self, row: DraftRow) -> int:
+        if row.rid in self._looped:
+            return self._loop_stored
         draft = self._drafts.get(row.rid)
         # A tree's nodes do not stand where its path will be: what is accepted is read again.
         return 0 if draft is None or draft.tree is not None else draft.stored
