@@ -12,7 +12,9 @@ constexpr int64_t SERIAL = 1 << 16;  // products of a pass below which one threa
 
 const AttentionKernels& attention_kernels(DType rows, int kv_dtype) {
   if (rows == BF16 && kv_dtype == BF16) {
+#if DW_HAVE_EMULATED
     if (isa_current() == ISA_EMULATED) return attention_kernels_emulated;
+#endif
 #if DW_HAVE_AMX
     if (isa_current() == ISA_AMX) return attention_kernels_amx;
 #endif

@@ -108,7 +108,9 @@ extern const AttentionKernels attention_kernels_avx512[2][KV_DTYPES];
 #endif
 
 // On tiles: bfloat16 rows over a bfloat16 cache. Everything else is done on vectors at these levels, too.
+#if DW_HAVE_EMULATED
 extern const AttentionKernels attention_kernels_emulated;
+#endif
 #if DW_HAVE_AMX
 extern const AttentionKernels attention_kernels_amx;
 #endif
