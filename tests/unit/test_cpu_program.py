@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,26 @@ def test_a_team_of_threads_computes_the_same_bits(folder: str) -> None:
     for step in range(400):
         rows = 1 + step % 16
         assert torch.equal(team.forward_logits(batch(rows, 40), other)[1], want[rows - 1]), (step, rows)
+
+
+def test_models_side_by_side(folder: str) -> None:
+    """Several engines of a process, each with its threads: what all of them know about busy cores changes no bit."""
+    model = load(folder, torch.bfloat16, 1)
+    with torch.inference_mode():
+        kv = storage(model)
+        want = [model.forward_logits(batch(rows, 40), kv)[1] for rows in range(1, 9)]
+
+    def run(threads: int) -> int:
+        mine = load(folder, torch.bfloat16, threads)
+        with torch.inference_mode():
+            kv = storage(mine)
+            return sum(
+                torch.equal(mine.forward_logits(batch(1 + step % 8, 40), kv)[1], want[step % 8])
+                for step in range(80)
+            )
+
+    with ThreadPoolExecutor(3) as engines:
+        assert list(engines.map(run, (2, 3, 2))) == [80, 80, 80]
 
 
 @torch.inference_mode()

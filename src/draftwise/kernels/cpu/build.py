@@ -183,7 +183,8 @@ def object_cache(kind: str | None = None) -> Path:
 def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | None) -> Path:
     common = [*COMMON_FLAGS]
     if sanitize:
-        common += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1"]
+        common += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]  # what is found ends the process
+        common += ["-fno-omit-frame-pointer", "-g", "-O1"]
     present = {isa: _supports(compiler, isa) for isa in ISA_FLAGS}
     common += [f"-DDW_HAVE_{isa.upper()}={int(there)}" for isa, there in present.items()]
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if present.get(_isa_of(path) or "", True)]
