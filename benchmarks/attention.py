@@ -2,8 +2,9 @@
 
     python benchmarks/attention.py [--threads 2] [--levels avx512 amx] [--rounds 15]
 
-Variants take turns in one process; medians of wall time and their ratios are printed. torch gets keys and values side
-by side, as it wants them; ours read them from scattered blocks of 16.
+Variants take turns in one process; medians of wall time and their ratios are printed. With one thread it is that
+thread's own time, so that other work on the machine counts for less. torch gets keys and values side by side, as it
+wants them; ours read them from scattered blocks of 16.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ROWS = ((1, 2048), (8, 2048), (1, 16384), (8, 16384))
 WINDOW, WINDOW_CONTEXTS = 1024, (2048, 16384, 131072)
 
 Case = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def ours(attention: NativeAttention, rows: int, context: int, dim: int, window: int | None = None) -> Case:
@@ -62,15 +64,15 @@ def torchs(rows: int, context: int, dim: int) -> Case:
     )
 
 
-def measure(cases: dict[str, Case], rounds: int) -> dict[str, float]:
+def measure(cases: dict[str, Case], rounds: int, clock: Clock) -> dict[str, float]:
     """Medians in milliseconds; all cases take turns."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + 1):
         for name, case in cases.items():
-            start = time.perf_counter()
+            start = clock()
             case()
             if turn:
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append((clock() - start) * 1e3)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -103,19 +105,20 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     attention = NativeAttention(library, ThreadPool(library, options.threads))
     dim: int = options.dim
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
     print(f"{HEADS} heads, {KV_HEADS} of keys and values, of {dim}; bfloat16; {options.threads} threads\n")
     print(f"{'ms':24}" + "".join(f"{name:>10}" for name in names) + f"{'torch':>10}  torch / {names[-1]}")
     for rows, context in (*PROMPTS, *ROWS):
         call = ours(attention, rows, context, dim)
         cases = {isa.name: at_level(library, isa, call) for isa in levels}
-        times = measure({**cases, "torch": torchs(rows, context, dim)}, options.rounds)
+        times = measure({**cases, "torch": torchs(rows, context, dim)}, options.rounds, clock)
         line = "".join(f"{taken:10.2f}" for taken in times.values())
         print(f"{rows:5} rows at {context:6}     {line}  {times['torch'] / times[levels[-1].name]:10.2f}")
     print(f"\nwindow of {WINDOW}, {names[-1]}: ms, and over that at {WINDOW_CONTEXTS[0]}")
     library.use_isa(levels[-1])
     for rows in (1, 8, 512):
         times = measure(
-            {str(c): ours(attention, rows, c, dim, WINDOW) for c in WINDOW_CONTEXTS}, options.rounds
+            {str(c): ours(attention, rows, c, dim, WINDOW) for c in WINDOW_CONTEXTS}, options.rounds, clock
         )
         base = times[str(WINDOW_CONTEXTS[0])]
         print(f"{rows:5} rows   " + "   ".join(f"{c}: {ms:.2f} ({ms / base:.2f})" for c, ms in times.items()))

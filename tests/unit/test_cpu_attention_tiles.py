@@ -176,3 +176,16 @@ def test_other_types_are_computed_on_vectors(rows: torch.dtype, cache: torch.dty
     own = rows is torch.bfloat16 and cache is torch.bfloat16
     assert own or torch.equal(tiles, vectors)
     torch.testing.assert_close(tiles, vectors, rtol=2**-7, atol=1e-5)
+
+
+def test_a_head_is_not_read_into_its_neighbour() -> None:
+    """Heads of 40 do not fill a chunk; what stands behind them in the cache is another head, here one of infinities."""
+    q, entries = made(3, 67, (2, 2, 40))
+    want = run(q, [entries], [Part(64, 3)])
+    for spoiled, head in ((1, 0), (2, 1)):  # keys of heads 0 and 1, values of heads 0 and 1
+        other = entries.clone()
+        other[:, spoiled] = float("inf")
+        got = run(q, [other], [Part(64, 3)])
+        own = slice(40 * head, 40 * head + 40)
+        assert torch.equal(got[:, own], want[:, own]), head
+        assert not torch.equal(got, want)
