@@ -1,4 +1,5 @@
-"""How many threads this process can keep busy: the processors it may run on, and what its control groups grant.
+"""What the processors are, and how many threads this process can keep busy: those it may run on, and what its control
+groups grant.
 
 A container with a quota of 2 processors on a machine of 64 sees all 64. Threads beyond the quota do not make it faster:
 they use it up in the first part of each period (100 ms as a rule), and then all of them stand still for the rest.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +31,31 @@ class Processors:
         if self.quota is None:
             return self.allowed
         return max(1, min(self.allowed, math.floor(self.quota)))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``name``: for people, the same on machines with the same processor. ``features``: as Linux names them."""
+
+    name: str
+    features: frozenset[str]
+
+
+def model(root: Path = Path("/")) -> Model:
+    """The processor, as far as the system tells. On ARM Linux knows numbers only (0x41, 0xd40: Arm, Neoverse V1)."""
+    fallback = platform.processor() or platform.machine()
+    try:
+        text = (root / "proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return Model(fallback, frozenset())
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or fallback
+    if "CPU part" in fields:
+        name += f", implementer {fields.get('CPU implementer', 'unknown')}, part {fields['CPU part']}"
+    return Model(name, frozenset((fields.get("flags") or fields.get("Features") or "").split()))
 
 
 def processors() -> Processors:

@@ -122,3 +122,30 @@ def test_a_number_that_somebody_names_stands(monkeypatch: pytest.MonkeyPatch) ->
 def test_this_process() -> None:
     found = cpus.processors()
     assert found.allowed >= 1 and 1 <= found.threads <= found.allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "features"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t\t: fma avx2\n",
+            "Some CPU @ 2 GHz",
+            {"fma", "avx2"},
+        ),
+        (
+            "processor\t: 0\nFeatures\t: asimd asimddp i8mm\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n",
+            "machine, implementer 0x41, part 0xd40",
+            {"asimd", "asimddp", "i8mm"},
+        ),
+        ("nothing known\n", "machine", set()),
+        (None, "machine", set()),
+    ],
+)
+def test_model(
+    text: str | None, name: str, features: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpus.platform, "processor", lambda: "machine")
+    if text is not None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/cpuinfo").write_text(text)
+    assert cpus.model(tmp_path) == cpus.Model(name, frozenset(features))

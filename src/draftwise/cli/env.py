@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import print_json
-from draftwise.cpus import default_threads, processors
+from draftwise.cpus import default_threads, model, processors
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
@@ -26,9 +25,10 @@ _ISA = (
     "amx_bf16",
     "amx_int8",
     "asimd",
-    "sve",
-    "bf16",
+    "asimddp",
     "i8mm",
+    "bf16",
+    "sve",
 )
 
 
@@ -83,7 +83,7 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    model, flags = _cpu()
+    cpu = model()
     found = processors()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -92,11 +92,11 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": versions,
         "cpu": {
-            "model": model,
+            "model": cpu.name,
             "cores": found.allowed,
             "quota": found.quota,  # of control groups, in processors; null: none
             "threads": default_threads(torch.get_num_threads()),  # of an engine, if nobody says
-            "isa": [flag for flag in _ISA if flag in flags],
+            "isa": [flag for flag in _ISA if flag in cpu.features],
             "torch_capability": torch.backends.cpu.get_cpu_capability(),
             "torch_threads": torch.get_num_threads(),
         },
@@ -120,20 +120,6 @@ def _kernels() -> str:
         level = settle_level(library)
         return f"native, {level.isa.name.lower()} ({level.reason})"
     return f"torch ({reason})"
-
-
-def _cpu() -> tuple[str, set[str]]:
-    """Model name and instruction-set flags, as far as the system tells."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine(), set()
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    name = fields.get("model name") or platform.machine()
-    return name, set((fields.get("flags") or fields.get("Features") or "").split())
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

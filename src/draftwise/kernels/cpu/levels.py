@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from draftwise.cpus import model
 from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.build import source_id
 from draftwise.kernels.cpu.library import ISA_VARIABLE, Isa, NativeLibrary
@@ -79,7 +79,7 @@ def settle_level(library: NativeLibrary) -> Level:
     if forced:
         return Level(library.isa, f"{ISA_VARIABLE}={forced}")
     path = _cache_folder() / "levels.json"
-    key = f"{_processor()}, {source_id()}"
+    key = f"{model().name}, {source_id()}"
     known = _read(path)
     if key in known and known[key][0] in {isa.name for isa in library.isas}:
         level = Level(Isa[known[key][0]], known[key][1])
@@ -178,16 +178,6 @@ def _speeds(library: NativeLibrary) -> tuple[float, float]:
 
 def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "draftwise")
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _read(path: Path) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ constexpr int GROUP = 4 * LANES;  // keys transposed at a time
 template <bool P>
 struct Dot {
   static int steps(int dim) { return dim; }
-  static DW_INLINE vf add(vf sum, float x, vf keys) { return fma(splat(x), keys, sum); }
+  static DW_INLINE vf add(vf sum, float x, vf keys) { return fma(x, keys, sum); }
 };
 
 #if defined(__AVX512BF16__)
@@ -125,7 +125,10 @@ void score_keys(Work<T, S>& w, const float* q, float* kt, const int32_t* slots, 
       pack_tile<P>(w.keys, w.stride, slots + at, left < LANES ? left : LANES, w.dim, kt + t * kt_stride);
     }
     float* to = scores + start;
-    switch (tiles) {
+    if constexpr (SCORE_TILES == 1) {
+      for (int t = 0; t < tiles; t++)
+        score_rows<P, 1>(q, w.padded, w.M, kt + t * kt_stride, kt_stride, steps, to + t * LANES, score_stride);
+    } else switch (tiles) {
       case 4: score_rows<P, 4>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
       case 3: score_rows<P, 3>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
       case 2: score_rows<P, 2>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
@@ -150,7 +153,7 @@ void score_keys(Work<T, S>& w, const float* q, float* kt, const int32_t* slots, 
 
 // Scores -> exponentials, in place, for keys [lo, hi) of a partition; the other lanes of their vectors become 0.
 DW_INLINE void soften(float* scores, int lo, int hi, float scale, float softcap, float* top, float* sum) {
-  vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vi lanes = lane_numbers();
   int begin = lo / LANES * LANES;
   vf high = splat(MINUS_INF);
   for (int j = begin; j < hi; j += LANES) {
@@ -158,7 +161,7 @@ DW_INLINE void soften(float* scores, int lo, int hi, float scale, float softcap,
     if (softcap > 0) s = tanh(s * (1.0f / softcap)) * softcap;
     vi at = lanes + j;
     vi seen = (at >= lo) & (at < hi);
-    s = seen ? s : splat(MINUS_INF);
+    s = select(seen, s, splat(MINUS_INF));
     high = max(s, high);
     store(scores + j, s);
   }

@@ -40,8 +40,8 @@ struct States {
         continue;
       }
       const float peak = b_top > a_top ? b_top : a_top;
-      vf both = {a_top - peak, b_top - peak};
-      both = exp(both);
+      const float down[LANES] = {a_top - peak, b_top - peak};
+      const vf both = exp(load(down));
       const float a = both[0], b = both[1];
       vf sums = fma(splat(a_sum), splat(a), splat(b_sum) * b);
       a_sum = sums[0];

@@ -33,7 +33,8 @@ struct VectorSteps {
   void weigh(Work<T, S>& w, float* acc) {
     memset(acc, 0, sizeof(float) * (size_t)w.M * (size_t)w.padded);
     int m = 0;
-    for (; m + 4 <= w.M; m += 4) weigh_rows<T, S, 4>(w, m, acc);
+    if constexpr (VALUE_ROWS >= 4)
+      for (; m + 4 <= w.M; m += 4) weigh_rows<T, S, 4>(w, m, acc);
     for (; m + 2 <= w.M; m += 2) weigh_rows<T, S, 2>(w, m, acc);
     for (; m < w.M; m++) weigh_rows<T, S, 1>(w, m, acc);
   }

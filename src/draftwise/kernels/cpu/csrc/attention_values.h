@@ -6,8 +6,8 @@
 namespace dw {
 namespace {
 
-// The values of one key, as vectors: four of 16 dimensions, or n <= 16 dimensions in one. With `Mixed` (bfloat16 to
-// bfloat16), four vectors hold the even and the odd ones of two times 32 dimensions: `store_values` puts them back in order.
+// The values of one key, as vectors: two or four of 16 dimensions, or n <= 16 dimensions in one. With `Mixed` (bfloat16 to
+// bfloat16), two vectors hold the even and the odd ones of 32 dimensions: `store_values` puts them back in order.
 template <bool Mixed, int N, class S>
 DW_INLINE void load_values(const S* value, int n, vf* v) {
   if (N == 1) {
@@ -36,8 +36,7 @@ DW_INLINE void load_values(const bf16* value, int n, vf* v) {
 template <bool Mixed, class T>
 DW_INLINE void store_values(T* out, vf a, vf b) {
   if (Mixed) {
-    vu pairs = __builtin_convertvector(to_bf16(a), vu) | __builtin_convertvector(to_bf16(b), vu) << 16;
-    memcpy(out, &pairs, sizeof pairs);
+    store_pairs((bf16*)out, a, b);
   } else {
     store(out, a);
     store(out + LANES, b);
@@ -57,7 +56,7 @@ DW_INLINE void add_values(const Work<T, S>& w, const float* p, const int32_t* sl
     const float scale = SCALED<S> ? w.value_scales[slots[j] * w.scale_stride] : 1.0f;
     for (int r = 0; r < R; r++) {
       float share = p[r * PARTITION + j];
-      vf weight = splat(SCALED<S> ? share * scale : share);
+      const float weight = SCALED<S> ? share * scale : share;
       for (int c = 0; c < N; c++) sums[r][c] = fma(weight, v[c], sums[r][c]);
     }
   }
@@ -69,7 +68,9 @@ template <class T, class S, int R>
 void add_values_rows(const Work<T, S>& w, const float* p, const int32_t* slots, int lo, int hi, float* acc) {
   if (lo >= hi) return;
   int d = 0;
-  for (; d + 4 * LANES <= w.dim; d += 4 * LANES) add_values<T, S, R, 4>(w, p, slots, lo, hi, d, LANES, acc);
+  for (; d + 4 * LANES <= w.dim; d += 4 * LANES)
+    for (int c = 0; c < 4; c += VALUE_VECTORS)
+      add_values<T, S, R, VALUE_VECTORS>(w, p, slots, lo, hi, d + c * LANES, LANES, acc);
   for (; d < w.dim; d += LANES) add_values<T, S, R, 1>(w, p, slots, lo, hi, d, w.dim - d, acc);
 }
 

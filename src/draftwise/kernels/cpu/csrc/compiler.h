@@ -15,3 +15,10 @@
 #else  // GCC 11; a comparison has lanes of integers as wide as those that it compares
 #define DW_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) == (b)){__VA_ARGS__})
 #endif
+
+// Before a loop of a constant number of turns: what is indexed with its counter then stands in registers, not in memory.
+#if defined(__clang__)
+#define DW_UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define DW_UNROLLED _Pragma("GCC unroll 16")
+#endif

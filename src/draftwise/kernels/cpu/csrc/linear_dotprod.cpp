@@ -1,15 +1,3 @@
-#include "linear_impl.h"
-
-namespace dw {
-
-extern const LinearKernels linear_dotprod;
-const LinearKernels linear_dotprod = {
-    {tile_plain<W_F32>, tile_plain<W_BF16>, tile_plain<W_I8>, tile_plain<W_I8_DYN>, tile_grouped<W_I4>, tile_grouped<W_I4_DYN>},
-    finish_plain,
-    quantize_plain,
-    {8, 8, 8, 8, 8, 8},
-    {},
-    {},
-    nullptr};
-
-}  // namespace dw
+// Linear kernels for ARM with products of four bytes.
+#define DW_LINEAR_TABLE linear_dotprod
+#include "linear_arm.h"

@@ -1,15 +1,3 @@
-#include "linear_impl.h"
-
-namespace dw {
-
-extern const LinearKernels linear_i8mm;
-const LinearKernels linear_i8mm = {
-    {tile_plain<W_F32>, tile_plain<W_BF16>, tile_plain<W_I8>, tile_plain<W_I8_DYN>, tile_grouped<W_I4>, tile_grouped<W_I4_DYN>},
-    finish_plain,
-    quantize_plain,
-    {8, 8, 8, 8, 8, 8},
-    {},
-    {},
-    nullptr};
-
-}  // namespace dw
+// Linear kernels for ARM with products of matrices of bytes, and of pairs of bfloat16.
+#define DW_LINEAR_TABLE linear_i8mm
+#include "linear_arm.h"

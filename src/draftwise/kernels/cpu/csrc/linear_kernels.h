@@ -86,6 +86,9 @@ struct LinearKernels {
 
 constexpr int kChunkDwords = 16;  // of a row, where rows are plain
 
+// Which number of a row's dword: the float32, or the lower or upper bfloat16.
+enum class Half { kWhole, kEven, kOdd };
+
 extern const LinearKernels linear_portable;
 #if DW_HAVE_AVX2
 extern const LinearKernels linear_avx2;

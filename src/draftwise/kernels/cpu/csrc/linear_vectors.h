@@ -5,13 +5,30 @@
 
 #include <cstdint>
 
+#include "linear_kernels.h"
+
 namespace dw {
 namespace {
+
+// V::add_rows where a row's number has to be broadcast to be multiplied.
+template <class V, int R, Half kHalf>
+inline void broadcast_rows(typename V::F (&acc)[R][2], const typename V::F (&w)[2], const uint32_t* x) {
+  for (int r = 0; r < R; ++r) {
+    const uint32_t bits = kHalf == Half::kWhole ? x[r] : kHalf == Half::kEven ? x[r] << 16 : x[r] & 0xffff0000u;
+    typename V::F row = V::as_floats(V::set(int(bits)));
+    for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(w[v], row, acc[r][v]);
+  }
+}
 
 struct V256 {
   using F = __m256;
   using I = __m256i;
   static constexpr int kBytes = 32;
+  static constexpr bool kPairs = false;
+  template <int R, Half kHalf>
+  static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
+    broadcast_rows<V256, R, kHalf>(acc, w, x);
+  }
   static F zero() { return _mm256_setzero_ps(); }
   static I set(int bits) { return _mm256_set1_epi32(bits); }
   static I set_float(float value) { return _mm256_castps_si256(_mm256_set1_ps(value)); }
@@ -46,6 +63,11 @@ struct V512 {
   using F = __m512;
   using I = __m512i;
   static constexpr int kBytes = 64;
+  static constexpr bool kPairs = false;
+  template <int R, Half kHalf>
+  static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
+    broadcast_rows<V512, R, kHalf>(acc, w, x);
+  }
   static F zero() { return _mm512_setzero_ps(); }
   static I set(int bits) { return _mm512_set1_epi32(bits); }
   static I set_float(float value) { return _mm512_castps_si512(_mm512_set1_ps(value)); }

@@ -1,13 +1,15 @@
 // Linear kernels whose products are fused float32 ones, for vectors of 8 or 16 lanes: everything is widened to float32 in registers.
-// Included by the instruction sets that have no products of bfloat16, with a struct `V` of their vectors:
+// Included by the instruction sets that have no products of bfloat16, or want them for some formats only, with a struct `V` of
+// their vectors (linear_vectors.h, linear_lanes.h):
 //   F, I          vectors of floats and of bits         kBytes  bytes of a vector
+//   kPairs        whether pairs of bfloat16 are multiplied as they are: `add_pairs`
+//   add_rows      acc[r][v] += w[v] * a number of row r, one of each dword at x (`Half`)
 // and the few operations on them that are used below.
 //
 // An output is one lane that adds up over k in sequence, of a pair of k first the even one.
 #pragma once
 
-#include <immintrin.h>
-
+#include "compiler.h"
 #include "linear_kernels.h"
 
 namespace dw {
@@ -37,13 +39,13 @@ inline typename V::F odd_of(typename V::I pairs) {
 // Pairs of bfloat16 weights times a pair of each row.
 template <class V, int R>
 inline void add_pairs(typename V::F (&acc)[R][2], const typename V::I (&pairs)[2], const uint32_t* x) {
-  for (int odd = 0; odd < 2; ++odd) {
-    typename V::F w[2];
-    for (int v = 0; v < 2; ++v) w[v] = odd != 0 ? odd_of<V>(pairs[v]) : even_of<V>(pairs[v]);
-    for (int r = 0; r < R; ++r) {
-      typename V::F row = V::as_floats(V::set(int(odd != 0 ? x[r] & 0xffff0000u : x[r] << 16)));
-      for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(w[v], row, acc[r][v]);
-    }
+  if constexpr (V::kPairs) {
+    V::template add_pairs<R>(acc, pairs, x);
+  } else {
+    const typename V::F even[2] = {even_of<V>(pairs[0]), even_of<V>(pairs[1])};
+    V::template add_rows<R, Half::kEven>(acc, even, x);
+    const typename V::F odd[2] = {odd_of<V>(pairs[0]), odd_of<V>(pairs[1])};
+    V::template add_rows<R, Half::kOdd>(acc, odd, x);
   }
 }
 
@@ -55,40 +57,43 @@ void span(const Tile& t, int panel, int part) {
   float* sums = t.sums + panel * kPanel + part * (V::kBytes / 2);
   const int64_t stride = int64_t(kPanel) * t.panels;
   typename V::F acc[R][2];
+  DW_UNROLLED
   for (int r = 0; r < R; ++r)
+    DW_UNROLLED
     for (int v = 0; v < 2; ++v)
       acc[r][v] = t.load ? V::load_floats(sums + r * stride + v * (V::kBytes / 4)) : V::zero();
   for (int64_t u = 0; u < t.units; ++u) {
     typename V::I bits[2] = {V::load(w), V::load(w + V::kBytes)};
-    _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
+    __builtin_prefetch(w + 2048);
     if (F == W_BF16) {
       add_pairs<V, R>(acc, bits, x);
       x += R;
     } else if (F == W_F32) {
-      for (int r = 0; r < R; ++r) {
-        typename V::F row = V::as_floats(V::set(int(x[r])));
-        for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(V::as_floats(bits[v]), row, acc[r][v]);
-      }
+      const typename V::F wide[2] = {V::as_floats(bits[0]), V::as_floats(bits[1])};
+      V::template add_rows<R, Half::kWhole>(acc, wide, x);
       x += R;
     } else {
+      DW_UNROLLED
       for (int k = 0; k < 4; ++k) {
         typename V::F wide[2];
+        DW_UNROLLED
         for (int v = 0; v < 2; ++v) {
           typename V::I both = V::shuffle(bits[v], V::repeat(kByteOf[k]));  // sign and magnitude, at both ends of a dword
           typename V::F magnitude = V::to_floats(V::bits_and(both, V::set(0x7f)));
           wide[v] = V::floats_or(magnitude, V::as_floats(V::bits_and(both, V::set(int(0x80000000u)))));
         }
-        for (int r = 0; r < R; ++r) {
-          uint32_t pair = x[k / 2 * R + r];
-          typename V::F row = V::as_floats(V::set(int(k % 2 != 0 ? pair & 0xffff0000u : pair << 16)));
-          for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(wide[v], row, acc[r][v]);
-        }
+        if (k % 2 == 0)
+          V::template add_rows<R, Half::kEven>(acc, wide, x + k / 2 * R);
+        else
+          V::template add_rows<R, Half::kOdd>(acc, wide, x + k / 2 * R);
       }
       x += 2 * R;
     }
     w += kUnitBytes;
   }
+  DW_UNROLLED
   for (int r = 0; r < R; ++r)
+    DW_UNROLLED
     for (int v = 0; v < 2; ++v) V::store_floats(sums + r * stride + v * (V::kBytes / 4), acc[r][v]);
 }
 
@@ -99,10 +104,12 @@ inline void end_span_group(const Tile& t, float* sums, const uint8_t* header, in
                            const typename V::F (&group)[R][2], const float (&x_sums)[R], bool start) {
   constexpr int kLanes = V::kBytes / 4;
   const int64_t stride = int64_t(kPanel) * t.panels;
+  DW_UNROLLED
   for (int v = 0; v < 2; ++v) {
     const int first = (2 * part + v) * kLanes;
     typename V::F scale = V::load_halves(header + 2 * first), shift = V::zero();
     if (t.zeros) shift = V::times(V::minus(V::zero(), scale), V::load_bytes(header + kHeader + first));
+    DW_UNROLLED
     for (int r = 0; r < R; ++r) {
       float* to = sums + r * stride + v * kLanes;
       typename V::F total = V::fma(group[r][v], scale, start ? V::zero() : V::load_floats(to));
@@ -125,12 +132,16 @@ void span_i4(const Tile& t, int panel, int part) {
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* w = at + header + part * 2 * V::kBytes;
     typename V::F acc[R][2];
+    DW_UNROLLED
     for (int r = 0; r < R; ++r)
+      DW_UNROLLED
       for (int v = 0; v < 2; ++v) acc[r][v] = V::zero();
     for (int u = 0; u < t.group_units; ++u) {
-      _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
+      __builtin_prefetch(w + 2048);
+      DW_UNROLLED
       for (int half = 0; half < 2; ++half) {
         typename V::I first[2], second[2];
+        DW_UNROLLED
         for (int v = 0; v < 2; ++v) {
           typename V::I bits = V::load(w + v * V::kBytes);
           typename V::I q = V::bits_and(half == 0 ? bits : V::shift_right_4(bits), mask);
@@ -145,6 +156,7 @@ void span_i4(const Tile& t, int panel, int part) {
       w += kUnitBytes;
     }
     float x_sum[R];
+    DW_UNROLLED
     for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
     end_span_group<V, R>(t, sums, at, part, acc, x_sum, g == 0 && !t.load);
     x_sums += R;

@@ -146,8 +146,7 @@ DW_INLINE void write_entry(const T* x, int8_t* entry, float* scale, int64_t dim)
   for (int64_t i = 0; i < dim; i += LANES) {
     int n = (int)(dim - i < LANES ? dim - i : LANES);
     vf v = load_n(x + i, n) * inverse + magic;
-    vb codes = __builtin_convertvector((vi)v - 0x4b400000, vb);
-    memcpy(entry + i, &codes, (size_t)n);
+    store_bytes(entry + i, (vi)v - 0x4b400000, n);
   }
 }
 

@@ -31,10 +31,21 @@ int64_t float_portable(int64_t rounds) {
 }
 
 const ProbeKernels& kernels() {
+  switch (isa_current()) {
 #if DW_HAVE_AVX512
-  if (isa_current() == ISA_AVX512) return probe_avx512;
+    case ISA_AVX512: return probe_avx512;
 #endif
-  return probe_portable;
+#if DW_HAVE_NEON
+    case ISA_NEON: return probe_neon;
+#endif
+#if DW_HAVE_DOTPROD
+    case ISA_DOTPROD: return probe_dotprod;
+#endif
+#if DW_HAVE_I8MM
+    case ISA_I8MM: return probe_i8mm;
+#endif
+    default: return probe_portable;
+  }
 }
 
 struct ReadJob {

@@ -17,5 +17,14 @@ extern const ProbeKernels probe_portable;
 #if DW_HAVE_AVX512
 extern const ProbeKernels probe_avx512;
 #endif
+#if DW_HAVE_NEON
+extern const ProbeKernels probe_neon;
+#endif
+#if DW_HAVE_DOTPROD
+extern const ProbeKernels probe_dotprod;
+#endif
+#if DW_HAVE_I8MM
+extern const ProbeKernels probe_i8mm;
+#endif
 
 }  // namespace dw

@@ -7,13 +7,7 @@
 namespace dw {
 namespace {
 
-typedef uint64_t vq __attribute__((vector_size(64)));
-typedef double vd __attribute__((vector_size(64)));
-typedef float vhalf __attribute__((vector_size(32)));
-
 constexpr float INF = __builtin_inff();
-
-DW_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 
 // The first n lanes; the others are `fill`.
 DW_INLINE vf load_or(const float* p, int n, float fill) {
@@ -43,8 +37,8 @@ struct Best {
 
   DW_INLINE void offer(vf v, int32_t first) {
     vi better = v > value;
-    value = better ? v : value;
-    at = better ? splat_i(first) : at;
+    value = select(better, v, value);
+    at = select(better, splat_i(first), at);
   }
   DW_INLINE int64_t place() const {
     float v[LANES];
@@ -120,11 +114,13 @@ int64_t collect_row(const float* x, float limit, float* out, int64_t n) {
     _mm512_mask_compressstoreu_ps(out + count, mask, (__m512)v);
     count += __builtin_popcount(mask);
 #else
-    int64_t any = 0;
-    for (int lane = 0; lane < LANES; lane++) any |= found[lane];
-    if (any == 0) continue;
+    if (!any(found)) continue;
+    int32_t hits[LANES];
+    float values[LANES];
+    store(hits, found);
+    store(values, v);
     for (int lane = 0; lane < LANES; lane++)
-      if (found[lane]) out[count++] = v[lane];
+      if (hits[lane]) out[count++] = values[lane];
 #endif
   }
   return count;
@@ -136,12 +132,6 @@ DW_INLINE vq mixed(vq z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);
-}
-
-// 40 bits as float, rounded once: in the mantissa of a double they are exact.
-DW_INLINE vhalf bits40(vq z) {
-  vd exact = (vd)(z >> 24 | 0x4330000000000000u) - 0x1p52;
-  return __builtin_convertvector(exact, vhalf);
 }
 
 // log(1 + m) for m in [-1/4, 1/2], relative error 1e-7.
@@ -163,7 +153,7 @@ DW_INLINE vi exponent(vf x) { return ((vi)x - 0x3f400000) & (int32_t)0xff800000;
 
 DW_INLINE vf times_ln2(vi k23, vf low) {
   // in two parts: the first is exact for every exponent
-  vf k = __builtin_convertvector(k23 >> 23, vf);
+  vf k = to_floats(k23 >> 23);
   return fma(k, splat(0.693359375f), fma(k, splat(-2.12194440e-4f), low));
 }
 
@@ -177,7 +167,7 @@ DW_INLINE vf log(vf x) {
 DW_INLINE vf gumbel_of(vf bits) {
   vf u = (bits + 0.5f) * 0x1p-40f;
   vf high = splat(1.0f - 0x1p-24f);
-  u = u > high ? high : u;
+  u = select(u > high, high, u);
   vi k = exponent(1.0f - u);
   vf power = (vf)(0x3f800000 - k);  // 2^-k: (1 - u) 2^-k - 1 = (2^-k - 1) - u 2^-k, without rounding 1 - u
   vf m = (power - 1.0f) - u * power;
@@ -190,31 +180,25 @@ struct Counters {
   vq low, high;
 
   DW_INLINE Counters() {
-    for (int i = 0; i < 8; i++) {
-      low[i] = (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
-      high[i] = (uint64_t)(i + 9) * 0x9E3779B97F4A7C15u;
-    }
+    uint64_t first[LANES];
+    for (int i = 0; i < LANES; i++) first[i] = (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
+    low = load(first);
+    high = load(first + 8);
   }
   DW_INLINE void advance() {
     const uint64_t step = LANES * 0x9E3779B97F4A7C15u;
-    low += step;
-    high += step;
+    low = low + step;
+    high = high + step;
   }
   // Those of the first n ids instead.
   DW_INLINE void of(const int64_t* ids, int n) {
     uint64_t part[LANES] = {};
     for (int i = 0; i < n; i++) part[i] = (uint64_t)(ids[i] + 1) * 0x9E3779B97F4A7C15u;
-    memcpy(&low, part, sizeof low);
-    memcpy(&high, part + 8, sizeof high);
+    low = load(part);
+    high = load(part + 8);
   }
   DW_INLINE vf noise(uint64_t key) const {
-    union {
-      vhalf half[2];
-      vf whole;
-    } bits;
-    bits.half[0] = bits40(mixed(low + key));
-    bits.half[1] = bits40(mixed(high + key));
-    return gumbel_of(bits.whole);
+    return gumbel_of(to_floats(mixed(low + key) >> 24, mixed(high + key) >> 24));
   }
 };
 

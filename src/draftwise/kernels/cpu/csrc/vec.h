@@ -1,19 +1,20 @@
-// Sixteen float lanes on every instruction set, so that one source of a kernel serves all: a 512-bit register, two of
-// 256 bits, or whatever the compiler makes of its vector extension (GCC and Clang; NEON on ARM).
+// Sixteen float lanes on every instruction set, so that one source of a kernel serves all: a register of 512 bits, two of 256, four of
+// 128 on ARM, or whatever the compiler makes of its vector extension. Types and operations that depend on it are in vec_neon.h and
+// vec_extension.h, which have the same ones; what is made of them is here.
 //
 // Include it only from files of one instruction set (`*_avx512.cpp`, `*_avx2.cpp`, `*_portable.cpp`): everything here
 // is in an anonymous namespace, so that no copy made with AVX-512 serves the others.
 //
 // Same bits: a kernel calls `fma` where it wants a fused product and sum, and those files are compiled with
 // -ffp-contract=off, so that the compiler never fuses in one loop what it keeps apart in another.
+//
+//   vf, vi, vu    16 floats, int32 (also masks), uint32: + - * / & ~ << >> and comparisons, lane by lane, also with a number
+//   vq            8 uint64
+//   (vi)v, (vf)v  the same bits; to_ints, to_floats: the same number
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 #include "compiler.h"
 #include "linear.h"
@@ -28,13 +29,6 @@ namespace {
 
 constexpr int LANES = 16;
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-
-typedef int8_t vb __attribute__((vector_size(16)));
-
 struct bf16 {
   uint16_t bits;
 };
@@ -42,49 +36,17 @@ struct f16 {
   uint16_t bits;
 };
 
-DW_INLINE vf splat(float x) { return vf{} + x; }
-DW_INLINE vi splat_i(int32_t x) { return vi{} + x; }
+}  // namespace
+}  // namespace dw
 
-DW_INLINE vf fma(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  union Halves {
-    vf whole;
-    __m256 half[2];
-  } x{a}, y{b}, z{c};
-  z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-  z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
-  return z.whole;
-#elif defined(__FP_FAST_FMAF)
-  vf r;
-  for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return r;
+#if defined(__aarch64__)
+#include "vec_neon.h"
 #else
-  return a * b + c;
+#include "vec_extension.h"
 #endif
-}
 
-DW_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
-
-// The lanes' sum and maximum in one fixed tree: (i, i + 8), (i, i + 4), ...
-DW_INLINE float sum_lanes(vf v) {
-  float x[LANES];
-  memcpy(x, &v, sizeof x);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) x[i] += x[i + width];
-  return x[0];
-}
-
-DW_INLINE float max_lanes(vf v) {
-  float x[LANES];
-  memcpy(x, &v, sizeof x);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
-  return x[0];
-}
-
-// ------------------------------------------------------------------------------------------------ loads and stores
+namespace dw {
+namespace {
 
 DW_INLINE float to_float(float x) { return x; }
 DW_INLINE float to_float(bf16 x) {
@@ -94,45 +56,7 @@ DW_INLINE float to_float(bf16 x) {
   return value;
 }
 
-DW_INLINE vf load(const float* p) {
-  vf v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-DW_INLINE vf load(const bf16* p) {
-  vh h;
-  memcpy(&h, p, sizeof h);
-  return (vf)(__builtin_convertvector(h, vu) << 16);
-}
-
-DW_INLINE vf load(const f16* p) {
-  vh h;
-  memcpy(&h, p, sizeof h);
-#if defined(__AVX512F__)
-  return (vf)_mm512_cvtph_ps((__m256i)h);
-#elif defined(__F16C__)
-  union {
-    __m256 half[2];
-    vf whole;
-  } v;
-  __m128i part[2];
-  memcpy(part, &h, sizeof h);
-  v.half[0] = _mm256_cvtph_ps(part[0]);
-  v.half[1] = _mm256_cvtph_ps(part[1]);
-  return v.whole;
-#else
-  vu bits = __builtin_convertvector(h, vu);
-  // The exponent is 112 too small: a product puts that right, subnormal numbers included.
-  vf number = (vf)((bits & 0x7fffu) << 13) * 0x1p112f;
-  vu special = (vu)((bits & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // infinity, NaN
-  return (vf)((vu)number | special | (bits & 0x8000u) << 16);
-#endif
-}
-DW_INLINE vf load(const int8_t* p) {
-  vb b;
-  memcpy(&b, p, sizeof b);
-  return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
-}
+DW_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 
 // The first n lanes; the others are zero.
 template <class T>
@@ -141,56 +65,6 @@ DW_INLINE vf load_n(const T* p, int n) {
   T part[LANES] = {};
   memcpy(part, p, sizeof(T) * (size_t)n);
   return load(part);
-}
-
-// Nearest, ties to even; a NaN keeps its sign and becomes quiet.
-DW_INLINE vh to_bf16(vf v) {
-  vu bits = (vu)v;
-  vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  vu quiet = (bits >> 16) | 0x40u;
-  vi number = v == v;
-  vu chosen = ((vu)number & rounded) | (~(vu)number & quiet);
-  return __builtin_convertvector(chosen, vh);
-}
-
-// Thirty-two bfloat16 as sixteen pairs: the even ones in the lower halves.
-DW_INLINE vu load_pairs(const bf16* p) {
-  vu v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-DW_INLINE vf even(vu pairs) { return (vf)(pairs << 16); }
-DW_INLINE vf odd(vu pairs) { return (vf)(pairs & 0xffff0000u); }
-
-DW_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
-DW_INLINE void store(bf16* p, vf v) {
-  vh h = to_bf16(v);
-  memcpy(p, &h, sizeof h);
-}
-
-// Nearest, ties to even; what is beyond the largest number becomes that.
-DW_INLINE void store(f16* p, vf v) {
-  vf top = splat(65504.0f);
-  v = v > top ? top : v;
-  v = v < -top ? -top : v;
-#if defined(__AVX512F__)
-  __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__)
-  union {
-    vf whole;
-    __m256 half[2];
-  } parts{v};
-  __m128i h[2] = {_mm256_cvtps_ph(parts.half[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
-                  _mm256_cvtps_ph(parts.half[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-#else
-  vu bits = (vu)v, size = bits & 0x7fffffffu;
-  vu normal = ((size + 0xfffu + ((size >> 13) & 1u)) >> 13) - (112u << 10);
-  vu small = (vu)((vf)size + 0.5f) - 0x3f000000u;  // 0.5 has the steps of subnormal numbers
-  vu chosen = size < 0x38800000u ? small : normal;
-  chosen = size > 0x7f800000u ? vu{} + 0x7e00u : chosen;
-  vh h = __builtin_convertvector(chosen | (bits >> 16 & 0x8000u), vh);
-#endif
-  memcpy(p, &h, sizeof h);
 }
 
 template <class T>
@@ -204,18 +78,14 @@ DW_INLINE void store_n(T* p, vf v, int n) {
   memcpy(p, part, sizeof(T) * (size_t)n);
 }
 
-// What a store followed by a load gives.
-DW_INLINE vf rounded(vf v, const float*) { return v; }
-DW_INLINE vf rounded(vf v, const bf16*) { return (vf)(__builtin_convertvector(to_bf16(v), vu) << 16); }
-
 // ------------------------------------------------------------------------------------------------------ functions
 
 // exp(x), relative error below 2e-7; 0 below -87.3 (also for -inf), clamped above 88.
 DW_INLINE vf exp(vf x) {
   vf low = splat(-87.3f), high = splat(88.0f);
   vi tiny = x < low;
-  x = x < low ? low : x;
-  x = x > high ? high : x;
+  x = select(tiny, low, x);
+  x = select(x > high, high, x);
   // x = n ln 2 + r; adding 1.5 * 2^23 rounds to a whole number
   vf magic = splat(12582912.0f);
   vf n = fma(x, splat(1.44269504088896341f), magic) - magic;
@@ -228,7 +98,7 @@ DW_INLINE vf exp(vf x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
-  vi scaled = (vi)p + (__builtin_convertvector(n, vi) << 23);
+  vi scaled = (vi)p + (to_ints(n) << 23);
   return (vf)(scaled & ~tiny);
 }
 
@@ -237,41 +107,6 @@ DW_INLINE vf silu(vf x) { return x / (exp(-x) + 1.0f); }
 
 // tanh(x) = 1 - 2 / (exp(2 x) + 1)
 DW_INLINE vf tanh(vf x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
-
-// Turns 16 rows of 16 lanes into columns.
-DW_INLINE void transpose(vf r[LANES]) {
-  vf t[LANES];
-#define DW_PAIR(a, b, lo, hi)                                                                            \
-  lo = DW_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);          \
-  hi = DW_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-#define DW_QUAD(a, b, lo, hi)                                                                            \
-  lo = DW_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);          \
-  hi = DW_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-#define DW_EVEN(a, b) DW_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-#define DW_ODD(a, b) DW_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
-  for (int i = 0; i < LANES; i += 2) { DW_PAIR(r[i], r[i + 1], t[i], t[i + 1]) }
-  for (int i = 0; i < LANES; i += 4) {
-    DW_QUAD(t[i], t[i + 2], r[i], r[i + 1])
-    DW_QUAD(t[i + 1], t[i + 3], r[i + 2], r[i + 3])
-  }
-  // r[4 g + c]: column 4 s + c of rows 4 g .. 4 g + 3 in 128-bit segment s
-  for (int c = 0; c < 4; c++) {
-    t[c] = DW_EVEN(r[c], r[4 + c]);        // segments 0, 2 of row groups 0, 1
-    t[4 + c] = DW_ODD(r[c], r[4 + c]);     // segments 1, 3
-    t[8 + c] = DW_EVEN(r[8 + c], r[12 + c]);
-    t[12 + c] = DW_ODD(r[8 + c], r[12 + c]);
-  }
-  for (int c = 0; c < 4; c++) {
-    r[c] = DW_EVEN(t[c], t[8 + c]);            // column c
-    r[8 + c] = DW_ODD(t[c], t[8 + c]);         // column 8 + c
-    r[4 + c] = DW_EVEN(t[4 + c], t[12 + c]);   // column 4 + c
-    r[12 + c] = DW_ODD(t[4 + c], t[12 + c]);   // column 12 + c
-  }
-#undef DW_PAIR
-#undef DW_QUAD
-#undef DW_EVEN
-#undef DW_ODD
-}
 
 }  // namespace
 }  // namespace dw
