@@ -47,12 +47,19 @@ ISA_FLAGS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # told by the flags; tiles.h writes assembly
     "emulated": (),  # AMX on computed tiles
     "neon": (),  # every ARM of 64 bits has it
-    "dotprod": ("-mcpu=generic+dotprod",),  # not -march: zig reads that as the name of a processor
-    "i8mm": ("-mcpu=generic+dotprod+i8mm+bf16",),
+    "dotprod": ("-march=armv8.2-a+dotprod",),
+    "i8mm": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
 }  # fmt: skip
-_ARM = {"neon", "dotprod", "i8mm"}
-_X86_PROBE = "#include <immintrin.h>\n"
-_ARM_PROBE = "#if !defined(__aarch64__)\n#error another processor\n#endif\n#include <arm_neon.h>\n"
+_OTHER_FLAGS = {
+    "dotprod": ("-mcpu=generic+dotprod",),  # zig reads -march as the name of a processor; GCC needs it
+    "i8mm": ("-mcpu=generic+dotprod+i8mm+bf16",),
+}
+_ARM_PROBES = {
+    "neon": "",
+    "dotprod": "int32x4_t f(int32x4_t a, int8x16_t b) { return vdotq_s32(a, b, b); }",
+    "i8mm": "int32x4_t f(int32x4_t a, uint8x16_t b, int8x16_t c) { return vusmmlaq_s32(a, b, c); }\n"
+    "float32x4_t g(float32x4_t a, bfloat16x8_t b) { return vbfdotq_f32(a, b, b); }",
+}
 
 
 class BuildError(Exception):
@@ -104,14 +111,21 @@ def _run(command: Sequence[str]) -> None:
         print(done.stderr.rstrip(), file=sys.stderr)
 
 
-def _supports(compiler: Sequence[str], isa: str) -> bool:
-    """Whether the compiler makes code of an instruction set (an old one may lack AVX512-BF16; one for ARM has none of
-    Intel's)."""
+def _flags_for(compiler: Sequence[str], isa: str) -> tuple[str, ...] | None:
+    """What makes the compiler make code of an instruction set; None: nothing does (an old one may lack AVX512-BF16; one
+    for ARM has none of Intel's)."""
+    probe = "#include <immintrin.h>\n"
+    if isa in _ARM_PROBES:
+        probe = "#if !defined(__aarch64__)\n#error another processor\n#endif\n#include <arm_neon.h>\n"
+        probe += f"{_ARM_PROBES[isa]}\n"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
-        source.write_text((_ARM_PROBE if isa in _ARM else _X86_PROBE) + "int main() { return 0; }\n")
-        command = [*compiler, *ISA_FLAGS[isa], "-c", str(source), "-o", str(Path(folder, "probe.o"))]
-        return subprocess.run(command, capture_output=True).returncode == 0
+        source.write_text(probe)
+        for flags in dict.fromkeys((ISA_FLAGS[isa], _OTHER_FLAGS.get(isa, ISA_FLAGS[isa]))):
+            command = [*compiler, *flags, "-c", str(source), "-o", str(Path(folder, "probe.o"))]
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                return flags
+    return None
 
 
 def _files_of(source: Path) -> list[Path]:
@@ -185,13 +199,15 @@ def _build(compiler: Sequence[str], target: Path, folder: Path, sanitize: str | 
     if sanitize:
         common += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]  # what is found ends the process
         common += ["-fno-omit-frame-pointer", "-g", "-O1"]
-    present = {isa: _supports(compiler, isa) for isa in ISA_FLAGS}
-    common += [f"-DDW_HAVE_{isa.upper()}={int(there)}" for isa, there in present.items()]
-    sources = [path for path in sorted(SOURCES.glob("*.cpp")) if present.get(_isa_of(path) or "", True)]
+    isa_flags = {isa: _flags_for(compiler, isa) for isa in ISA_FLAGS}
+    common += [f"-DDW_HAVE_{isa.upper()}={int(flags is not None)}" for isa, flags in isa_flags.items()]
+    sources = [
+        path for path in sorted(SOURCES.glob("*.cpp")) if isa_flags.get(_isa_of(path) or "", ()) is not None
+    ]
 
     def flags_of(source: Path) -> list[str]:
         isa = _isa_of(source)
-        return [*common, *(ISA_FLAGS[isa] if isa else ())]
+        return [*common, *((isa_flags[isa] or ()) if isa else ())]
 
     def digest_of(source: Path) -> str:
         how = repr((compiler, flags_of(source))).encode()
