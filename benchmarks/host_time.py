@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from draftwise import LLM, SamplingParams
 from draftwise.bench.workloads import code_prompts
 
@@ -105,6 +107,7 @@ def watch(llm: LLM) -> Stopwatch:
     return watch
 
 
+@torch.inference_mode()  # as `LLM` steps
 def measure(llm: LLM, spent: Stopwatch, requests: int, temperature: float, steps: int) -> list[float]:
     """Host seconds of each of ``steps`` steps with ``requests`` requests that decode."""
     assert llm._engine is not None

@@ -99,7 +99,7 @@ def measure(name: str, cached: int, depth: int) -> dict[str, Any]:
     bytes_per_token = proposer.num_cached_bytes / proposer.num_cached_tokens
 
     engine: Any = proposer._engine
-    assert isinstance(engine, module._NativeEngine)
+    assert isinstance(engine, module.NativeEngine)
     timed = engine._call = Timed(engine._call)
     whole_times: list[float] = []
     drafted = 0

@@ -179,6 +179,11 @@ class NewRequest:
     prompt_logprobs: int | None = None
 
 
+new_record = tuple.__new__
+"""``new_record(RowPlan, (rid, 1, ...))`` is ``RowPlan(rid, 1, ...)`` with all its fields, in less than half the time:
+for the few records that are made for every request in every step."""
+
+
 class RowPlan(NamedTuple):
     """What one request computes in this step: ``num_new`` known tokens, then ``num_draft`` draft nodes.
 

@@ -319,3 +319,28 @@ def test_a_draft_is_that_of_the_definition() -> None:
             (found,) = proposer.propose([row(prompt + outputs[-1], rid, num_prompt=4)])
             assert found.tokens == expected.tokens
         proposer.remove(rid)
+
+
+def test_many_requests_in_one_call_get_what_they_get_alone() -> None:
+    """Chains and trees by counts, requests of different lengths, a cache that they share; and where requests enter, or
+    the cache is full, the call is taken apart."""
+    native_or_skip()
+    together, alone = SuffixProposer(native=True), SuffixProposer(native=True)
+    texts = [[(3 * i * i + rid * i) % 11 for i in range(60 + 5 * rid)] for rid in range(4)]
+    calls = 0
+    for end in range(20, 60, 3):
+        rows = [
+            row(text[:end], rid, num_prompt=10 + rid, budget=3 + 4 * rid) for rid, text in enumerate(texts)
+        ]
+        rows[1].speculation = replace(rows[1].speculation, dynamic=DynamicTree())
+        expected = [alone.look_up(one) for one in rows]
+        assert together.look_ups(rows) == expected
+        calls += sum(bool(found.tokens) for found, _ in expected)
+    assert calls > 20
+    together.max_cached_tokens = alone.max_cached_tokens = 100
+    for proposer in (together, alone):
+        proposer.leaving(3, array(texts[3]))
+        proposer.remove(3)
+    rows = [row(text, rid, num_prompt=10 + rid) for rid, text in enumerate(texts[:3])]
+    assert together.look_ups(rows) == [alone.look_up(one) for one in rows]
+    assert together.num_cached_requests == alone.num_cached_requests

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
@@ -243,6 +245,7 @@ class AsyncLLM:
 
     # ----------------------------------------------------------------------------------------- the thread
 
+    @torch.inference_mode()
     def _run(self) -> None:
         core = self._engine.core
         try:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from draftwise import lifetime
 from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
@@ -86,7 +88,7 @@ class LLM:
         open_rids = {request.rid for request in requests}
         progress = _Progress(len(requests)) if show_progress else None
         try:
-            with WholeSteps() as steps:
+            with WholeSteps() as steps, torch.inference_mode():
                 for request in requests:
                     engine.core.add(request)
                 # Nothing is under way afterwards: a process may fork then.

@@ -159,19 +159,21 @@ class KVManager:
             table.queried = -1
         return added
 
-    def commit(self, rid: int, n: int, token_ids_np: IntArray) -> None:
+    def commit(self, rid: int, n: int, token_ids_np: IntArray, known: int | None = None) -> None:
         """The first n reserved tokens are real: their K/V is written and they will not be taken back.
 
-        ``token_ids_np``: all known tokens of the request, at least ``num_committed + n``. Blocks that became
-        full are hashed. ValueError if n tokens were not reserved (nothing changes). What was reserved beyond
-        n stays reserved.
+        ``token_ids_np``: all known tokens of the request, at least ``num_committed + n``; the first ``known`` of it, if
+        that is given. Blocks that became full are hashed. ValueError if n tokens were not reserved (nothing changes).
+        What was reserved beyond n stays reserved.
         """
         table = self._tables[rid]
         committed = table.committed + n
         if not 0 <= n <= table.reserved:
             raise ValueError(f"request {rid}: commit({n}) with {table.reserved} tokens reserved")
-        if committed > len(token_ids_np):
-            raise ValueError(f"request {rid}: {committed} tokens committed of {len(token_ids_np)} known ones")
+        if known is None:
+            known = len(token_ids_np)
+        if committed > known:
+            raise ValueError(f"request {rid}: {committed} tokens committed of {known} known ones")
         table.committed = committed
         table.reserved -= n
         if committed >= (table.hashed + 1) * self.block_size and self.enable_prefix_caching:

@@ -12,7 +12,7 @@ from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.models.inputs import Blocks, TreeRows, pack_rows
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.state import SamplingState
-from draftwise.types import EMPTY_PROPOSAL, Proposal, RowPlan, StepInput
+from draftwise.types import EMPTY_PROPOSAL, Proposal, RowPlan, StepInput, new_record
 from draftwise.verify.base import VerifyColumns, VerifyRequest
 
 
@@ -133,7 +133,7 @@ def assemble(
             num_logits += len(tokens) - root
             if logit_rows is not None:
                 logit_rows += range(root, len(tokens))
-        steps.append(StepRow(row, planned, proposal))
+        steps.append(new_record(StepRow, (row, planned, proposal)))
         contexts.append(context)
         places.append(row.line * table_width)
         widths.append(row.num_blocks)

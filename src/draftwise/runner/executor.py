@@ -164,7 +164,10 @@ class LocalExecutor(Executor):
         """Run something with this executor's device and number of threads.
 
         Raises ProgramEnding at the end of the program."""
-        with computing(), torch.inference_mode():
+        if not torch.is_inference_mode_enabled():  # whoever takes many steps enters it once
+            with torch.inference_mode():
+                return self._here(run)
+        with computing():
             if self._device.type == "cuda" and self._device.index is not None:
                 # of this thread, which need not be the one that loaded the models
                 torch.cuda.set_device(self._device)
@@ -207,9 +210,8 @@ class LocalExecutor(Executor):
             answers = [None] * len(steps)
             for i, answer in zip(batch.owners, decided, strict=True):
                 answers[i] = answer
-        for i, step in enumerate(steps):
-            if step.row.error is not None:
-                answers[i] = step.row.error
+        for i in [i for i, step in enumerate(steps) if step.row.error is not None]:
+            answers[i] = steps[i].row.error
         read: list[tuple[Row, int, Sequence[int]]] = []
         if self._drafting.observes:
             read = [
@@ -340,12 +342,12 @@ class LocalExecutor(Executor):
         """Take in what was decided of a request, or that a chunk was computed; answers what came of it."""
         row, planned, _ = step
         row.proposal = EMPTY_PROPOSAL
-        if isinstance(answer, Exception):
-            return answer
         base = row.num_computed + planned.num_new
         if answer is None:
             row.num_computed = base
             return None
+        if isinstance(answer, Exception):
+            return answer
         path, token_ids, _ = answer
         for fill in row.fill.values():
             if fill.drafts:

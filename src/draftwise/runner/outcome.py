@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from draftwise.runner.batch import StepRow
 from draftwise.runner.rows import Row
-from draftwise.types import RowResult, TokenLogprobs, Verification
+from draftwise.types import RowResult, TokenLogprobs, Verification, new_record
 
 Outcome = Verification | Exception | None
 """Of a request in a step: what was committed, why it failed, or None: a chunk of its prompt was computed."""
@@ -45,23 +45,27 @@ def row_result(
 ) -> RowResult:
     """What the scheduler is told, once the request has drafted; ``prompt_logprobs``: of the chunk's tokens."""
     row, _, proposal = step
-    if isinstance(outcome, Exception):
-        return RowResult(row.rid, error=f"{type(outcome).__name__}: {outcome}")
     if outcome is None:
         return RowResult(row.rid, prompt_logprobs=prompt_logprobs)
+    if isinstance(outcome, Exception):
+        return RowResult(row.rid, error=f"{type(outcome).__name__}: {outcome}")
     path, token_ids, logprobs = outcome
-    # By position, which takes half as long as by name: see `RowResult`.
-    return RowResult(
-        row.rid,
-        token_ids,
-        len(proposal.tokens),
-        len(path),
-        path,
-        proposal.tokens,
-        proposal.parents,
-        proposal.method if proposal.tokens else "none",
-        len(row.proposal.tokens),
-        logprobs,
-        prompt_logprobs,
-        kv_transfer_params,
+    drafts = proposal.tokens
+    return new_record(
+        RowResult,
+        (
+            row.rid,
+            token_ids,
+            len(drafts),
+            len(path),
+            path,
+            drafts,
+            proposal.parents,
+            proposal.method if drafts else "none",
+            len(row.proposal.tokens),
+            logprobs,
+            prompt_logprobs,
+            kv_transfer_params,
+            None,
+        ),
     )

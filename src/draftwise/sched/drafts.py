@@ -28,7 +28,8 @@ class DraftRoom:
             if share.num_draft:
                 share.num_draft = controller.nodes_to_verify(rid, share.num_draft)
             share.budget = controller.draft_budget(rid, request.speculation, batch_size)
-            self._reserve(share)
+            if share.budget or share.num_draft:
+                self._reserve(share)
 
     def divide(self, shares: Sequence[Share], left: int, controller: Controller, batch_size: int) -> None:
         """Drafts get the ``left`` rows; drafting more than can be verified next would be in vain. Who reaches the end
@@ -37,10 +38,12 @@ class DraftRoom:
             if (share.missing > 1 or share.fresh) and share.completes:
                 request = share.request
                 share.budget = controller.draft_budget(request.rid, request.speculation, batch_size)
-                self._reserve(share)
-        drafting = [share for share in shares if share.num_draft]
-        for share, rows in zip(drafting, divide([s.num_draft for s in drafting], left), strict=True):
-            share.num_draft = rows
+                if share.budget or share.num_draft:
+                    self._reserve(share)
+        wishes = [share.num_draft for share in shares]
+        if any(wishes) and sum(wishes) > left:
+            for share, rows in zip(shares, divide(wishes, left), strict=True):
+                share.num_draft = rows
         limit = draft_limit(shares, self._max_rows)
         for share in shares:
             if share.budget > limit:
@@ -49,8 +52,6 @@ class DraftRoom:
     def _reserve(self, share: Share) -> None:
         """Blocks behind the known tokens: for drafts that are verified and for those to come, for the former alone, or
         for none."""
-        if not share.num_draft and not share.budget:
-            return
         reserve, rid, known = self._kv.reserve, share.request.rid, share.before + share.missing
         blocks = reserve(rid, known + share.num_draft + share.budget)
         if blocks is None:

@@ -205,16 +205,17 @@ class Request:
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
         """Append output tokens up to the first that ends the request: (tokens taken, finish reason)."""
-        start, tokens_np = self.num_tokens, self.tokens_np
-        end = start + len(token_ids)
+        start, tokens_np, count = self.num_tokens, self.tokens_np, len(token_ids)
+        end = start + count
         if self.sink is None and end < self.max_total and self.stop_token_ids.isdisjoint(token_ids):
             # nothing can end here
-            if len(token_ids) == 1:  # a store into a slice takes four times as long
-                tokens_np[start] = token_ids[0]
+            if count < 4:  # a store into a slice takes four times as long
+                for i, token in enumerate(token_ids, start):
+                    tokens_np[i] = token
             else:
                 tokens_np[start:end] = token_ids
             self.num_tokens = end
-            return len(token_ids), None
+            return count, None
         for i, token in enumerate(token_ids):
             tokens_np[self.num_tokens] = token
             self.num_tokens += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
@@ -14,7 +14,7 @@ from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.order import Ordered
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
 from draftwise.sched.shares import Share, kept_for_drafts
-from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, tree_depth
+from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, new_record, tree_depth
 
 MAX_TRACE_STEPS = 4096
 """Steps a request remembers when its trace is kept; what comes later is not traced, so that a trace is bounded."""
@@ -125,7 +125,7 @@ class Scheduler:
         shares = self._share_roots()
         self._draft_room.wish(shares, self._controller, self._batch_size)
         left = self.config.max_num_batched_tokens - len(shares)
-        kept = kept_for_drafts(sum(share.num_draft for share in shares), left)
+        kept = kept_for_drafts(sum([share.num_draft for share in shares]), left)
         for share in shares:
             if share.missing > 1:
                 share.num_new += min(share.missing - 1, left - kept)
@@ -139,8 +139,7 @@ class Scheduler:
                 new.append(admitted)
                 left -= shares[-1].num_new
         self._draft_room.divide(shares, left, self._controller, self._batch_size)
-        for share in shares:
-            self._plan(share)
+        self._plan(shares)
         plan = StepPlan(
             step=self._step,
             rows=tuple(self._planned.values()),
@@ -205,21 +204,26 @@ class Scheduler:
             if blocks is not None:
                 return blocks
 
-    def _plan(self, share: Share) -> None:
-        request, rid = share.request, share.request.rid
-        num_new, num_draft, budget = share.num_new, share.num_draft, share.budget
-        if budget:
-            self._controller.granted(rid, budget)
-        follow = rid not in self._controller.resting
-        self._planned[rid] = RowPlan(rid, num_new, num_draft, budget, share.blocks, follow)
-        shape = self._shape
-        if share.missing == 1 and not share.fresh:
-            shape.requests += 1
-            shape.rows += 1 + num_draft
-            shape.context += request.num_computed
-            shape.sampled = shape.sampled or request.speculation.rule != "greedy"
-        else:
-            shape.prompt_rows += num_new + num_draft
+    def _plan(self, shares: Sequence[Share]) -> None:
+        """Write the shares down: the rows of the plan, and what they add up to."""
+        planned, shape, controller = self._planned, self._shape, self._controller
+        resting, granted = controller.resting, controller.granted
+        for share in shares:
+            request, num_new, num_draft, budget = share.request, share.num_new, share.num_draft, share.budget
+            rid = request.rid
+            if budget:
+                granted(rid, budget)
+            planned[rid] = new_record(
+                RowPlan, (rid, num_new, num_draft, budget, share.blocks, rid not in resting)
+            )
+            if share.missing == 1 and not share.fresh:
+                shape.requests += 1
+                shape.rows += 1 + num_draft
+                shape.context += request.num_computed
+                if request.speculation.rule != "greedy":
+                    shape.sampled = True
+            else:
+                shape.prompt_rows += num_new + num_draft
 
     def _preempt(self, victim: Request) -> None:
         """Give up the request's cache; it is computed again from its tokens (and what the prefix cache kept)."""
@@ -320,7 +324,7 @@ class Scheduler:
             request.prompt_logprobs.extend(row.prompt_logprobs)
         request.num_proposed = row.num_proposed
         if not row.token_ids:  # a chunk that did not reach the last known token
-            self.kv.commit(request.rid, plan.num_new, request.known_np)
+            self.kv.commit(request.rid, plan.num_new, request.tokens_np, request.num_tokens)
             request.num_computed += plan.num_new
             return RequestUpdate(request, 0, False)
 
@@ -331,11 +335,12 @@ class Scheduler:
             assert row.logprobs is not None
             request.logprobs.extend(row.logprobs[:taken])
         # K/V exists for the new tokens and the accepted drafts; of a cut step only what was delivered counts.
-        accepted = min(row.num_accepted, taken)
+        accepted = row.num_accepted if row.num_accepted < taken else taken
         computed = plan.num_new + accepted
-        self.kv.commit(request.rid, computed, request.known_np)
+        self.kv.commit(request.rid, computed, request.tokens_np, request.num_tokens)
         request.num_computed += computed
-        request.counts.add(row.method, row.num_drafted, accepted, tree_depth(row.draft_parents))
+        drafted = row.num_drafted
+        request.counts.add(row.method, drafted, accepted, tree_depth(row.draft_parents) if drafted else 0)
         if request.trace is not None and len(request.trace) < MAX_TRACE_STEPS:
             request.trace.append(
                 StepTrace(
@@ -347,7 +352,7 @@ class Scheduler:
         request.last_token_time = now
         if reason is not None:
             self._finish(request, reason)
-        return RequestUpdate(request, taken, reason is not None)
+        return new_record(RequestUpdate, (request, taken, reason is not None))
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is RequestStatus.RUNNING:

@@ -63,9 +63,9 @@ def draft_limit(shares: Sequence[Share], max_rows: int) -> int:
     Example: 32 rows, 8 requests that decode and want drafts: 24 rows for 8, 3 nodes each. If one of them had 600 tokens
     of its prompt left, a quarter of 24 for 7: 1 node each.
     """
-    drafters = sum(share.budget > 0 for share in shares)
+    drafters = sum([share.budget > 0 for share in shares])
     if not drafters:
         return 0
     left = max_rows - len(shares)
-    prompts = sum(share.missing - share.num_new for share in shares)
+    prompts = sum([share.missing - share.num_new for share in shares])
     return -(-max(left - prompts, left // _FOR_DRAFTS) // drafters)

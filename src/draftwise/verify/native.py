@@ -12,7 +12,7 @@ import torch
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.types import Verification
+from draftwise.types import Verification, new_record
 from draftwise.verify.base import BatchRules, PassSlots, VerifyColumns, VerifyRequest
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
@@ -110,18 +110,19 @@ class NativeRules(BatchRules):
         del kept_q
         answer = found.tolist()
         if not total:
-            return [Verification((), (token,)) for token in answer[count:]]
+            return [new_record(Verification, ((), (token,), None)) for token in answer[count:]]
         results = []
         at = 2 * count
         for proposal, size, length, last in zip(proposals, own, answer, answer[count:at], strict=False):
             if not length:
-                results.append(Verification((), (last,)))
+                results.append(new_record(Verification, ((), (last,), None)))
             else:
                 path = tuple(answer[at : at + length])
                 if path[-1] == length - 1:  # nodes 0, 1, ...
-                    results.append(Verification(path, (*proposal.tokens[:length], last)))
+                    results.append(new_record(Verification, (path, (*proposal.tokens[:length], last), None)))
                 else:
                     drafts = proposal.tokens
-                    results.append(Verification(path, (*[drafts[node] for node in path], last)))
+                    token_ids = (*[drafts[node] for node in path], last)
+                    results.append(new_record(Verification, (path, token_ids, None)))
             at += size
         return results

@@ -5,8 +5,6 @@ Source: Oliaro, Jia, Campos, Qiao, *SuffixDecoding* (2411.04975), section 3.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -18,25 +16,12 @@ import numpy as np
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.library import NativeLibrary, native_library, why_not_native
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
-from draftwise.propose.lookup import suffix_python
-from draftwise.propose.lookup.suffix_native import (
-    BEST_FIRST,
-    CHAIN,
-    SHAPED,
-    DraftStruct,
-    LimitsStruct,
-    NativeSuffixTree,
-    address,
-    native_draft,
-    static_shape,
-    suffix_functions,
-)
-from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixDraft, SuffixLimits
+from draftwise.propose.lookup.suffix_engines import NativeEngine, PythonEngine, Tree
+from draftwise.propose.lookup.suffix_native import NativeSuffixTree, suffix_functions
+from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixLimits
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain
 
 logger = logging.getLogger("draftwise")
-
-Tree = NativeSuffixTree | PythonSuffixTree
 
 MAX_DEPTH = 1024
 """Deepest tree: a token costs time in proportion."""
@@ -113,12 +98,12 @@ class SuffixProposer(Proposer):
         self.max_cached_requests = max_cached_requests
         self.limits = SuffixLimits(max_spec_factor, max_spec_offset, min_token_prob, best_first=tree)
         self._library = _library(native)
-        self._engine: _NativeEngine | _PythonEngine
+        self._engine: NativeEngine | PythonEngine
         if self._library is None:
-            self._engine = _PythonEngine(self.limits)
+            self._engine = PythonEngine(self.limits)
             self.max_cached_tokens = _MAX_CACHED_TOKENS_PYTHON
         else:
-            self._engine = _NativeEngine(self._library, self.limits)
+            self._engine = NativeEngine(self._library, self.limits)
             self.max_cached_tokens = MAX_CACHED_TOKENS
         self._global: Tree | None = None  # made when the first request drafts
         self._requests: dict[int, _Request] = {}
@@ -138,11 +123,32 @@ class SuffixProposer(Proposer):
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self.look_up(row)[0] for row in rows]
+        return [proposal for proposal, _ in self.look_ups(rows)]
 
     def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
-        """`look_up` of each row."""
-        return [self.look_up(row) for row in rows]
+        """`look_up` of each row, one after the other; in one call where nothing has to be done between them."""
+        engine, requests = self._engine, self._requests
+        if len(rows) < 2 or not isinstance(engine, NativeEngine):
+            return [self.look_up(row) for row in rows]
+        taken = 0  # tokens that may enter the cache
+        for row in rows:
+            if (
+                row.rid not in requests
+                or row.forced
+                or row.speculation.tree is not None
+                or row.token_ids_np.dtype != np.int32
+            ):
+                return [self.look_up(row) for row in rows]
+            taken += len(row.token_ids_np)
+        if self._global is not None and self._global.num_tokens + taken > self.max_cached_tokens:
+            return [self.look_up(row) for row in rows]
+        asked = [requests[row.rid] for row in rows]
+        found = engine.steps([r.local for r in asked], self._global, [r.output for r in asked], rows)
+        name = self.name
+        return [
+            (Proposal(tokens, parents, name), match_len) if tokens else (EMPTY_PROPOSAL, 0)
+            for tokens, parents, match_len in found
+        ]
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""
@@ -263,90 +269,6 @@ class SuffixProposer(Proposer):
         return NativeSuffixTree(self._library, self.max_tree_depth)
 
 
-class _NativeEngine:
-    """Takes in new tokens and drafts, in one native call."""
-
-    def __init__(self, library: NativeLibrary, limits: SuffixLimits) -> None:
-        self._call = suffix_functions(library).step
-        self._limits = LimitsStruct(limits.factor, limits.offset, limits.min_prob)
-        self._shape = BEST_FIRST if limits.best_first else CHAIN
-        self._found = DraftStruct()
-
-    def step(
-        self, local: Tree, global_: Tree | None, output: int, token_ids_np: IntArray, row: DraftRow
-    ) -> tuple[Sequence[int], Sequence[int] | None, int]:
-        """Tokens and parents (None: a chain) of the draft, and the length of the match behind it."""
-        assert isinstance(local, NativeSuffixTree) and not isinstance(global_, PythonSuffixTree)
-        limits, found = self._limits, self._found
-        limits.budget, limits.max_depth = row.budget, row.max_depth
-        tree, dynamic = row.speculation.tree, row.speculation.dynamic
-        if dynamic is not None:
-            limits.shape = BEST_FIRST
-        elif tree is None:
-            limits.shape = self._shape
-        else:
-            limits.shape, limits.tree_size = SHAPED, len(tree)
-            limits.parents, limits.ranks = _c_tree(tree, row.speculation.tree_ranks)
-        size = self._call(
-            local.handle,
-            global_ and global_.handle,
-            output,
-            address(token_ids_np),
-            len(token_ids_np),
-            row.num_prompt,
-            limits,
-            found,
-        )
-        if not size:
-            return (), None, 0
-        parents = None if limits.shape == CHAIN else found.parents[:size]
-        return found.tokens[:size], parents, found.match_len
-
-    def draft(
-        self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits
-    ) -> SuffixDraft:
-        """What followed a context that is not the end of the request."""
-        assert isinstance(local, NativeSuffixTree) and not isinstance(global_, PythonSuffixTree)
-        return native_draft(local, global_, context_np, limits)
-
-
-class _PythonEngine:
-    """The same without the native library."""
-
-    def __init__(self, limits: SuffixLimits) -> None:
-        self._limits = limits
-
-    def step(
-        self, local: Tree, global_: Tree | None, output: int, token_ids_np: IntArray, row: DraftRow
-    ) -> tuple[Sequence[int], Sequence[int] | None, int]:
-        assert isinstance(local, PythonSuffixTree) and not isinstance(global_, NativeSuffixTree)
-        new = len(token_ids_np) - local.length(0)
-        local.append(0, token_ids_np[local.length(0) :])
-        if global_ is not None:
-            if output >= 0:
-                global_.append(output, token_ids_np[row.num_prompt + global_.length(output) :])
-            global_.settle(16 + 4 * max(new, 0))
-        tree, dynamic = row.speculation.tree, row.speculation.dynamic
-        limits = replace(
-            self._limits,
-            budget=row.budget,
-            max_depth=row.max_depth,
-            best_first=self._limits.best_first or dynamic is not None,
-            parents=tree,
-            ranks=_ranks(tree, row.speculation.tree_ranks) if tree is not None else (),
-        )
-        context = token_ids_np[-local.depth :].tolist()
-        found = suffix_python.draft(local, global_, context, limits)
-        plain = tree is None and not limits.best_first
-        return found.tokens, None if plain else found.parents, found.match_len
-
-    def draft(
-        self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits
-    ) -> SuffixDraft:
-        assert isinstance(local, PythonSuffixTree) and not isinstance(global_, NativeSuffixTree)
-        return suffix_python.draft(local, global_, context_np.tolist(), limits)
-
-
 def _library(native: bool | None) -> NativeLibrary | None:
     """The native library if it is wanted and there; says why if it is wanted and not."""
     if native is False:
@@ -366,17 +288,3 @@ def _library(native: bool | None) -> NativeLibrary | None:
         _MAX_CACHED_TOKENS_PYTHON,
     )
     return None
-
-
-def _ranks(parents: tuple[int, ...], ranks: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Rank of each node among its siblings; by their order, where it is not given."""
-    if ranks is not None:
-        return ranks
-    return tuple(parents[:i].count(parent) for i, parent in enumerate(parents))
-
-
-@functools.lru_cache(maxsize=64)
-def _c_tree(
-    parents: tuple[int, ...], ranks: tuple[int, ...] | None
-) -> tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_int32]]:
-    return static_shape(parents, _ranks(parents, ranks))

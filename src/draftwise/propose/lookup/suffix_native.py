@@ -79,6 +79,7 @@ class _Functions:
         pointers = (ctypes.POINTER(LimitsStruct), ctypes.POINTER(DraftStruct))
         self.draft = declare("draft", _I32, _PTR, _I64, _PTR, _I64, _PTR, _I64, *pointers)
         self.step = declare("step", _I32, _PTR, _PTR, _I64, _PTR, _I64, _I64, *pointers)
+        self.steps = declare("steps", None, _I64, _PTR, pointers[0], _PTR, _I64, _PTR)
 
 
 @functools.lru_cache(maxsize=4)

@@ -228,6 +228,20 @@ int32_t draft(void* local, int64_t local_seq, void* global, int64_t global_seq, 
   return out->size;
 }
 
+// Take in what is new of a request's tokens [n]: `local` holds a prefix of all of them in its sequence 0, `global` (may be
+// null) a prefix of the output in sequence `global_seq`, where removals go on at four times the pace. Then draft.
+int32_t step(void* local, void* global, int64_t global_seq, const int32_t* tokens, int64_t n, int64_t num_prompt,
+             const dw::SuffixLimits& limits, dw::SuffixDraft* out) {
+  const int64_t known = int64_t(tree_of(local)->length(0));
+  if (n > known) append(local, 0, tokens + known, n - known);
+  if (global && global_seq >= 0) {
+    const int64_t first = num_prompt + int64_t(tree_of(global)->length(uint32_t(global_seq)));
+    if (n > first) append(global, uint32_t(global_seq), tokens + first, n - first);
+  }
+  if (global) settle(global, 16 + 4 * std::max<int64_t>(n - known, 0));
+  return draft(local, 0, global, global_seq, tokens, n, limits, out);
+}
+
 }  // namespace
 
 DW_EXPORT void* dw_suffix_new(uint32_t depth) {
@@ -280,18 +294,33 @@ DW_EXPORT int32_t dw_suffix_draft(void* local, int64_t local_seq, void* global, 
   return guarded([&] { return draft(local, local_seq, global, global_seq, tokens, n, *limits, out); });
 }
 
-// Take in what is new of a request's tokens [n]: `local` holds a prefix of all of them in its sequence 0, `global` (may be
-// null) a prefix of the output in sequence `global_seq`, where removals go on at four times the pace. Then draft.
+// See `step`.
 DW_EXPORT int32_t dw_suffix_step(void* local, void* global, int64_t global_seq, const int32_t* tokens, int64_t n,
                                  int64_t num_prompt, const dw::SuffixLimits* limits, dw::SuffixDraft* out) {
-  return guarded([&] {
-    const int64_t known = int64_t(tree_of(local)->length(0));
-    if (n > known) append(local, 0, tokens + known, n - known);
-    if (global && global_seq >= 0) {
-      const int64_t first = num_prompt + int64_t(tree_of(global)->length(uint32_t(global_seq)));
-      if (n > first) append(global, uint32_t(global_seq), tokens + first, n - first);
+  return guarded([&] { return step(local, global, global_seq, tokens, n, num_prompt, *limits, out); });
+}
+
+// `dw_suffix_step` for R requests, one after the other. `columns` [8, R]: local tree; sequence in `global`; address of the
+// tokens; how many; of the prompt; budget; greatest depth; shape, without trees of their own. `limits`: the rest. `found`:
+// nodes of each draft [R]; length of its match [R]; tokens [R, width]; parents [R, width].
+DW_EXPORT void dw_suffix_steps(int64_t requests, void* global, const dw::SuffixLimits* limits, const int64_t* columns,
+                               int64_t width, int32_t* found) {
+  guarded([&] {
+    dw::SuffixLimits own = *limits;
+    dw::SuffixDraft out;
+    for (int64_t r = 0; r < requests; r++) {
+      const auto column = [&](int64_t i) { return columns[i * requests + r]; };
+      own.budget = (int32_t)std::min(column(5), width);
+      own.max_depth = (int32_t)column(6);
+      own.shape = (int32_t)column(7);
+      dw::require(own.shape == 0 || own.shape == 1, "a shape without a tree");
+      const int32_t size = step((void*)(uintptr_t)column(0), global, column(1), (const int32_t*)(uintptr_t)column(2),
+                                column(3), column(4), own, &out);
+      found[r] = size;
+      found[requests + r] = size ? out.match_len : 0;
+      int32_t* tokens = found + 2 * requests + r * width;
+      std::copy(out.tokens, out.tokens + size, tokens);
+      std::copy(out.parents, out.parents + size, tokens + requests * width);
     }
-    if (global) settle(global, 16 + 4 * std::max<int64_t>(n - known, 0));
-    return draft(local, 0, global, global_seq, tokens, n, *limits, out);
   });
 }
