@@ -56,7 +56,8 @@ class Proposal:
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == chain_parents(len(self.parents))
+        n = len(self.parents)
+        return self.parents == (_CHAINS[n] if n <= MAX_TREE_NODES else chain_parents(n))
 
     def prefix(self, n: int) -> Proposal:
         """The first n nodes. Valid for any n: parents precede children, and n never depends on the tokens."""
@@ -86,8 +87,9 @@ def chain_parents(n: int) -> tuple[int, ...]:
 
 def tree_depth(parents: tuple[int, ...]) -> int:
     """Nodes of a tree's longest path: (-1, 0, -1) -> 2."""
-    if parents == chain_parents(len(parents)):
-        return len(parents)
+    n = len(parents)
+    if parents == (_CHAINS[n] if n <= MAX_TREE_NODES else chain_parents(n)):
+        return n
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)

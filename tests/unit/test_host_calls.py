@@ -18,7 +18,9 @@ from draftwise.bench.workloads import code_prompts
 STEPS = 12
 
 
-@pytest.mark.parametrize(("method", "most"), [("none", 87), ("ngram", 140), ("mtp", 223)])
+@pytest.mark.parametrize(
+    ("method", "most"), [("none", 67), ("ngram", 107), ("suffix", 110), ("mtp", 156), ("draft_model", 140)]
+)
 def test_calls_per_request(method: str, most: int) -> None:
     """``most``: what it was when the limit was set, and a tenth."""
     native_or_skip()

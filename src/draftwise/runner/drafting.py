@@ -306,12 +306,15 @@ class Drafting:
                 self.guard.failed(name, hook, [row], error)
                 if hook == "filled_after":
                     continue
-            self._fill(name, row, tokens)
+            fill = row.fill[name]
+            if tokens // size > fill.tokens // size:
+                self._fill(name, row, tokens)
+            fill.tokens = tokens
             if stored and row.proposal is not proposed:
                 kept = row.proposal.tokens if row.proposal.is_chain else ()
                 same = [ours == theirs for ours, theirs in zip(proposed.tokens, kept, strict=False)]
                 stored = min(stored, [*same, False].index(False))
-            row.fill[name].drafts = stored
+            fill.drafts = stored
 
     def filled(self, name: str, row: Row, tokens: int, drafts: int) -> None:
         """The drafter has so many tokens of the request, and drafts behind them, without having been called."""
