@@ -41,7 +41,9 @@ class TorchGroupedAttention(AttentionBackend):
         window: int | None = None,
         softcap: float | None = None,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        """As `AttentionBackend.run`. ``sinks`` [Hq]: of each head a score of one key more, whose value is zero."""
         plans = batch.cache.get("torch_grouped")
         if plans is None:
             plans = batch.cache["torch_grouped"] = {}
@@ -50,7 +52,7 @@ class TorchGroupedAttention(AttentionBackend):
         if tasks is None:
             tasks = plans[(window, q.dtype)] = plan_tasks(batch, window, q.dtype, q.device)
         rows, heads, dim = q.shape
-        call = _Call(kv, num_kv_heads, scale, softcap, batch, window)
+        call = _Call(kv, num_kv_heads, scale, softcap, batch, window, sinks)
         if len(tasks) == 1 and out is None:
             task = tasks[0]
             if isinstance(task, Single):
@@ -86,6 +88,7 @@ class _Call:
     softcap: float | None
     batch: AttentionBatch
     window: int | None
+    sinks: Tensor | None  # [Hq]
 
 
 def _attend(
@@ -98,7 +101,7 @@ def _attend(
 ) -> Tensor:
     """[R, Hq, n, D]"""
     heads, kv_heads = q.shape[1], keys.shape[1]
-    if call.softcap is None:
+    if call.softcap is None and call.sinks is None:
         return F.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=heads != kv_heads
         )
@@ -106,12 +109,18 @@ def _attend(
         keys = keys.repeat_interleave(heads // kv_heads, dim=1)
         values = values.repeat_interleave(heads // kv_heads, dim=1)
     scores = (q.float() @ keys.float().transpose(2, 3)) * call.scale
-    scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     if causal:
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     elif mask is not None:
         scores += mask
+    if call.sinks is not None:
+        # q [R, Hq, n, D] of all heads, or [R, Hkv, Hq / Hkv, D] of one row whose heads became rows: the sinks likewise
+        sinks = call.sinks.float().view(heads, -1).expand(heads, scores.shape[2])
+        scores = torch.cat([scores, sinks[None, :, :, None].expand(*scores.shape[:3], 1)], -1)
+        return (scores.softmax(-1)[..., :-1] @ values.float()).to(q.dtype)
     return (scores.softmax(-1) @ values.float()).to(q.dtype)
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import torch
 
-from draftwise.errors import ModelLoadError
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
 from draftwise.models.config import ModelConfig, token_ids
+from draftwise.models.general.loading import load_general
+from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
@@ -88,6 +90,16 @@ def load_model(
         _check_scheme(folder, layout, scheme, quantization)
     if ops is None:
         ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant)
+    if issubclass(cls, GeneralDecoder):
+        if layout is not None:
+            raise ModelLoadError(
+                f"{folder}: quantised checkpoints of {config.architecture} are not supported"
+            )
+        if quantization_cache is not None:
+            raise ConfigError(
+                f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
+            )
+        return load_general(folder, config, ops)
     entries, plan, model = _declare(folder, config, cls, chosen, device, layout, ops)
     if scheme is not None and quantization_cache is not None and layout is None:
         kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)

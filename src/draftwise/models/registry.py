@@ -65,13 +65,28 @@ def resolve_model(raw: RawConfig) -> tuple[str, type[DecoderModel]]:
         )
     if not names:
         raise ModelLoadError("config.json names no architecture ('architectures' is missing or empty)")
+    if not known and (general := _general(names)) is not None:
+        return general
     if not known:
         remote = " (its own code, named by auto_map, is never run as a model)" if "auto_map" in raw else ""
         raise ModelLoadError(
             f"architecture {' / '.join(names)} is not supported{remote}; "
-            f"supported: {', '.join(supported_architectures())}"
+            f"supported: {', '.join(supported_architectures())} and most causal models of the installed Transformers"
         )
     return known[0], _load_class(known[0])
+
+
+def _general(names: list[str]) -> tuple[str, type[DecoderModel]] | None:
+    """Whoever is no family of ours, but a causal model of Transformers."""
+    from draftwise.models.general.config import causal_architectures
+
+    theirs = causal_architectures()
+    name = next((name for name in names if name in theirs), None)
+    if name is None:
+        return None
+    from draftwise.models.general.model import GeneralDecoder
+
+    return name, GeneralDecoder
 
 
 def _load_class(architecture: str) -> type[DecoderModel]:

@@ -1,0 +1,108 @@
+"""``config.json`` of any architecture of Transformers, as far as the engine asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftwise.errors import ModelLoadError
+from draftwise.models.config import ModelConfig, RawConfig, token_ids
+from draftwise.models.rope import RopeConfig
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+"""Kinds of layers whose only state is keys and values. (Chunks are refused where the mask says them.)"""
+
+
+def transformers_config(raw: RawConfig) -> Any:
+    """Transformers' own configuration object.
+
+    Raises:
+        ModelLoadError: it does not know the model's type, or refuses a value.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind: Any = raw.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ModelLoadError(f"model_type {kind!r} is unknown to the installed Transformers")
+    try:
+        return CONFIG_MAPPING[kind].from_dict({name: _number(value) for name, value in raw.items()})
+    except Exception as error:  # a dataclass of a third party: TypeError, ValueError and its own
+        raise ModelLoadError(
+            f"config.json is refused by Transformers: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """Numbers that JSON lacks, as Transformers writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"])
+            if value.keys() == {"__float__"}
+            else {k: _number(v) for k, v in value.items()}
+        )
+    return value
+
+
+def causal_architectures() -> frozenset[str]:
+    """Names of the causal language models of the installed Transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+    """The facts that the engine asks a model for. Everything that changes the computation is left to Transformers.
+
+    Raises:
+        ModelLoadError: a size that every model has is missing, or ``max_model_len`` is beyond what the model can do.
+    """
+    config = transformers_config(raw)
+    kinds = set(_value(config, "layer_types") or ()) - _LAYER_TYPES
+    if kinds:
+        raise ModelLoadError(
+            f"{architecture} has layers of type {', '.join(sorted(kinds))}, which are not supported"
+        )
+    hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
+    heads = _size(config, "num_attention_heads")
+    positions = _value(config, "max_position_embeddings")
+    positions = positions if isinstance(positions, int) and positions > 0 else 2048
+    if max_model_len is not None and max_model_len > positions:
+        raise ModelLoadError(f"max_model_len {max_model_len} is beyond the model's {positions} positions")
+    kv_heads = _value(config, "num_key_value_heads") or heads
+    dim = _value(config, "head_dim") or hidden // heads
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_value(config, "intermediate_size") or 4 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads if isinstance(kv_heads, int) else heads,
+        head_dim=dim,
+        max_model_len=max_model_len or positions,
+        rope=RopeConfig("default", 10000.0, dim),
+        sliding_window=(None,) * layers,
+        norm_eps=float(_value(config, "rms_norm_eps") or 1e-6),
+        tied=bool(_value(config, "tie_word_embeddings")),
+        eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+        bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), "bos_token_id")), None),
+        dtype=dtype if isinstance(dtype, str) else None,
+        raw=raw,
+    )
+
+
+def _value(config: Any, name: str) -> Any:
+    """Also under the name that the family gives it; None if there is none, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # Transformers' own, which is no AttributeError
+        return None
+
+
+def _size(config: Any, name: str) -> int:
+    value = _value(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ModelLoadError(f"config.json: {name!r} must be a positive integer, not {value!r}")
+    return value

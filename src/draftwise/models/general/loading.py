@@ -1,0 +1,178 @@
+"""Loads a Transformers model, finds out how its layers attend, puts our kernels in, and checks the result."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftwise.errors import ModelLoadError
+from draftwise.kernels.base import Ops
+from draftwise.models.checkpoint import shorten
+from draftwise.models.config import ModelConfig
+from draftwise.models.general.attention import PAGED, PROBED, LayerCall, Probe, register, taking
+from draftwise.models.general.check import Reference, check, sample
+from draftwise.models.general.model import GeneralDecoder
+from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
+
+logger = logging.getLogger("draftwise")
+
+
+def load_general(folder: Path, config: ModelConfig, ops: Ops) -> GeneralDecoder:
+    """Load any causal model of Transformers whose attention goes through its attention interface.
+
+    Raises:
+        ModelLoadError: it cannot be served; says what about it.
+    """
+    register()
+    model = _from_folder(folder, config, ops)
+    try:
+        return _prepared(model, config, ops)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
+
+
+def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        try:
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=ops.dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                attn_implementation="eager",
+            )
+        except Exception as error:  # whatever a model's code raises
+            raise ModelLoadError(
+                f"{folder}: Transformers cannot load it: {type(error).__name__}: {error}"
+            ) from error
+    model, info = found
+    if type(model).__name__ != config.architecture:
+        raise ModelLoadError(
+            f"{folder}: Transformers takes {config.architecture} for a {type(model).__name__}"
+        )
+    for what, names in (("missing", info["missing_keys"]), ("of another shape", info["mismatched_keys"])):
+        if names:
+            raise ModelLoadError(f"{folder}: tensors are {what}: {shorten(sorted(map(str, names)))}")
+    return model.eval().to(ops.device)
+
+
+def _prepared(model: Any, config: ModelConfig, ops: Ops) -> GeneralDecoder:
+    with torch.inference_mode():
+        _freeze_rotations(model, config.max_model_len)
+        reference = Reference.of(model, config.vocab_size)
+        first = _first_position(model, reference)
+        calls, linears = _probed(model, config.vocab_size)
+        _attend_with(model, PAGED)
+        blocks = _blocks(model, config.num_layers)
+        decoder = GeneralDecoder(config, ops, model, calls, blocks, first)
+        check(decoder, reference)
+        head = model.get_output_embeddings()
+        packed = exchange(model, linears, ops, head)
+        decoder.renew()
+        check(decoder, reference, exchanged=True)
+    rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}
+    decoder.weight_size = packed + sum(p.numel() * p.element_size() for p in rest.values())
+    count = sum(isinstance(module, PackedLinear) for module in model.modules())
+    logger.info("%s runs on Transformers' code with %d attention layers and %d linear layers on own kernels",
+                config.architecture, len(calls), count)  # fmt: skip
+    return decoder
+
+
+def _first_position(model: Any, reference: Reference) -> int:
+    """What the model calls the position of a first token: 0, or one more than the id of padding (RoBERTa)."""
+    padding = getattr(model.config, "pad_token_id", None)
+    tokens = torch.tensor([reference.short], device=model.device)
+    places = torch.arange(tokens.shape[1], device=model.device)[None]
+    for first in dict.fromkeys((0, (padding or 0) + 1, 2)):
+        with contextlib.suppress(IndexError), _explained():
+            found = model(input_ids=tokens, position_ids=places + first, use_cache=False).logits[0].float()
+            if torch.allclose(found, reference.of_short, rtol=1e-3, atol=1e-3):
+                return first
+    return 0  # they count for themselves; or the check will tell
+
+
+def _probed(model: Any, vocab_size: int) -> tuple[list[LayerCall], list[nn.Linear]]:
+    """How each layer attends, and which linear layers are called as such."""
+    _attend_with(model, PROBED)
+    probe = Probe()
+    tokens = torch.tensor([sample(vocab_size, 12, seed=5)], device=model.device)
+    positions = torch.arange(tokens.shape[1], device=model.device)[None]
+    with taking(probe), LinearUse(model) as use, _explained():
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
+    if not probe.calls:
+        raise ModelLoadError("no layer attends through Transformers' attention interface")
+    return probe.calls, use.exchangeable
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """What a model's code raises is why it cannot be served."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"its code fails: {type(error).__name__}: {error}") from error
+
+
+def _attend_with(model: Any, name: str) -> None:
+    """Configurations of parts of a model are objects of their own."""
+    for module in model.modules():
+        own = getattr(module, "config", None)
+        if own is not None and hasattr(own, "_attn_implementation"):
+            own._attn_implementation = name
+
+
+def _blocks(model: Any, num_layers: int) -> list[nn.Module]:
+    """The decoder layers; none if they are not one list."""
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    return []
+
+
+def _freeze_rotations(model: Any, max_model_len: int) -> None:
+    """Rotations that Transformers chooses by the longest position of whatever batch it is given (dynamic, longrope)
+    are chosen once, for the longest position that there can be: a token's numbers depend on no other request."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        moving = (
+            [kinds] if isinstance(kinds, str) else list(kinds.values()) if isinstance(kinds, dict) else []
+        )
+        if not any("dynamic" in kind or kind == "longrope" for kind in moving):
+            continue
+        x = torch.zeros((1, 1, 1), dtype=model.dtype, device=model.device)
+        last = torch.tensor([[max_model_len - 1]], device=model.device)
+        if isinstance(kinds, dict):
+            for layer_type in kinds:
+                module(x, last, layer_type)
+            module.rope_type = dict.fromkeys(kinds, "default")
+        else:
+            module(x, last)
+            module.rope_type = "default"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers' advice is for whoever calls it; errors still come."""
+    from transformers.utils import logging
+
+    theirs: Any = logging
+    before = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    bars = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)
+        if bars:
+            theirs.enable_progress_bar()

@@ -1,0 +1,164 @@
+"""A Transformers model as a `DecoderModel`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftwise.kernels.base import Ops
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.config import ModelConfig, RawConfig
+from draftwise.models.general.attention import LayerCall, Paged, taking
+from draftwise.types import StepInput, TargetOutput
+
+
+class GeneralDecoder(DecoderModel):
+    """Made by `loading.load_general`, finished: modules as they are, but for those that our kernels compute, and
+    attention over the paged cache."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        model: Any,
+        calls: Sequence[LayerCall],
+        blocks: Sequence[nn.Module],
+        first_position: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: a ``PreTrainedModel`` for causal language modelling, whose attention is `attention.PAGED`.
+            calls: of the attention layers, in order.
+            blocks: the decoder layers, whose entering hidden states can be captured.
+            first_position: what the model calls the position of a sequence's first token.
+        """
+        self.config = config
+        self.dtype, self.device = ops.dtype, ops.device
+        self._ops = ops
+        self._model = model
+        self._body = model.base_model
+        self._calls = tuple(calls)
+        self._first_position = first_position
+        self._positions: Tensor | None = None  # [T] of the pass that runs
+        self._captured: dict[int, Tensor] = {}
+        self._wanted: frozenset[int] = frozenset()
+        self._given = _Given()
+        self.renew()
+        for module in self._body.modules():
+            if isinstance(module, nn.Embedding) and "position_ids" in signature(module.forward).parameters:
+                module.register_forward_pre_hook(self._hand_positions, with_kwargs=True)
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(_Entering(self, i), with_kwargs=True)
+        if blocks:
+            blocks[-1].register_forward_hook(_Leaving(self, len(blocks)))
+        self.weight_size = 0
+
+    def renew(self) -> None:
+        """Modules of the model were exchanged. Makes the tail: the output layer and what is done around it (such as
+        scales and soft caps), with a body that gives the hidden states it was given."""
+        self._tail = copy.copy(self._model)
+        self._tail._modules = dict(self._model._modules)
+        self._tail._modules[self._model.base_model_prefix] = self._given
+
+    @classmethod
+    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        from draftwise.models.general.config import parse_general
+
+        return parse_general(raw, architecture, max_model_len)
+
+    def finish(self) -> None:
+        raise NotImplementedError("made finished")
+
+    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
+        return tuple(call.spec for call in self._calls)
+
+    def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
+        self._wanted, self._captured = frozenset(capture), {}
+        self._positions = batch.positions
+        positions = batch.positions + self._first_position if self._first_position else batch.positions
+        with taking(Paged(self._calls, self._ops, batch, kv)):
+            output = self._body(
+                input_ids=batch.token_ids[None], position_ids=positions[None], use_cache=False
+            )
+        self._positions = None
+        captured, self._captured = self._captured, {}
+        return TargetOutput(output.last_hidden_state[0], captured)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._given.hidden = hidden[None]
+        try:
+            found: Tensor = self._tail(input_ids=self._given.ids, use_cache=False).logits
+        finally:
+            self._given.hidden = None
+        return found[0].float()
+
+    def weight_bytes(self) -> int:
+        return self.weight_size
+
+    def _hand_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Tables of positions that are told no position, or one that their model counted for itself [T]."""
+        told = kwargs.get("position_ids")
+        if self._positions is None or (told is not None and told.ndim != 1):
+            return None
+        return args, {**kwargs, "position_ids": self._positions}
+
+    def note(self, layer: int, hidden: Tensor) -> None:
+        """Hidden states entering a layer [1, T, H]."""
+        if layer in self._wanted:
+            self._captured[layer] = hidden[0].clone()
+
+
+class _Given(nn.Module):
+    """Stands for a model's body and gives the hidden states that were put here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+        self.ids = torch.zeros((1, 1), dtype=torch.int64)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Some output layers stand behind a part of the body."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _Output(self.hidden)
+
+
+class _Output:
+    """What bodies answer: hidden states, and nothing under any other name."""
+
+    def __init__(self, hidden: Tensor | None) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, i: Any) -> Any:
+        return (self.last_hidden_state,)[i]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return
+
+
+class _Entering:
+    def __init__(self, decoder: GeneralDecoder, layer: int) -> None:
+        self._decoder, self._layer = decoder, layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._decoder.note(self._layer, args[0] if args else kwargs["hidden_states"])
+
+
+class _Leaving:
+    def __init__(self, decoder: GeneralDecoder, layer: int) -> None:
+        self._decoder, self._layer = decoder, layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._decoder.note(self._layer, output if isinstance(output, Tensor) else output[0])

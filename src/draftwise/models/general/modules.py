@@ -1,0 +1,99 @@
+"""Modules of a Transformers model that our kernels compute instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftwise.kernels.base import Linear, Ops
+
+
+class PackedLinear(nn.Module):
+    """``nn.Linear`` on our kernels, in whatever format they keep weights."""
+
+    def __init__(self, ops: Ops, weight: Linear, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.packed = weight
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., inputs] -> [..., outputs]."""
+        rows = x.reshape(-1, self.in_features)
+        return self._ops.linear(rows, self.packed).view(*x.shape[:-1], self.out_features)
+
+
+class LinearUse:
+    """Finds which linear layers are called and nothing else: some models read ``module.weight`` themselves.
+
+    While it watches, every ``nn.Linear`` of the model is of a class whose ``weight`` can tell who reads it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._watched = [module for module in model.modules() if type(module) is nn.Linear]
+        self.called: set[nn.Module] = set()
+        self.read: set[nn.Module] = set()
+
+    def __enter__(self) -> LinearUse:
+        for module in self._watched:
+            module.__class__ = _WatchedLinear
+            object.__setattr__(module, "_use", self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._watched:
+            module.__class__ = nn.Linear
+            object.__delattr__(module, "_use")
+
+    @property
+    def exchangeable(self) -> list[nn.Linear]:
+        """In the order of the model."""
+        return [m for m in self._watched if m in self.called and m not in self.read]
+
+
+class _WatchedLinear(nn.Linear):
+    _use: LinearUse
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._use.called.add(self)
+        parameters: dict[str, Any] = self._parameters
+        if input.dtype is not parameters["weight"].dtype:
+            self._use.read.add(self)  # what autocasting would do is not ours to do
+        return nn.functional.linear(input, parameters["weight"], parameters["bias"])
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        self._use.read.add(self)
+        weight: Any = self._parameters["weight"]
+        return weight  # type: ignore[no-any-return]
+
+
+def exchange(model: nn.Module, layers: list[nn.Linear], ops: Ops, head: nn.Module | None) -> int:
+    """Pack linear layers and put the packed ones in their places; each float weight is freed before the next is packed.
+
+    Args:
+        head: the output layer, of which formats with few bits keep more.
+
+    Returns:
+        Bytes of the packed weights.
+    """
+    wanted = set(layers)
+    total = 0
+    places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    packed: dict[nn.Module, PackedLinear] = {}
+    for parent, name, child in places:
+        if child not in wanted:
+            continue
+        assert isinstance(child, nn.Linear)
+        if child not in packed:
+            weight, bias = child.weight.detach(), None if child.bias is None else child.bias.detach()
+            handle = (
+                ops.pack_head(weight) if child is head and bias is None else ops.pack_linear(weight, bias)
+            )
+            packed[child] = PackedLinear(ops, handle, child.in_features, child.out_features)
+            total += handle.num_bytes
+            child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        setattr(parent, name, packed[child])
+    return total

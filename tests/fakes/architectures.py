@@ -1,0 +1,118 @@
+"""Every causal architecture of the installed Transformers, small enough to be made on the spot."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+KINDS: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+"""Values of ``model_type``."""
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "sliding_window": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "type_vocab_size": 2, "embedding_size": 64,
+    # experts
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_num_experts": 4,
+    "moe_intermediate_size": 32, "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
+    # latent attention
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+    # other names, and decoders of pairs of encoder and decoder
+    "rotary_dim": 8, "ffn_dim": 96, "d_model": 64, "decoder_layers": 2, "encoder_layers": 2,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
+    "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
+}  # fmt: skip
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+}
+_LARGEST = 40_000_000  # parameters
+
+
+class CannotMake(Exception):
+    """No small configuration of this kind is known here."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """``model``: None where the configuration alone is small."""
+
+    architecture: str
+    config: Any
+    model: Any | None
+
+
+def small(kind: str) -> Small:
+    """A model with weights by chance, float32. Raises CannotMake."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = _config(kind)
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            if size > _LARGEST:
+                return Small(architecture, config, None)
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config).float().eval()
+        except Exception as error:  # whatever a model's code raises
+            raise CannotMake(f"{type(error).__name__}: {error}") from error
+    return Small(architecture, config, model)
+
+
+def save(made: Small, folder: Path) -> None:
+    """A checkpoint; without weights where there is no model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if made.model is not None:
+        made.model.save_pretrained(folder)
+        return
+    made.config.architectures = [made.architecture]
+    made.config.save_pretrained(folder)
+
+
+def raw_config(folder: Path) -> dict[str, Any]:
+    """``config.json``."""
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return raw
+
+
+def _config(kind: str) -> Any:
+    cls = CONFIG_MAPPING[kind]
+    try:
+        plain = cls()
+    except Exception as error:
+        raise CannotMake(f"{type(error).__name__}: {error}") from error
+    use = {name: value for name, value in _SIZES.items() if _has(plain, name)}
+    if "kv_lora_rank" in use:  # every head has keys of its own, and a size of its own for them
+        use["num_key_value_heads"] = 4
+        use.pop("head_dim", None)
+    if _has(plain, "is_decoder"):
+        use["is_decoder"] = True
+    if "linear_attention" in (getattr(plain, "layer_types", None) or ()):
+        use["num_hidden_layers"] = 4
+    use |= _OWN.get(kind, {})
+    error: Exception | None = None
+    for left_out in ((), ("head_dim",), ("sliding_window",), ("head_dim", "sliding_window")):
+        try:
+            return cls(**{name: value for name, value in use.items() if name not in left_out})
+        except Exception as caught:
+            error = caught
+    raise CannotMake(f"{type(error).__name__}: {error}")
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # an attribute that differs by layer
+        return False

@@ -1,0 +1,149 @@
+"""What becomes of an architecture: equal to Transformers, or refused; and the table of that in docs/models.md.
+
+    python -m tests.parity.any_model
+
+writes the table and `equal_architectures.txt`, the list of what must stay equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwise import LLM, SamplingParams
+from draftwise.errors import ModelLoadError
+from tests.fakes.architectures import KINDS, CannotMake, save, small
+
+ROOT = Path(__file__).parents[2]
+LIST = Path(__file__).parent / "equal_architectures.txt"
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- architectures: begin -->\n", "<!-- architectures: end -->\n"
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "none"},
+    "ngram": {"method": "ngram"},
+    "draft = target": {"method": "draft_model"},
+    "tree": {"method": "draft_model", "speculative_token_tree": [[0], [1], [0, 0]]},
+}
+LENGTH = 30
+LIMIT = 1e-3
+"""Of log-probabilities in float32, in nats."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``way``: own code, Transformers' code, refused, or "" where no small model can be made. ``words``: why."""
+
+    kind: str
+    architecture: str
+    way: str
+    words: str = ""
+
+
+def prompts() -> list[list[int]]:
+    return [[(3 + 7 * i + j * (i + 2)) % 250 + 3 for j in range(9 + 14 * i)] for i in range(3)]
+
+
+def outcome(kind: str, folder: Path) -> Outcome:
+    """Load the architecture and compare 30 greedy tokens of three prompts in one batch and in chunks, plainly, with
+    look-ups, with the model as its own drafter and with trees, and log-probabilities of whole prompts.
+
+    Raises:
+        AssertionError: it is served, and not equal; or refused without words.
+    """
+    try:
+        made = small(kind)
+    except CannotMake as error:
+        return Outcome(kind, "", "", str(error))
+    save(made, folder)
+    drafters = [
+        {"method": "ngram"},
+        {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3},
+    ]
+    try:
+        llm = LLM(
+            str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, num_kv_blocks=40,
+            max_num_batched_tokens=24, speculative_config=drafters, speculation_control="static",
+        )  # fmt: skip
+    except ModelLoadError as error:
+        words = str(error).replace(str(folder), "").lstrip(": ")
+        assert len(words.split()) > 5 and "Traceback" not in words, words
+        return Outcome(kind, made.architecture, "refused", words)
+    with llm:
+        wanted = [_greedy(made.model, prompt) for prompt in prompts()]
+        for name, speculation in METHODS.items():
+            params = SamplingParams(
+                temperature=0, max_tokens=LENGTH, ignore_eos=True, speculation=speculation, prompt_logprobs=0
+            )
+            found = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+            for output, prompt, (tokens, logprobs) in zip(found, prompts(), wanted, strict=True):
+                assert list(output.outputs[0].token_ids) == tokens, name
+                assert output.prompt_logprobs is not None
+                for i, position in enumerate(output.prompt_logprobs[1:]):
+                    assert position is not None
+                    (one,) = position.values()
+                    assert abs(one.logprob - float(logprobs[i, prompt[i + 1]])) < LIMIT, name
+        assert llm._engine is not None
+        general = type(llm._engine.model).__module__.startswith("draftwise.models.general")
+    return Outcome(kind, made.architecture, "Transformers' code" if general else "own code")
+
+
+def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Tokens, and log-probabilities [tokens, V] behind every token."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(LENGTH):
+            ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        logprobs = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+    return ids[0, len(prompt) :].tolist(), logprobs
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown: who is served, by name, and who is refused, by reason."""
+    import transformers
+
+    ways: dict[str, list[str]] = {}
+    for found in outcomes:
+        ways.setdefault(found.way, []).append(found.kind)
+    reasons: dict[str, list[str]] = {}
+    for found in outcomes:
+        if found.way == "refused":
+            words = found.words.split("cannot be served: ")[-1].split(" has ", 1)[-1]
+            reasons.setdefault(words.replace("|", "/"), []).append(found.kind)
+    lines = [
+        f"Transformers {transformers.__version__} has {len(outcomes)} kinds of causal models. "
+        f"{len(ways.get('own code', [])) + len(ways.get(chr(84) + 'ransformers' + chr(39) + ' code', []))} are equal:",
+        "",
+    ]
+    for way in ("own code", "Transformers' code"):
+        lines += [f"- {way}: " + ", ".join(f"`{kind}`" for kind in ways.get(way, []))]
+    lines += ["", "| refused | why |", "|---|---|"]
+    lines += [
+        f"| {', '.join(kinds)} | {words} |" for words, kinds in sorted(reasons.items(), key=lambda r: r[1])
+    ]
+    lines += ["", "Not tried, because no small configuration is known: " + ", ".join(ways.get("", [])) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    outcomes = []
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = outcome(kind, Path(folder, "model"))
+        outcomes.append(found)
+        print(f"{kind:26} {found.way:20} {found.words[:160]}".replace("\n", " "), file=sys.stderr, flush=True)
+    LIST.write_text("\n".join(o.kind for o in outcomes if o.way not in ("", "refused")) + "\n")
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + table(outcomes) + "\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
