@@ -187,3 +187,21 @@ def test_close_ends_the_threads() -> None:
     assert len(os.listdir("/proc/self/task")) == before + 3
     pool.close()
     assert len(os.listdir("/proc/self/task")) == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs signals of threads")
+def test_workers_leave_signals_to_the_program_but_for_their_own_faults() -> None:
+    """A crash in a kernel has to reach faulthandler; Ctrl-C is for the program's threads."""
+    pool = ThreadPool(native_or_skip(), 2)
+    both = threading.Barrier(2, timeout=60)  # so that the worker gets one of the two tasks
+    masks: dict[int, set[int]] = {}
+
+    def task(_: object, index: int, thread: int) -> None:
+        masks[threading.get_native_id()] = {int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
+        both.wait()
+
+    pool.parallel_for(2, TASK(task))
+    del masks[threading.get_native_id()]
+    (blocked,) = masks.values()
+    assert {signal.SIGINT, signal.SIGTERM} <= blocked
+    assert not blocked & {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
