@@ -26,6 +26,7 @@ from draftwise.kernels.cpu import build as builder
 from draftwise.kernels.cpu.library import NativeLibrary
 
 COMPILER = "aarch64-linux-gnu-g++"
+DUMP = "aarch64-linux-gnu-objdump"  # comes with the compiler
 QEMU = "qemu-aarch64"
 SYSROOT = "/usr/aarch64-linux-gnu"
 PROCESSORS = {"cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}

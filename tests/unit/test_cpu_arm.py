@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,38 @@ def test_probes_count_what_they_do() -> None:
             "dw_probe_arithmetic", ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
         )
         assert [count(pool.pointer, kind, 10) for kind in range(3)] == [2 * 10 * 16 * 2 * n for n in products]
+
+
+def test_hot_loops_are_vector_code() -> None:
+    """Which instructions of interest stand in which function; a compiler that makes loops over single numbers of the
+    vector layer, or folds the chains of a probe into one, is noticed here and not by any result."""
+    path, _ = remote.build()
+    text = subprocess.run(
+        [remote.DUMP, "-dC", "--no-show-raw-insn", path], capture_output=True, text=True, check=True
+    )
+    found: dict[str, Counter[str]] = {}
+    counts: Counter[str] = Counter()
+    for line in text.stdout.splitlines():
+        if line.endswith(">:"):
+            counts = found.setdefault(line.partition("<")[2][:-2], Counter())
+        elif (instruction := re.match(r"\s+[0-9a-f]+:\s+(\w+)", line)) is not None:
+            counts[instruction[1]] += 1
+    plain = ("tile_plain", "tile_grouped", "finish_plain")
+    single = [name for name, counts in found.items() if counts["fmadd"] and not any(p in name for p in plain)]
+    assert not single
+    assert not any("fmaf" in name for name in found), "called for want of an instruction"
+    wanted = {
+        "fmla": ("score_rows<", "add_values_rows<", "rms_norm_rows<", "weights_row", "gumbel_row", "span<"),
+        "bfdot": ("span<", "arithmetic<1>"),
+        "sdot": ("bytes_i8<", "bytes_i4<", "arithmetic<2>"),
+        "usdot": ("bytes_i8<1>", "bytes_i4<1>"),
+        "usmmla": ("matrix_i8<", "matrix_i4<", "arithmetic<2>"),
+        "smull": ("bytes_i8<", "bytes_i4<", "arithmetic<2>"),
+    }
+    for instruction, names in wanted.items():
+        for name in names:
+            most = max((counts[instruction] for one, counts in found.items() if name in one), default=0)
+            assert most >= (16 if "arithmetic" in name else 4), (instruction, name, most)
 
 
 def test_some_of_the_kernels() -> None:
