@@ -54,6 +54,9 @@ def work_of_tasks(pieces: Sequence[Piece], parts: Sequence[Part], group: int) ->
     return work
 
 
+HEADS = [(32, 4, 64), (32, 8, 128), (14, 2, 64), (8, 8, 96), (40, 2, 128), (8, 1, 128)]
+"""Query heads, those of keys and values, size."""
+
 ROWS = {
     "row": [Part(16384, 1)],
     "drafts": [Part(16380, 6)],
@@ -66,7 +69,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("heads", [(32, 4, 64), (32, 8, 128), (14, 2, 64), (8, 8, 96), (40, 2, 128)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(32, 4, 64), (32, 8, 128), (14, 2, 64), (8, 8, 96), (40, 2, 128), (8, 1, 128)], ids=str
+)
 @pytest.mark.parametrize("threads", [2, 8, 16])
 @pytest.mark.parametrize("parts", ROWS.values(), ids=list(ROWS))
 def test_one_long_request_keeps_every_thread_busy(
