@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -195,3 +196,9 @@ def test_configuration() -> None:
             SpeculativeConfig.from_dict({"method": "hybrid", **wrong})
     with pytest.raises(ConfigError, match="hybrid_min_match: only for method 'hybrid'"):
         SpeculativeConfig.from_dict({"method": "suffix", "hybrid_min_match": 3})
+
+
+def test_a_row_with_another_budget_is_the_same_otherwise() -> None:
+    """Whatever fields rows have one day."""
+    given = DraftRow(1, np.arange(3), 2, 9, 7, Speculation("hybrid", 9), None, np.arange(2), 1, None, (5,))  # type: ignore[arg-type]
+    assert given.with_budget(4) == replace(given, budget=4)

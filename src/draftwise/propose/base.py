@@ -82,6 +82,22 @@ class DraftRow:
     def num_tokens(self) -> int:
         return len(self.token_ids_np)
 
+    def with_budget(self, budget: int) -> DraftRow:
+        """The same with another budget; `dataclasses.replace` takes five times as long."""
+        return DraftRow(
+            self.rid,
+            self.token_ids_np,
+            self.num_prompt,
+            budget,
+            self.max_depth,
+            self.speculation,
+            self.sampling,
+            self.block_table_np,
+            self.filled,
+            self.grammar,
+            self.forced,
+        )
+
 
 @dataclass(slots=True)
 class Committed:

@@ -103,13 +103,13 @@ class HybridProposer(DelegatingProposer):
     def _model_row(self, row: DraftRow) -> DraftRow:
         if row.speculation.tree is not None or row.budget <= self._model_tokens:
             return row
-        return replace(row, budget=max(self._model_tokens, len(row.forced)))
+        return row.with_budget(max(self._model_tokens, len(row.forced)))
 
     def _tree_row(self, row: DraftRow, found: Proposal) -> DraftRow:
         """The model's part of a tree: at least half of the nodes, and those which the look-up has no use for."""
         budget = max(row.budget - min(len(found), row.budget // 2), len(row.forced), 1)
         if self.inner.drafts_dynamic_trees:
-            return replace(row, budget=budget)
+            return row.with_budget(budget)
         budget = min(budget, self._model_tokens)
         return replace(row, budget=budget, speculation=replace(row.speculation, dynamic=None))
 
