@@ -76,6 +76,6 @@ def test_only_an_own_packer_reuses_tensors() -> None:
     first, again = own.pack(*given)[0], own.pack(*given)[0]
     assert first[0] is again[0]
     assert shared.pack(*given)[0][0] is not shared.pack(*given)[0][0]
-    many = list(range(65))
-    long = (many, [0, 65], [0], [17], [0], np.arange(17, dtype=np.int32), 4, 0)
+    many = list(range(513))
+    long = (many, [0, 513], [0], [129], [0], np.arange(129, dtype=np.int32), 4, 0)
     assert own.pack(*long)[0][0] is not own.pack(*long)[0][0]

@@ -21,14 +21,14 @@ from draftwise.types import IntArray
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
 
-_FEW = 64
+_FEW = 512
 
 
 class RowPacker:
     """Makes tensors of what is known of R requests side by side; see `models.inputs.pack_rows`.
 
-    ``reuses``: the tensors of a few rows are those of the last call that had as many, overwritten. Making tensors is
-    what takes longest there: behind a pass, which leaves the caches full of weights, 30 us for each.
+    ``reuses``: the tensors of up to 512 rows are those of the last call that had as many, overwritten. Making them is
+    what takes longest: behind a pass, which leaves the caches full of weights, 30 to 70 us.
     """
 
     def __init__(self, library: NativeLibrary, *, reuses: bool = False) -> None:

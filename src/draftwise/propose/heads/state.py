@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwise.types import new_record
+
 MANY_FEATURES = 256
 """Rows of features; a few that are left of more must not keep all of them alive."""
 
@@ -122,8 +124,11 @@ class FeatureQueue:
         start = min(start, self.end)
         pieces = self._pieces
         if start == self.end - 1 and pieces:  # nearly always: only the newest feature is kept
-            del pieces[:-1]
-            self.first = start + 1 - (pieces[0].stop - pieces[0].start)
+            features, begin, end = pieces[-1]
+            if end - begin <= MANY_FEATURES:
+                pieces[:] = [new_record(Piece, (features, end - 1, end))]
+                self.first = start
+                return
         while self.first < start:
             features, begin, end = pieces[0]
             count = end - begin
