@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -51,7 +52,8 @@ def _arm_or_skip(cpu: str) -> NativeLibrary:
     reason = remote.why_not()
     if reason is not None:
         pytest.skip(reason)
-    library = remote.library(cpu)
+    other = os.environ.get(LIBRARY_VARIABLE)
+    library = remote.library(cpu, Path(other).resolve() if other else None)
     loader._loaded = lambda: library  # for whoever asks the package
     return library
 

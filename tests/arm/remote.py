@@ -4,6 +4,8 @@
 processor that ``qemu-aarch64 -cpu`` knows makes `tests.native` do so, for example
 
     DRAFTWISE_TEST_ARM=max pytest tests/unit/test_cpu_linear.py
+
+and ``DRAFTWISE_CPU_LIBRARY`` besides, a library for ARM that somebody else built.
 """
 
 from __future__ import annotations
@@ -67,9 +69,10 @@ def build() -> tuple[Path, Path]:
 
 
 @functools.cache
-def library(cpu: str) -> NativeLibrary:
-    """The library on a processor of qemu, in a process that ends with this one."""
-    path, driver = build()
+def library(cpu: str, path: Path | None = None) -> NativeLibrary:
+    """The library, or another build of it, on a processor of qemu, in a process that ends with this one."""
+    own, driver = build()
+    path = path or own
     remote = Remote(cpu, driver, path)
     atexit.register(remote.close)
     return NativeLibrary(path, remote)
