@@ -45,6 +45,9 @@ def test_other_levels_need_no_look() -> None:
 
     assert choose_level(ALL[:2], Looks(lambda: False, unwanted)).isa is Isa.AVX2
     assert choose_level(ALL[:3], Looks(lambda: False, unwanted)).isa is Isa.AVX512VNNI
+    arm = (Isa.PORTABLE, Isa.NEON, Isa.DOTPROD, Isa.I8MM)
+    for isa in arm:
+        assert choose_level(arm[: arm.index(isa) + 1], Looks(lambda: False, unwanted)).isa is isa
 
 
 @pytest.fixture
