@@ -2,6 +2,9 @@
 
 from typing import Final
 
+KERNELS_VARIABLE: Final = "DRAFTWISE_KERNELS"
+"""The environment variable that chooses kernels, see `kernels.select`."""
+
 # ------------------------------------------------------------------------------------------------ methods
 
 PROPOSER: Final = "draftwise.propose.base:Proposer"

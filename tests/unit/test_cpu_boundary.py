@@ -92,6 +92,10 @@ def test_a_library_of_other_sources_is_refused(
             ConfigError, match=r"not built from the sources.*python -m draftwise\.kernels\.cpu\.build"
         ):
             library.native_library()
+        monkeypatch.setenv("DRAFTWISE_KERNELS", "torch")  # what the error says
+        library._loaded.cache_clear()
+        assert library.native_library() is None
+        assert "not built from the sources" in str(library.why_not_native())
     finally:
         library._loaded.cache_clear()
 

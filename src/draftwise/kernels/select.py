@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
+from draftwise import names
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.torch_ops import TorchOps
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("draftwise")
 
-KERNELS_VARIABLE = "DRAFTWISE_KERNELS"
+KERNELS_VARIABLE: Final = names.KERNELS_VARIABLE
 """``torch`` keeps models on plain torch; ``native`` and ``triton`` insist on the native kernels or on Triton's;
 ``auto`` or nothing: native on a CPU where they can be, Triton's on a CUDA device for what only they have (quantised
 weights, ``batch_invariant``), else plain torch. Otherwise Triton's are chosen by name only, until they have run on a

@@ -28,6 +28,7 @@ from typing import Any
 
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.build import LIBRARY, SOURCES, source_id
+from draftwise.names import KERNELS_VARIABLE
 
 ISA_VARIABLE = "DRAFTWISE_ISA"
 LIBRARY_VARIABLE = "DRAFTWISE_CPU_LIBRARY"
@@ -147,6 +148,11 @@ def _loaded() -> NativeLibrary | str:
         library = NativeLibrary(path)
     except OSError as error:  # made for another platform
         return f"{path.name} cannot be loaded: {error}"
+    except ConfigError as error:
+        # Whoever asks for torch was told of it by that error: look-ups and rules go without the library as models do.
+        if os.environ.get(KERNELS_VARIABLE, "").lower() == "torch":
+            return str(error)
+        raise
     forced = os.environ.get(ISA_VARIABLE)
     if forced:
         names = {isa.name.lower(): isa for isa in Isa}
