@@ -12,8 +12,8 @@ import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.propose.heads.features import FeatureSource
-from draftwise.propose.heads.passes import HeadDraft, HeadPasses, Rows
-from draftwise.propose.heads.state import Features, Piece, joined
+from draftwise.propose.heads.passes import HeadPasses
+from draftwise.propose.heads.state import Features
 from draftwise.types import IntArray, TargetOutput
 from tests.e2e.conftest import random_prompts
 from tests.e2e.test_heads import Target
@@ -141,16 +141,7 @@ def test_trees_accept_as_much(
 
 def _only_the_last_row(patch: pytest.MonkeyPatch) -> None:
     """No catching up: rows of tokens that came without drafting, or in chunks, stay empty."""
-    real = HeadPasses.missing
-
-    def missing(self: HeadPasses, draft: HeadDraft) -> Rows:
-        rows = real(self, draft)
-        left = rows.size - 1
-        given = rows.input
-        last = given._replace(tokens=given.tokens[left:], context_len=given.context_len + left)
-        return Rows(last, [Piece.of(joined(rows.features)[left:])])
-
-    patch.setattr(HeadPasses, "missing", missing)
+    patch.setattr(HeadPasses, "first_missing", staticmethod(lambda track, stop: stop - 1))
     patch.setattr(HeadPasses, "fill", lambda self, requests: None)
 
 

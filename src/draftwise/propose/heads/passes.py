@@ -19,7 +19,7 @@ from draftwise.models.inputs import Blocks, RowInput, build_step_input, pack_row
 from draftwise.propose.base import DraftRow
 from draftwise.propose.chains import ChainDraft
 from draftwise.propose.heads.features import FeatureSource
-from draftwise.propose.heads.state import Features, HeadState, Piece, joined
+from draftwise.propose.heads.state import Features, HeadState, Piece, Track, joined
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
 
 _PASS_ROWS = 2048
@@ -158,10 +158,16 @@ class HeadPasses:
 
     # ---------------------------------------------------------------------------------------------- passes
 
+    @staticmethod
+    def first_missing(track: Track, stop: int) -> int:
+        """Where rows up to the last known token, ``stop - 1``, begin. That one is always fed: its output is needed, even
+        if its K/V is there."""
+        return track.next if track.next < stop else stop - 1
+
     def missing(self, draft: HeadDraft) -> Rows:
-        """Rows up to the last known token. That one is always fed: its output is needed even if its K/V is there."""
+        """Rows up to the last known token, see `first_missing`."""
         track, stop = draft.state.tracks[0], draft.row.num_tokens
-        first = min(track.next, stop - 1)
+        first = self.first_missing(track, stop)
         features = track.queue.of(first - 1, stop - 1)
         tokens_np = draft.row.token_ids_np[first:]
         return _rows(tokens_np, first, draft.row.block_table_np, track.first_key, features)
@@ -182,7 +188,7 @@ class HeadPasses:
         for row, state in zip(rows, states, strict=True):
             track, known_np = state.tracks[0], row.token_ids_np
             stop = len(known_np)
-            first = track.next if track.next < stop else stop - 1
+            first = self.first_missing(track, stop)
             tokens += known_np[first:].tolist()
             starts.append(len(tokens))
             firsts.append(first)
