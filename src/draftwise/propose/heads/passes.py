@@ -160,8 +160,8 @@ class HeadPasses:
 
     @staticmethod
     def first_missing(track: Track, stop: int) -> int:
-        """Where rows up to the last known token, ``stop - 1``, begin. That one is always fed: its output is needed, even
-        if its K/V is there."""
+        """Where rows up to the last known token, ``stop - 1``, begin. That one is always fed: its output is needed,
+        whether its K/V is there or not."""
         return track.next if track.next < stop else stop - 1
 
     def missing(self, draft: HeadDraft) -> Rows:
