@@ -53,11 +53,11 @@ class Small:
     model: Any | None
 
 
-def small(kind: str) -> Small:
-    """A model with weights by chance, float32. Raises CannotMake."""
+def small(kind: str, **sizes: Any) -> Small:
+    """A model with weights by chance, float32; ``sizes``: fields of its configuration. Raises CannotMake."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = _config(kind)
+        config = _config(kind, sizes)
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
         try:
             with torch.device("meta"):
@@ -87,7 +87,7 @@ def raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _config(kind: str) -> Any:
+def _config(kind: str, sizes: dict[str, Any]) -> Any:
     cls = CONFIG_MAPPING[kind]
     try:
         plain = cls()
@@ -101,7 +101,7 @@ def _config(kind: str) -> Any:
         use["is_decoder"] = True
     if "linear_attention" in (getattr(plain, "layer_types", None) or ()):
         use["num_hidden_layers"] = 4
-    use |= _OWN.get(kind, {})
+    use |= _OWN.get(kind, {}) | sizes
     error: Exception | None = None
     for left_out in ((), ("head_dim",), ("sliding_window",), ("head_dim", "sliding_window")):
         try:

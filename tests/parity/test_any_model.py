@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.fakes.architectures import KINDS
-from tests.parity.any_model import LIST, outcome
+from draftwise.errors import ConfigError, ModelLoadError
+from draftwise.kv.storage import KVStorage
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.loader import load_model
+from tests.fakes.architectures import KINDS, save, small
+from tests.native import native_or_skip
+from tests.parity.any_model import LIST, outcome, prompts
 
+CPU = torch.device("cpu")
 EQUAL = frozenset(LIST.read_text().split())
 
 
@@ -19,3 +29,64 @@ def test_equal_or_refused(kind: str, tmp_path: Path) -> None:
     if found.way == "":
         pytest.skip(f"no small one: {found.words[:200]}")
     assert kind not in EQUAL or found.way != "refused", found.words
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> tuple[Path, Any]:
+    """A window in every other layer, soft caps on scores and logits."""
+    made = small("gemma2")
+    save(made, tmp_path / "gemma")
+    return tmp_path / "gemma", made.model
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int8_weight_only", "int4_weight_only"])
+def test_linear_layers_in_every_format(gemma: tuple[Path, Any], quantization: str | None) -> None:
+    """The load's own check lets them pass, and logits are near the model's; those of a broken layer would not be."""
+    native_or_skip()
+    folder, model = gemma
+    decoder = load_model(folder, dtype=torch.bfloat16, device=CPU, quantization=quantization)
+    tokens = prompts()[1]
+    kv = KVStorage(decoder.kv_layout(), 4, 16, torch.bfloat16, CPU)
+    batch = build_step_input([RowInput(tokens, 0, np.arange(4, dtype=np.int32))], 16, CPU)
+    with torch.inference_mode():
+        found = decoder.forward_logits(batch, kv)[1]
+        wanted = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    limit = 0.05 if quantization is None else 0.1 if "int8" in quantization else 0.4
+    assert 0 < float((found - wanted).abs().mean()) < limit * float(wanted.std())
+    if quantization is not None:
+        plain = load_model(folder, dtype=torch.bfloat16, device=CPU)
+        assert decoder.weight_bytes() < plain.weight_bytes()
+
+
+def test_hidden_states_that_enter_a_layer(gemma: tuple[Path, Any]) -> None:
+    folder, model = gemma
+    decoder = load_model(folder, dtype=torch.float32, device=CPU)
+    tokens = prompts()[0]
+    kv = KVStorage(decoder.kv_layout(), 4, 16, torch.float32, CPU)
+    batch = build_step_input([RowInput(tokens, 0, np.arange(4, dtype=np.int32))], 16, CPU)
+    with torch.inference_mode():
+        found = decoder.forward(batch, kv, capture=(0, 2, 3)).captured
+        wanted = model(
+            input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True
+        ).hidden_states
+    for layer in (0, 2):
+        torch.testing.assert_close(found[layer], wanted[layer][0], rtol=1e-4, atol=1e-4)
+    # Transformers' last ones are normed; ours leave the last layer
+    normed = model.base_model.norm(found[3])
+    torch.testing.assert_close(normed, wanted[3][0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_few_positions_is_checked_within_them(tmp_path: Path) -> None:
+    made = small("gpt2", max_position_embeddings=32)
+    save(made, tmp_path / "short")
+    assert load_model(tmp_path / "short", dtype=torch.float32, device=CPU).config.max_model_len == 32
+
+
+def test_what_cannot_be_had_of_such_a_model_is_said(gemma: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = gemma
+    with pytest.raises(ConfigError, match="quantization_cache"):
+        load_model(folder, dtype=torch.bfloat16, device=CPU, quantization="int8", quantization_cache=tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "layer_types": None}))
+    with pytest.raises(ModelLoadError, match="missing"):
+        load_model(folder, dtype=torch.float32, device=CPU)

@@ -99,7 +99,7 @@ def load_model(
             raise ConfigError(
                 f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
             )
-        return load_general(folder, config, ops)
+        return load_general(folder, config, ops, rounded=scheme is not None)
     entries, plan, model = _declare(folder, config, cls, chosen, device, layout, ops)
     if scheme is not None and quantization_cache is not None and layout is None:
         kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)

@@ -22,6 +22,8 @@ from draftwise.models.inputs import RowInput, build_step_input
 
 _BLOCK = 16
 _LONG, _SHORT = 141, 9  # tokens of the two requests; some models begin to do something else behind 128
+_CHUNK = 13  # tokens of the long one that come first
+_FEW = _CHUNK + 3  # that the long one has at least, whatever positions a model says
 _PARENTS = (-1, -1, 0)  # of three nodes below the long one's last token
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 """Mean difference of logits over their deviation. A wrong mask or scale makes tenths; float32 in another order 1e-6."""
@@ -49,13 +51,14 @@ class Reference:
     of_paths: list[Tensor]  # [V] behind each node
 
     @classmethod
-    def of(cls, model: Any, vocab_size: int) -> Reference:
-        """``model`` attends as Transformers does it.
+    def of(cls, model: Any, vocab_size: int, positions: int) -> Reference:
+        """``model`` attends as Transformers does it. ``positions``: how many it can reach.
 
         Raises:
             ModelLoadError: its code fails.
         """
-        long, short = sample(vocab_size, _LONG, 1), sample(vocab_size, _SHORT, 2)
+        count = max(_FEW, min(_LONG, positions - len(_PARENTS)))
+        long, short = sample(vocab_size, count, 1), sample(vocab_size, _SHORT, 2)
         nodes = sample(vocab_size, len(_PARENTS), 3)
 
         def run(tokens: list[int]) -> Tensor:
@@ -78,10 +81,12 @@ class Reference:
         return cls(long, short, nodes, run(long), run(short), paths)
 
 
-def check(decoder: GeneralDecoder, reference: Reference, exchanged: bool = False) -> None:
+def check(
+    decoder: GeneralDecoder, reference: Reference, *, exchanged: bool = False, rounded: bool = False
+) -> None:
     """Raises ModelLoadError if a ragged, chunked, branching run differs from whole sequences.
 
-    ``exchanged``: linear layers are on our kernels, perhaps with rounded weights.
+    ``exchanged``: linear layers are on our kernels; ``rounded``: with weights of few bits.
     """
     try:
         found = _run(decoder, reference)
@@ -89,8 +94,7 @@ def check(decoder: GeneralDecoder, reference: Reference, exchanged: bool = False
         raise
     except Exception as error:  # whatever a model's code raises
         raise ModelLoadError(f"its code fails over a paged cache: {type(error).__name__}: {error}") from error
-    scheme = getattr(decoder._ops, "scheme", None) or getattr(decoder._ops, "_scheme", None)
-    limit = _LIMITS[decoder.dtype] if not exchanged else _ROUNDED if scheme else _EXCHANGED[decoder.dtype]
+    limit = _ROUNDED if rounded else (_EXCHANGED if exchanged else _LIMITS)[decoder.dtype]
     wanted = {
         "in chunks": reference.of_long,
         "beside another request": reference.of_short,
@@ -108,16 +112,16 @@ def check(decoder: GeneralDecoder, reference: Reference, exchanged: bool = False
 
 def _run(decoder: GeneralDecoder, reference: Reference) -> dict[str, Tensor]:
     long, short = reference.long, reference.short
-    blocks = -(-(_LONG + len(_PARENTS)) // _BLOCK)
+    blocks = -(-(len(long) + len(_PARENTS)) // _BLOCK)
     kv = KVStorage(decoder.kv_layout(), blocks + 1, _BLOCK, decoder.dtype, decoder.device)
     mine, other = np.arange(1, blocks + 1, dtype=np.int32), np.zeros(1, np.int32)
 
     def step(*rows: RowInput) -> Tensor:
         return decoder.forward_logits(build_step_input(rows, _BLOCK, decoder.device), kv)[1]
 
-    last = _LONG - 1
-    first = step(RowInput(long[:13], 0, mine))
-    second = step(RowInput(short[:8], 0, other), RowInput(long[13:last], 13, mine))
+    last = len(long) - 1
+    first = step(RowInput(long[:_CHUNK], 0, mine))
+    second = step(RowInput(short[:8], 0, other), RowInput(long[_CHUNK:last], _CHUNK, mine))
     third = step(
         RowInput(long[last:] + reference.nodes, last, mine, parents=_PARENTS), RowInput(short[8:], 8, other)
     )

@@ -23,8 +23,10 @@ from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
 logger = logging.getLogger("draftwise")
 
 
-def load_general(folder: Path, config: ModelConfig, ops: Ops) -> GeneralDecoder:
+def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool = False) -> GeneralDecoder:
     """Load any causal model of Transformers whose attention goes through its attention interface.
+
+    ``rounded``: ``ops`` packs weights in few bits.
 
     Raises:
         ModelLoadError: it cannot be served; says what about it.
@@ -32,7 +34,7 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops) -> GeneralDecoder:
     register()
     model = _from_folder(folder, config, ops)
     try:
-        return _prepared(model, config, ops)
+        return _prepared(model, config, ops, rounded)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
 
@@ -64,10 +66,10 @@ def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
     return model.eval().to(ops.device)
 
 
-def _prepared(model: Any, config: ModelConfig, ops: Ops) -> GeneralDecoder:
+def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> GeneralDecoder:
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
-        reference = Reference.of(model, config.vocab_size)
+        reference = Reference.of(model, config.vocab_size, config.max_model_len)
         first = _first_position(model, reference)
         calls, linears = _probed(model, config.vocab_size)
         _attend_with(model, PAGED)
@@ -77,7 +79,7 @@ def _prepared(model: Any, config: ModelConfig, ops: Ops) -> GeneralDecoder:
         head = model.get_output_embeddings()
         packed = exchange(model, linears, ops, head)
         decoder.renew()
-        check(decoder, reference, exchanged=True)
+        check(decoder, reference, exchanged=True, rounded=rounded)
     rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}
     decoder.weight_size = packed + sum(p.numel() * p.element_size() for p in rest.values())
     count = sum(isinstance(module, PackedLinear) for module in model.modules())
