@@ -70,9 +70,18 @@ def fork(use):
         sys.exit(f"the child ended with {code}")
 """
 
+# A signal that arrives while a task runs ends that task with SystemExit, and asyncio itself then says of such a task, of
+# any program's, that nobody asked for its exception. The script leaves that one remark out, so that what it writes is
+# the engine's.
 ASYNC = """
 llm = AsyncLLM(**options)
 loop = asyncio.new_event_loop()
+
+def remark(loop, context):
+    if not isinstance(context.get("exception"), (KeyboardInterrupt, SystemExit)):
+        loop.default_exception_handler(context)
+
+loop.set_exception_handler(remark)
 
 async def one():
     while True:
