@@ -70,9 +70,9 @@ def fork(use):
         sys.exit(f"the child ended with {code}")
 """
 
-# A signal that arrives while a task runs ends that task with SystemExit, and asyncio itself then says of such a task, of
-# any program's, that nobody asked for its exception. The script leaves that one remark out, so that what it writes is
-# the engine's.
+# A signal that arrives while a task runs ends that task with SystemExit, and asyncio itself then says of such a task,
+# of any program's, that nobody asked for its exception. The script leaves that one remark out, so that what it writes
+# is the engine's.
 ASYNC = """
 llm = AsyncLLM(**options)
 loop = asyncio.new_event_loop()

@@ -26,6 +26,7 @@ COMMANDS = {
     "extract": "hidden states of a model over text, for training draft heads",
     "train": "train models",
     "demo": "see speculative decoding at work on the embedded models",
+    "show": "what a model is and what drafts for it, without loading it",
     "env": "what this machine and this installation are",
 }
 """Subcommands and what ``--help`` says of them; each is a module ``draftwise.cli.<name>``, imported when needed."""

@@ -126,7 +126,8 @@ def _weight_files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
 def scan_file(file: Path) -> dict[str, TensorEntry]:
     """The header of one safetensors file: name -> entry. Raises ModelLoadError if it is truncated or damaged."""
     try:
-        with safe_open(file, framework="pt") as handle:
+        # for numpy, which maps the file for reading: for torch, it must fit into the memory that could be written to
+        with safe_open(file, framework="np") as handle:
             entries = {}
             for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
                 part = handle.get_slice(name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def load_model(
     """
     folder = resolve_path(path, revision)
     config, cls = _read_config(folder, max_model_len)
-    layout = _checkpoint_format(folder)
+    layout = checkpoint_format(folder)
     chosen = dtype or _config_dtype(config, folder)
     if chosen not in _DTYPES.values():
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
@@ -90,7 +91,7 @@ def load_model(
         _check_scheme(folder, layout, scheme, quantization)
     if ops is None:
         ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant)
-    if issubclass(cls, GeneralDecoder):
+    if is_general(cls):
         if layout is not None:
             raise ModelLoadError(
                 f"{folder}: quantised checkpoints of {config.architecture} are not supported"
@@ -100,12 +101,16 @@ def load_model(
                 f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
             )
         return load_general(folder, config, ops, rounded=scheme is not None)
-    entries, plan, model = _declare(folder, config, cls, chosen, device, layout, ops)
+    entries = scan_checkpoint(folder)
+    plan = WeightPlan(chosen, device, layout, entries.keys())
+    model = declare(folder, config, cls, plan, ops, entries)
     if scheme is not None and quantization_cache is not None and layout is None:
         kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)
         if kept is not None:
-            layout = _checkpoint_format(kept)
-            entries, plan, model = _declare(kept, config, cls, chosen, device, layout, ops)
+            layout = checkpoint_format(kept)
+            entries = scan_checkpoint(kept)
+            plan = WeightPlan(chosen, device, layout, entries.keys())
+            model = declare(kept, config, cls, plan, ops, entries)
     with torch.no_grad():
         plan.fill_with(lambda targets: copy_tensors(entries, targets))
         try:
@@ -130,24 +135,25 @@ def _check_scheme(folder: Path, layout: CheckpointFormat, scheme: Scheme, name: 
         raise ModelLoadError(f"{folder} is quantised already, as {form}: quantization {name!r} is not for it")
 
 
-def _declare(
+def declare(
     folder: Path,
     config: ModelConfig,
     cls: type[DecoderModel],
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: CheckpointFormat | None,
+    plan: WeightPlan,
     ops: Ops,
-) -> tuple[Mapping[str, TensorEntry], WeightPlan, DecoderModel]:
-    """A model whose parameters are declared and not filled yet, and what it will be filled from."""
-    entries = scan_checkpoint(folder)
-    plan = WeightPlan(dtype, device, layout, entries.keys())
+    entries: Mapping[str, TensorEntry],
+) -> DecoderModel:
+    """A model whose parameters are declared on ``plan`` and not filled yet; what they will be filled from is checked.
+
+    Raises:
+        ModelLoadError: tensors of the checkpoint are missing, surplus, or of another shape.
+    """
     try:
         model = cls(config, ops, plan)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     _check(folder, entries, plan)
-    return entries, plan, model
+    return model
 
 
 def _recorded(model: DecoderModel, ops: Ops) -> DecoderModel:
@@ -175,14 +181,11 @@ def is_quantized_checkpoint(path: str | Path, revision: str | None = None) -> bo
     Raises:
         ModelLoadError: not a model, or its form is not supported.
     """
-    return _checkpoint_format(resolve_path(path, revision, weights=False)) is not None
+    return checkpoint_format(resolve_path(path, revision, weights=False)) is not None
 
 
 def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, type[DecoderModel]]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{folder} is no model folder: config.json is missing")
-    raw = read_json(path)
+    raw = read_raw(folder)
     try:
         architecture, cls = resolve_model(raw)
         if raw.get("quantization_config") is not None:
@@ -191,6 +194,19 @@ def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, 
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     return _with_generation_config(config, folder), cls
+
+
+def read_raw(folder: Path) -> dict[str, Any]:
+    """A model's config.json as it is. Raises ModelLoadError if there is none, or it is no JSON object."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{folder} is no model folder: config.json is missing")
+    return read_json(path)
+
+
+def is_general(cls: type[DecoderModel]) -> bool:
+    """Whether models of a class run on Transformers' code."""
+    return issubclass(cls, GeneralDecoder)
 
 
 def _with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -202,9 +218,9 @@ def _with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
 
-def _checkpoint_format(folder: Path) -> CheckpointFormat | None:
+def checkpoint_format(folder: Path) -> CheckpointFormat | None:
     """How the checkpoint stores quantised layers; None: it has none."""
-    raw = read_json(folder / "config.json").get("quantization_config")
+    raw = read_raw(folder).get("quantization_config")
     return None if raw is None else parse_checkpoint_format(raw)
 
 

@@ -44,6 +44,11 @@ class CheckpointFormat(ABC):
 
     @property
     @abstractmethod
+    def name(self) -> str:
+        """Whose format, and how many bits, for people."""
+
+    @property
+    @abstractmethod
     def marker(self) -> str:
         """Suffix of the tensor that only quantised layers have."""
 
@@ -79,6 +84,7 @@ class AwqFormat(CheckpointFormat):
 
     group_size: int  # -1: all inputs
     bits = 4
+    name = "awq, 4 bits"
     marker = ".qweight"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
@@ -107,6 +113,7 @@ class GptqFormat(CheckpointFormat):
     group_size: int  # -1: all inputs
     zero_offset: int  # 1: zero points are stored less one (every writer but "gptq_v2")
     bits = 4
+    name = "gptq, 4 bits"
     marker = ".qweight"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
@@ -150,6 +157,10 @@ class PackedFormat(CheckpointFormat):
     marker = ".weight_packed"
     optional = (".weight_shape", ".weight_g_idx")
 
+    @property
+    def name(self) -> str:
+        return f"compressed-tensors w{self.bits}a16"
+
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
         per_word = 32 // self.bits
         groups = 1 if self.group_size is None else _groups(inputs, self.group_size)
@@ -181,6 +192,7 @@ class Int8Format(CheckpointFormat):
 
     dynamic = True
     bits = 8
+    name = "compressed-tensors w8a8"
     marker = ".weight_scale"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
@@ -202,6 +214,7 @@ class Fp8Format(CheckpointFormat):
 
     dynamic = True
     bits = None
+    name = "compressed-tensors fp8"
     marker = ".weight_scale"
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:

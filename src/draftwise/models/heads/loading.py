@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
-from draftwise.models.base import DecoderModel
+from draftwise.models.base import ModelConfig, SharedWeights
 from draftwise.models.checkpoint import read_json
 from draftwise.models.config import RawConfig
 from draftwise.models.heads.base import HeadModel, TargetLink
@@ -41,6 +41,16 @@ from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import parse_scheme
 
 
+class HeadTarget(Protocol):
+    """What heads want of the model they draft for."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def shared_weights(self) -> SharedWeights:
+        """As `DecoderModel.shared_weights`."""
+
+
 class HeadContext(Protocol):
     """What the loading of a head needs to know of an engine."""
 
@@ -49,7 +59,7 @@ class HeadContext(Protocol):
         """The entry of ``speculative_config`` that names the head."""
 
     @property
-    def target_model(self) -> DecoderModel: ...
+    def target_model(self) -> HeadTarget: ...
 
     @property
     def target_path(self) -> str | None:
@@ -93,7 +103,7 @@ def head_config(folder: Path) -> RawConfig:
 
 
 def target_link(
-    target: DecoderModel,
+    target: HeadTarget,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -127,6 +137,18 @@ def target_link(
     return link, ops
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredHead:
+    """A head whose parameters are declared and not read yet, and what they will be read from."""
+
+    model: HeadModel | MedusaHeads
+    plan: WeightPlan
+    tensors: HeadTensors
+    ops: Ops
+    known: frozenset[str] = frozenset()
+    """Tensors that are there and not needed, besides those that the plan ignores."""
+
+
 def load_eagle(context: HeadContext) -> HeadModel:
     """The EAGLE head that a ``speculative_config`` names.
 
@@ -134,6 +156,11 @@ def load_eagle(context: HeadContext) -> HeadModel:
         ConfigError: it names none, or the target lends no embedding.
         ModelLoadError: it cannot be loaded, or is for another target; what is wrong is named.
     """
+    return _filled(declare_eagle(context))
+
+
+def declare_eagle(context: HeadContext) -> DeclaredHead:
+    """`load_eagle` as far as headers of files tell. Raises as that does."""
     folder, raw, link, ops = _opened(context)
     tensors = scan_head(folder).renamed(rename_eagle)
     with _named(folder):
@@ -141,12 +168,17 @@ def load_eagle(context: HeadContext) -> HeadModel:
         config = layer_config(raw, tensors, number_of_layers(tensors))
         plan = WeightPlan(ops.dtype, ops.device)
         head = EagleHead(config, eagle_options(raw, tensors), link, ops, plan)
-    return _filled(head, plan, tensors, ops)
+    return DeclaredHead(head, plan, tensors, ops)
 
 
 def load_eagle3(context: HeadContext) -> HeadModel:
     """The EAGLE-3 head, or with ``parallel_drafting`` the P-EAGLE head, that a ``speculative_config`` names. Raises as
     `load_eagle`."""
+    return _filled(declare_eagle3(context))
+
+
+def declare_eagle3(context: HeadContext) -> DeclaredHead:
+    """`load_eagle3` as far as headers of files tell. Raises as that does."""
     folder, raw, link, ops = _opened(context)
     tensors = scan_head(folder).renamed(rename_eagle)
     with _named(folder):
@@ -159,12 +191,20 @@ def load_eagle3(context: HeadContext) -> HeadModel:
             options = replace(options, mask_token=mask_token(raw, tensors))
             mask_shape = tensors["mask_hidden"].shape
         head = Eagle3Head(config, options, link, ops, plan, draft_ids(tensors), mask_shape)
-    return _filled(head, plan, tensors, ops)
+    return DeclaredHead(head, plan, tensors, ops)
 
 
 def load_mtp(context: HeadContext) -> HeadModel:
     """The MTP layers of a folder of their own, or, where ``speculative_config`` names none, of the target's own
     checkpoint. Raises as `load_eagle`."""
+    return _filled(declare_mtp(context))
+
+
+def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
+    """`load_mtp` as far as headers of files tell. Raises as that does.
+
+    ``compare``: find out whether an embedding beside the layers is the target's, which reads both.
+    """
     own = context.speculative.model is None
     folder, raw, link, ops = _opened(context)
     found = scan_head(folder)
@@ -183,7 +223,9 @@ def load_mtp(context: HeadContext) -> HeadModel:
     with _named(folder):
         check_target(raw, link)
         config = layer_config(raw, tensors, number_of_layers(tensors))
-        lent = {part for part in ("embed_tokens", "lm_head") if own and _is_copy(found, tensors, part)}
+        lent = {
+            part for part in ("embed_tokens", "lm_head") if compare and own and _is_copy(found, tensors, part)
+        }
         plan = WeightPlan(ops.dtype, ops.device)
         brought = {part for part in ("embed_tokens", "lm_head") if f"0.{part}.weight" in tensors} - lent
         head = MtpHead(
@@ -195,8 +237,9 @@ def load_mtp(context: HeadContext) -> HeadModel:
             own_embedding="embed_tokens" in brought,
             own_head="lm_head" in brought,
         )
-        _check_shared(tensors, config.num_layers)
-    return _filled(head, plan, tensors, ops, {f"0.{part}.weight" for part in lent})
+        if compare:
+            _check_shared(tensors, config.num_layers)
+    return DeclaredHead(head, plan, tensors, ops, frozenset(f"0.{part}.weight" for part in lent))
 
 
 def _is_copy(found: HeadTensors, tensors: HeadTensors, part: str) -> bool:
@@ -248,16 +291,16 @@ def _named(folder: Path) -> Iterator[None]:
         raise ModelLoadError(f"{folder}: {error}") from error
 
 
-def _filled(
-    head: HeadModel, plan: WeightPlan, tensors: HeadTensors, ops: Ops, known: set[str] | None = None
-) -> HeadModel:
-    """Fill and pack a head's parameters; say which tensors it has no use for, besides ``known`` ones."""
-    used = set(plan.targets) | plan.ignored | (known or set())
+def _filled(declared: DeclaredHead) -> HeadModel:
+    """Fill and pack a head's parameters; say which tensors it has no use for."""
+    plan, tensors, head = declared.plan, declared.tensors, declared.model
+    assert isinstance(head, HeadModel)
+    used = set(plan.targets) | plan.ignored | declared.known
     with torch.no_grad():
         tensors.fill(plan)
         head.finish()
     tensors.note_unused(used)
-    return recorded(head, ops)
+    return recorded(head, declared.ops)
 
 
 def recorded(head: HeadModel, ops: Ops) -> HeadModel:
@@ -275,6 +318,19 @@ def load_medusa(folder: Path, link: TargetLink, ops: Ops) -> MedusaHeads:
     Raises:
         ModelLoadError: no Medusa heads, heads for another target, or tensors that are missing or do not fit; named.
     """
+    declared = declare_medusa(folder, link, ops)
+    heads, plan, tensors = declared.model, declared.plan, declared.tensors
+    assert isinstance(heads, MedusaHeads)
+    used = plan.targets.keys() | declared.known
+    with torch.no_grad():
+        tensors.fill(plan)
+        heads.finish()
+    tensors.note_unused(used)
+    return heads
+
+
+def declare_medusa(folder: Path, link: TargetLink, ops: Ops) -> DeclaredHead:
+    """`load_medusa` as far as headers of files tell. Raises as that does."""
     raw = head_config(folder)
     tensors = scan_head(folder, "medusa_lm_head.safetensors", "medusa_lm_head.pt").renamed(rename_medusa)
     shape = medusa_shape(raw, tensors)
@@ -291,9 +347,4 @@ def load_medusa(folder: Path, link: TargetLink, ops: Ops) -> MedusaHeads:
         heads = MedusaHeads(shape, link, ops, plan, target_ids, scale=float(raw.get("logit_scale", 1.0)))
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
-    used |= plan.targets.keys()
-    with torch.no_grad():
-        tensors.fill(plan)
-        heads.finish()
-    tensors.note_unused(used)
-    return heads
+    return DeclaredHead(heads, plan, tensors, ops, frozenset(used))

@@ -107,7 +107,12 @@ class HeadTensors(Mapping[str, HeadTensor]):
         copy_tensors(entries, places)
 
     def fill(self, plan: WeightPlan) -> None:
-        """Let a plan's parameters be filled from here, after it was checked that all are there in the right shape.
+        """Let a plan's parameters be filled from here, after `check`."""
+        self.check(plan)
+        plan.fill_with(self.copy)
+
+    def check(self, plan: WeightPlan) -> None:
+        """All that a plan declares is here in the right shape.
 
         Raises:
             ModelLoadError: tensors are missing, have another shape, or are no floats; all are named.
@@ -125,7 +130,6 @@ class HeadTensors(Mapping[str, HeadTensor]):
         odd = sorted(self[name].origin for name in plan.targets if self[name].dtype not in _FLOATS)
         if odd:
             raise ModelLoadError(f"{self.folder}: quantised tensors are not supported: {shorten(odd)}")
-        plan.fill_with(self.copy)
 
     def note_unused(self, used: Iterator[str] | set[str]) -> None:
         """Say which tensors nobody asked for, once."""

@@ -1,0 +1,233 @@
+"""``draftwise show`` says of a model what loading it would show, from headers alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.fakes.tiny import save_llama
+from tests.native import native_or_skip
+
+from draftwise.cli import main
+from draftwise.cli.show import size
+from draftwise.config.embedded import embedded_path
+from draftwise.errors import ModelLoadError
+from draftwise.kv.storage import KVStorage
+from draftwise.models.checkpoint import TensorEntry
+from draftwise.models.describe import describe
+from draftwise.models.drafters import given
+from draftwise.models.loader import load_model
+
+CPU = torch.device("cpu")
+
+
+def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main.main(["show", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
+def test_memory_is_what_the_loaded_model_takes(name: str) -> None:
+    native_or_skip()
+    facts = describe(embedded_path("target"))
+    rounded = name.startswith("int")
+    model = load_model(
+        embedded_path("target"),
+        dtype=torch.bfloat16 if rounded else getattr(torch, name),
+        device=CPU,
+        quantization=name if rounded else None,
+    )
+    assert facts.weight_bytes()[name] == pytest.approx(model.weight_bytes(), rel=0.02)
+    for dtype in ("float32", "bfloat16", "int8"):
+        block = KVStorage.bytes_per_block(model.kv_layout(), 16, getattr(torch, dtype))
+        assert facts.cache_bytes()[dtype] * 16 == block
+
+
+def tiny_general(folder: Path, kind: str) -> Path:
+    """A checkpoint of a family without code of its own: grouped heads, latent attention, or experts."""
+    base: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    more: dict[str, dict[str, Any]] = {
+        "starcoder2": {},
+        "minicpm3": {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4, "v_head_dim": 8,
+        },
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **(base | more[kind]))
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "minicpm3"])
+def test_a_general_model_is_looked_at_without_its_weights(kind: str, tmp_path: Path) -> None:
+    folder = tiny_general(tmp_path, kind)
+    facts = describe(folder)
+    assert facts.way == "general" and facts.refused is None and facts.layout_is_exact
+    model = load_model(folder, dtype=torch.float32, device=CPU)
+    assert facts.layout == model.kv_layout()
+    assert facts.parameters is not None
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert facts.parameters.total == sum(p.numel() for p in loaded.parameters())
+
+
+def test_seventy_billion_weights_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of which only the header exists: the rest is a hole as long as the weights, longer than memory."""
+    hidden, inner, layers, vocab = 8192, 28672, 80, 128256
+    shapes: dict[str, list[int]] = {
+        "model.embed_tokens.weight": [vocab, hidden], "lm_head.weight": [vocab, hidden], "model.norm.weight": [hidden],
+    }  # fmt: skip
+    for i in range(layers):
+        of_layer = {
+            "input_layernorm": [hidden], "post_attention_layernorm": [hidden], "self_attn.q_proj": [hidden, hidden],
+            "self_attn.k_proj": [1024, hidden], "self_attn.v_proj": [1024, hidden],
+            "self_attn.o_proj": [hidden, hidden],
+            "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden], "mlp.down_proj": [hidden, inner],
+        }  # fmt: skip
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in of_layer.items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as handle:
+        handle.write(struct.pack("<Q", len(text)) + text)
+        handle.truncate(8 + len(text) + end)
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    }))  # fmt: skip
+    found = show(capsys, str(tmp_path))
+    assert found["parameters"] == 70_553_706_496 and found["way"] == "own" and found["refused"] is None
+    assert found["cache_bytes_per_token"]["bfloat16"] == 2 * 2 * 80 * 8 * 128
+    assert found["weight_bytes"]["bfloat16"] == found["stored_bytes"]
+    assert 0.5 < found["weight_bytes"]["int4"] / found["weight_bytes"]["int8"] < 0.56
+    assert file.stat().st_blocks * 512 < 1 << 20, "the file is a hole"
+
+
+def test_drafters_of_the_embedded_model_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {d["method"]: d for d in show(capsys)["drafters"]}
+    assert found.keys() == {"ngram", "suffix", "early_exit", "draft_model", "eagle3", "medusa", "mtp"}
+    assert all(d["fits"] for d in found.values())
+    assert found["eagle3"]["num_speculative_tokens"] == 5 and found["eagle3"]["parameters"] > 1_000_000
+
+
+def test_a_head_for_another_target_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_llama(tmp_path / "model", seed=1)
+    for part in ("eagle3", "medusa", "mtp", "draft"):
+        (drafter,) = [
+            d for d in show(capsys, model, "--speculative-model", str(embedded_path(part)))["drafters"]
+            if d["model"] is not None
+        ]  # fmt: skip
+        assert not drafter["fits"] and drafter["refused"], part
+    assert "vocabulary of 4096 tokens, the model one of 61" in drafter["refused"]
+
+
+def test_a_smaller_model_beside_it_is_found_and_a_larger_one_is_not(tmp_path: Path) -> None:
+    large = save_llama(tmp_path / "large", seed=1, num_hidden_layers=6)
+    small = save_llama(tmp_path / "small", seed=2, num_hidden_layers=1)
+    save_llama(tmp_path / "other", seed=3, num_hidden_layers=1, vocab_size=64)
+    from draftwise.models.drafters import beside
+
+    assert [(d.method, d.model) for d in beside(describe(large))] == [("draft_model", small)]
+    assert beside(describe(small)) == []
+
+
+def test_a_refused_model_is_shown_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(save_llama(tmp_path, seed=1))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "hidden_act": "relu"}))
+    found = show(capsys, str(folder))
+    assert found["refused"] == "activation 'relu' is not supported (only silu)"
+    assert found["stored_bytes"] > 0 and found["drafters"] == []
+    assert given(describe(folder), str(embedded_path("draft"))).refused == "the model itself cannot be served"
+
+
+def test_missing_tensors_are_seen(tmp_path: Path) -> None:
+    folder = Path(save_llama(tmp_path, seed=1))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 3}))
+    assert "tensors are missing: model.layers.2" in str(describe(folder).refused)
+
+
+def test_the_table_fits_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_llama(tmp_path / ("deep" * 20) / "model", seed=1)
+    for arguments in ([], [folder], [folder, "--speculative-model", str(embedded_path("eagle3"))]):
+        assert main.main(["show", *arguments]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) > 10 and max(map(len, lines)) <= 80
+        assert not any(line != line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/nowhere/model"], "does not exist"),
+        (["--max-model-len", "0"], "--max-model-len"),
+        (["--colour"], "unrecognized argument"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["show", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+
+
+def test_the_hub_is_asked_for_headers_and_not_for_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model whose config.json alone is in the cache."""
+    import huggingface_hub
+
+    local = Path(save_llama(tmp_path / "model", seed=1))
+    cached = tmp_path / "snapshots" / "0" / "config.json"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes((local / "config.json").read_bytes())
+    from draftwise.models.checkpoint import scan_checkpoint
+
+    entries = scan_checkpoint(local)
+    wanted: list[list[str]] = []
+
+    class Info:
+        def __init__(self, entry: TensorEntry) -> None:
+            self.shape, self.dtype = list(entry.shape), entry.dtype
+
+    class Header:
+        tensors = {name: Info(entry) for name, entry in entries.items()}  # noqa: RUF012
+
+    class Metadata:
+        files_metadata = {"model.safetensors": Header()}  # noqa: RUF012
+
+    def snapshot(*_: object, allow_patterns: list[str], **__: object) -> str:
+        wanted.append(allow_patterns)
+        return str(cached.parent)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: Metadata())
+    facts = describe("some/model")
+    assert facts.refused is None and facts.parameters == describe(local).parameters
+    assert not any("safetensors" in pattern for patterns in wanted for pattern in patterns)
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
+    with pytest.raises(ModelLoadError, match="the hub gives no headers of 'some/model': OSError: no route"):
+        describe("some/model")
+
+
+def test_sizes_are_readable() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 20 << 30, 999 << 20)] == [
+        "0 B", "1023 B", "1.5 KiB", "20 GiB", "999 MiB",
+    ]  # fmt: skip
