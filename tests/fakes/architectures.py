@@ -26,7 +26,8 @@ _SIZES: dict[str, Any] = {
     "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
     # latent attention
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+    # many heads: with few, keys tie at a score of 0, and which of them are chosen is nobody's promise
+    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 8,
     # other names, and decoders of pairs of encoder and decoder
     "rotary_dim": 8, "ffn_dim": 96, "d_model": 64, "decoder_layers": 2, "encoder_layers": 2,
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
@@ -34,6 +35,7 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2},
+    "longcat_flash": {"head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }

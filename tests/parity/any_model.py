@@ -18,6 +18,7 @@ import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ModelLoadError
+from draftwise.models.general.model import GeneralDecoder
 from tests.fakes.architectures import KINDS, CannotMake, save, small
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +35,16 @@ METHODS: dict[str, dict[str, Any]] = {
 LENGTH = 30
 LIMIT = 1e-3
 """Of log-probabilities in float32, in nats."""
+WAYS = (
+    "own code",
+    "Transformers' code, attention on own kernels",
+    "Transformers' code, its own attention over our cache",
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``way``: own code, Transformers' code, refused, or "" where no small model can be made. ``words``: why."""
+    """``way``: one of `WAYS`, "refused", or "" where no small model can be made. ``words``: why."""
 
     kind: str
     architecture: str
@@ -90,8 +96,9 @@ def outcome(kind: str, folder: Path) -> Outcome:
                     (one,) = position.values()
                     assert abs(one.logprob - float(logprobs[i, prompt[i + 1]])) < LIMIT, name
         assert llm._engine is not None
-        general = type(llm._engine.model).__module__.startswith("draftwise.models.general")
-    return Outcome(kind, made.architecture, "Transformers' code" if general else "own code")
+        model = llm._engine.model
+        way = f"Transformers' code, {model.way.name}" if isinstance(model, GeneralDecoder) else "own code"
+    return Outcome(kind, made.architecture, way)
 
 
 def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
@@ -118,10 +125,10 @@ def table(outcomes: list[Outcome]) -> str:
             reasons.setdefault(words.replace("|", "/"), []).append(found.kind)
     lines = [
         f"Transformers {transformers.__version__} has {len(outcomes)} kinds of causal models. "
-        f"{len(ways.get('own code', [])) + len(ways.get(chr(84) + 'ransformers' + chr(39) + ' code', []))} are equal:",
+        f"{sum(len(ways.get(way, [])) for way in WAYS)} are equal:",
         "",
     ]
-    for way in ("own code", "Transformers' code"):
+    for way in WAYS:
         lines += [f"- {way}: " + ", ".join(f"`{kind}`" for kind in ways.get(way, []))]
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [

@@ -90,3 +90,24 @@ def test_what_cannot_be_had_of_such_a_model_is_said(gemma: tuple[Path, Any], tmp
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "layer_types": None}))
     with pytest.raises(ModelLoadError, match="missing"):
         load_model(folder, dtype=torch.float32, device=CPU)
+
+
+def test_attention_of_its_own_in_every_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever attends by itself has our linear layers, too, and any form of keys; the log says what it costs."""
+    native_or_skip()
+    made = small("gptj")
+    save(made, tmp_path / "gptj")
+    with caplog.at_level("INFO", "draftwise"):
+        decoder = load_model(
+            tmp_path / "gptj", dtype=torch.bfloat16, device=CPU, quantization="int8_weight_only"
+        )
+    assert "own attention over our cache" in caplog.text and "one after the other" in caplog.text
+    tokens = prompts()[1]
+    with torch.inference_mode():
+        wanted = made.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]  # type: ignore[union-attr, misc]
+        for dtype in (torch.bfloat16, torch.int8):
+            kv = KVStorage(decoder.kv_layout(), 4, 16, dtype, CPU)
+            for start, end in ((0, 9), (9, len(tokens))):
+                row = RowInput(tokens[start:end], start, np.arange(4, dtype=np.int32))
+                found = decoder.forward_logits(build_step_input([row], 16, CPU), kv)[1]
+            assert 0 < float((found - wanted[9:]).abs().mean()) < 0.1 * float(wanted.std())

@@ -8,8 +8,10 @@ from draftwise.errors import ModelLoadError
 from draftwise.models.config import ModelConfig, RawConfig, token_ids
 from draftwise.models.rope import RopeConfig
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-"""Kinds of layers whose only state is keys and values. (Chunks are refused where the mask says them.)"""
+_LAYER_TYPES = frozenset({
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention",
+})  # fmt: skip
+"""Kinds of layers whose only state is one entry per token: keys, values, and keys by which sparse attention chooses."""
 
 
 def transformers_config(raw: RawConfig) -> Any:
@@ -64,22 +66,22 @@ def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None =
             f"{architecture} has layers of type {', '.join(sorted(kinds))}, which are not supported"
         )
     hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
-    heads = _size(config, "num_attention_heads")
+    # Of heads nothing is asked here but hints for training; a model may have others in each layer.
+    heads = _count(config, "num_attention_heads") or 1
     positions = _value(config, "max_position_embeddings")
     positions = positions if isinstance(positions, int) and positions > 0 else 2048
     if max_model_len is not None and max_model_len > positions:
         raise ModelLoadError(f"max_model_len {max_model_len} is beyond the model's {positions} positions")
-    kv_heads = _value(config, "num_key_value_heads") or heads
-    dim = _value(config, "head_dim") or hidden // heads
+    dim = _count(config, "head_dim") or hidden // heads
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     return ModelConfig(
         architecture=architecture,
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_value(config, "intermediate_size") or 4 * hidden,
+        intermediate_size=_count(config, "intermediate_size") or 4 * hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=kv_heads if isinstance(kv_heads, int) else heads,
+        num_kv_heads=_count(config, "num_key_value_heads") or heads,
         head_dim=dim,
         max_model_len=max_model_len or positions,
         rope=RopeConfig("default", 10000.0, dim),
@@ -101,8 +103,16 @@ def _value(config: Any, name: str) -> Any:
         return None
 
 
-def _size(config: Any, name: str) -> int:
+def _count(config: Any, name: str) -> int | None:
+    """A positive integer; None if it is anything else."""
     value = _value(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ModelLoadError(f"config.json: {name!r} must be a positive integer, not {value!r}")
-    return value
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _size(config: Any, name: str) -> int:
+    count = _count(config, name)
+    if count is None:
+        raise ModelLoadError(
+            f"config.json: {name!r} must be a positive integer, not {_value(config, name)!r}"
+        )
+    return count

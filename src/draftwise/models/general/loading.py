@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,21 @@ from torch import nn
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
+from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.checkpoint import shorten
 from draftwise.models.config import ModelConfig
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, Probe, register, taking
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
+from draftwise.models.general.ways import Interface, Way
 
 logger = logging.getLogger("draftwise")
 
 
 def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool = False) -> GeneralDecoder:
-    """Load any causal model of Transformers whose attention goes through its attention interface.
+    """Load a causal model of Transformers: one whose attention goes through its attention interface, or that keeps
+    keys and values in a cache it is given.
 
     ``rounded``: ``ops`` packs weights in few bits.
 
@@ -70,12 +74,7 @@ def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> Gener
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
         reference = Reference.of(model, config.vocab_size, config.max_model_len)
-        first = _first_position(model, reference)
-        calls, linears = _probed(model, config.vocab_size)
-        _attend_with(model, PAGED)
-        blocks = _blocks(model, config.num_layers)
-        decoder = GeneralDecoder(config, ops, model, calls, blocks, first)
-        check(decoder, reference)
+        decoder, linears = _served(model, config, ops, reference)
         head = model.get_output_embeddings()
         packed = exchange(model, linears, ops, head)
         decoder.renew()
@@ -83,9 +82,59 @@ def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> Gener
     rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}
     decoder.weight_size = packed + sum(p.numel() * p.element_size() for p in rest.values())
     count = sum(isinstance(module, PackedLinear) for module in model.modules())
-    logger.info("%s runs on Transformers' code with %d attention layers and %d linear layers on own kernels",
-                config.architecture, len(calls), count)  # fmt: skip
+    logger.info("%s runs on Transformers' code, %s, %d linear layers on own kernels%s",
+                config.architecture, decoder.way.name, count, decoder.way.cost)  # fmt: skip
     return decoder
+
+
+def _served(
+    model: Any, config: ModelConfig, ops: Ops, reference: Reference
+) -> tuple[GeneralDecoder, list[nn.Linear]]:
+    """The first of the ways that gives the model's own logits, and the linear layers that may be exchanged."""
+    refusals: list[str] = []
+    told = "position_ids" in signature(model.base_model.forward).parameters
+    for prepare in (_by_interface, _by_cache, _by_cache_with_positions)[: 3 if told else 2]:
+        try:
+            way, linears = prepare(model, config, ops, reference)
+        except ModelLoadError as error:
+            refusals.append(str(error))
+            continue
+        decoder = GeneralDecoder(config, ops, model, way, _blocks(model, config.num_layers))
+        try:
+            check(decoder, reference)
+        except ModelLoadError as error:
+            decoder.release()
+            refusals.append(str(error))
+            continue
+        return decoder, linears
+    raise ModelLoadError("; and ".join(dict.fromkeys(refusals)))
+
+
+_Prepared = tuple[Way, list[nn.Linear]]
+
+
+def _by_interface(model: Any, config: ModelConfig, ops: Ops, reference: Reference) -> _Prepared:
+    """All rows as one sequence, attention taken by us."""
+    first = _first_position(model, reference)
+    calls, linears = _probed(model, config.vocab_size)
+    _attend_with(model, PAGED)
+    return Interface(calls, ops, first), linears
+
+
+def _by_cache(model: Any, config: ModelConfig, ops: Ops, reference: Reference) -> _Prepared:
+    """Each request as a sequence with a cache, attention and positions are the model's own."""
+    from draftwise.models.general.cached import Cached
+
+    layout, linears = _probed_cache(model, config.vocab_size)
+    return Cached(layout, None), linears
+
+
+def _by_cache_with_positions(model: Any, config: ModelConfig, ops: Ops, reference: Reference) -> _Prepared:
+    """The same for models that count positions from 0 whatever the cache holds, if they are not told."""
+    from draftwise.models.general.cached import Cached
+
+    layout, linears = _probed_cache(model, config.vocab_size)
+    return Cached(layout, _first_position(model, reference)), linears
 
 
 def _first_position(model: Any, reference: Reference) -> int:
@@ -112,6 +161,18 @@ def _probed(model: Any, vocab_size: int) -> tuple[list[LayerCall], list[nn.Linea
     if not probe.calls:
         raise ModelLoadError("no layer attends through Transformers' attention interface")
     return probe.calls, use.exchangeable
+
+
+def _probed_cache(model: Any, vocab_size: int) -> tuple[tuple[KVLayerSpec, ...], list[nn.Linear]]:
+    """What each layer keeps, and which linear layers are called as such."""
+    from draftwise.models.general.cached import layout_of, probe_cache
+
+    _attend_with(model, "eager")
+    tokens = torch.tensor([sample(vocab_size, 12, seed=5)], device=model.device)
+    cache = probe_cache()
+    with LinearUse(model) as use, _explained():
+        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    return layout_of(cache, tokens.shape[1]), use.exchangeable
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
@@ -14,50 +15,54 @@ from draftwise.kernels.base import Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.config import ModelConfig, RawConfig
-from draftwise.models.general.attention import LayerCall, Paged, taking
+from draftwise.models.general.attention import taking
+from draftwise.models.general.ways import Part, Way
 from draftwise.types import StepInput, TargetOutput
 
 
 class GeneralDecoder(DecoderModel):
     """Made by `loading.load_general`, finished: modules as they are, but for those that our kernels compute, and
-    attention over the paged cache."""
+    keys and values in the paged cache."""
 
     def __init__(
         self,
         config: ModelConfig,
         ops: Ops,
         model: Any,
-        calls: Sequence[LayerCall],
+        way: Way,
         blocks: Sequence[nn.Module],
-        first_position: int = 0,
     ) -> None:
         """
         Args:
-            model: a ``PreTrainedModel`` for causal language modelling, whose attention is `attention.PAGED`.
-            calls: of the attention layers, in order.
+            model: a ``PreTrainedModel`` for causal language modelling, made ready for ``way``.
             blocks: the decoder layers, whose entering hidden states can be captured.
-            first_position: what the model calls the position of a sequence's first token.
         """
         self.config = config
         self.dtype, self.device = ops.dtype, ops.device
         self._ops = ops
         self._model = model
         self._body = model.base_model
-        self._calls = tuple(calls)
-        self._first_position = first_position
+        self.way = way
         self._positions: Tensor | None = None  # [T] of the pass that runs
-        self._captured: dict[int, Tensor] = {}
+        self._captured: dict[int, list[Tensor]] = {}  # [B * n, H] of each part of the pass
         self._wanted: frozenset[int] = frozenset()
         self._given = _Given()
         self.renew()
-        for module in self._body.modules():
-            if isinstance(module, nn.Embedding) and "position_ids" in signature(module.forward).parameters:
-                module.register_forward_pre_hook(self._hand_positions, with_kwargs=True)
+        self._hooks = [
+            module.register_forward_pre_hook(self._hand_positions, with_kwargs=True)
+            for module in self._body.modules()
+            if isinstance(module, nn.Embedding) and "position_ids" in signature(module.forward).parameters
+        ]
         for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(_Entering(self, i), with_kwargs=True)
+            self._hooks.append(block.register_forward_pre_hook(_Entering(self, i), with_kwargs=True))
         if blocks:
-            blocks[-1].register_forward_hook(_Leaving(self, len(blocks)))
+            self._hooks.append(blocks[-1].register_forward_hook(_Leaving(self, len(blocks))))
         self.weight_size = 0
+
+    def release(self) -> None:
+        """The model is somebody else's again: it is not served in this way."""
+        for hook in self._hooks:
+            hook.remove()
 
     def renew(self) -> None:
         """Modules of the model were exchanged. Makes the tail: the output layer and what is done around it (such as
@@ -76,19 +81,24 @@ class GeneralDecoder(DecoderModel):
         raise NotImplementedError("made finished")
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        return tuple(call.spec for call in self._calls)
+        return self.way.layout
 
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
         self._wanted, self._captured = frozenset(capture), {}
-        self._positions = batch.positions
-        positions = batch.positions + self._first_position if self._first_position else batch.positions
-        with taking(Paged(self._calls, self._ops, batch, kv)):
-            output = self._body(
-                input_ids=batch.token_ids[None], position_ids=positions[None], use_cache=False
-            )
+        parts = self.way.parts(batch, kv)
+        hidden = []
+        for part in parts:
+            self._positions = part.positions
+            with taking(part.taker) if part.taker is not None else nullcontext():
+                output = self._body(input_ids=part.token_ids, **part.arguments)
+            hidden.append(_rows(output.last_hidden_state))
         self._positions = None
         captured, self._captured = self._captured, {}
-        return TargetOutput(output.last_hidden_state[0], captured)
+        total = len(batch.token_ids)
+        return TargetOutput(
+            _gathered(parts, hidden, total),
+            {layer: _gathered(parts, found, total) for layer, found in captured.items()},
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._given.hidden = hidden[None]
@@ -111,9 +121,25 @@ class GeneralDecoder(DecoderModel):
         return args, {**kwargs, "position_ids": self._positions}
 
     def note(self, layer: int, hidden: Tensor) -> None:
-        """Hidden states entering a layer [1, T, H]."""
+        """Hidden states entering a layer [B, n, H]."""
         if layer in self._wanted:
-            self._captured[layer] = hidden[0].clone()
+            self._captured.setdefault(layer, []).append(_rows(hidden).clone())
+
+
+def _rows(hidden: Tensor) -> Tensor:
+    """[B, n, H] -> [B * n, H]"""
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _gathered(parts: Sequence[Part], found: Sequence[Tensor], total: int) -> Tensor:
+    """Results of parts as rows of the batch [T, H]."""
+    if parts[0].rows is None:
+        return found[0]
+    hidden = found[0].new_empty((total, found[0].shape[-1]))
+    for part, values in zip(parts, found, strict=True):
+        assert part.rows is not None
+        hidden[part.rows] = values if part.places is None else values[part.places]
+    return hidden
 
 
 class _Given(nn.Module):
