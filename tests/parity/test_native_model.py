@@ -23,6 +23,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
 }
 
 

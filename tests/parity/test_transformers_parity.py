@@ -27,6 +27,8 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -60,6 +62,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 2,
         },
     ),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            **EXPERTS,
+            "attention_bias": True,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 7}),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "olmoe-normalised": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
 }
 
 

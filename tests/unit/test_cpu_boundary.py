@@ -13,7 +13,7 @@ import pytest
 from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu import attention, build, library, ops, program, trees
+from draftwise.kernels.cpu import attention, build, experts, library, ops, program, trees
 from draftwise.propose.lookup import suffix_native
 from draftwise.sampling.state import DRAW
 
@@ -22,6 +22,7 @@ MIRRORS = {
     "BatchView": ctypes.sizeof(attention.BatchView),
     "ChainKey": program._CHAIN_KEY.size,
     "ChainOutput": ctypes.sizeof(program._ChainOutput),
+    "ExpertsSetting": ctypes.sizeof(experts.Setting),
     "PassInput": ctypes.sizeof(program._PassInput),
     "ProgramOp": ctypes.sizeof(program.Operation),
     "RopeCall": ctypes.sizeof(ops.RopeCall),

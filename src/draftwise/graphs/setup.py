@@ -28,9 +28,9 @@ def backend_for(device: torch.device) -> GraphBackend | None:
 
 
 def capturable(model: DecoderModel) -> bool:
-    """Whether the model's kernels can be captured."""
+    """Whether the model's passes can be captured."""
     try:
-        return model.shared_weights().ops.capturable
+        return model.capturable and model.shared_weights().ops.capturable
     except NotImplementedError:
         return False
 

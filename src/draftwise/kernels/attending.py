@@ -1,12 +1,16 @@
-"""Operations whose attention is an `AttentionBackend`."""
+"""Operations whose attention is an `AttentionBackend`, and whose experts are a loop over linear layers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend, attend
-from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.base import Experts, HeadShape, Linear, Ops
+from draftwise.kernels.mixture import GroupedExperts, gated, mix, route
+from draftwise.kernels.routing import Activation, Routing
 from draftwise.types import AttentionBatch
 
 
@@ -41,6 +45,28 @@ class AttendingOps(Ops):
         return attend(
             how, q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
         )
+
+    def pack_experts(
+        self,
+        layers: Sequence[tuple[Linear, Linear]],
+        routing: Routing,
+        correction: Tensor | None = None,
+    ) -> Experts:
+        return GroupedExperts(layers, routing, correction)
+
+    def gated(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+        result = gated(gate_up, activation)
+        return result if out is None else out.copy_(result)
+
+    def experts(self, x: Tensor, scores: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
+        assert isinstance(experts, GroupedExperts)
+        return mix(self, x, *route(scores, experts.routing, experts.correction), experts, out)
+
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, out: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(experts, GroupedExperts)
+        return mix(self, x, chosen, weights, experts, out)
 
     @property
     def capturable(self) -> bool:

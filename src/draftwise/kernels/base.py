@@ -11,11 +11,13 @@ load by ``pack_*``, in whatever layout the kernels want.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch
 
@@ -28,6 +30,17 @@ class Linear:
     @property
     def num_bytes(self) -> int:
         """Bytes kept for it: as packed, scales and padding included; 0 if the memory is another parameter's."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
+
+
+class Experts:
+    """Handle of a mixture of experts; made by `Ops.pack_experts`, read only by the same Ops."""
+
+    __slots__ = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept for all its layers."""
         raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
 
 
@@ -89,6 +102,26 @@ class Ops(ABC):
         """As `pack_linear`, for a product that only `silu_mul` reads; ``weight`` [2 * I, in], gate first."""
         return self.pack_linear(weight, bias)
 
+    def pack_router(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """As `pack_linear`, for the small layer whose results choose experts: never rounded. `logits` computes it."""
+        return self.pack_linear(weight, bias)
+
+    def pack_experts(
+        self,
+        layers: Sequence[tuple[Linear, Linear]],
+        routing: Routing,
+        correction: Tensor | None = None,
+    ) -> Experts:
+        """A mixture of experts.
+
+        Args:
+            layers: of each expert, the shared one last: gate and up, packed by `pack_gate_up` (or, quantised,
+                paired), and down, packed by `pack_linear`. Experts may differ in their inner size.
+            routing: how rows choose.
+            correction: [E], added to what experts are chosen by.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no experts")
+
     @abstractmethod
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         """``weight`` [H] -> handle."""
@@ -118,6 +151,28 @@ class Ops(ABC):
     @abstractmethod
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """``gate_up`` [T, 2 * I] = gate | up -> silu(gate) * up, [T, I]. May use ``gate_up`` as scratch."""
+
+    def gated(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+        """`silu_mul` with another activation: ``gate_up`` [T, 2 * I] = gate | up -> [T, I]."""
+        raise NotImplementedError(f"{type(self).__name__} has no activation but silu")
+
+    def experts(self, x: Tensor, scores: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
+        """Rows through the experts that their scores choose.
+
+        Args:
+            x: [T, H].
+            scores: [T, routing.num_scores] float32, from `logits` of the router.
+
+        Returns:
+            [T, H], the weighted sum of what the chosen experts make of each row, added up in the router's order.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no experts")
+
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, out: Tensor | None = None
+    ) -> Tensor:
+        """`experts`, chosen by somebody else: ``chosen`` [T, num_chosen] int64, ``weights`` likewise, float32."""
+        raise NotImplementedError(f"{type(self).__name__} has no experts")
 
     def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """A copy of ``x`` [T, H] that later in-place operations do not change."""

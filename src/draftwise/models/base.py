@@ -42,6 +42,8 @@ class DecoderModel(ABC):
     device: torch.device
     same_bits: bool = False
     """Whether a row's hidden states and logits are the same bits in any batch, chunk or tree."""
+    capturable: bool = True
+    """Whether a pass asks nothing of the host, if its operations do not."""
     pads: bool = False
     """Whether passes fill up batches with rows that go to `KVStorage.spare_slot`: storage for it must have one."""
 

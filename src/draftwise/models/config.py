@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwise.errors import ModelLoadError
+from draftwise.kernels.routing import SILU, Activation
+from draftwise.models.mlp import ExpertsConfig
 from draftwise.models.rope import RopeConfig, parse_rope
 
 RawConfig = Mapping[str, Any]
@@ -18,7 +20,7 @@ RawConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder. One immutable value; parts that need less take the fields they need."""
+    """A decoder. One immutable value; parts that need less take the fields they need."""
 
     architecture: str
     vocab_size: int
@@ -37,6 +39,9 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # per-head RMSNorm on queries and keys before the rotation
+    wide_qk_norm: bool = False  # the same over all heads at once
+    activation: Activation = SILU  # of gated MLPs
+    experts: ExpertsConfig | None = None  # mixtures of experts in place of MLPs
     attn_softcap: float | None = None  # attention scores become cap * tanh(score / cap)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -67,6 +72,8 @@ def dense_config(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    wide_qk_norm: bool = False,
+    experts: ExpertsConfig | None = None,
 ) -> ModelConfig:
     """Read the fields that every dense family shares; a family passes what differs.
 
@@ -74,6 +81,7 @@ def dense_config(
         max_model_len: length the caller asks for; None: the model's own.
         sliding_window: per layer; None: full attention everywhere.
         head_dim: when ``config.json`` does not give one; None: hidden_size / num_attention_heads.
+        experts: mixtures of experts; where every layer has one, ``intermediate_size`` may be missing.
 
     Raises:
         ModelLoadError: a field is missing, out of range, or asks for something that is not supported.
@@ -95,11 +103,12 @@ def dense_config(
     rope, length = parse_rope(raw, dim, positions, max_model_len)
     vocab_size = require_int(raw, "vocab_size")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
+    inner = experts.inner if experts is not None and all(experts.layers) else None
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=require_int(raw, "intermediate_size"),
+        intermediate_size=require_int(raw, "intermediate_size", inner),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -113,6 +122,8 @@ def dense_config(
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        wide_qk_norm=wide_qk_norm,
+        experts=experts,
         attn_softcap=_softcap(raw),
         eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), "bos_token_id")), None),

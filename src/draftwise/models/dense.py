@@ -1,4 +1,4 @@
-"""The decoder that all dense families share: pre-norm, rotary attention with grouped heads, gated MLP.
+"""The decoder that most families share: pre-norm, rotary attention with grouped heads, gated MLP or experts.
 
 A family is a subclass that overrides `parse` and, if its tensors are named otherwise, `names`. The forward contains
 calls of `Ops` only.
@@ -16,7 +16,17 @@ from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
-from draftwise.models.weights import QuantizedLinear, WeightPlan
+from draftwise.models.mlp import (
+    EXPERT_NAMES,
+    DenseWeights,
+    ExpertNames,
+    LoadedLinear,
+    Mlp,
+    SparseWeights,
+    declare_linear,
+    load_linear,
+)
+from draftwise.models.weights import WeightPlan
 from draftwise.types import AttentionBatch, StepInput, TargetOutput
 
 
@@ -38,6 +48,28 @@ class DenseNames:
     gate: str = "model.layers.{i}.mlp.gate_proj.weight"
     up: str = "model.layers.{i}.mlp.up_proj.weight"
     down: str = "model.layers.{i}.mlp.down_proj.weight"
+    experts: ExpertNames = EXPERT_NAMES
+
+
+@dataclass(frozen=True, slots=True)
+class SplitQkv:
+    """Projections of a layer whose queries and keys are normalised over all heads at once."""
+
+    q: Linear  # [Hq * D, H]
+    k: Linear  # [Hkv * D, H]
+    v: Linear
+    q_norm: Norm  # [Hq * D]
+    k_norm: Norm  # [Hkv * D]
+
+    def run(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, H] -> [T, (Hq + 2 * Hkv) * D]."""
+        q = ops.rms_norm(ops.linear(hidden, self.q), self.q_norm)
+        k = ops.rms_norm(ops.linear(hidden, self.k), self.k_norm)
+        return ops.concat(ops.concat(q, k), ops.linear(hidden, self.v))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.q.num_bytes + self.k.num_bytes + self.v.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +77,13 @@ class DenseLayer:
     """One layer's packed weights."""
 
     input_norm: Norm | None  # None: its input is normalised otherwise, or not at all
-    qkv: Linear  # [(Hq + 2 * Hkv) * D, H]
+    qkv: Linear | SplitQkv  # [(Hq + 2 * Hkv) * D, H]
     q_norm: Norm | None  # [D]
     k_norm: Norm | None  # [D]
     o: Linear  # [H, Hq * D]
     post_norm: Norm
-    gate_up: Linear  # [2 * I, H], gate first
-    down: Linear  # [H, I]
+    mlp: Mlp
     window: int | None
-
-
-def load_linear(
-    ops: Ops,
-    plan: WeightPlan,
-    weight: Tensor | QuantizedLinear,
-    bias: Tensor | None = None,
-    *,
-    paired: bool = False,
-) -> Linear:
-    """Read a linear layer from the checkpoint and pack it as what it is, a float or a quantised one.
-
-    Args:
-        weight: declared by ``plan.linear``, [outputs, inputs].
-        bias: declared likewise, [outputs].
-        paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
-    """
-    plan.fill(weight)
-    if bias is not None:
-        plan.fill(bias)
-    if isinstance(weight, QuantizedLinear):
-        return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
-    return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
 
 
 class LayerWeights:
@@ -96,30 +104,32 @@ class LayerWeights:
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
 
-        def name(pattern: str, bias: bool = False) -> str:
-            full = pattern.format(i=i)
-            return full.removesuffix(".weight") + ".bias" if bias else full
+        def name(pattern: str) -> str:
+            return pattern.format(i=i)
 
-        def linear(
-            parts: Sequence[tuple[str, int]], columns: int, bias: bool
-        ) -> tuple[Tensor | QuantizedLinear, Tensor | None]:
-            weight = plan.linear([(name(pattern), rows) for pattern, rows in parts], columns)
-            if not bias:
-                return weight, None
-            return weight, plan.packed([(name(pattern, bias=True), rows) for pattern, rows in parts], None)
+        def linear(parts: Sequence[tuple[str, int]], columns: int, bias: bool) -> LoadedLinear:
+            return declare_linear(plan, [(name(pattern), rows) for pattern, rows in parts], columns, bias)
 
         self.input_norm = plan.tensor(name(names.input_norm), (hidden,)) if input_norm else None
-        self.qkv = linear(
-            [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)],
-            qkv_inputs or hidden,
-            config.qkv_bias,
-        )
-        self.q_norm = plan.tensor(name(names.q_norm), (dim,)) if config.qk_norm else None
-        self.k_norm = plan.tensor(name(names.k_norm), (dim,)) if config.qk_norm else None
+        columns, parts = qkv_inputs or hidden, [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)]
+        self.wide_norm = config.wide_qk_norm
+        if self.wide_norm:
+            self.q, self.k, self.v = (linear([part], columns, config.qkv_bias) for part in parts)
+        else:
+            self.qkv = linear(parts, columns, config.qkv_bias)
+        normed = config.qk_norm or self.wide_norm
+        sizes = (rows_q, rows_kv) if self.wide_norm else (dim, dim)
+        self.q_norm = plan.tensor(name(names.q_norm), sizes[:1]) if normed else None
+        self.k_norm = plan.tensor(name(names.k_norm), sizes[1:]) if normed else None
         self.o = linear([(names.o, hidden)], rows_q, config.o_bias)
         self.post_norm = plan.tensor(name(names.post_norm), (hidden,))
-        self.gate_up = linear([(names.gate, inner), (names.up, inner)], hidden, config.mlp_bias)
-        self.down = linear([(names.down, hidden)], inner, config.mlp_bias)
+        self.mlp: DenseWeights | SparseWeights
+        if config.experts is not None and config.experts.layers[i]:
+            self.mlp = SparseWeights(config.experts, names.experts, plan, i, hidden)
+        else:
+            gate_up = linear([(names.gate, inner), (names.up, inner)], hidden, config.mlp_bias)
+            down = linear([(names.down, hidden)], inner, config.mlp_bias)
+            self.mlp = DenseWeights(gate_up, down, config.activation)
         # buffers that old checkpoints carry and everybody recomputes
         plan.ignored.add(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
 
@@ -131,22 +141,28 @@ class LayerWeights:
             plan.fill(weight)
             return ops.pack_norm(weight, eps)
 
-        def linear(name: str, paired: bool = False) -> Linear:
+        def linear(name: str) -> Linear:
             # popped: a kernel that repacks then frees the source before the next one is packed
             weight, bias = self.__dict__.pop(name)
-            return load_linear(ops, plan, weight, bias, paired=paired)
+            return load_linear(ops, plan, weight, bias)
 
-        post_norm = norm("post_norm")
+        post_norm, q_norm, k_norm = norm("post_norm"), norm("q_norm"), norm("k_norm")
         assert post_norm is not None
+        qkv: Linear | SplitQkv
+        if self.wide_norm:
+            assert q_norm is not None and k_norm is not None
+            qkv = SplitQkv(linear("q"), linear("k"), linear("v"), q_norm, k_norm)
+            q_norm = k_norm = None
+        else:
+            qkv = linear("qkv")
         return DenseLayer(
             input_norm=norm("input_norm"),
-            qkv=linear("qkv"),
-            q_norm=norm("q_norm"),
-            k_norm=norm("k_norm"),
+            qkv=qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
             o=linear("o"),
             post_norm=post_norm,
-            gate_up=linear("gate_up", paired=True),
-            down=linear("down"),
+            mlp=self.mlp.pack(ops, plan),
             window=window,
         )
 
@@ -175,7 +191,8 @@ class LayerPass:
             The MLP's output [T, H], still to be added to ``residual``.
         """
         ops = self.ops
-        qkv = ops.linear(hidden, layer.qkv)
+        packed = layer.qkv
+        qkv = packed.run(ops, hidden) if isinstance(packed, SplitQkv) else ops.linear(hidden, packed)
         apart, heads, place = self.attention.apart, self.heads, None
         if apart is not None:
             place = apart.queries(qkv.shape[0], heads.num_heads, heads.head_dim, qkv.dtype)
@@ -186,7 +203,7 @@ class LayerPass:
             q, entries, self.attention, self.heads, self.scale, layer.window, self.softcap
         )
         hidden = ops.add_rms_norm(ops.linear(attended, layer.o), residual, layer.post_norm)
-        return ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
+        return layer.mlp.run(ops, hidden)
 
 
 class DenseDecoder(DecoderModel):
@@ -203,6 +220,7 @@ class DenseDecoder(DecoderModel):
         self.dtype = ops.dtype
         self.device = ops.device
         self.same_bits = ops.same_bits
+        self.capturable = config.experts is None  # rows are grouped by expert on the host
         self._ops = ops
         self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._scale = config.head_dim**-0.5
@@ -240,7 +258,7 @@ class DenseDecoder(DecoderModel):
             plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
         del self._loaded_norm, self._loaded_head, self._plan
-        products = [w for x in self._layers for w in (x.qkv, x.o, x.gate_up, x.down)]
+        products = [w for x in self._layers for w in (x.qkv, x.o, x.mlp)]
         self._weight_bytes = sum(product.num_bytes for product in (*products, self._head))
         self._weight_bytes += self._embedding.numel() * self._embedding.element_size()
         # norms, of which kernels keep float32

@@ -12,8 +12,12 @@ _MODELS: dict[str, str | type[DecoderModel]] = {
     "LlamaForCausalLM": "draftwise.models.llama:LlamaModel",
     "MiMoForCausalLM": "draftwise.models.qwen2:Qwen2Model",
     "MistralForCausalLM": "draftwise.models.mistral:MistralModel",
+    "MixtralForCausalLM": "draftwise.models.mixtral:MixtralModel",
+    "OlmoeForCausalLM": "draftwise.models.olmoe:OlmoeModel",
     "Qwen2ForCausalLM": "draftwise.models.qwen2:Qwen2Model",
+    "Qwen2MoeForCausalLM": "draftwise.models.qwen2_moe:Qwen2MoeModel",
     "Qwen3ForCausalLM": "draftwise.models.qwen3:Qwen3Model",
+    "Qwen3MoeForCausalLM": "draftwise.models.qwen3_moe:Qwen3MoeModel",
 }
 
 _MULTIMODAL_FIELDS = (

@@ -16,6 +16,7 @@ class WrappedDecoder(DecoderModel):
         self.dtype = inner.dtype
         self.device = inner.device
         self.same_bits = inner.same_bits
+        self.capturable = inner.capturable
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:

@@ -7,17 +7,20 @@ Each operation runs at once on tensors, or, given `Symbol`s, is recorded into th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.base import Experts, HeadShape, Linear, Norm, Ops, Rope
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, kv_parts
 from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.recording import Symbol
+from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch
 
@@ -80,6 +83,7 @@ class NativeOps(Ops):
         self._device = torch.device("cpu")
         self._linear = LinearKernels(library, pool)
         self._attention = NativeAttention(library, pool)
+        self._experts = ExpertsKernels(library, pool)
         rows = [_PTR, _PTR, _F32, _PTR, _I64, _I64]
         self._rms_norm = library.function("dw_rms_norm", None, [_PTR, _INT, *rows])
         self._add_rms_norm = library.function(
@@ -111,6 +115,14 @@ class NativeOps(Ops):
         if weight.is_fp8 or (self._dtype is torch.float32 and not dynamic):
             return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
         return self._linear.pack_quantized(weight, bias, dynamic=dynamic, dtype=self._dtype, paired=paired)
+
+    def pack_experts(
+        self,
+        layers: Sequence[tuple[Linear, Linear]],
+        routing: Routing,
+        correction: Tensor | None = None,
+    ) -> Experts:
+        return self._experts.pack(layers, routing, correction)
 
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return NativeNorm(weight.float().contiguous(), eps)
@@ -205,6 +217,24 @@ class NativeOps(Ops):
         result = _result(out, (rows, size), gate_up.dtype)
         self._silu_mul(self.pool.pointer, self._code, gate_up.data_ptr(), result.data_ptr(), rows, size)
         return result
+
+    def gated(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+        if isinstance(gate_up, Symbol):
+            return gate_up.program.gated(gate_up, activation)
+        require(gate_up.dtype is self._dtype, "rows of the model's type")
+        return self._experts.gated(gate_up, activation, out)
+
+    def experts(self, x: Tensor, scores: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
+        assert isinstance(experts, NativeExperts)
+        if isinstance(x, Symbol):
+            return x.program.experts(x, scores, experts)
+        return self._experts.run(x, *self._experts.route(scores, experts), experts, out)
+
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, out: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(experts, NativeExperts)
+        return self._experts.run(x, chosen, weights, experts, out)
 
     def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Symbol):

@@ -47,6 +47,9 @@ class QuantizedOps(NativeOps):
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._linear.pack_as(weight, bias, self.scheme, paired=True)
 
+    def pack_router(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._linear.pack(weight, bias)
+
     def pack_head(self, weight: Tensor) -> Linear:
         return self._linear.pack_as(weight, None, self._head_scheme)
 

@@ -21,14 +21,16 @@ from torch import Tensor
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, kv_parts
 from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.experts import ACTIVATIONS, NativeExperts
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import Epilogue, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.program import ALIGNMENT, Operation, Program
+from draftwise.kernels.routing import Activation
 
 # dw::OpKind of csrc/program.h
 _GATHER, _COPY, _RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _LINEAR, _ROPE_WRITE, _ATTENTION, _PICK = range(9)
-_CONCAT, _ADD, _CLEAR_FIRST = range(9, 12)
+_CONCAT, _ADD, _CLEAR_FIRST, _EXPERTS, _GATED = range(9, 14)
 
 
 class RecordingError(Exception):
@@ -282,6 +284,42 @@ class Recording:
             width=source.width,
             out_width=weight.outputs,
             weight=weight.pointer,
+        )
+        return _tensor(out)
+
+    def gated(self, gate_up: object, activation: Activation) -> Tensor:
+        source = _buffer_of(gate_up)
+        out = self._new(source.width // 2, self._dtype)
+        self._append(
+            _GATED,
+            x=source.number,
+            out=out.buffer.number,
+            width=source.width // 2,
+            epilogue=ACTIVATIONS[activation.kind],
+            scale=activation.alpha,
+            softcap=activation.limit,
+        )
+        return _tensor(out)
+
+    def experts(self, x: object, scores: object, experts: NativeExperts) -> Tensor:
+        source, choosing = _buffer_of(x), _buffer_of(scores)
+        require(
+            source.dtype is experts.dtype and source.width == experts.hidden,
+            "rows of the experts' type and width",
+        )
+        require(
+            choosing.dtype is torch.float32 and choosing.width == experts.routing.num_scores,
+            "a float32 score for each expert",
+        )
+        out = self._new(source.width, self._dtype)
+        self._kept.append(experts)
+        self._append(
+            _EXPERTS,
+            x=source.number,
+            y=choosing.number,
+            out=out.buffer.number,
+            width=source.width,
+            weight=experts.pointer,
         )
         return _tensor(out)
 

@@ -77,6 +77,9 @@ class TritonOps(AttendingOps):
     def pack_head(self, weight: Tensor) -> Linear:
         return self._pack(weight, None, self._scheme and replace(self._scheme, bits=8, group=None))
 
+    def pack_router(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._pack(weight, bias, None)
+
     def _pack(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None) -> TritonLinear:
         if scheme is None:
             return TritonLinear(weight.contiguous(), bias, self._tiling, invariant=self._batch_invariant)

@@ -1,6 +1,7 @@
 // The sizes of the structures that Python mirrors with ctypes and struct, for a test of the mirrors.
 #include "attention.h"
 #include "boundary.h"
+#include "experts.h"
 #include "isa.h"
 #include "ops.h"
 #include "program.h"
@@ -17,10 +18,11 @@ struct Layout {
 const Layout layouts[] = {
     {"AttentionCall", sizeof(dw::AttentionCall)}, {"BatchView", sizeof(dw::BatchView)},
     {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
-    {"PassInput", sizeof(dw::PassInput)},         {"ProgramOp", sizeof(dw::ProgramOp)},
-    {"RopeCall", sizeof(dw::RopeCall)},           {"SuffixDraft", sizeof(dw::SuffixDraft)},
-    {"SuffixLimits", sizeof(dw::SuffixLimits)},   {"TreeOutput", sizeof(dw::TreeOutput)},
-    {"TreeWish", sizeof(dw::TreeWish)},           {"VerifyDraw", sizeof(dw::VerifyDraw)},
+    {"ExpertsSetting", sizeof(dw::ExpertsSetting)}, {"PassInput", sizeof(dw::PassInput)},
+    {"ProgramOp", sizeof(dw::ProgramOp)},         {"RopeCall", sizeof(dw::RopeCall)},
+    {"SuffixDraft", sizeof(dw::SuffixDraft)},     {"SuffixLimits", sizeof(dw::SuffixLimits)},
+    {"TreeOutput", sizeof(dw::TreeOutput)},       {"TreeWish", sizeof(dw::TreeWish)},
+    {"VerifyDraw", sizeof(dw::VerifyDraw)},
 };
 }  // namespace
 

@@ -6,6 +6,7 @@
 
 #include "attention_plan.h"
 #include "boundary.h"
+#include "experts.h"
 #include "ops.h"
 #include "team.h"
 
@@ -41,6 +42,28 @@ bool share_op(Team* team, const Program& program, const ProgramOp& op, const Pas
     LinearCall call{(const Linear*)op.weight, address(program, pass, op.x), op.width, address(program, pass, op.out),
                     op.out_width, (DType)op.out_dtype, rows, (Epilogue)op.epilogue};
     team_do(team, [](void* arg, int part, int parts) { linear_run_part((const LinearCall*)arg, part, parts); }, &call);
+    return true;
+  }
+  if (op.kind == OP_EXPERTS) {
+    Shares shares{team,
+                  [](void* context, int tasks, void (*task)(void*, int), void* arg) {
+                    struct Work {
+                      int tasks;
+                      void (*task)(void*, int);
+                      void* arg;
+                    } work{tasks, task, arg};
+                    auto part = [](void* raw, int number, int parts) {
+                      const Work& w = *(const Work*)raw;
+                      for (int i = number; i < w.tasks; i += parts) w.task(w.arg, i);
+                    };
+                    if (tasks == 1)
+                      part(&work, 0, 1);
+                    else
+                      team_do((Team*)context, part, &work);
+                  },
+                  threads};
+    experts_route_run(shares, (const Experts*)op.weight, address(program, pass, op.x),
+                      (const float*)address(program, pass, op.y), address(program, pass, op.out), rows);
     return true;
   }
   if (op.kind != OP_ATTENTION) return false;
@@ -118,9 +141,21 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     case OP_CLEAR_FIRST:
       clear_first_rows(at(op.x), (const int64_t*)at(op.y), rows, op.width);
       break;
+    case OP_EXPERTS:
+      experts_route_run(shares_of(pool), (const Experts*)op.weight, at(op.x), (const float*)at(op.y), at(op.out), rows);
+      break;
+    case OP_GATED:
+      gated_rows(pool, dtype, (Activation)op.epilogue, op.scale, op.softcap, at(op.x), at(op.out), rows, op.width);
+      break;
     default:
       break;
   }
+}
+
+// What a pass reads of the largest product.
+int64_t bytes_of(const ProgramOp& op) {
+  if (op.kind == OP_LINEAR) return linear_bytes((const Linear*)op.weight);
+  return op.kind == OP_EXPERTS ? experts_step_bytes((const Experts*)op.weight) : 0;
 }
 
 }  // namespace
@@ -139,8 +174,7 @@ static dw::Program* create(const dw::ProgramOp* body, int64_t body_count, const 
   program->small = true;
   for (const auto* ops : {&program->body, &program->head})
     for (const dw::ProgramOp& op : *ops)
-      if (op.kind == dw::OP_LINEAR && dw::linear_bytes((const dw::Linear*)op.weight) > dw::SMALL_BYTES)
-        program->small = false;
+      if (dw::bytes_of(op) > dw::SMALL_BYTES) program->small = false;
   return program.release();
 }
 

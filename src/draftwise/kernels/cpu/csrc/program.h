@@ -26,6 +26,8 @@ enum OpKind : int32_t {
   OP_CONCAT = 9,        // out = x | y, rows of `width` and `out_width` bytes
   OP_ADD = 10,          // y += x, rows of `width` elements
   OP_CLEAR_FIRST = 11,  // rows of x, of `width` bytes, whose position (y: int64) is 0 become 0
+  OP_EXPERTS = 12,      // out = the experts (`weight`) that the scores y (float32) choose, of x; rows of `width` elements
+  OP_GATED = 13,        // out = activation(gate) * up of x; `width` of out, `epilogue` an Activation of `scale` and `softcap`
 };
 
 // Mirrored by program.py.
@@ -36,11 +38,11 @@ struct ProgramOp {
   int32_t epilogue;
   int32_t x, y, out;  // buffers
   int32_t num_heads, num_kv_heads, head_dim, window;
-  float scale, softcap;  // of attention
+  float scale, softcap;  // of attention; OP_GATED: alpha and limit
   float eps;
   int32_t kv_dtype;
   int64_t width, out_width;
-  const void* weight;   // dw::Linear*, table or norm
+  const void* weight;   // dw::Linear*, dw::Experts*, table or norm
   const void* weight2;  // OP_ROPE_WRITE: norms of q (weight) and k
   void* kv;
   float* kv_scales;  // of an int8 cache

@@ -1,0 +1,2 @@
+#define DW_TABLE mix_kernels_avx2
+#include "mix_impl.h"

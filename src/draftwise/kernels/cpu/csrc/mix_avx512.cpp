@@ -1,0 +1,2 @@
+#define DW_TABLE mix_kernels_avx512
+#include "mix_impl.h"

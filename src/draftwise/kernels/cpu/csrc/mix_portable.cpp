@@ -1,0 +1,2 @@
+#define DW_TABLE mix_kernels_portable
+#include "mix_impl.h"

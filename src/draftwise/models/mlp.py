@@ -1,0 +1,186 @@
+"""What stands behind attention in a layer: a gated MLP, or a mixture of experts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftwise.kernels.base import Experts, Linear, Ops
+from draftwise.kernels.routing import SILU, Activation, Routing
+from draftwise.models.weights import QuantizedLinear, WeightPlan
+
+LoadedLinear = tuple[Tensor | QuantizedLinear, Tensor | None]
+"""A linear layer as declared: weight, bias."""
+
+
+def load_linear(
+    ops: Ops,
+    plan: WeightPlan,
+    weight: Tensor | QuantizedLinear,
+    bias: Tensor | None = None,
+    *,
+    paired: bool = False,
+) -> Linear:
+    """Read a linear layer from the checkpoint and pack it as what it is, a float or a quantised one.
+
+    Args:
+        weight: declared by ``plan.linear``, [outputs, inputs].
+        bias: declared likewise, [outputs].
+        paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
+    """
+    plan.fill(weight)
+    if bias is not None:
+        plan.fill(bias)
+    if isinstance(weight, QuantizedLinear):
+        return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
+    return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
+
+
+def declare_linear(
+    plan: WeightPlan, parts: Sequence[tuple[str, int]], columns: int, bias: bool = False
+) -> LoadedLinear:
+    """Declare a linear layer of parts (name of a weight, rows) stacked row by row. Biases are named like weights, with
+    ``.bias`` for ``.weight``."""
+    weight = plan.linear(parts, columns)
+    if not bias:
+        return weight, None
+    names = [(name.removesuffix(".weight") + ".bias", rows) for name, rows in parts]
+    return weight, plan.packed(names, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of a layer's experts; ``{i}`` is the layer, ``{e}`` the expert."""
+
+    router: str = "model.layers.{i}.mlp.gate.weight"
+    gate: str = "model.layers.{i}.mlp.experts.{e}.gate_proj.weight"
+    up: str = "model.layers.{i}.mlp.experts.{e}.up_proj.weight"
+    down: str = "model.layers.{i}.mlp.experts.{e}.down_proj.weight"
+    shared_router: str = "model.layers.{i}.mlp.shared_expert_gate.weight"
+    shared_gate: str = "model.layers.{i}.mlp.shared_expert.gate_proj.weight"
+    shared_up: str = "model.layers.{i}.mlp.shared_expert.up_proj.weight"
+    shared_down: str = "model.layers.{i}.mlp.shared_expert.down_proj.weight"
+    correction: str | None = None
+
+
+EXPERT_NAMES = ExpertNames()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixtures of a model."""
+
+    routing: Routing
+    inner: int  # I of an expert
+    layers: tuple[bool, ...]  # which layers have experts; the others have an MLP
+    shared_inner: int = 0  # I of the shared expert, where there is one
+
+
+class Mlp(ABC):
+    """Packed weights."""
+
+    @abstractmethod
+    def run(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, H] -> [T, H]."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes kept for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp(Mlp):
+    """One gated MLP."""
+
+    gate_up: Linear  # [2 * I, H], gate first
+    down: Linear  # [H, I]
+    activation: Activation = SILU
+
+    def run(self, ops: Ops, hidden: Tensor) -> Tensor:
+        both = ops.linear(hidden, self.gate_up)
+        inner = ops.silu_mul(both) if self.activation.kind == "silu" else ops.gated(both, self.activation)
+        return ops.linear(inner, self.down)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp(Mlp):
+    """A mixture of experts."""
+
+    router: Linear  # [num_scores, H]
+    experts: Experts
+
+    def run(self, ops: Ops, hidden: Tensor) -> Tensor:
+        return ops.experts(hidden, ops.logits(hidden, self.router), self.experts)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.router.num_bytes + self.experts.num_bytes
+
+
+class SparseWeights:
+    """One layer's experts as declared; packed one by one, so that no more than one is in memory as it was stored."""
+
+    def __init__(
+        self, config: ExpertsConfig, names: ExpertNames, plan: WeightPlan, i: int, hidden: int
+    ) -> None:
+        routing = config.routing
+        self._routing = routing
+        routers = [(names.router.format(i=i), routing.num_experts)]
+        if routing.shared == "gated":
+            routers.append((names.shared_router.format(i=i), 1))
+        self._router = plan.packed(routers, hidden)
+        self._correction = None
+        if names.correction is not None:
+            self._correction = plan.tensor(names.correction.format(i=i), (routing.num_experts,))
+        self._layers: list[tuple[LoadedLinear, LoadedLinear]] = []
+
+        def declare(patterns: tuple[str, str, str], inner: int, e: int = 0) -> None:
+            gate, up, down = (pattern.format(i=i, e=e) for pattern in patterns)
+            pair = declare_linear(plan, [(gate, inner), (up, inner)], hidden)
+            self._layers.append((pair, declare_linear(plan, [(down, hidden)], inner)))
+
+        for e in range(routing.num_experts):
+            declare((names.gate, names.up, names.down), config.inner, e)
+        if routing.shared != "none":
+            declare((names.shared_gate, names.shared_up, names.shared_down), config.shared_inner)
+
+    def pack(self, ops: Ops, plan: WeightPlan) -> SparseMlp:
+        plan.fill(self._router)
+        if self._correction is not None:
+            plan.fill(self._correction)
+        packed: list[tuple[Linear, Linear]] = []
+        self._layers.reverse()
+        while (
+            self._layers
+        ):  # popped: a kernel that repacks then frees the source before the next one is packed
+            up, down = self._layers.pop()
+            packed.append((load_linear(ops, plan, *up, paired=True), load_linear(ops, plan, *down)))
+            del up, down
+        experts = ops.pack_experts(packed, self._routing, self._correction)
+        return SparseMlp(ops.pack_router(self._router), experts)
+
+
+class DenseWeights:
+    """One layer's MLP as declared."""
+
+    def __init__(self, gate_up: LoadedLinear, down: LoadedLinear, activation: Activation) -> None:
+        self._gate_up: LoadedLinear | None = gate_up
+        self._down: LoadedLinear | None = down
+        self._activation = activation
+
+    def pack(self, ops: Ops, plan: WeightPlan) -> DenseMlp:
+        assert self._gate_up is not None and self._down is not None
+        fused = self._activation.kind == "silu"
+        gate_up = load_linear(ops, plan, *self._gate_up, paired=fused)
+        self._gate_up = None
+        down = load_linear(ops, plan, *self._down)
+        self._down = None
+        return DenseMlp(gate_up, down, self._activation)
