@@ -19,6 +19,7 @@ from draftwise.models.checkpoint import shorten
 from draftwise.models.config import ModelConfig
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, Probe, register, taking
 from draftwise.models.general.check import Reference, check, sample
+from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
 from draftwise.models.general.ways import Interface, Way
@@ -73,17 +74,19 @@ def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
 def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> GeneralDecoder:
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
-        reference = Reference.of(model, config.vocab_size, config.max_model_len)
+        with ExpertsUse(model) as mixtures:
+            reference = Reference.of(model, config.vocab_size, config.max_model_len)
         decoder, linears = _served(model, config, ops, reference)
         head = model.get_output_embeddings()
-        packed = exchange(model, linears, ops, head)
+        packed = exchange(model, linears, ops, head) + exchange_experts(model, mixtures.calls, ops)
         decoder.renew()
         check(decoder, reference, exchanged=True, rounded=rounded)
     rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}
     decoder.weight_size = packed + sum(p.numel() * p.element_size() for p in rest.values())
     count = sum(isinstance(module, PackedLinear) for module in model.modules())
-    logger.info("%s runs on Transformers' code, %s, %d linear layers on own kernels%s",
-                config.architecture, decoder.way.name, count, decoder.way.cost)  # fmt: skip
+    mixed = sum(isinstance(module, PackedExperts) for module in model.modules())
+    logger.info("%s runs on Transformers' code, %s, %d linear layers and %d mixtures of experts on own kernels%s",
+                config.architecture, decoder.way.name, count, mixed, decoder.way.cost)  # fmt: skip
     return decoder
 
 

@@ -1,0 +1,234 @@
+"""Mixtures of experts of a Transformers model on our kernels.
+
+Transformers keeps the experts of a layer in one module, as stacked parameters: ``gate_up_proj`` and ``down_proj``, and
+biases if there are any. Gate and up may stand one behind the other or take turns, matrices may be transposed, and the
+activation is the module's own code. None of that is asked of the class: what the module makes of a few rows is
+compared with each of the forms that our kernels know, and a module that is none of them stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftwise.kernels.base import Experts, Ops
+from draftwise.kernels.mixture import gated
+from draftwise.kernels.routing import Activation, Routing
+
+_ROWS = 6  # of the sample
+_GATES = (1.0, 9.0)  # mean size of the gates that the sample makes: also such as a limit would cut
+_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
+"""Mean difference over the deviation. Another activation makes a tenth, another order of the weights more than one."""
+_PARAMETERS = frozenset({"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module as it was seen: names of its arguments, and their values, [T, H], [T, K], [T, K]."""
+
+    names: tuple[str, ...]
+    x: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a module keeps its weights, and what it does with them."""
+
+    activation: Activation
+    in_turns: bool  # gate 0, up 0, gate 1, up 1, ...; else all gates, then all ups
+    turned: bool  # matrices are [inputs, outputs]
+
+    def gate_up(self, module: nn.Module, e: int) -> tuple[Tensor, Tensor | None]:
+        """Expert ``e``: weight [2 * I, H], gates first, and bias [2 * I]."""
+        weight, bias = _part(module, "gate_up_proj", e, self.turned)
+        if self.in_turns:
+            weight = torch.cat((weight[0::2], weight[1::2]))
+            bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
+        return weight, bias
+
+    def down(self, module: nn.Module, e: int) -> tuple[Tensor, Tensor | None]:
+        """Expert ``e``: weight [H, I] and bias [H]."""
+        return _part(module, "down_proj", e, self.turned)
+
+
+class ExpertsUse:
+    """While it watches, the last call of every module that may be a mixture of experts is kept."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._watched = [module for module in model.modules() if _may_be_experts(module)]
+        self._seen: dict[nn.Module, Call | None] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> ExpertsUse:
+        self._handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self._watched]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def calls(self) -> dict[nn.Module, Call]:
+        """In the order of the model."""
+        seen = ((module, self._seen.get(module)) for module in self._watched)
+        return {module: call for module, call in seen if call is not None}
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = _understood(module, args, kwargs)
+        before = self._seen.get(module, call)
+        same = call is not None and before is not None and before.chosen.shape[1] == call.chosen.shape[1]
+        self._seen[module] = call if same else None
+
+
+class PackedExperts(nn.Module):
+    """Experts on our kernels, in whatever format they keep weights."""
+
+    def __init__(self, ops: Ops, experts: Experts, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.packed = experts
+        self._ops = ops
+        self._names = names
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Rows [..., H], the experts of each [T, K] and their weights, under the names that the model knows."""
+        x, chosen, weights = (*args, *(kwargs[name] for name in self._names[len(args) :]))
+        rows = x.reshape(-1, x.shape[-1])
+        return self._ops.mix_experts(rows, chosen, weights.float(), self.packed).view(x.shape)
+
+
+def exchange_experts(model: nn.Module, calls: dict[nn.Module, Call], ops: Ops) -> int:
+    """Pack the experts whose form is understood and put them in their places, one module after the other.
+
+    Returns:
+        Bytes of the packed weights.
+    """
+    total = 0
+    places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    for parent, name, child in places:
+        call = calls.get(child)
+        form = None if call is None else recognised(child, call)
+        if call is None or form is None:
+            continue
+        count = len(_tensor(child, "down_proj"))
+        layers = []
+        for e in range(count):
+            up, up_bias = form.gate_up(child, e)
+            down, down_bias = form.down(child, e)
+            layers.append(
+                (ops.pack_gate_up(up.contiguous(), up_bias), ops.pack_linear(down.contiguous(), down_bias))
+            )
+        routing = Routing(count, call.chosen.shape[1], activation=form.activation)
+        packed = ops.pack_experts(layers, routing)
+        total += packed.num_bytes
+        for parameter in child.parameters():
+            parameter.data = torch.empty(0)
+        setattr(parent, name, PackedExperts(ops, packed, call.names))
+    return total
+
+
+def recognised(module: nn.Module, call: Call) -> Form | None:
+    """The form that computes what the module computes; None: none of those that are known."""
+    rows = call.x.shape[0]
+    step = max(1, rows // _ROWS)
+    x, chosen, weights = (value[::step][:_ROWS] for value in (call.x, call.chosen, call.weights))
+    best: tuple[float, Form] | None = None
+    for form in _forms(module, x.shape[-1]):
+        difference = 0.0
+        for size in _GATES:
+            up, _ = form.gate_up(module, int(chosen[0, 0]))
+            gates = up[: len(up) // 2].float() @ x[0].float()
+            scaled = x * (size / max(float(gates.abs().mean()), 1e-6))
+            wanted = module(scaled, chosen, weights).float()
+            found = _mixed(module, form, scaled, chosen, weights)
+            difference = max(
+                difference, float((found - wanted).abs().mean()) / max(float(wanted.std()), 1e-6)
+            )
+        if best is None or difference < best[0]:
+            best = difference, form
+    return best[1] if best is not None and best[0] <= _LIMITS[x.dtype] else None
+
+
+def _mixed(module: nn.Module, form: Form, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """[T, H] float32, row by row."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for r, (experts, shares) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
+        for e, share in zip(experts, shares, strict=True):
+            up, up_bias = form.gate_up(module, e)
+            both = nn.functional.linear(
+                x[r].float(), up.float(), None if up_bias is None else up_bias.float()
+            )
+            down, down_bias = form.down(module, e)
+            inner = gated(both[None], form.activation)[0]
+            total[r] += share * nn.functional.linear(
+                inner, down.float(), None if down_bias is None else down_bias.float()
+            )
+    return total
+
+
+def _forms(module: nn.Module, hidden: int) -> list[Form]:
+    """Those that the shapes allow."""
+    up, down = _tensor(module, "gate_up_proj").shape[1:], _tensor(module, "down_proj").shape[1:]
+    turned = [
+        way
+        for way in (False, True)
+        if (up[way], up[not way]) == (2 * down[not way], hidden) and down[way] == hidden
+    ]
+    alpha, limit = (
+        _number(module, names, default)
+        for names, default in ((("alpha",), 1.702), (("limit", "swiglu_limit"), 7.0))
+    )
+    activations = [Activation("silu"), Activation("gelu_tanh"), Activation("clamped", alpha, limit)]
+    return [Form(how, turns, way) for way in turned for turns in (False, True) for how in activations]
+
+
+def _number(module: nn.Module, names: tuple[str, ...], default: float) -> float:
+    """The first of these attributes that is a number."""
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    return default
+
+
+def _part(module: nn.Module, name: str, e: int, turned: bool) -> tuple[Tensor, Tensor | None]:
+    weight = _tensor(module, name)[e]
+    bias = module._parameters.get(name + "_bias")
+    return weight.t() if turned else weight, None if bias is None else bias.detach()[e]
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    value = module._parameters[name]
+    assert value is not None
+    return value.detach()
+
+
+def _may_be_experts(module: nn.Module) -> bool:
+    names = {name for name, value in module._parameters.items() if value is not None}
+    if not {"gate_up_proj", "down_proj"} <= names <= _PARAMETERS:
+        return False
+    up, down = _tensor(module, "gate_up_proj"), _tensor(module, "down_proj")
+    return up.ndim == down.ndim == 3 and len(up) == len(down) and up.is_floating_point()
+
+
+def _understood(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """A call with rows, their experts and weights, and nothing else."""
+    names = tuple(signature(module.forward).parameters)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if tuple(name for name in names if name in given) != names[:3] or len(given) != 3:
+        return None
+    x, chosen, weights = (given[name] for name in names[:3])
+    if not all(isinstance(value, Tensor) for value in (x, chosen, weights)):
+        return None
+    fit = chosen.ndim == 2 and chosen.shape == weights.shape and chosen.shape[0] == x.shape[:-1].numel()
+    if not fit or chosen.is_floating_point() or x.dtype is not _tensor(module, "down_proj").dtype:
+        return None
+    if not 0 <= int(chosen.min()) <= int(chosen.max()) < len(_tensor(module, "down_proj")):
+        return None
+    rows = x.reshape(-1, x.shape[-1]).clone()
+    return Call(names[:3], rows, chosen.clone(), weights.clone())
