@@ -338,6 +338,14 @@ Attend = Callable[[torch.Tensor, AttentionBatch, torch.Tensor], object]
 """Attention of one layer: queries [T, Hq, D], whose rows they are, and where the result goes, [T, width]."""
 
 
+class StateRows(NamedTuple):
+    """Of models with recurrent state (`kv.states`): ``slots`` [R] each request's own number, ``revocable`` [R] how many
+    of its last tokens may be taken back; a drafter's earlier passes count, so there may be more than it has rows."""
+
+    slots: Sequence[int]
+    revocable: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One ragged batch for a decoder model."""
@@ -346,6 +354,7 @@ class StepInput:
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64; where each row's K/V is written: block * block_size + offset
     attention: AttentionBatch
+    states: StateRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from draftwise import LLM, SamplingParams
-from draftwise.errors import ModelLoadError
+from draftwise.errors import ModelLoadError, RequestError
 from draftwise.models.general.model import GeneralDecoder
 from tests.fakes.architectures import KINDS, CannotMake, save, small
 
@@ -83,7 +84,13 @@ def outcome(kind: str, folder: Path) -> Outcome:
         return Outcome(kind, made.architecture, "refused", words)
     with llm:
         wanted = [_greedy(made.model, prompt) for prompt in prompts()]
+        assert llm._engine is not None
+        model = llm._engine.model
         for name, speculation in METHODS.items():
+            if name == "tree" and model.state_spec() is not None:
+                with pytest.raises(RequestError, match="recurrent state"):
+                    llm.generate([{"prompt_token_ids": [3]}], SamplingParams(speculation=speculation))
+                continue
             params = SamplingParams(
                 temperature=0, max_tokens=LENGTH, ignore_eos=True, speculation=speculation, prompt_logprobs=0
             )
@@ -95,8 +102,7 @@ def outcome(kind: str, folder: Path) -> Outcome:
                     assert position is not None
                     (one,) = position.values()
                     assert abs(one.logprob - float(logprobs[i, prompt[i + 1]])) < LIMIT, name
-        assert llm._engine is not None
-        model = llm._engine.model
+        llm.check_integrity()
         way = f"Transformers' code, {model.way.name}" if isinstance(model, GeneralDecoder) else "own code"
     return Outcome(kind, made.architecture, way)
 

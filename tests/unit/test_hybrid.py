@@ -116,7 +116,7 @@ def test_every_hook_reaches_the_model() -> None:
 
 
 def test_every_attribute_is_the_models() -> None:
-    own = {"name", "evident", "drafts_dynamic_trees"}
+    own = {"name", "evident", "drafts_dynamic_trees", "most_drafts"}
     for answer in (False, True):
         values = {name: answer for name in Proposer.__annotations__ if name not in (*own, "forward_time")}
         assert {"has_storage", "observes", "drafts_trees", "prompt_only", "capture_layers"} <= values.keys()
@@ -124,6 +124,7 @@ def test_every_attribute_is_the_models() -> None:
         hybrid = HybridProposer(NgramProposer(5, 2), model)
         assert {name: getattr(hybrid, name) for name in values} == values
         assert (hybrid.name, hybrid.evident, hybrid.drafts_dynamic_trees) == ("hybrid", False, True)
+        assert hybrid.most_drafts is None
 
 
 def test_the_model_is_told_though_the_look_up_fails() -> None:

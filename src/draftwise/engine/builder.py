@@ -21,6 +21,7 @@ from draftwise.engine.core import EngineCore
 from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
+from draftwise.engine.states import StatePlan, check_drafters, plan_states
 from draftwise.errors import ConfigError
 from draftwise.graphs.setup import GraphSetup, backend_for, capturable
 from draftwise.kernels.resident import resident_bytes
@@ -44,6 +45,8 @@ logger = logging.getLogger("draftwise")
 
 _CPU_CACHE_LIMIT = 4 << 30
 """Bytes of K/V cache on a CPU, at most, unless the user asks for more."""
+_MOST_SEQS = 64
+"""Requests that run at once where the user says nothing."""
 _FLOAT32_LIMIT = 1 << 30
 """Models under this many bytes in float32 run in float32 on a CPU when dtype is "auto"."""
 
@@ -92,11 +95,14 @@ def build_engine(
             revision=config.tokenizer_revision or config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-    proposers = _load_proposers(config, model, tokenizer, max_model_len, device, graphs)
+    states = plan_states(config, model, _MOST_SEQS, (config.kv_cache_memory or _free_memory()) // 2)
+    num_seqs = config.max_num_seqs or (_MOST_SEQS if states is None else states.slots)
+    proposers = _load_proposers(config, model, tokenizer, max_model_len, device, graphs, num_seqs)
     if graphs is not None:
         logger.info("graphs to be captured: %s", graphs)
+    check_drafters({d.method: d for d in config.drafters}, proposers)
     num_blocks, cache_bytes = _num_blocks(
-        config, model, list(proposers.values()), max_model_len, device, graphs
+        config, model, list(proposers.values()), max_model_len, device, graphs, states
     )
     capacity = num_blocks * config.block_size
     if capacity < max_model_len:
@@ -111,8 +117,9 @@ def build_engine(
     scratch = max((p.target_scratch_blocks() for p in proposers.values()), default=0)
     cache_dtype = _cache_dtype(config, model)
     storage = KVStorage(
-        model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device, spare=model.pads
-    )
+        model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device, spare=model.pads,
+        states=None if states is None else states.store(device),
+    )  # fmt: skip
     for proposer in proposers.values():
         proposer.allocate(num_blocks)
         proposer.use_target_storage(storage)
@@ -141,11 +148,12 @@ def build_engine(
         executor = ThreadedExecutor(executor)
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=config.max_num_seqs or 64,
+            max_num_seqs=num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunked_prefill=config.enable_chunked_prefill,
         ),
-        KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
+        # A prefix's keys are no use without the state behind it.
+        KVManager(num_blocks, config.block_size, config.enable_prefix_caching and states is None),
         _controller(config, proposers),
         clock,
     )
@@ -161,6 +169,7 @@ def build_engine(
         keep_trace=keep_trace,
         grammars=grammars,
         limits=config.request_limits,
+        most_drafts=None if states is None else states.drafts,
     )
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")
@@ -214,6 +223,7 @@ def _load_proposers(
     max_model_len: int,
     device: torch.device,
     graphs: GraphSetup | None,
+    num_seqs: int,
 ) -> dict[str, Proposer]:
     proposers: dict[str, Proposer] = {}
     for spec in config.drafters:
@@ -225,7 +235,7 @@ def _load_proposers(
             dtype=model.dtype,
             device=device,
             max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs or 64,
+            max_num_seqs=num_seqs,
             vocab_size=model.config.vocab_size,
             tokenizer=tokenizer,
             transfer_folder=transfer_folder(config.kv_transfer_config),
@@ -253,7 +263,7 @@ def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> 
     return GraphSetup(
         backend,
         config.block_size,
-        config.max_num_seqs or 64,
+        config.max_num_seqs or _MOST_SEQS,
         config.max_num_batched_tokens,
         model.config.max_model_len,
         options.sizes,
@@ -292,20 +302,22 @@ def _num_blocks(
     max_model_len: int,
     device: torch.device,
     graphs: GraphSetup | None,
+    states: StatePlan | None,
 ) -> tuple[int, int]:
     """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
     ConfigError if none fits."""
     block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, _cache_dtype(config, model))
     block_bytes += sum(p.memory_per_block() for p in proposers)
-    fixed = sum(p.memory_fixed() for p in proposers)
+    block_bytes = max(block_bytes, 1)  # of a model without attention
+    fixed = sum(p.memory_fixed() for p in proposers) + (0 if states is None else states.nbytes)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks, config.num_kv_blocks * block_bytes + fixed
     # More than every sequence at full length is never used.
-    useful = (config.max_num_seqs or 64) * -(-max_model_len // config.block_size)
+    useful = (config.max_num_seqs or _MOST_SEQS) * -(-max_model_len // config.block_size)
     if config.kv_cache_memory is not None:
         blocks = (config.kv_cache_memory - fixed) // block_bytes
         if blocks < 1:
-            scratch = f"; drafters need {fixed} bytes besides" if fixed else ""
+            scratch = f"; drafters and recurrent states need {fixed} bytes besides" if fixed else ""
             raise ConfigError(
                 f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, "
                 f"which takes {block_bytes} bytes{scratch}"
@@ -315,7 +327,7 @@ def _num_blocks(
             model,
             utilization=config.gpu_memory_utilization,
             rows=config.max_num_batched_tokens,
-            logit_rows=(config.max_num_seqs or 64) * _widths(config)[-1],
+            logit_rows=(config.max_num_seqs or _MOST_SEQS) * _widths(config)[-1],
             block_size=config.block_size,
             block_bytes=block_bytes,
             fixed=fixed,
@@ -334,7 +346,7 @@ def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:
     """What steps that stay on a GPU take besides."""
     if not config.async_scheduling:
         return 0
-    return resident_bytes(config.max_num_seqs or 64, _widths(config)[-1] - 1, model.config.vocab_size)
+    return resident_bytes(config.max_num_seqs or _MOST_SEQS, _widths(config)[-1] - 1, model.config.vocab_size)
 
 
 def _free_memory() -> int:
@@ -363,6 +375,11 @@ def _guarantees(model: DecoderModel, config: EngineConfig) -> Guarantees:
         reasons.append(
             "plain torch products round differently for different numbers of rows: outputs are equal in distribution, "
             "and equal in text unless two tokens tie within rounding"
+        )
+    if model.state_spec() is not None:
+        reasons.append(
+            "recurrent state is kept behind every draft and taken up where drafts end; drafts and plain tokens are "
+            "computed one by one in the same way"
         )
     exact = model.same_bits and not lossy
     return Guarantees(lossless=not lossy, same_bits=exact, same_seed_same_text=exact, reasons=tuple(reasons))

@@ -15,6 +15,7 @@ from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
+from draftwise.engine.states import WHY_NO_TREES
 from draftwise.engine.stops import StopStrings
 from draftwise.engine.workers import Lane
 from draftwise.errors import ConfigError, ContextLengthError, RequestError, shown, suggest
@@ -84,7 +85,9 @@ class Processor:
         keep_trace: bool = False,
         grammars: Grammars | None = None,
         limits: RequestLimits | None = None,
+        most_drafts: int | None = None,
     ) -> None:
+        """``most_drafts``: a request may have in a step, of a model with recurrent state; None: the model has none."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.limits = limits or RequestLimits()
@@ -95,6 +98,7 @@ class Processor:
         self._seed = seed
         self._clock = clock
         self._keep_trace = keep_trace
+        self._most_drafts = most_drafts
         self._next_rid = 0
         self._lock = Lock()
         eos = end_tokens(model_config, tokenizer)
@@ -305,11 +309,17 @@ class Processor:
         k = given.get("num_speculative_tokens")
         if k is None and dynamic is not None and (config is None or config.speculative_dynamic_tree is None):
             k = DEFAULT_TREE_NODES
+        most = self._most_chain(method)
         if k is None:
-            k = config.num_speculative_tokens if config is not None else DEFAULT_DRAFTS
+            k = min(config.num_speculative_tokens if config is not None else DEFAULT_DRAFTS, most)
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MAX_TREE_NODES:
             raise RequestError(
                 f"speculation: num_speculative_tokens must be an integer from 0 to {MAX_TREE_NODES}, got {shown(k)}"
+            )
+        if k > most:
+            raise RequestError(
+                f"speculation: num_speculative_tokens: this engine keeps recurrent state for {most} drafts of a "
+                f"request, not for {k} (the speculative_config of the engine says how many)"
             )
         if k == 0:
             return Speculation("none", 0, rule)
@@ -318,6 +328,7 @@ class Processor:
         tree = given.get("speculative_token_tree", config.speculative_token_tree if config else None)
         if tree is None:
             return Speculation(method, k, rule)
+        self._refuse_tree("speculative_token_tree")
         if config is None or not self._proposers[method].drafts_trees:
             raise RequestError(
                 f"speculation: method {method!r} drafts chains only, not speculative_token_tree"
@@ -327,6 +338,16 @@ class Processor:
         except ConfigError as error:
             raise RequestError(f"speculation: {error}") from None
         return Speculation(method, len(parents), rule, parents, ranks)
+
+    def _most_chain(self, method: str) -> int:
+        """Drafts that states are kept for, of the target and of the drafter, where they carry any."""
+        own = self._proposers[method].most_drafts if method in self._proposers else None
+        limits = [most for most in (own, self._most_drafts) if most is not None]
+        return min([MAX_TREE_NODES, *limits])
+
+    def _refuse_tree(self, name: str) -> None:
+        if self._most_drafts is not None:
+            raise RequestError(f"speculation: {name}: {WHY_NO_TREES}")
 
     def _dynamic_tree(
         self, given: Mapping[str, Any], method: str, config: SpeculativeConfig | None
@@ -342,6 +363,7 @@ class Processor:
             raise RequestError(f"speculation: {error}") from None
         if dynamic is None:
             return None
+        self._refuse_tree(name)
         if given.get("speculative_token_tree") is not None:
             raise RequestError(f"speculation: {name} contradicts speculative_token_tree")
         if config is None or not self._proposers[method].drafts_dynamic_trees:

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from draftwise.kv.states import StateStore
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
@@ -79,13 +81,16 @@ class KVStorage:
         device: torch.device,
         *,
         spare: bool = False,
+        states: StateStore | None = None,
     ) -> None:
+        """``states``: of a model with recurrent state, which has them besides."""
         assert num_blocks > 0 and block_size > 0
         self.layout = tuple(layout)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
+        self.states = states
         self.spare_slot = num_blocks * block_size if spare else None
         slots = num_blocks * block_size + spare
         self._pools: list[Tensor] = []  # each [layers of the run, slots, ...]
@@ -131,8 +136,9 @@ class KVStorage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all layers."""
-        return sum(pool.numel() * pool.element_size() for pool in self._pools)
+        """Bytes held by all layers, states included."""
+        own = sum(pool.numel() * pool.element_size() for pool in self._pools)
+        return own + (0 if self.states is None else self.states.nbytes)
 
     @staticmethod
     def bytes_per_block(layout: Sequence[KVLayerSpec], block_size: int, dtype: torch.dtype) -> int:

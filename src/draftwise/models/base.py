@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Linear, Ops
+from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
 from draftwise.models.config import RawConfig
@@ -76,6 +77,12 @@ class DecoderModel(ABC):
     @abstractmethod
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         """What each layer stores per token."""
+
+    def state_spec(self) -> StateSpec | None:
+        """What the model keeps of a request besides keys and values; None: nothing. Storage for a model that keeps
+        something has `KVStorage.states`, and each `StepInput` says ``states``; requests do not share blocks, and there
+        are no trees."""
+        return None
 
     @abstractmethod
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:

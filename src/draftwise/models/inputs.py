@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.cpu.columns import RowPacker, row_packer
-from draftwise.types import AttentionBatch, IntArray, StepInput
+from draftwise.types import AttentionBatch, IntArray, StateRows, StepInput
 
 
 class RowInput(NamedTuple):
@@ -28,6 +28,8 @@ class RowInput(NamedTuple):
 
     ``first_key``: keys before it are seen by nobody (at most ``context_len``).
 
+    ``state_slot``, ``revocable``: for models with recurrent state, see `StateRows`; -1: the model has none.
+
     Example: below 10 committed tokens, a tree (-1, -1, 0) whose root is one of them: level 1 is tokens (5, 7),
     ancestors (0b001, 0b010), tree_start 0, at keys 10 and 11, position 10; level 2 is token 9, ancestors (0b101,),
     tree_start 2, at key 12, position 11.
@@ -40,6 +42,8 @@ class RowInput(NamedTuple):
     ancestors: Sequence[int] | None = None
     tree_start: int = 0
     first_key: int = 0
+    state_slot: int = -1
+    revocable: int = 0
 
 
 def tree_layout(parents: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -83,7 +87,7 @@ def build_step_input(
     starts, contexts, first_keys, tree_starts = [0], [], [], []
     trees: list[TreeRows] = []
     end = 0
-    for r, (own, context, _, parents, ancestors, tree_start, first_key) in enumerate(rows):
+    for r, (own, context, _, parents, ancestors, tree_start, first_key, _, _) in enumerate(rows):
         end += len(own)
         starts.append(end)
         contexts.append(context)
@@ -108,6 +112,9 @@ def build_step_input(
         tree_starts=tree_starts,
         trees=trees,
         packer=packer,
+        states=StateRows([row.state_slot for row in rows], [row.revocable for row in rows])
+        if rows and rows[0].state_slot >= 0
+        else None,
     )
 
 
@@ -143,6 +150,7 @@ def pack_rows(
     tree_starts: Sequence[int] = (),
     trees: Sequence[TreeRows] = (),
     packer: RowPacker | None = None,
+    states: StateRows | None = None,
 ) -> StepInput:
     """`build_step_input` for whoever has the facts of R requests side by side.
 
@@ -155,6 +163,7 @@ def pack_rows(
             was trained at position s - 1, that of the hidden state it was computed from.
         first_keys, tree_starts: [R], see `RowInput`; empty: all are 0.
         trees: of the requests whose rows are no causal run.
+        states: of models with recurrent state.
         packer: the caller's own (`own_packer`), if it is done with a batch before it makes the next one.
     """
     count, total = len(contexts), starts[-1]
@@ -194,6 +203,7 @@ def pack_rows(
             np.array(first_keys, np.int32) if any(first_keys) else None,
             np.array(tree_starts, np.int32) if has_starts else None,
         ),
+        states,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.base import DecoderModel
 from draftwise.models.config import ModelConfig, RawConfig
@@ -27,6 +28,9 @@ class WrappedDecoder(DecoderModel):
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         return self.inner.kv_layout()
+
+    def state_spec(self) -> StateSpec | None:
+        return self.inner.state_spec()
 
     def weight_bytes(self) -> int:
         return self.inner.weight_bytes()

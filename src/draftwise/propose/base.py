@@ -167,6 +167,8 @@ class Proposer(ABC):
     prompt_only: ClassVar[bool] = False
     """Whether requests that use it are there for their prompt: every token of it passes the target, one token is
     generated, and `transfer` says what came of it."""
+    most_drafts: int | None = None
+    """Most tokens of a chain that it can draft, if it carries recurrent state; its requests may ask for no more."""
     forward_time: float = 0.0
     """Seconds spent in this proposer's own forward passes; read and reset by the runner every step."""
 

@@ -44,6 +44,7 @@ class HybridProposer(DelegatingProposer):
     name: ClassVar[str] = "hybrid"
     drafts_dynamic_trees: ClassVar[bool] = True
     evident: ClassVar[bool] = False
+    most_drafts = None  # the model is asked for `model_tokens` at most, and a match has no state
 
     def __init__(
         self,

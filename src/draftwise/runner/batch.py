@@ -12,7 +12,7 @@ from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.models.inputs import Blocks, TreeRows, pack_rows
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.state import SamplingState
-from draftwise.types import EMPTY_PROPOSAL, Proposal, RowPlan, StepInput, new_record
+from draftwise.types import EMPTY_PROPOSAL, Proposal, RowPlan, StateRows, StepInput, new_record
 from draftwise.verify.base import VerifyColumns, VerifyRequest
 
 
@@ -64,9 +64,10 @@ def assemble(
     block_size: int,
     device: torch.device,
     packer: RowPacker | None = None,
+    carries_state: bool = False,
 ) -> StepBatch | None:
     """Put a planned step together; None if nobody takes part, because all have all their tokens. ``packer``: see
-    `pack_rows`.
+    `pack_rows`. ``carries_state``: the model has recurrent state; a request's line is its slot.
 
     Example: request 0 computes tokens 5, 6, 7 of its prompt, the last of which is the root; request 1 verifies drafts 8
     and 9 below its root 4. Batch rows: 5 6 7 | 4 8 9; starts 0 3 6; logits of rows 2 | 3 4 5; the requests' first rows
@@ -149,6 +150,9 @@ def assemble(
         device,
         trees=trees,
         packer=packer,
+        states=StateRows([s.row.line for s in steps], [len(s.proposal) for s in steps])
+        if carries_state
+        else None,
     )
     return StepBatch(
         steps,

@@ -188,8 +188,9 @@ class LocalExecutor(Executor):
         if not plan.rows:
             return self._nothing(plan)
         start = self._clock()
+        states = self._storage.states is not None
         batch = assemble(
-            plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on, self._packer
+            plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on, self._packer, states
         )
         if batch is None:
             return self._nothing(plan)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
+from draftwise.kv.states import StateStore
 from draftwise.kv.storage import KVStorage
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.inputs import RowInput, build_step_input
@@ -25,6 +26,7 @@ _LONG, _SHORT = 141, 9  # tokens of the two requests; some models begin to do so
 _CHUNK = 13  # tokens of the long one that come first
 _FEW = _CHUNK + 3  # that the long one has at least, whatever positions a model says
 _PARENTS = (-1, -1, -1, 0, 1)  # of nodes below the long one's last token: paths of 1, 2 and 2
+_CHAIN = (-1, 0, 0)  # of models that verify no trees: the second node is taken back before the third comes
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 """Mean difference of logits over their deviation. A wrong mask or scale makes tenths; float32 in another order 1e-6."""
 _EXCHANGED = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -49,17 +51,20 @@ class Reference:
     of_long: Tensor
     of_short: Tensor
     of_paths: list[Tensor]  # [V] behind each node
+    parents: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Any, vocab_size: int, positions: int) -> Reference:
-        """``model`` attends as Transformers does it. ``positions``: how many it can reach.
+    def of(cls, model: Any, vocab_size: int, positions: int, *, chain: bool = False) -> Reference:
+        """``model`` attends as Transformers does it. ``positions``: how many it can reach. ``chain``: nodes are a
+        chain, of which a part is taken back: for models that verify no trees.
 
         Raises:
             ModelLoadError: its code fails.
         """
-        count = max(_FEW, min(_LONG, positions - len(_PARENTS)))
+        parents = _CHAIN if chain else _PARENTS
+        count = max(_FEW, min(_LONG, positions - len(parents)))
         long, short = sample(vocab_size, count, 1), sample(vocab_size, _SHORT, 2)
-        nodes = sample(vocab_size, len(_PARENTS), 3)
+        nodes = sample(vocab_size, len(parents), 3)
 
         def run(tokens: list[int]) -> Tensor:
             ids = torch.tensor([tokens], device=model.device)
@@ -76,9 +81,9 @@ class Reference:
             at = i
             while at >= 0:
                 path.insert(0, nodes[at])
-                at = _PARENTS[at]
+                at = parents[at]
             paths.append(run(long + path)[-1])
-        return cls(long, short, nodes, run(long), run(short), paths)
+        return cls(long, short, nodes, run(long), run(short), paths, parents)
 
 
 def check(
@@ -98,7 +103,7 @@ def check(
     wanted = {
         "in chunks": reference.of_long,
         "beside another request": reference.of_short,
-        "in a tree": torch.stack(reference.of_paths),
+        _drafted(reference): torch.stack(reference.of_paths),
     }
     for how, want in wanted.items():
         deviation = float(want.std())
@@ -110,23 +115,38 @@ def check(
             )
 
 
+def _drafted(reference: Reference) -> str:
+    return "behind rejected drafts" if reference.parents == _CHAIN else "in a tree"
+
+
 def _run(decoder: GeneralDecoder, reference: Reference) -> dict[str, Tensor]:
-    long, short = reference.long, reference.short
-    blocks = -(-(len(long) + len(_PARENTS)) // _BLOCK)
-    kv = KVStorage(decoder.kv_layout(), blocks + 1, _BLOCK, decoder.dtype, decoder.device)
+    long, short, nodes = reference.long, reference.short, reference.nodes
+    blocks = -(-(len(long) + len(nodes)) // _BLOCK)
+    spec = decoder.state_spec()
+    states = None if spec is None else StateStore(spec, 2, len(nodes), decoder.device)
+    kv = KVStorage(decoder.kv_layout(), blocks + 1, _BLOCK, decoder.dtype, decoder.device, states=states)
     mine, other = np.arange(1, blocks + 1, dtype=np.int32), np.zeros(1, np.int32)
 
     def step(*rows: RowInput) -> Tensor:
         return decoder.forward_logits(build_step_input(rows, _BLOCK, decoder.device), kv)[1]
 
+    def of_long(tokens: list[int], context: int, **others: Any) -> RowInput:
+        return RowInput(tokens, context, mine, state_slot=-1 if spec is None else 1, **others)
+
+    def of_short(tokens: list[int], context: int) -> RowInput:
+        return RowInput(tokens, context, other, state_slot=-1 if spec is None else 0)
+
     last = len(long) - 1
-    first = step(RowInput(long[:_CHUNK], 0, mine))
-    second = step(RowInput(short[:8], 0, other), RowInput(long[_CHUNK:last], _CHUNK, mine))
-    third = step(
-        RowInput(long[last:] + reference.nodes, last, mine, parents=_PARENTS), RowInput(short[8:], 8, other)
-    )
+    first = step(of_long(long[:_CHUNK], 0))
+    second = step(of_short(short[:8], 0), of_long(long[_CHUNK:last], _CHUNK))
+    if spec is None:
+        third = step(of_long(long[last:] + nodes, last, parents=reference.parents), of_short(short[8:], 8))
+        drafted, end = third[1:-1], len(nodes) + 1
+    else:
+        third = step(of_long(long[last:] + nodes[:2], last, revocable=2), of_short(short[8:], 8))
+        drafted, end = torch.cat([third[1:3], step(of_long(nodes[2:], last + 2))]), 3
     return {
         "in chunks": torch.cat([first, second[8:], third[:1]]),
-        "beside another request": torch.cat([second[:8], third[1 + len(_PARENTS) :]]),
-        "in a tree": third[1 : 1 + len(_PARENTS)],
+        "beside another request": torch.cat([second[:8], third[end:]]),
+        _drafted(reference): drafted,
     }

@@ -9,9 +9,11 @@ from draftwise.models.config import ModelConfig, RawConfig, token_ids
 from draftwise.models.rope import RopeConfig
 
 _LAYER_TYPES = frozenset({
-    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention",
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "mlp", "moe",
 })  # fmt: skip
 """Kinds of layers whose only state is one entry per token: keys, values, and keys by which sparse attention chooses."""
+_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "recurrent"})
+"""Kinds of layers with recurrent state, see `carried`."""
 
 
 def transformers_config(raw: RawConfig) -> Any:
@@ -60,7 +62,7 @@ def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None =
         ModelLoadError: a size that every model has is missing, or ``max_model_len`` is beyond what the model can do.
     """
     config = transformers_config(raw)
-    kinds = set(_value(config, "layer_types") or ()) - _LAYER_TYPES
+    kinds = set(_value(config, "layer_types") or ()) - _LAYER_TYPES - _RECURRENT
     if kinds:
         raise ModelLoadError(
             f"{architecture} has layers of type {', '.join(sorted(kinds))}, which are not supported"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.checkpoint import shorten
 from draftwise.models.config import ModelConfig
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, Probe, register, taking
+from draftwise.models.general.carried import Unit, find_units
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts
 from draftwise.models.general.model import GeneralDecoder
@@ -74,9 +75,10 @@ def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
 def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> GeneralDecoder:
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
+        units = _units(model, config.vocab_size)
         with ExpertsUse(model) as mixtures:
-            reference = Reference.of(model, config.vocab_size, config.max_model_len)
-        decoder, linears = _served(model, config, ops, reference)
+            reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
+        decoder, linears = _served(model, config, ops, reference, units)
         head = model.get_output_embeddings()
         packed = exchange(model, linears, ops, head) + exchange_experts(model, mixtures.calls, ops)
         decoder.renew()
@@ -87,22 +89,27 @@ def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> Gener
     mixed = sum(isinstance(module, PackedExperts) for module in model.modules())
     logger.info("%s runs on Transformers' code, %s, %d linear layers and %d mixtures of experts on own kernels%s",
                 config.architecture, decoder.way.name, count, mixed, decoder.way.cost)  # fmt: skip
+    if units:
+        logger.info("%d of its modules carry recurrent state, and are computed per request", len(units))
     return decoder
 
 
 def _served(
-    model: Any, config: ModelConfig, ops: Ops, reference: Reference
+    model: Any, config: ModelConfig, ops: Ops, reference: Reference, units: Sequence[Unit]
 ) -> tuple[GeneralDecoder, list[nn.Linear]]:
     """The first of the ways that gives the model's own logits, and the linear layers that may be exchanged."""
     refusals: list[str] = []
     told = "position_ids" in signature(model.base_model.forward).parameters
-    for prepare in (_by_interface, _by_cache, _by_cache_with_positions)[: 3 if told else 2]:
+    count = 1 if units else 3 if told else 2  # states are kept for rows that are one sequence
+    for prepare in (_by_interface, _by_cache, _by_cache_with_positions)[:count]:
         try:
             way, linears = prepare(model, config, ops, reference)
+            if not way.layout and not units:
+                raise ModelLoadError("no layer attends through Transformers' attention interface")
         except ModelLoadError as error:
             refusals.append(str(error))
             continue
-        decoder = GeneralDecoder(config, ops, model, way, _blocks(model, config.num_layers))
+        decoder = GeneralDecoder(config, ops, model, way, _blocks(model, config.num_layers), units)
         try:
             check(decoder, reference)
         except ModelLoadError as error:
@@ -140,6 +147,19 @@ def _by_cache_with_positions(model: Any, config: ModelConfig, ops: Ops, referenc
     return Cached(layout, _first_position(model, reference)), linears
 
 
+def _units(model: Any, vocab_size: int) -> list[Unit]:
+    """The modules that carry a state from token to token beside keys and values. None if the model wants to know more
+    of its cache than such modules do: the check will tell whether that was right."""
+    tokens = torch.tensor([sample(vocab_size, 13, seed=6)], device=model.device)
+    try:
+        return find_units(model, lambda: model(input_ids=tokens, use_cache=False))
+    except ModelLoadError:
+        raise
+    except Exception as error:  # whatever a model's code raises
+        logger.debug("no recurrent state is looked for: %s: %s", type(error).__name__, error)
+        return []
+
+
 def _first_position(model: Any, reference: Reference) -> int:
     """What the model calls the position of a first token: 0, or one more than the id of padding (RoBERTa)."""
     padding = getattr(model.config, "pad_token_id", None)
@@ -161,8 +181,6 @@ def _probed(model: Any, vocab_size: int) -> tuple[list[LayerCall], list[nn.Linea
     positions = torch.arange(tokens.shape[1], device=model.device)[None]
     with taking(probe), LinearUse(model) as use, _explained():
         model(input_ids=tokens, position_ids=positions, use_cache=False)
-    if not probe.calls:
-        raise ModelLoadError("no layer attends through Transformers' attention interface")
     return probe.calls, use.exchangeable
 
 

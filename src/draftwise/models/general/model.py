@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.kernels.base import Ops
+from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.models.general.attention import taking
+from draftwise.models.general.carried import Unit, running
+from draftwise.models.general.recurrence import Recurrence
 from draftwise.models.general.ways import Part, Way
 from draftwise.types import StepInput, TargetOutput
 
@@ -31,11 +34,13 @@ class GeneralDecoder(DecoderModel):
         model: Any,
         way: Way,
         blocks: Sequence[nn.Module],
+        units: Sequence[Unit] = (),
     ) -> None:
         """
         Args:
             model: a ``PreTrainedModel`` for causal language modelling, made ready for ``way``.
             blocks: the decoder layers, whose entering hidden states can be captured.
+            units: the modules with recurrent state; then ``way`` computes all rows in one part.
         """
         self.config = config
         self.dtype, self.device = ops.dtype, ops.device
@@ -43,6 +48,8 @@ class GeneralDecoder(DecoderModel):
         self._model = model
         self._body = model.base_model
         self.way = way
+        tensors = tuple(tensor for unit in units for tensor in unit.tensors)
+        self._states = StateSpec(tensors) if tensors else None
         self._positions: Tensor | None = None  # [T] of the pass that runs
         self._captured: dict[int, list[Tensor]] = {}  # [B * n, H] of each part of the pass
         self._wanted: frozenset[int] = frozenset()
@@ -83,13 +90,20 @@ class GeneralDecoder(DecoderModel):
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         return self.way.layout
 
+    def state_spec(self) -> StateSpec | None:
+        return self._states
+
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
         self._wanted, self._captured = frozenset(capture), {}
         parts = self.way.parts(batch, kv)
         hidden = []
+        recurrence = None
+        if self._states is not None:
+            assert kv.states is not None, "storage of a model with recurrent state has states"
+            recurrence = Recurrence(batch, kv.states)
         for part in parts:
             self._positions = part.positions
-            with taking(part.taker) if part.taker is not None else nullcontext():
+            with taking(part.taker) if part.taker is not None else nullcontext(), running(recurrence):
                 output = self._body(input_ids=part.token_ids, **part.arguments)
             hidden.append(_rows(output.last_hidden_state))
         self._positions = None

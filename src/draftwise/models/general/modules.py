@@ -21,7 +21,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., inputs] -> [..., outputs]."""
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features).contiguous()  # a transposed one may be a view still
         return self._ops.linear(rows, self.packed).view(*x.shape[:-1], self.out_features)
 
 

@@ -52,6 +52,11 @@ class ParallelDraftProposer(ModelProposer):
                 "(pard_token); the model was not trained to draft in parallel"
             )
         proposer = super().create(context)
+        if proposer._carried is not None:
+            raise ConfigError(
+                f"speculative_config.parallel_drafting: {config.model!r} carries recurrent state, in which masks would "
+                "leave their mark; drafting in parallel needs attention alone"
+            )
         if not 0 <= token < proposer._model.config.vocab_size:
             raise ConfigError(
                 f"speculative_config.parallel_drafting: the mask token {token} of {config.model!r} is not in its "

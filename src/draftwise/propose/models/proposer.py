@@ -28,6 +28,7 @@ from draftwise.propose.chains import (
     loop_proposals,
     one_loop,
 )
+from draftwise.propose.models.carried import CarriedStates
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
 from draftwise.propose.trees.native import as_proposal, native_draws
@@ -70,8 +71,10 @@ class ModelProposer(Proposer, TreeModel):
         max_model_len: int,
         max_num_seqs: int = 64,
         sample_method: DraftSampleMethod = "probabilistic",
+        num_drafts: int = 1,
     ) -> None:
-        """``max_model_len``: no token at this position or later is fed to the drafter; drafting stops there.
+        """``num_drafts``: tokens of a chain that states are kept for, if the model carries any.
+        ``max_model_len``: no token at this position or later is fed to the drafter; drafting stops there.
         ``sample_method``: "probabilistic" draws from the drafter's distribution, "greedy" takes its argmax."""
         self._model = model
         self._storage: KVStorage | None = None  # see `allocate`
@@ -81,6 +84,11 @@ class ModelProposer(Proposer, TreeModel):
         self._block_size = block_size
         self._max_len = min(max_model_len, model.config.max_model_len)
         self._sample_method = sample_method
+        spec = model.state_spec()
+        self._carried = None if spec is None else CarriedStates(spec, max_num_seqs, num_drafts, model.device)
+        if self._carried is not None:
+            self.most_drafts = num_drafts
+            self.drafts_trees = self.drafts_dynamic_trees = False  # type: ignore[misc]  # of this one
         self._drafts: dict[int, ModelDraft] = {}
         self._looped: dict[
             int, int
@@ -119,6 +127,7 @@ class ModelProposer(Proposer, TreeModel):
             max_model_len=context.max_draft_len,
             max_num_seqs=context.max_num_seqs,
             sample_method=context.sample_method,
+            num_drafts=config.num_speculative_tokens,
         )
 
     # -------------------------------------------------------------------------------------------- propose
@@ -126,7 +135,9 @@ class ModelProposer(Proposer, TreeModel):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         self._drafts = {}
         self._looped, self._loop_stored = {}, 0
-        found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
+        found = None
+        if self._carried is None:
+            found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
         proposals = None if found is None else self._loop(rows, *found)
         if proposals is not None:
             return proposals
@@ -154,8 +165,8 @@ class ModelProposer(Proposer, TreeModel):
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
     def _filled(self, row: DraftRow) -> int:
-        """Leading tokens of the row that have K/V."""
-        return row.filled
+        """Leading tokens of the row that have K/V, and state where the model has any."""
+        return row.filled if self._carried is None else self._carried.known(row)
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the model do the whole loop for all rows, if it can."""
@@ -185,6 +196,8 @@ class ModelProposer(Proposer, TreeModel):
 
     def _start(self, row: DraftRow) -> ModelDraft:
         length = longest_chain(row, self._max_len, self._block_size)
+        if self.most_drafts is not None:  # a grammar may force more, and a hybrid may ask for them
+            length = min(length, self.most_drafts)
         forced = row.forced[: max(length, 0)]
         context_np = row.token_ids_np
         if forced:
@@ -251,7 +264,7 @@ class ModelProposer(Proposer, TreeModel):
         """Let the model do the whole loop where nothing stands between its passes but a draw at a temperature, the
         same ``kind`` for all. False: it cannot."""
         rows = sum(len(d.context_np) - min(d.fed, len(d.context_np) - 1) for d in active)
-        if kind is None or rows > CATCH_UP_ROWS:
+        if kind is None or rows > CATCH_UP_ROWS or self._carried is not None:
             return False
         steps = active[0].length - len(active[0].tokens)
         start = time.perf_counter()
@@ -293,7 +306,7 @@ class ModelProposer(Proposer, TreeModel):
                     break
                 left -= count
                 tokens = draft.context_np[start : start + count]
-                inputs.append(RowInput(tokens, start, draft.row.block_table_np))
+                inputs.append(self._input(draft.row, tokens, start))
                 members.append(draft)
                 draft.fed = start + count
                 draft.stored = max(draft.fed - draft.row.num_tokens, 0)
@@ -308,13 +321,18 @@ class ModelProposer(Proposer, TreeModel):
 
     def _advance(self, active: Sequence[ModelDraft]) -> torch.Tensor:
         """Feed the last drawn token of each active row: logits [R, V]."""
-        inputs = [
-            RowInput((d.tokens[-1],), d.row.num_tokens + len(d.tokens) - 1, d.row.block_table_np)
-            for d in active
-        ]
+        inputs = [self._input(d.row, (d.tokens[-1],), d.row.num_tokens + len(d.tokens) - 1) for d in active]
         for draft in active:
             draft.stored = len(draft.tokens)
         return self._forward(inputs)
+
+    def _input(self, row: DraftRow, tokens: Sequence[int] | IntArray, start: int) -> RowInput:
+        """Tokens of a request from ``start`` on. What stands behind its known ones may be taken back."""
+        if self._carried is None:
+            return RowInput(tokens, start, row.block_table_np)
+        revocable = max(start + len(tokens) - row.num_tokens, 0)
+        slot = self._carried.slot(row.rid)
+        return RowInput(tokens, start, row.block_table_np, state_slot=slot, revocable=revocable)
 
     def _forward(self, inputs: Sequence[RowInput], all_rows: bool = False) -> torch.Tensor:
         """One pass; logits of the last row of each request [R, V], or of all rows."""
@@ -348,7 +366,12 @@ class ModelProposer(Proposer, TreeModel):
         return KVStorage.bytes_per_block(self._model.kv_layout(), self._block_size, self._model.dtype)
 
     def memory_fixed(self) -> int:
-        return self.memory_per_block() * ScratchBlocks(0, self._block_size, self._max_num_seqs).count
+        scratch = self.memory_per_block() * ScratchBlocks(0, self._block_size, self._max_num_seqs).count
+        return scratch + (0 if self._carried is None else self._carried.nbytes)
+
+    def remove(self, rid: int) -> None:
+        if self._carried is not None:
+            self._carried.remove(rid)
 
     def memory_static(self) -> int:
         return self._model.static_bytes()
@@ -358,8 +381,9 @@ class ModelProposer(Proposer, TreeModel):
         total = num_blocks + self._scratch.count
         model = self._model
         self._storage = KVStorage(
-            model.kv_layout(), total, self._block_size, model.dtype, model.device, spare=model.pads
-        )
+            model.kv_layout(), total, self._block_size, model.dtype, model.device, spare=model.pads,
+            states=None if self._carried is None else self._carried.store,
+        )  # fmt: skip
         model.prepare(self._storage)
 
 

@@ -1,0 +1,190 @@
+"""Recurrent state: snapshots behind tokens that may be taken back, and modules that go on from them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftwise.errors import ModelLoadError
+from draftwise.kv.states import StateLost, StateSpec, StateStore, most_sequences
+from draftwise.models.general.carried import StateView, Unit, find_units, running
+from draftwise.models.general.recurrence import Recurrence
+from draftwise.models.inputs import RowInput, build_step_input
+
+CPU = torch.device("cpu")
+SPEC = StateSpec((((3,), torch.float32), ((2, 2), torch.bfloat16)))
+
+
+def store(slots: int = 2, snapshots: int = 3) -> StateStore:
+    return StateStore(SPEC, slots, snapshots, CPU)
+
+
+def test_a_request_goes_on_behind_any_token_that_could_be_taken_back() -> None:
+    states = store()
+    assert states.begin(0, 0, 8, 8) == (None, (0,))
+    assert states.begin(0, 8, 9, 11) == (
+        0,
+        (0, 1, 2),
+    )  # the root's state takes the place of what it came from
+    assert [states.holds(0, n) for n in (8, 9, 10, 11)] == [False, True, True, True]
+    assert states.begin(0, 10, 11, 11) == (1, (0,))
+    assert not states.holds(0, 9) and not states.holds(0, 10)
+    with pytest.raises(StateLost, match=r"behind 9 tokens is kept, only behind \[11\]"):
+        states.begin(0, 9, 10, 10)
+    assert states.holds(0, 11)  # nothing has changed
+
+
+def test_a_drafter_reads_its_drafts_one_by_one() -> None:
+    states = store()
+    assert states.begin(1, 0, 8, 8) == (None, (3,))
+    assert states.begin(1, 8, 8, 9) == (3, (4,))
+    assert states.begin(1, 9, 8, 10) == (4, (5,))
+    assert all(states.holds(1, n) for n in (8, 9, 10))
+    with pytest.raises(StateLost, match="3 tokens may be taken back; there is room for 2"):
+        states.begin(1, 10, 8, 11)
+    assert states.begin(1, 8, 9, 9) == (3, (3,))
+
+
+def test_who_begins_takes_over_the_slot() -> None:
+    states = store()
+    states.begin(0, 0, 8, 8)
+    assert states.begin(0, 0, 4, 4) == (None, (0,))
+    assert not states.holds(0, 8) and states.holds(0, 4) and states.holds(0, 0)
+
+
+def test_memory() -> None:
+    assert SPEC.num_bytes == 12 + 8
+    assert store().nbytes == StateStore.bytes_of(SPEC, 2, 3) == 6 * 20
+    assert sum(t.numel() * t.element_size() for t in store().tensors) == 120
+    assert most_sequences(SPEC, 3, 59, 64) == 1 and most_sequences(SPEC, 3, 180, 64) == 3
+    assert most_sequences(SPEC, 3, 10**9, 64) == 64
+
+
+class Adds(nn.Module):
+    """Its state is the sum of all rows so far, and it answers with that, as Transformers' modules do it."""
+
+    def __init__(self, goes_on: bool = True) -> None:
+        super().__init__()
+        self.goes_on = goes_on
+        self.calls: list[tuple[int, int]] = []
+
+    def forward(self, x: Tensor, cache_params: Any = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        self.calls.append((x.shape[0], x.shape[1]))
+        before = None if cache_params is None else cache_params.get_recurrent_state(0)
+        sums = x.cumsum(1)
+        if before is not None and (self.goes_on or x.shape[1] == 1):
+            sums = sums + before[:, None]
+        if cache_params is not None:
+            if before is not None and x.shape[1] == 1:
+                before += x[:, 0]  # in place, without a word, as fused kernels do
+            else:
+                cache_params.update_recurrent_state(sums[:, -1].clone(), 0)
+        return sums * scale, x.new_zeros(x.shape[0], 7)
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: Adds) -> None:
+        super().__init__()
+        self.inner, self.other = inner, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Tensor:
+        """Hands its cache on and does not look into it."""
+        out: Tensor = self.inner(x, past_key_values, scale=2.0)[0]
+        return out
+
+
+def found(goes_on: bool = True) -> tuple[Holder, Unit]:
+    model = Holder(Adds(goes_on))
+    (unit,) = find_units(model, lambda: model(torch.randn(1, 13, 3)))
+    model.inner.calls.clear()
+    return model, unit
+
+
+def test_units_are_found_by_what_they_do() -> None:
+    model, unit = found()
+    assert unit.module is model.inner and unit.keys == (("recurrent", 0),) and unit.chunks
+    assert unit.tensors == (((3,), torch.float32),) and unit.answers == ((0,), 2)
+    assert not found(goes_on=False)[1].chunks
+    x = torch.randn(1, 5, 3)
+    torch.testing.assert_close(model(x), x.cumsum(1) * 2)  # by itself it is as it was
+    torch.testing.assert_close(Holder(Adds())(x), x.cumsum(1) * 2)
+
+
+def test_a_tensor_without_rows_is_refused() -> None:
+    class Odd(Adds):
+        def forward(self, x: Tensor, cache_params: Any = None, scale: Any = 1.0) -> Any:
+            return super().forward(x, cache_params, 1.0)
+
+    model = Odd()
+    with pytest.raises(ModelLoadError, match=r"given a tensor \(3, 4\), not a row per token"):
+        find_units(model, lambda: model(torch.randn(1, 13, 3), scale=torch.zeros(3, 4)))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_ragged_passes_equal_whole_sequences(goes_on: bool) -> None:
+    """Requests in chunks, with drafts of which some stay: each row answers with the sum of its own request's tokens."""
+    model, unit = found(goes_on)
+    states = StateStore(StateSpec(unit.tensors), 3, 5, CPU)
+    rng = random.Random(0)
+    kept: list[list[Tensor]] = [[], [], []]
+    for _ in range(60):
+        rows, fed, wanted = [], [], []
+        for slot in sorted(rng.sample(range(3), rng.randint(1, 3))):
+            if rng.random() < 0.1:
+                kept[slot].clear()  # another request takes over
+            drafts = rng.randint(0, 4)
+            new = [torch.randn(3) for _ in range(rng.randint(1, 4) + drafts)]
+            table = np.arange(40, dtype=np.int32)
+            context = len(kept[slot])
+            rows.append(RowInput([0] * len(new), context, table, state_slot=slot, revocable=drafts))
+            fed += new
+            wanted.append(torch.stack(kept[slot] + new).cumsum(0)[context:] * 2)
+            kept[slot] += new[: len(new) - rng.randint(0, drafts)]
+        batch = build_step_input(rows, 16, CPU)
+        with running(Recurrence(batch, states)):
+            answer = model(torch.stack(fed)[None])
+        torch.testing.assert_close(answer[0], torch.cat(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_computed_in_one_call() -> None:
+    model, unit = found()
+    states = StateStore(StateSpec(unit.tensors), 4, 3, CPU)
+    table = np.arange(4, dtype=np.int32)
+
+    def calls(*rows: tuple[int, int, int, int]) -> list[tuple[int, int]]:
+        model.inner.calls.clear()
+        inputs = [RowInput([0] * n, context, table, state_slot=s, revocable=d) for s, n, context, d in rows]
+        with running(Recurrence(build_step_input(inputs, 16, CPU), states)):
+            model(torch.randn(1, sum(n for _, n, _, _ in rows), 3))
+        return list(model.inner.calls)
+
+    assert calls((0, 6, 0, 0), (1, 1, 0, 0)) == [(1, 6), (1, 1)]  # who begins is alone
+    # a chunk by itself; roots and first drafts of two requests together; the second draft of one
+    assert calls((0, 4, 6, 0), (1, 3, 1, 2)) == [(1, 4), (1, 1), (1, 1), (1, 1)]
+    assert calls((0, 2, 10, 1), (1, 3, 2, 2)) == [(2, 1), (2, 1), (1, 1)]
+    assert calls((1, 1, 4, 0)) == [(1, 1)]
+    with pytest.raises(AssertionError, match="no trees"):
+        tree = RowInput([0] * 3, 5, table, parents=(-1, -1), state_slot=1, revocable=2)
+        Recurrence(build_step_input([tree], 16, CPU), states)
+    with pytest.raises(StateLost):
+        calls((2, 1, 4, 0))
+
+
+def test_the_state_of_a_convolution_is_its_last_inputs() -> None:
+    view = StateView()
+    assert view.get_conv_state(0) is None and not view.has_previous_state(0)
+    x = torch.arange(1.0, 3).view(1, 1, 2)
+    assert view.update_conv_state(x, 0, conv_kernel_size=4).tolist() == [[[0, 0, 1, 2]]]
+    again = StateView(view.states)
+    assert again.has_previous_state() and not again.is_recording_past(0)
+    seen = again.update_conv_state(torch.arange(3.0, 6).view(1, 1, 3), 0, conv_kernel_size=4)
+    assert seen.tolist() == [[[0, 0, 1, 2, 3, 4, 5]]]
+    assert again.states["conv", 0].tolist() == [[[2, 3, 4, 5]]]
+    long = StateView()
+    assert long.update_conv_state(torch.arange(5.0).view(1, 1, 5), 0, conv_kernel_size=3).shape[-1] == 5
+    assert long.states["conv", 0].tolist() == [[[2, 3, 4]]]
