@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 KINDS: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-"""Values of ``model_type``."""
+"""Values of ``model_type`` of causal models."""
+_WRAPPERS = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+WRAPPERS: tuple[str, ...] = tuple(sorted(_WRAPPERS))
+"""Of models of images or sound, and text."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -36,9 +44,34 @@ _SIZES: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2},
     "longcat_flash": {"head_dim": 8},
+    "ovis2": {"hidden_size": 64},
     "zaya": {"num_experts_per_tok": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32, "embed_dim": 32, "d_model": 32, "intermediate_size": 48, "mlp_ratio": 2, "num_hidden_layers": 1,
+    "depth": 1, "num_layers": 1, "encoder_layers": 1, "num_blocks": 1, "num_attention_heads": 2, "num_heads": 2,
+    "encoder_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "encoder_ffn_dim": 48, "image_size": 28,
+    "patch_size": 14, "out_hidden_size": 64, "output_dim": 64, "num_global_layers": 1, "vision_output_dim": 64,
+    "projection_dim": 32, "deepstack_visual_indexes": [0], "projector_hidden_size": 32, "encoder_hidden_size": 32,
+}  # fmt: skip
+"""Sizes of what reads images and sound: no pass over text comes there."""
+for _kind in (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen2_5_omni",
+    "paddleocr_vl",
+    "glm4v",
+    "glm_ocr",
+    "hunyuan_vl",
+    "glm4v_moe",
+):
+    _sections = (
+        [1, 1, 2] if _kind == "glm4v_moe" else [2, 3, 3]
+    )  # M-RoPE's three, together half of what is rotated
+    _OWN[f"{_kind}_text"] = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _sections}
+    }
 _LARGEST = 40_000_000  # parameters
 
 
@@ -55,22 +88,25 @@ class Small:
     model: Any | None
 
 
-def small(kind: str, **sizes: Any) -> Small:
-    """A model with weights by chance, float32; ``sizes``: fields of its configuration. Raises CannotMake."""
+def small(kind: str, *, wrapper: bool = False, **sizes: Any) -> Small:
+    """A model with weights by chance, float32; ``sizes``: fields of its configuration. ``wrapper``: it reads images or
+    sound, too. Raises CannotMake."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = _config(kind, sizes)
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        architecture = _WRAPPERS[kind] if wrapper else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        cls: Any = getattr(transformers, architecture) if wrapper else AutoModelForCausalLM
         try:
+            make = cls._from_config if wrapper else cls.from_config
             with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+                size = sum(p.numel() for p in make(config).parameters())
             if size > _LARGEST:
                 return Small(architecture, config, None)
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config).float().eval()
+            model = make(config)
         except Exception as error:  # whatever a model's code raises
             raise CannotMake(f"{type(error).__name__}: {error}") from error
-    return Small(architecture, config, model)
+    return Small(architecture, config, model.float().eval())
 
 
 def save(made: Small, folder: Path) -> None:
@@ -90,11 +126,11 @@ def raw_config(folder: Path) -> dict[str, Any]:
 
 
 def _config(kind: str, sizes: dict[str, Any]) -> Any:
-    cls = CONFIG_MAPPING[kind]
-    try:
-        plain = cls()
-    except Exception as error:
-        raise CannotMake(f"{type(error).__name__}: {error}") from error
+    return _of_class(CONFIG_MAPPING[kind], _OWN.get(kind, {}) | sizes)
+
+
+def _of_class(cls: Any, own: dict[str, Any]) -> Any:
+    plain = _tried(cls, {})
     use = {name: value for name, value in _SIZES.items() if _has(plain, name)}
     if "kv_lora_rank" in use:  # every head has keys of its own, and a size of its own for them
         use["num_key_value_heads"] = 4
@@ -103,7 +139,18 @@ def _config(kind: str, sizes: dict[str, Any]) -> Any:
         use["is_decoder"] = True
     if "linear_attention" in (getattr(plain, "layer_types", None) or ()):
         use["num_hidden_layers"] = 4
-    use |= _OWN.get(kind, {}) | sizes
+    parts = {name: getattr(plain, name, None) for name in getattr(cls, "sub_configs", {})}
+    text = plain.get_text_config(decoder=True)
+    if text is not plain:
+        use = {}
+    for name, value in vars(plain).items():
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value > 255:
+            use[name] = 255
+    for name, part in parts.items():
+        if part is not None:
+            kind = _OWN.get(part.model_type, {})
+            use[name] = _of_class(type(part), kind) if part is text else _tower(type(part), kind)
+    use |= own
     error: Exception | None = None
     for left_out in ((), ("head_dim",), ("sliding_window",), ("head_dim", "sliding_window")):
         try:
@@ -111,6 +158,18 @@ def _config(kind: str, sizes: dict[str, Any]) -> Any:
         except Exception as caught:
             error = caught
     raise CannotMake(f"{type(error).__name__}: {error}")
+
+
+def _tower(cls: Any, own: dict[str, Any]) -> Any:
+    plain = _tried(cls, {})
+    return _tried(cls, {name: value for name, value in _TOWER.items() if _has(plain, name)} | own)
+
+
+def _tried(cls: Any, fields: dict[str, Any]) -> Any:
+    try:
+        return cls(**fields)
+    except Exception as error:
+        raise CannotMake(f"{type(error).__name__}: {error}") from error
 
 
 def _has(config: Any, name: str) -> bool:

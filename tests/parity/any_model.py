@@ -20,7 +20,7 @@ import torch
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ModelLoadError, RequestError
 from draftwise.models.general.model import GeneralDecoder
-from tests.fakes.architectures import KINDS, CannotMake, save, small
+from tests.fakes.architectures import KINDS, WRAPPERS, CannotMake, save, small
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).parent / "equal_architectures.txt"
@@ -57,7 +57,7 @@ def prompts() -> list[list[int]]:
     return [[(3 + 7 * i + j * (i + 2)) % 250 + 3 for j in range(9 + 14 * i)] for i in range(3)]
 
 
-def outcome(kind: str, folder: Path) -> Outcome:
+def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
     """Load the architecture and compare 30 greedy tokens of three prompts in one batch and in chunks, plainly, with
     look-ups, with the model as its own drafter and with trees, and log-probabilities of whole prompts.
 
@@ -65,7 +65,7 @@ def outcome(kind: str, folder: Path) -> Outcome:
         AssertionError: it is served, and not equal; or refused without words.
     """
     try:
-        made = small(kind)
+        made = small(kind, wrapper=wrapper)
     except CannotMake as error:
         return Outcome(kind, "", "", str(error))
     save(made, folder)
@@ -80,6 +80,10 @@ def outcome(kind: str, folder: Path) -> Outcome:
         )  # fmt: skip
     except ModelLoadError as error:
         words = str(error).replace(str(folder), "").lstrip(": ")
+        if made.model is None and "no file named" in words:
+            return Outcome(
+                kind, made.architecture, "", "it would be served or refused by its weights, which are large"
+            )
         assert len(words.split()) > 5 and "Traceback" not in words, words
         return Outcome(kind, made.architecture, "refused", words)
     with llm:
@@ -117,7 +121,7 @@ def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     return ids[0, len(prompt) :].tolist(), logprobs
 
 
-def table(outcomes: list[Outcome]) -> str:
+def table(outcomes: list[Outcome], what: str) -> str:
     """Markdown: who is served, by name, and who is refused, by reason."""
     import transformers
 
@@ -128,14 +132,15 @@ def table(outcomes: list[Outcome]) -> str:
     for found in outcomes:
         if found.way == "refused":
             words = found.words.split("cannot be served: ")[-1].split(" has ", 1)[-1]
-            reasons.setdefault(words.replace("|", "/"), []).append(found.kind)
+            reasons.setdefault(words.replace("|", "/").replace("\n", " "), []).append(found.kind)
     lines = [
-        f"Transformers {transformers.__version__} has {len(outcomes)} kinds of causal models. "
+        f"Transformers {transformers.__version__} has {len(outcomes)} kinds of {what}. "
         f"{sum(len(ways.get(way, [])) for way in WAYS)} are equal:",
         "",
     ]
     for way in WAYS:
-        lines += [f"- {way}: " + ", ".join(f"`{kind}`" for kind in ways.get(way, []))]
+        if way in ways:
+            lines += [f"- {way}: " + ", ".join(f"`{kind}`" for kind in ways[way])]
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [
         f"| {', '.join(kinds)} | {words} |" for words, kinds in sorted(reasons.items(), key=lambda r: r[1])
@@ -146,16 +151,37 @@ def table(outcomes: list[Outcome]) -> str:
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    outcomes = []
-    for kind in KINDS:
-        with tempfile.TemporaryDirectory() as folder:
-            found = outcome(kind, Path(folder, "model"))
-        outcomes.append(found)
-        print(f"{kind:26} {found.way:20} {found.words[:160]}".replace("\n", " "), file=sys.stderr, flush=True)
-    LIST.write_text("\n".join(o.kind for o in outcomes if o.way not in ("", "refused")) + "\n")
+    parts = []
+    equal: list[str] = []
+    for kinds, wrapper, what in (
+        (KINDS, False, "causal models"),
+        (
+            WRAPPERS,
+            True,
+            "models of images or sound and text, some of them above, too, as their text part alone",
+        ),
+    ):
+        outcomes = []
+        for kind in kinds:
+            with tempfile.TemporaryDirectory() as folder:
+                found = outcome(kind, Path(folder, "model"), wrapper=wrapper)
+            outcomes.append(found)
+            print(
+                f"{kind:26} {found.way:20} {found.words[:160]}".replace("\n", " "),
+                file=sys.stderr,
+                flush=True,
+            )
+        equal += [listed(o.kind, wrapper) for o in outcomes if o.way not in ("", "refused")]
+        parts.append(table(outcomes, what))
+    LIST.write_text("\n".join(equal) + "\n")
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + table(outcomes) + "\n" + END + rest.split(END)[1])
+    PAGE.write_text(before + BEGIN + "\n" + "\n".join(parts) + "\n" + END + rest.split(END)[1])
+
+
+def listed(kind: str, wrapper: bool) -> str:
+    """How `LIST` names it."""
+    return f"text:{kind}" if wrapper else kind
 
 
 if __name__ == "__main__":

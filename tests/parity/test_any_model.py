@@ -14,9 +14,9 @@ from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
-from tests.fakes.architectures import KINDS, save, small
+from tests.fakes.architectures import KINDS, WRAPPERS, save, small
 from tests.native import native_or_skip
-from tests.parity.any_model import LIST, outcome, prompts
+from tests.parity.any_model import LIST, listed, outcome, prompts
 
 CPU = torch.device("cpu")
 EQUAL = frozenset(LIST.read_text().split())
@@ -29,6 +29,35 @@ def test_equal_or_refused(kind: str, tmp_path: Path) -> None:
     if found.way == "":
         pytest.skip(f"no small one: {found.words[:200]}")
     assert kind not in EQUAL or found.way != "refused", found.words
+
+
+_SOME = ("gemma3", "llama4", "mistral3", "qwen2_audio", "qwen2_5_vl")
+"""Wrappers that differ: masks of their own, a whole causal model inside, sound, M-RoPE."""
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in _SOME else pytest.param(k, marks=pytest.mark.slow) for k in WRAPPERS]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_text_part_of_a_model_of_more_is_equal_or_refused(kind: str, tmp_path: Path) -> None:
+    found = outcome(kind, tmp_path / "model", wrapper=True)
+    if found.way == "":
+        pytest.skip(f"no small one: {found.words[:200]}")
+    assert listed(kind, True) not in EQUAL or found.way != "refused", found.words
+
+
+def test_what_reads_images_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = small("llava", wrapper=True)
+    save(made, tmp_path / "llava")
+    with caplog.at_level("INFO", "draftwise"):
+        decoder = load_model(tmp_path / "llava", dtype=torch.float32, device=CPU)
+    assert "served as its text part: images, sound and the like are not (vision_tower" in caplog.text
+    assert made.model is not None
+    text = (
+        sum(p.numel() for p in made.model.model.language_model.parameters())
+        + made.model.lm_head.weight.numel()
+    )
+    assert decoder.weight_bytes() == pytest.approx(4 * text, rel=0.02)
 
 
 @pytest.fixture

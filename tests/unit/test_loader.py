@@ -293,8 +293,7 @@ def test_unknown_architecture_names_the_supported_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}}, ("multimodal", "Qwen2VL")),
-        ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, ("multimodal", "Llava")),
+        ({"architectures": ["SeesForConditionalGeneration"], "vision_config": {}}, ("multimodal", "SeesForCond")),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, ("M-RoPE",)),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, ("M-RoPE",)),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("longrope", "llama3")),

@@ -254,6 +254,17 @@ class _Progress:
         self._progress.stop()
 
 
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def _refuse_media(content: object) -> None:
+    """Templates of models that read images would write a place for one that nothing fills. Raises RequestError."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind not in _TEXT_PARTS:
+            raise RequestError(f"messages: content of type {shown(kind)} is not supported, only text")
+
+
 def chat_prompt(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -276,6 +287,8 @@ def chat_prompt(
         if not isinstance(message, Mapping) or "role" not in message:
             raise RequestError(f"a message is a mapping with 'role' and 'content', got {shown(message)}")
     check_messages(limits, messages, tools, max_model_len)
+    for message in messages:
+        _refuse_media(message.get("content"))
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "this model has no chat template (it is a base model): use generate with a plain prompt, or pass "

@@ -61,16 +61,15 @@ def resolve_model(raw: RawConfig) -> tuple[str, type[DecoderModel]]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"config.json: 'architectures' must be a list of names, not {names!r}")
     known = [name for name in names if name in _MODELS]
-    # a third party may register a multimodal model: only what nobody serves is refused here
-    multimodal = next((field for field in _MULTIMODAL_FIELDS if raw.get(field) is not None), None)
-    if multimodal is not None and not known:
-        raise ModelLoadError(
-            f"{' / '.join(names) or 'this model'} is multimodal ({multimodal}), which is not supported"
-        )
     if not names:
         raise ModelLoadError("config.json names no architecture ('architectures' is missing or empty)")
     if not known and (general := _general(names)) is not None:
         return general
+    multimodal = next((field for field in _MULTIMODAL_FIELDS if raw.get(field) is not None), None)
+    if multimodal is not None and not known:
+        raise ModelLoadError(
+            f"{' / '.join(names)} is multimodal ({multimodal}), and its text part is unknown here"
+        )
     if not known:
         remote = " (its own code, named by auto_map, is never run as a model)" if "auto_map" in raw else ""
         raise ModelLoadError(
@@ -81,10 +80,10 @@ def resolve_model(raw: RawConfig) -> tuple[str, type[DecoderModel]]:
 
 
 def _general(names: list[str]) -> tuple[str, type[DecoderModel]] | None:
-    """Whoever is no family of ours, but a causal model of Transformers."""
-    from draftwise.models.general.config import causal_architectures
+    """Whoever is no family of ours, but a causal model of Transformers, or has one as a part."""
+    from draftwise.models.general.config import causal_architectures, wrapper_architectures
 
-    theirs = causal_architectures()
+    theirs = causal_architectures() | wrapper_architectures()
     name = next((name for name in names if name in theirs), None)
     if name is None:
         return None

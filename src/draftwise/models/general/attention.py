@@ -33,6 +33,10 @@ _HARMLESS = frozenset({
 """Arguments of a call that change nothing for causal self-attention, or are checked otherwise."""
 
 
+class NotCausal(ModelLoadError):
+    """A row's numbers depend on rows behind it: no way of serving it is right."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCall:
     """One layer's attention, as its call says it.
@@ -143,6 +147,8 @@ class Probe:
         if query.ndim != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
             raise ModelLoadError(f"{name} attends to something else than the tokens of the pass")
         _refuse_unknown(name, options)
+        if getattr(module, "is_causal", True) is False:  # kernels other than ours would go by it
+            raise NotCausal(f"{name} reads a prompt in both directions: it is no causal model")
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads or value.shape[1] != kv_heads or key.shape[3] != query.shape[3]:
             raise ModelLoadError(f"{name} has {heads} heads of queries over {kv_heads} and {value.shape[1]}")
@@ -192,7 +198,7 @@ def _window_of(mask_function: Callable[..., Any], device: Any) -> int | None:
         seen = mask_function(zero, zero, torch.tensor(row, device=device), keys)
         seen = torch.as_tensor(seen, device=device).expand(row + 3)
         if bool(seen[row + 1 :].any()) or not bool(seen[row]):
-            raise ModelLoadError("its rows see tokens behind them, or not themselves: it is no causal model")
+            raise NotCausal("its rows see tokens behind them, or not themselves: it is no causal model")
         count = int(seen.sum())
         if not bool(seen[row + 1 - count : row + 1].all()):
             raise ModelLoadError("what its rows see is no window of the tokens before them")

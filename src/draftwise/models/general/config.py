@@ -55,13 +55,21 @@ def causal_architectures() -> frozenset[str]:
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
+def wrapper_architectures() -> frozenset[str]:
+    """Names of models that read images or sound beside text, and write text."""
+    from transformers.models.auto import modeling_auto as auto
+
+    theirs = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    return frozenset(theirs.values())
+
+
 def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
     """The facts that the engine asks a model for. Everything that changes the computation is left to Transformers.
 
     Raises:
         ModelLoadError: a size that every model has is missing, or ``max_model_len`` is beyond what the model can do.
     """
-    config = transformers_config(raw)
+    config = transformers_config(raw).get_text_config(decoder=True)
     kinds = set(_value(config, "layer_types") or ()) - _LAYER_TYPES - _RECURRENT
     if kinds:
         raise ModelLoadError(
@@ -75,7 +83,11 @@ def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None =
     if max_model_len is not None and max_model_len > positions:
         raise ModelLoadError(f"max_model_len {max_model_len} is beyond the model's {positions} positions")
     dim = _count(config, "head_dim") or hidden // heads
-    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    dtype = raw.get("dtype", raw.get("torch_dtype")) or _value(config, "dtype")
+    dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
+    ends, starts = (
+        raw.get(n) if raw.get(n) is not None else _value(config, n) for n in ("eos_token_id", "bos_token_id")
+    )
     return ModelConfig(
         architecture=architecture,
         vocab_size=_size(config, "vocab_size"),
@@ -90,9 +102,9 @@ def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None =
         sliding_window=(None,) * layers,
         norm_eps=float(_value(config, "rms_norm_eps") or 1e-6),
         tied=bool(_value(config, "tie_word_embeddings")),
-        eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
-        bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), "bos_token_id")), None),
-        dtype=dtype if isinstance(dtype, str) else None,
+        eos_token_ids=token_ids(ends, "eos_token_id"),
+        bos_token_id=next(iter(token_ids(starts, "bos_token_id")), None),
+        dtype=dtype,
         raw=raw,
     )
 

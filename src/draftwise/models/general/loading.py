@@ -17,12 +17,14 @@ from draftwise.kernels.base import Ops
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.checkpoint import shorten
 from draftwise.models.config import ModelConfig
-from draftwise.models.general.attention import PAGED, PROBED, LayerCall, Probe, register, taking
+from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCausal, Probe, register, taking
 from draftwise.models.general.carried import Unit, find_units
 from draftwise.models.general.check import Reference, check, sample
+from draftwise.models.general.config import transformers_config
 from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
+from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.ways import Interface, Way
 
 logger = logging.getLogger("draftwise")
@@ -46,35 +48,52 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool =
 
 
 def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
-    from transformers import AutoModelForCausalLM
-
     with _quiet():
         try:
-            found: Any = AutoModelForCausalLM.from_pretrained(
+            cls, own = _class_and_config(config)
+            found: Any = cls.from_pretrained(
                 folder,
+                config=own,
                 dtype=ops.dtype,
                 local_files_only=True,
                 output_loading_info=True,
                 attn_implementation="eager",
             )
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{folder}: {error}") from error
         except Exception as error:  # whatever a model's code raises
             raise ModelLoadError(
                 f"{folder}: Transformers cannot load it: {type(error).__name__}: {error}"
             ) from error
     model, info = found
-    if type(model).__name__ != config.architecture:
-        raise ModelLoadError(
-            f"{folder}: Transformers takes {config.architecture} for a {type(model).__name__}"
-        )
     for what, names in (("missing", info["missing_keys"]), ("of another shape", info["mismatched_keys"])):
         if names:
             raise ModelLoadError(f"{folder}: tensors are {what}: {shorten(sorted(map(str, names)))}")
     return model.eval().to(ops.device)
 
 
+def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
+    """The model's class, and its configuration: a part of the folder's where the class is that of a text part.
+
+    Raises:
+        ModelLoadError: the class is of another model than the configuration.
+    """
+    import transformers
+
+    cls: Any = getattr(transformers, config.architecture)
+    whole = transformers_config(config.raw)
+    for found in (whole, whole.get_text_config(decoder=True)):
+        if isinstance(found, cls.config_class):
+            return cls, found
+    raise ModelLoadError(
+        f"config.json: {config.architecture} is no model of model_type {config.raw.get('model_type')!r}"
+    )
+
+
 def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> GeneralDecoder:
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
+        model = _text_part(model, config)
         units = _units(model, config.vocab_size)
         with ExpertsUse(model) as mixtures:
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
@@ -94,18 +113,38 @@ def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> Gener
     return decoder
 
 
+def _text_part(model: Any, config: ModelConfig) -> Any:
+    """``model``, or what of a model of text and more reads and writes text."""
+    tokens = torch.tensor([sample(config.vocab_size, 4, seed=7)], device=model.device)
+    with Called(model) as called, _explained():
+        wanted = model(input_ids=tokens, use_cache=False).logits
+    dropped = called.drop_others(tokens)
+    if dropped:
+        logger.info("%s is served as its text part: images, sound and the like are not (%s)",
+                    config.architecture, ", ".join(dropped))  # fmt: skip
+    text = text_model(model)
+    if text is not model:
+        with _explained():
+            found = text(input_ids=tokens, use_cache=False).logits
+        if not torch.equal(found, wanted):
+            raise ModelLoadError("the model for text inside of it does not write what it writes")
+    return text
+
+
 def _served(
     model: Any, config: ModelConfig, ops: Ops, reference: Reference, units: Sequence[Unit]
 ) -> tuple[GeneralDecoder, list[nn.Linear]]:
     """The first of the ways that gives the model's own logits, and the linear layers that may be exchanged."""
     refusals: list[str] = []
-    told = "position_ids" in signature(model.base_model.forward).parameters
+    told = "position_ids" in signature(body_of(model)[1].forward).parameters
     count = 1 if units else 3 if told else 2  # states are kept for rows that are one sequence
     for prepare in (_by_interface, _by_cache, _by_cache_with_positions)[:count]:
         try:
             way, linears = prepare(model, config, ops, reference)
             if not way.layout and not units:
                 raise ModelLoadError("no layer attends through Transformers' attention interface")
+        except NotCausal:
+            raise
         except ModelLoadError as error:
             refusals.append(str(error))
             continue
@@ -217,7 +256,7 @@ def _attend_with(model: Any, name: str) -> None:
 
 def _blocks(model: Any, num_layers: int) -> list[nn.Module]:
     """The decoder layers; none if they are not one list."""
-    for module in model.base_model.modules():
+    for module in body_of(model)[1].modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
     return []

@@ -18,6 +18,7 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.models.general.attention import taking
 from draftwise.models.general.carried import Unit, running
+from draftwise.models.general.parts import body_of
 from draftwise.models.general.recurrence import Recurrence
 from draftwise.models.general.ways import Part, Way
 from draftwise.types import StepInput, TargetOutput
@@ -46,7 +47,7 @@ class GeneralDecoder(DecoderModel):
         self.dtype, self.device = ops.dtype, ops.device
         self._ops = ops
         self._model = model
-        self._body = model.base_model
+        self._body_name, self._body = body_of(model)
         self.way = way
         tensors = tuple(tensor for unit in units for tensor in unit.tensors)
         self._states = StateSpec(tensors) if tensors else None
@@ -76,7 +77,7 @@ class GeneralDecoder(DecoderModel):
         scales and soft caps), with a body that gives the hidden states it was given."""
         self._tail = copy.copy(self._model)
         self._tail._modules = dict(self._model._modules)
-        self._tail._modules[self._model.base_model_prefix] = self._given
+        self._tail._modules[self._body_name] = self._given
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
