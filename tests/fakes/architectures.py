@@ -41,13 +41,37 @@ _SIZES: dict[str, Any] = {
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
     "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
 }  # fmt: skip
+_BY_TYPE = {
+    kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+}
 _OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "rope_parameters": _BY_TYPE,
+    },
+    "dbrx": {
+        "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "num_attention_heads": 4,
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "head_dim": 24, "qk_nope_head_dim": 16,
+        "per_layer_config": {
+            1: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 24, "qk_nope_head_dim": 16},
+        },
+    },
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * [*_BY_TYPE]},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2},
     "longcat_flash": {"head_dim": 8},
     "ovis2": {"hidden_size": 64},
-    "zaya": {"num_experts_per_tok": 1},
+    "prophetnet": {
+        "num_hidden_layers": None, "num_attention_heads": None, "num_decoder_layers": 2, "num_encoder_layers": 2,
+        "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
+    },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-}
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""A value of None: the field is left as it is."""
 _TOWER: dict[str, Any] = {
     "hidden_size": 32, "embed_dim": 32, "d_model": 32, "intermediate_size": 48, "mlp_ratio": 2, "num_hidden_layers": 1,
     "depth": 1, "num_layers": 1, "encoder_layers": 1, "num_blocks": 1, "num_attention_heads": 2, "num_heads": 2,
@@ -141,7 +165,7 @@ def _of_class(cls: Any, own: dict[str, Any]) -> Any:
         use["num_hidden_layers"] = 4
     parts = {name: getattr(plain, name, None) for name in getattr(cls, "sub_configs", {})}
     text = plain.get_text_config(decoder=True)
-    if text is not plain:
+    if any(part is text for part in parts.values()):
         use = {}
     for name, value in vars(plain).items():
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value > 255:
@@ -154,7 +178,9 @@ def _of_class(cls: Any, own: dict[str, Any]) -> Any:
     error: Exception | None = None
     for left_out in ((), ("head_dim",), ("sliding_window",), ("head_dim", "sliding_window")):
         try:
-            return cls(**{name: value for name, value in use.items() if name not in left_out})
+            return cls(
+                **{name: value for name, value in use.items() if name not in left_out and value is not None}
+            )
         except Exception as caught:
             error = caught
     raise CannotMake(f"{type(error).__name__}: {error}")

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ModelLoadError, RequestError
 from draftwise.models.general.model import GeneralDecoder
+from draftwise.models.registry import resolve_model
 from tests.fakes.architectures import KINDS, WRAPPERS, CannotMake, save, small
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +69,7 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
     try:
         made = small(kind, wrapper=wrapper)
     except CannotMake as error:
-        return Outcome(kind, "", "", str(error))
+        return _unmade(kind, str(error))
     save(made, folder)
     drafters = [
         {"method": "ngram"},
@@ -109,6 +111,18 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
         llm.check_integrity()
         way = f"Transformers' code, {model.way.name}" if isinstance(model, GeneralDecoder) else "own code"
     return Outcome(kind, made.architecture, way)
+
+
+def _unmade(kind: str, words: str) -> Outcome:
+    """What is refused by its name needs no model."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
+    try:
+        _, cls = resolve_model({"architectures": [architecture]})
+        cls.parse({"model_type": kind}, architecture)
+    except ModelLoadError as error:
+        if "cannot be served" in str(error):
+            return Outcome(kind, architecture, "refused", str(error))
+    return Outcome(kind, architecture, "", words)
 
 
 def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:

@@ -16,6 +16,20 @@ _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_s
 """Kinds of layers with recurrent state, see `carried`."""
 
 
+_REFUSED = {
+    "BltForCausalLM": "it groups bytes into patches, whose borders a second model chooses",
+    "CpmAntForCausalLM": "learned tokens stand before every prompt, and it counts them as positions",
+    "Gemma4AssistantForCausalLM": "it reads the hidden states of another model, for which it drafts",
+    "Gemma4UnifiedAssistantForCausalLM": "it reads the hidden states of another model, for which it drafts",
+    "MusicgenForCausalLM": "it writes sound, several codes at each position",
+    "MusicgenMelodyForCausalLM": "it writes sound, several codes at each position",
+    "ProphetNetForCausalLM": "it computes a stream of its own for each of several future tokens",
+    "ReformerModelWithLMHead": "it sorts keys into buckets, so that what a token sees depends on the whole sequence",
+    "XLNetLMHeadModel": "it predicts masked tokens from both sides, in an order of permutations",
+}
+"""Causal by name, of which a row does not say the next token from the rows before it."""
+
+
 def transformers_config(raw: RawConfig) -> Any:
     """Transformers' own configuration object.
 
@@ -69,6 +83,8 @@ def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None =
     Raises:
         ModelLoadError: a size that every model has is missing, or ``max_model_len`` is beyond what the model can do.
     """
+    if architecture in _REFUSED:
+        raise ModelLoadError(f"{architecture} cannot be served: {_REFUSED[architecture]}")
     config = transformers_config(raw).get_text_config(decoder=True)
     kinds = set(_value(config, "layer_types") or ()) - _LAYER_TYPES - _RECURRENT
     if kinds:
