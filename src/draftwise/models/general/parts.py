@@ -76,10 +76,9 @@ class Called:
                     setattr(parent, name, None)
                     dropped.append((parent, name, child))
         try:
-            self._model(
-                input_ids=torch.zeros((1, 2), dtype=torch.int64, device=self._model.device), use_cache=False
-            )
+            self._model(input_ids=tokens, use_cache=False)
         except Exception:  # whatever a model's code raises
             for parent, name, child in dropped:
                 setattr(parent, name, child)
+            return []
         return [name for _, name, _ in dropped]
