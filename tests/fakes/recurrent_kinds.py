@@ -25,7 +25,8 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 4},
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "granitemoehybrid": {
-        "layer_types": _MIXED, "num_hidden_layers": 3, "shared_intermediate_size": 96, "position_embedding_type": "rope",
+        "layer_types": _MIXED, "num_hidden_layers": 3, "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
     },
     "kimi_linear": {
         "layer_types": _MIXED, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
