@@ -108,8 +108,8 @@ def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
     packed = torch.cat([tensors[f"model.layers.1.{name}.weight"] for name in names])
     assert torch.equal(weight_of(layer.qkv), packed)
     packed = torch.cat([tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    assert torch.equal(weight_of(layer.gate_up), packed)
-    assert torch.equal(weight_of(layer.down), tensors["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(weight_of(layer.mlp.gate_up), packed)
+    assert torch.equal(weight_of(layer.mlp.down), tensors["model.layers.1.mlp.down_proj.weight"])
     torch.testing.assert_close(model._final_norm.scaled[0] / 4, tensors["model.norm.weight"])  # sqrt(16)
     assert torch.equal(weight_of(model._head), tensors["lm_head.weight"])
     assert model.weight_bytes() == sum(tensor.numel() * 4 for tensor in tensors.values())
@@ -130,7 +130,7 @@ def test_an_index_with_several_files(tmp_path: Path) -> None:
     model = load(tmp_path)
     for ours, theirs in zip(model._layers, whole._layers, strict=True):
         assert torch.equal(weight_of(ours.qkv), weight_of(theirs.qkv))
-        assert torch.equal(weight_of(ours.down), weight_of(theirs.down))
+        assert torch.equal(weight_of(ours.mlp.down), weight_of(theirs.mlp.down))
 
     (tmp_path / "model-1-of-3.safetensors").unlink()
     fails(lambda: load(tmp_path), "model-1-of-3.safetensors", "missing")
@@ -151,7 +151,7 @@ def test_pieces_smaller_than_a_tensor(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.equal(pieces._embedding, whole._embedding)
     for ours, theirs in zip(pieces._layers, whole._layers, strict=True):
         assert torch.equal(weight_of(ours.qkv), weight_of(theirs.qkv))
-        assert torch.equal(weight_of(ours.gate_up), weight_of(theirs.gate_up))
+        assert torch.equal(weight_of(ours.mlp.gate_up), weight_of(theirs.mlp.gate_up))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])

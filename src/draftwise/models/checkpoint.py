@@ -26,6 +26,7 @@ class TensorEntry:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    stored: str | None = None  # its name in the file, if it goes by another
 
 
 def scan_checkpoint(folder: Path) -> dict[str, TensorEntry]:
@@ -61,7 +62,7 @@ def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tenso
         by_file.setdefault(entries[name].file, []).append(name)
     for file, names in by_file.items():
         try:
-            _copy_file(file, names, targets)
+            _copy_file(file, {name: entries[name].stored or name for name in names}, targets)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file} cannot be read: {error}") from error
 
@@ -72,13 +73,14 @@ def shorten(names: list[str], limit: int = 8) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _copy_file(file: Path, names: list[str], targets: Mapping[str, Tensor]) -> None:
+def _copy_file(file: Path, names: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
+    """``names``: of targets, and theirs in the file."""
     handle: Any = safe_open(file, framework="pt")
     touched = 0
-    for name in names:
+    for name, stored in names.items():
         dest = targets[name]
         if dest.ndim == 0:
-            dest.copy_(handle.get_tensor(name))
+            dest.copy_(handle.get_tensor(stored))
             continue
         row_bytes = max(1, dest[0].numel() * dest.element_size())
         step = max(1, _WINDOW_BYTES // row_bytes)
@@ -87,7 +89,7 @@ def _copy_file(file: Path, names: list[str], targets: Mapping[str, Tensor]) -> N
             if touched and touched + (end - start) * row_bytes > _WINDOW_BYTES:
                 handle = safe_open(file, framework="pt")
                 touched = 0
-            dest[start:end].copy_(handle.get_slice(name)[start:end])
+            dest[start:end].copy_(handle.get_slice(stored)[start:end])
             touched += (end - start) * row_bytes
 
 

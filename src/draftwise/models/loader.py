@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -23,9 +24,12 @@ from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint
+from draftwise.models.text_part import PART_OF, text_config, text_tensors
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
 from draftwise.quantization.scheme import DEFAULT_GROUP, Scheme, parse_scheme
+
+logger = logging.getLogger("draftwise")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLOAT_NAMES = frozenset({"F64", "F32", "BF16", "F16"})
@@ -101,14 +105,20 @@ def load_model(
                 f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
             )
         return load_general(folder, config, ops, rounded=scheme is not None)
-    entries = scan_checkpoint(folder)
+    entries = scan(folder)
+    if (whole := config.raw.get(PART_OF)) is not None:
+        logger.info(
+            "%s is served as its text part, a %s: images, sound and the like are not",
+            whole,
+            config.architecture,
+        )
     plan = WeightPlan(chosen, device, layout, entries.keys())
     model = declare(folder, config, cls, plan, ops, entries)
     if scheme is not None and quantization_cache is not None and layout is None:
         kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)
         if kept is not None:
             layout = checkpoint_format(kept)
-            entries = scan_checkpoint(kept)
+            entries = scan(kept)
             plan = WeightPlan(chosen, device, layout, entries.keys())
             model = declare(kept, config, cls, plan, ops, entries)
     with torch.no_grad():
@@ -197,11 +207,23 @@ def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, 
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
-    """A model's config.json as it is. Raises ModelLoadError if there is none, or it is no JSON object."""
+    """A model's config.json as it is, or that of its text part (`text_part`).
+
+    Raises:
+        ModelLoadError: there is none, or it is no JSON object.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} is no model folder: config.json is missing")
-    return read_json(path)
+    raw = read_json(path)
+    return text_config(raw, scan_checkpoint(folder) if any(folder.glob("*.safetensors")) else ())
+
+
+def scan(folder: Path) -> Mapping[str, TensorEntry]:
+    """Headers of a model's weights, see `scan_checkpoint`; of a model of more than text those of its text part, if that
+    is what `read_raw` gives."""
+    entries = scan_checkpoint(folder)
+    return text_tensors(entries) if PART_OF in read_raw(folder) else entries
 
 
 def is_general(cls: type[DecoderModel]) -> bool:

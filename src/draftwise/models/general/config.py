@@ -69,6 +69,14 @@ def causal_architectures() -> frozenset[str]:
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
+def causal_architecture(model_type: str) -> str | None:
+    """That of a text model's type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name
+
+
 def wrapper_architectures() -> frozenset[str]:
     """Names of models that read images or sound beside text, and write text."""
     from transformers.models.auto import modeling_auto as auto
@@ -99,11 +107,11 @@ def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None =
     if max_model_len is not None and max_model_len > positions:
         raise ModelLoadError(f"max_model_len {max_model_len} is beyond the model's {positions} positions")
     dim = _count(config, "head_dim") or hidden // heads
-    dtype = raw.get("dtype", raw.get("torch_dtype")) or _value(config, "dtype")
-    dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
-    ends, starts = (
-        raw.get(n) if raw.get(n) is not None else _value(config, n) for n in ("eos_token_id", "bos_token_id")
-    )
+    said = {
+        name: said_of_text(raw, name, config.model_type)
+        for name in ("eos_token_id", "bos_token_id", "torch_dtype")
+    }
+    dtype = said_of_text(raw, "dtype", config.model_type) or said["torch_dtype"]
     return ModelConfig(
         architecture=architecture,
         vocab_size=_size(config, "vocab_size"),
@@ -118,11 +126,23 @@ def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None =
         sliding_window=(None,) * layers,
         norm_eps=float(_value(config, "rms_norm_eps") or 1e-6),
         tied=bool(_value(config, "tie_word_embeddings")),
-        eos_token_ids=token_ids(ends, "eos_token_id"),
-        bos_token_id=next(iter(token_ids(starts, "bos_token_id")), None),
-        dtype=dtype,
+        eos_token_ids=token_ids(said["eos_token_id"], "eos_token_id"),
+        bos_token_id=next(iter(token_ids(said["bos_token_id"], "bos_token_id")), None),
+        dtype=dtype if isinstance(dtype, str) else None,
         raw=raw,
     )
+
+
+def said_of_text(raw: RawConfig, name: str, model_type: str) -> Any:
+    """A field as ``config.json`` says it, of the whole or else of its part of a type; not what Transformers takes if
+    nothing is said. None: nothing is."""
+    if raw.get(name) is not None:
+        return raw[name]
+    parts = [part for part in raw.values() if isinstance(part, dict)]
+    found = [
+        part[name] for part in parts if part.get("model_type") == model_type and part.get(name) is not None
+    ]
+    return found[0] if found else None
 
 
 def _value(config: Any, name: str) -> Any:
