@@ -56,15 +56,17 @@ def main() -> None:
             PARTITION=512,
             WIDE=False,
         )
-    build(
-        attention.combine_partitions,
-        "*fp32 *fp32 *fp32 *i32 *bf16 i32 i32 i32",
-        HEADS=32,
-        DIM=128,
-        DIM_PAD=128,
-        PARTITION=512,
-        WINDOWED=True,
-    )
+    for sinks in (False, True):
+        build(
+            attention.combine_partitions,
+            "*fp32 *fp32 *fp32 *i32 *fp32 *bf16 i32 i32 i32",
+            HEADS=32,
+            DIM=128,
+            DIM_PAD=128,
+            PARTITION=512,
+            WINDOWED=True,
+            SINKS=sinks,
+        )
     build(attention.tree_rows, "*i64 *i32 *i32 *i32 *i32 *i32 *i32")
     build(rows.rms_norm, "*bf16 *bf16 *fp32 *bf16 i32 i32 i32 fp32", ADD=True, BLOCK=4096)
     build(rows.silu_mul, "*bf16 *bf16 i32 i32", BLOCK=1024)

@@ -48,7 +48,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         config = getattr(transformers, f"{family}Config")(**(base | settings))
         config._attn_implementation = "eager"
         torch.manual_seed(1)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):  # zeros as made: a forgotten bias would not show

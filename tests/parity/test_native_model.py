@@ -18,6 +18,7 @@ from draftwise.models.loader import load_model
 from tests.native import forced_isa, native_or_skip
 from tests.parity.helpers import Driver, MakeModel, expected_logits, tokens_of
 
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
@@ -37,6 +38,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3Text", {"head_dim": 12, "sliding_window": 7, "layer_types": LAYER_TYPES}),
+    "phi3": (
+        "Phi3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+            "layer_types": LAYER_TYPES,
+        },
+    ),
 }
 
 

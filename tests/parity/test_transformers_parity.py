@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftwise.errors import ConfigError
 from draftwise.models.inputs import RowInput, build_step_input
 from tests.parity.helpers import Driver, MakeModel, expected_logits, load, tokens_of
 
@@ -27,6 +28,19 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e3,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 32,
+}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,6 +89,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {"head_dim": 16, "sliding_window": 7, "layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPE},
+    ),
+    "phi3": ("Phi3", {"sliding_window": 9}),
+    "phi3-partial": ("Phi3", {"head_dim": 16, "rope_parameters": PARTIAL_ROPE}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5}),
     "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 7}),
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
@@ -155,7 +196,7 @@ def test_mixed_batch_equals_one_at_a_time(pair: tuple[Any, Driver]) -> None:
             done[i] += len(tokens)
             got[i].append(logits)
     for i in range(16):
-        torch.testing.assert_close(torch.cat(got[i]), expected[i], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.cat(got[i]), expected[i], atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -202,6 +243,41 @@ def test_dynamic_rope_beyond_the_trained_length(make_checkpoint: MakeModel) -> N
     expected = expected_logits(reference, tokens)
     for rid, chunk in enumerate((None, 13)):
         torch.testing.assert_close(Driver(model).whole(rid, tokens, chunk), expected, atol=1e-4, rtol=0)
+
+
+LONG_CASES = {
+    "phi3": {"rope_parameters": {**LONG_ROPE, "partial_rotary_factor": 1.0}},
+    "phi4-mini": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "rope_parameters": {**LONG_ROPE, "partial_rotary_factor": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("case", LONG_CASES)
+def test_longrope_takes_the_factors_of_the_model_length(make_checkpoint: MakeModel, case: str) -> None:
+    """Up to 32 tokens the short ones, as Transformers for sequences that are no longer; else the long ones."""
+    reference, folder = make_checkpoint("Phi3", original_max_position_embeddings=32, **LONG_CASES[case])
+    tokens = tokens_of(11, 80)
+    for length, count in ((32, 30), (None, 80)):
+        model = load(folder, max_model_len=length)
+        expected = expected_logits(reference, tokens[:count])
+        for rid, chunk in enumerate((None, 13)):
+            actual = Driver(model).whole(rid, tokens[:count], chunk)
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+def test_yarn_reaches_what_its_factor_says(make_checkpoint: MakeModel) -> None:
+    """As Qwen's pages tell users: the config keeps its max_position_embeddings, the factor reaches further."""
+    reference, folder = make_checkpoint("Llama", rope_parameters=YARN_ROPE, max_position_embeddings=80)
+    assert load(folder).config.max_model_len == 80
+    model = load(folder, max_model_len=256)
+    tokens = tokens_of(11, 200)
+    expected = expected_logits(reference, tokens)
+    torch.testing.assert_close(Driver(model).whole(0, tokens, 33), expected, atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="1 to 256"):
+        load(folder, max_model_len=257)
 
 
 def test_older_rope_spelling_gives_the_same_model(make_checkpoint: MakeModel) -> None:

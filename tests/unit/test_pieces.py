@@ -219,7 +219,13 @@ def test_a_noted_call_keeps_how_it_was_called() -> None:
     real = build_step_input(MIXED, BLOCK, CPU).attention
     pieces = PiecewisePass(32, PieceMemory(32, FakeGraphs()), BLOCK, 96)
     kv = (torch.zeros(1), torch.zeros(2))
-    how: dict[str, Any] = {"num_kv_heads": 1, "scale": 0.5, "window": 4, "softcap": 5.0}
+    how: dict[str, Any] = {
+        "num_kv_heads": 1,
+        "scale": 0.5,
+        "window": 4,
+        "softcap": 5.0,
+        "sinks": torch.ones(2),
+    }
     q, out = torch.randn(32, 2, 8), torch.zeros(32, 16)
     noted = pieces.batch.attention
     assert attend(Backend(), q, kv, noted, out=out, **how) is out and not calls

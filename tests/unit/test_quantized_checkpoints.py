@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,8 @@ def test_the_weights_are_exactly_those_meant(tmp_path: Path, name: str) -> None:
     wanted = load_model(plain, dtype=torch.float32, device=CPU, ops=ops)
     eye = {64: torch.eye(64), 96: torch.eye(96)}
     for got, want in zip(found._layers, wanted._layers, strict=True):  # type: ignore[attr-defined]
-        for linear, inputs in (("qkv", 64), ("o", 64), ("gate_up", 64), ("down", 96)):
-            a, b = (ops.linear(eye[inputs], getattr(layer, linear)) for layer in (got, want))
+        for linear, inputs in (("qkv", 64), ("o", 64), ("mlp.gate_up", 64), ("mlp.down", 96)):
+            a, b = (ops.linear(eye[inputs], attrgetter(linear)(layer)) for layer in (got, want))
             assert torch.equal(a, b), linear
 
 

@@ -52,6 +52,7 @@ class AttentionBackend(ABC):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attend with every row of a pass.
@@ -66,6 +67,7 @@ class AttentionBackend(ABC):
             scale: factor on the scores, usually ``D ** -0.5``.
             window: sliding window in positions; None: full attention.
             softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None: they stay.
+            sinks: [Hq] float32, of each head the score of one key more, whose value is zero (GPT-OSS); None: none.
             out: [T, Hq * D] buffer for the result, of q's dtype.
 
         Returns:
@@ -83,6 +85,7 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`AttentionBackend.run`, for operations that can be captured: in a pass that is captured without attention
@@ -90,7 +93,15 @@ def attend(
 
     def run(q: Tensor, batch: AttentionBatch, out: Tensor | None) -> Tensor:
         return backend.run(
-            q, kv, batch, num_kv_heads=num_kv_heads, scale=scale, window=window, softcap=softcap, out=out
+            q,
+            kv,
+            batch,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            out=out,
         )
 
     if batch.apart is None:

@@ -23,6 +23,7 @@ class ReferenceAttention(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         rows, heads, dim = q.shape
@@ -39,6 +40,9 @@ class ReferenceAttention(AttentionBackend):
                 scores = q[start:end, h].float() @ keys[:, h // group].T * scale  # [n, L]
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
-                weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+                scores = scores.masked_fill(~mask, float("-inf"))
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[h].expand(len(scores), 1)), dim=1)
+                weights = scores.softmax(-1)[:, : mask.shape[1]]
                 result[start:end, h] = (weights @ values[:, h // group]).to(q.dtype)
         return result.view(rows, heads * dim)

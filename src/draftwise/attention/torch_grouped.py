@@ -40,10 +40,9 @@ class TorchGroupedAttention(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        out: Tensor | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """As `AttentionBackend.run`. ``sinks`` [Hq]: of each head a score of one key more, whose value is zero."""
         plans = batch.cache.get("torch_grouped")
         if plans is None:
             plans = batch.cache["torch_grouped"] = {}

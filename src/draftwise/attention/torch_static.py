@@ -33,6 +33,7 @@ class TorchStaticAttention(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         static = batch.static
@@ -45,6 +46,7 @@ class TorchStaticAttention(AttentionBackend):
                 scale=scale,
                 window=window,
                 softcap=softcap,
+                sinks=sinks,
                 out=out,
             )
         requests, n = static.context.shape[0], static.rows
@@ -64,7 +66,11 @@ class TorchStaticAttention(AttentionBackend):
         values = entries[:, :, num_kv_heads:]
         # a slot that nobody sees may hold anything: 0 * NaN would be seen by all
         values = torch.where(mask.any(dim=1)[:, :, None, None], values, 0.0)
-        attended = torch.einsum("rnhgl,rlhd->rnhgd", scores.softmax(-1), values)
+        if sinks is not None:
+            own = sinks.float().view(1, 1, num_kv_heads, group, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, own), dim=-1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        attended = torch.einsum("rnhgl,rlhd->rnhgd", weights, values)
         result = attended.reshape(requests * n, heads * dim).to(q.dtype)
         return result if out is None else out.copy_(result)
 

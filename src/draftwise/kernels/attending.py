@@ -39,11 +39,21 @@ class AttendingOps(Ops):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         kv_heads, how = heads.num_kv_heads, self._attention
         return attend(
-            how, q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
+            how,
+            q,
+            kv,
+            batch,
+            num_kv_heads=kv_heads,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            out=out,
         )
 
     def pack_experts(

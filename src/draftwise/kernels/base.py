@@ -127,8 +127,8 @@ class Ops(ABC):
         """``weight`` [H] -> handle."""
 
     @abstractmethod
-    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
-        """``inv_freq`` [D / 2] float32, factor on cos and sin, positions 0..num_positions-1 -> handle."""
+    def pack_rope(self, inv_freq: Tensor, scaling: float | Tensor, num_positions: int) -> Rope:
+        """``inv_freq`` [D / 2] float32, factor on cos and sin (or [D / 2]), positions 0..num_positions-1 -> handle."""
 
     # ---------------------------------------------------------------------------------------- row by row
 
@@ -155,6 +155,14 @@ class Ops(ABC):
     def gated(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """`silu_mul` with another activation: ``gate_up`` [T, 2 * I] = gate | up -> [T, I]."""
         raise NotImplementedError(f"{type(self).__name__} has no activation but silu")
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """``x`` [T, H] *= ``factor`` in place; returns ``x``."""
+        return x.mul_(factor)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """``x`` [T, V] float32 = cap * tanh(x / cap) in place; returns ``x``."""
+        return x.div_(cap).tanh_().mul_(cap)
 
     def experts(self, x: Tensor, scores: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
         """Rows through the experts that their scores choose.
@@ -240,9 +248,10 @@ class Ops(ABC):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window and soft cap as in `attention.base`."""
+        """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window, soft cap and sinks as in `attention.base`."""
 
     @property
     def capturable(self) -> bool:

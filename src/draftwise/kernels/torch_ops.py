@@ -83,7 +83,7 @@ class TorchOps(AttendingOps):
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return TorchNorm(weight, eps)
 
-    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
+    def pack_rope(self, inv_freq: Tensor, scaling: float | Tensor, num_positions: int) -> Rope:
         half = inv_freq.shape[0]
         table = torch.empty((num_positions, 2, 2 * half), dtype=self._dtype, device=self._device)
         # in pieces: a long table in float32 would double the peak memory of loading a small model

@@ -43,6 +43,12 @@ class ModelConfig:
     activation: Activation = SILU  # of gated MLPs
     experts: ExpertsConfig | None = None  # mixtures of experts in place of MLPs
     attn_softcap: float | None = None  # attention scores become cap * tanh(score / cap)
+    logit_softcap: float | None = None  # logits likewise
+    attn_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+    embedding_scale: float | None = None  # of embeddings as they enter the first layer
+    norm_offset: float = 0.0  # added to the weights of all norms
+    local_rope: RopeConfig | None = None  # in layers with a window; None: as in the others
+    sinks: bool = False  # each head has a score of one key more, whose value is zero
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None  # of the checkpoint, as its config says
@@ -74,6 +80,10 @@ def dense_config(
     qk_norm: bool = False,
     wide_qk_norm: bool = False,
     experts: ExpertsConfig | None = None,
+    activation: Activation = SILU,
+    sinks: bool = False,
+    logit_softcap: float | None = None,
+    rope: tuple[RopeConfig, int] | None = None,
 ) -> ModelConfig:
     """Read the fields that every dense family shares; a family passes what differs.
 
@@ -81,6 +91,9 @@ def dense_config(
         max_model_len: length the caller asks for; None: the model's own.
         sliding_window: per layer; None: full attention everywhere.
         head_dim: when ``config.json`` does not give one; None: hidden_size / num_attention_heads.
+        activation: of gated MLPs; whoever gives one has looked at the config's.
+        logit_softcap: of logits, for families that know one.
+        rope: rotation and model length, read already; None: they are read here.
         experts: mixtures of experts; where every layer has one, ``intermediate_size`` may be missing.
 
     Raises:
@@ -94,13 +107,13 @@ def dense_config(
     if raw.get("head_dim") is None and head_dim is None and hidden % heads:
         raise ModelLoadError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     dim = require_int(raw, "head_dim", head_dim or hidden // heads)
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelLoadError(f"activation {activation!r} is not supported (only silu)")
-    if raw.get("final_logit_softcapping") is not None:
+    named = raw.get("hidden_act", "silu")
+    if activation is SILU and named not in ("silu", "swish"):
+        raise ModelLoadError(f"activation {named!r} is not supported (only silu)")
+    if raw.get("final_logit_softcapping") is not None and logit_softcap is None:
         raise ModelLoadError("final_logit_softcapping (a soft cap on the logits) is not supported")
     positions = require_int(raw, "max_position_embeddings", 2048)
-    rope, length = parse_rope(raw, dim, positions, max_model_len)
+    rotation, length = rope or parse_rope(raw, dim, positions, max_model_len)
     vocab_size = require_int(raw, "vocab_size")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     inner = experts.inner if experts is not None and all(experts.layers) else None
@@ -114,7 +127,7 @@ def dense_config(
         num_kv_heads=kv_heads,
         head_dim=dim,
         max_model_len=length,
-        rope=rope,
+        rope=rotation,
         sliding_window=tuple(sliding_window) if sliding_window is not None else (None,) * layers,
         norm_eps=_norm_eps(raw),
         tied=bool(raw.get("tie_word_embeddings", False)),
@@ -124,7 +137,10 @@ def dense_config(
         qk_norm=qk_norm,
         wide_qk_norm=wide_qk_norm,
         experts=experts,
-        attn_softcap=_softcap(raw),
+        activation=activation,
+        sinks=sinks,
+        attn_softcap=softcap_of(raw, "attn_logit_softcapping"),
+        logit_softcap=logit_softcap,
         eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), "bos_token_id")), None),
         dtype=dtype if isinstance(dtype, str) else None,
@@ -147,8 +163,15 @@ def windows_by_layer(raw: RawConfig, default: int | None = None) -> tuple[int | 
     if types is None:
         full = raw.get("max_window_layers", 28)
         return tuple(None if i < full else window for i in range(layers))
+    return windows_of_types(types, layers, window)
+
+
+def windows_of_types(types: object, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer by ``layer_types``: that of the sliding ones is ``window``."""
+    if not isinstance(types, list):
+        raise ModelLoadError(f"config.json: layer_types must be a list, not {types!r}")
     known = {"full_attention": None, "sliding_attention": window}
-    unknown = sorted(set(types) - known.keys())
+    unknown = sorted(str(kind) for kind in types if kind not in known)
     if unknown or len(types) != layers:
         raise ModelLoadError(
             f"config.json: layer_types has {len(types)} entries for {layers} layers, unknown: {unknown}"
@@ -164,14 +187,13 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _softcap(raw: RawConfig) -> float | None:
-    value = raw.get("attn_logit_softcapping")
+def softcap_of(raw: RawConfig, name: str) -> float | None:
+    """A soft cap, or None."""
+    value = raw.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ModelLoadError(
-            f"config.json: 'attn_logit_softcapping' must be a positive number, not {value!r}"
-        )
+        raise ModelLoadError(f"config.json: {name!r} must be a positive number, not {value!r}")
     return float(value)
 
 

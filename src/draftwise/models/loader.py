@@ -17,7 +17,7 @@ from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
-from draftwise.models.config import ModelConfig, token_ids
+from draftwise.models.config import ModelConfig, RawConfig, token_ids
 from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.heads.mtp_names import mtp_tensors
@@ -198,8 +198,7 @@ def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, 
     raw = read_raw(folder)
     try:
         architecture, cls = resolve_model(raw)
-        if raw.get("quantization_config") is not None:
-            parse_checkpoint_format(raw["quantization_config"])  # refused here if it is not supported
+        _format_of(raw)  # refused here if it is not supported
         config = cls.parse(raw, architecture, max_model_len)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
@@ -242,8 +241,16 @@ def _with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
 
 def checkpoint_format(folder: Path) -> CheckpointFormat | None:
     """How the checkpoint stores quantised layers; None: it has none."""
-    raw = read_raw(folder).get("quantization_config")
-    return None if raw is None else parse_checkpoint_format(raw)
+    return _format_of(read_raw(folder))
+
+
+def _format_of(raw: RawConfig) -> CheckpointFormat | None:
+    """Raises ModelLoadError for a form that is not supported. GPT-OSS reads its experts itself."""
+    described = raw.get("quantization_config")
+    own = isinstance(described, Mapping) and described.get("quant_method") == "mxfp4"
+    if own and "GptOssForCausalLM" in (raw.get("architectures") or ()):
+        return None
+    return None if described is None else parse_checkpoint_format(described)
 
 
 def _config_dtype(config: ModelConfig, folder: Path) -> torch.dtype:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from draftwise.kernels.routing import Routing
 from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int
-from draftwise.models.dense import DenseDecoder, DenseNames
+from draftwise.models.dense import DenseDecoder
+from draftwise.models.layers import DenseNames
 from draftwise.models.mlp import ExpertNames, ExpertsConfig
 from draftwise.models.sparse import count_of_experts
 

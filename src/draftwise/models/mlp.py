@@ -23,6 +23,7 @@ def load_linear(
     bias: Tensor | None = None,
     *,
     paired: bool = False,
+    order: Tensor | None = None,
 ) -> Linear:
     """Read a linear layer from the checkpoint and pack it as what it is, a float or a quantised one.
 
@@ -30,12 +31,19 @@ def load_linear(
         weight: declared by ``plan.linear``, [outputs, inputs].
         bias: declared likewise, [outputs].
         paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
+        order: which output of the checkpoint stands where, int64 [outputs]; None: as they are.
     """
     plan.fill(weight)
     if bias is not None:
         plan.fill(bias)
+        bias = bias if order is None else bias[order.to(bias.device)]
     if isinstance(weight, QuantizedLinear):
-        return ops.pack_quantized(weight.weight(), bias, dynamic=weight.dynamic, paired=paired)
+        codes = weight.weight()
+        if order is not None:
+            codes = codes.in_order(order)
+        return ops.pack_quantized(codes, bias, dynamic=weight.dynamic, paired=paired)
+    if order is not None:
+        weight = weight[order.to(weight.device)]
     return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
 
 

@@ -9,11 +9,15 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.config import RawConfig
 
 _MODELS: dict[str, str | type[DecoderModel]] = {
+    "Gemma2ForCausalLM": "draftwise.models.gemma2:Gemma2Model",
+    "Gemma3ForCausalLM": "draftwise.models.gemma3:Gemma3TextModel",
+    "GptOssForCausalLM": "draftwise.models.gpt_oss:GptOssModel",
     "LlamaForCausalLM": "draftwise.models.llama:LlamaModel",
     "MiMoForCausalLM": "draftwise.models.qwen2:Qwen2Model",
     "MistralForCausalLM": "draftwise.models.mistral:MistralModel",
     "MixtralForCausalLM": "draftwise.models.mixtral:MixtralModel",
     "OlmoeForCausalLM": "draftwise.models.olmoe:OlmoeModel",
+    "Phi3ForCausalLM": "draftwise.models.phi3:Phi3Model",
     "Qwen2ForCausalLM": "draftwise.models.qwen2:Qwen2Model",
     "Qwen2MoeForCausalLM": "draftwise.models.qwen2_moe:Qwen2MoeModel",
     "Qwen3ForCausalLM": "draftwise.models.qwen3:Qwen3Model",

@@ -8,20 +8,23 @@ it from the length of whatever batch it is given: the same tokens then get other
 batched otherwise. Here it is a function of one fixed length, the model length asked for: within
 ``max_position_embeddings`` it equals the default, and a longer one uses, for all positions, the base that Transformers
 uses for a sequence of exactly that length.
+
+**LongRoPE** (Ding et al. 2024, arXiv:2402.13753) has two sets of factors, and Transformers takes the long one as soon
+as anything in the batch is longer than what the model was trained for. Here, too, the model length decides, once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from draftwise.errors import ConfigError, ModelLoadError
 
-SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class RopeConfig:
 
     kind: str
     theta: float
-    head_dim: int
+    head_dim: int  # dimensions that are rotated
     factor: float = 1.0
     original_max_len: int = 0  # llama3, yarn, dynamic: the length trained for before stretching
     target_len: int = 0  # dynamic: the fixed length the base is computed for
@@ -39,7 +42,26 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: whole dimensions as borders of the ramp
-    attention_factor: float = 1.0  # yarn: on cosines and sines
+    attention_factor: float = 1.0  # yarn, longrope: on cosines and sines
+    factors: tuple[float, ...] = ()  # longrope: of each pair of dimensions
+    interleaved: bool = False  # pairs are neighbours, and not as far apart as half of what is rotated
+
+    def order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Kernels rotate dimension i with i + D / 2. Which dimension of a head of the checkpoint has to stand where for
+        that, [D]; None: they stand right. Scores do not change when queries and keys are put in another order alike.
+
+        Example: D = 8, of which 4 are rotated: 0 with 2, 1 with 3; the others are rotated by nothing: (0, 1, 4, 5, 2,
+        3, 6, 7). Interleaved, 0 with 1, 2 with 3: (0, 2, 4, 5, 1, 3, 6, 7).
+        """
+        half, rest = self.head_dim // 2, (head_dim - self.head_dim) // 2
+        if rest == 0 and not self.interleaved:
+            return None
+        rotated = list(range(self.head_dim))
+        first, second = rotated[:half], rotated[half:]
+        if self.interleaved:
+            first, second = rotated[0::2], rotated[1::2]
+        left = list(range(self.head_dim, head_dim))
+        return (*first, *left[:rest], *second, *left[rest:])
 
     def inv_freq(self) -> torch.Tensor:
         """Angle per position of each pair of dimensions: float32 [D / 2]."""
@@ -55,6 +77,8 @@ class RopeConfig:
             return self._llama3(inv_freq)
         if self.kind == "yarn":
             return self._yarn(inv_freq)
+        if self.kind == "longrope":
+            return inv_freq / torch.tensor(self.factors)
         return inv_freq
 
     def _llama3(self, inv_freq: torch.Tensor) -> torch.Tensor:
@@ -84,14 +108,25 @@ class RopeConfig:
 
 
 def parse_rope(
-    raw: Mapping[str, Any], head_dim: int, max_positions: int, max_model_len: int | None
+    raw: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    max_model_len: int | None,
+    *,
+    partial: bool = False,
+    interleaved: bool = False,
+    theta: float = 10000.0,
 ) -> tuple[RopeConfig, int]:
     """Read the rotation of a ``config.json`` and settle how many positions the model may reach.
 
     Args:
         max_positions: ``max_position_embeddings``.
         max_model_len: length the caller asks for; None: ``max_positions``. More than ``max_positions`` is granted to
-            linear and dynamic scaling, up to ``factor`` times as many.
+            linear and dynamic scaling, up to ``factor`` times as many, and to yarn, up to ``factor`` times what the
+            model was trained for.
+        partial: the family may rotate some dimensions of a head only (``partial_rotary_factor``).
+        interleaved: the family rotates neighbours.
+        theta: the base where the config has none.
 
     Raises:
         ConfigError: ``max_model_len`` is out of reach.
@@ -109,20 +144,30 @@ def parse_rope(
         raise ModelLoadError("multimodal rotary embeddings (M-RoPE) are not supported")
     if kind not in SUPPORTED:
         raise ModelLoadError(f"rope type {kind!r} is not supported (supported: {', '.join(SUPPORTED)})")
-    partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelLoadError(f"partial rotary embeddings (partial_rotary_factor {partial}) are not supported")
-    if head_dim % 2:
-        raise ModelLoadError(f"rotary embeddings need an even head_dim, not {head_dim}")
-    theta = _number(params, "rope_theta", _number(raw, "rope_theta", 10000.0))
-    factor = _number(params, "factor", 1.0 if kind == "default" else None)
+    head_dim = _rotated(raw, params, head_dim, partial)
+    theta = _number(params, "rope_theta", _number(raw, "rope_theta", theta))
+    original = _original_length(raw, params, max_positions)
+    stretched = max_positions / original if kind == "longrope" else None
+    factor = _number(params, "factor", 1.0 if kind == "default" else stretched)
     reach = int(max_positions * factor) if kind in ("linear", "dynamic") else max_positions
+    if kind == "yarn":
+        reach = max(reach, int(original * factor))
     length = max_positions if max_model_len is None else max_model_len
     if not 0 < length <= reach:
         raise ConfigError(
             f"max_model_len: {length} is out of range: this model reaches 1 to {reach} positions"
         )
-    if kind == "dynamic":
+    if kind == "longrope":
+        rope = RopeConfig(
+            kind,
+            theta,
+            head_dim,
+            factor,
+            original_max_len=original,
+            attention_factor=_longrope_attention_factor(params, factor, original),
+            factors=_factors(params, "long_factor" if length > original else "short_factor", head_dim // 2),
+        )
+    elif kind == "dynamic":
         rope = RopeConfig(
             kind,
             theta,
@@ -137,7 +182,7 @@ def parse_rope(
             theta,
             head_dim,
             factor,
-            original_max_len=_original_length(raw, params, max_positions),
+            original_max_len=original,
             low_freq_factor=_number(params, "low_freq_factor", None),
             high_freq_factor=_number(params, "high_freq_factor", None),
         )
@@ -149,7 +194,7 @@ def parse_rope(
             theta,
             head_dim,
             factor,
-            original_max_len=_original_length(raw, params, max_positions),
+            original_max_len=original,
             beta_fast=_number(params, "beta_fast", 32.0),
             beta_slow=_number(params, "beta_slow", 1.0),
             truncate=bool(params.get("truncate", True)),
@@ -157,7 +202,46 @@ def parse_rope(
         )
     else:
         rope = RopeConfig(kind, theta, head_dim, factor)
-    return rope, length
+    return replace(rope, interleaved=interleaved), length
+
+
+def _rotated(raw: Mapping[str, Any], params: Mapping[str, Any], head_dim: int, allowed: bool) -> int:
+    """How many dimensions of a head are rotated."""
+    partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial in (None, 1, 1.0):
+        rotated = head_dim
+    elif not allowed:
+        raise ModelLoadError(f"partial rotary embeddings (partial_rotary_factor {partial}) are not supported")
+    else:
+        share = _number({"partial_rotary_factor": partial}, "partial_rotary_factor", None)
+        rotated = int(head_dim * share)
+        if not 0 < rotated <= head_dim:
+            raise ModelLoadError(f"config.json: partial_rotary_factor {partial} of a head of {head_dim}")
+    if head_dim % 2 or rotated % 2:
+        raise ModelLoadError(
+            f"rotary embeddings need an even head_dim, not {head_dim if head_dim % 2 else rotated}"
+        )
+    return rotated
+
+
+def _factors(params: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    values = params.get(name)
+    numbers = isinstance(values, list) and all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0 for x in values
+    )
+    if not numbers or len(values or ()) != count:
+        raise ModelLoadError(
+            f"config.json: rope parameter {name!r} must be a list of {count} positive numbers"
+        )
+    assert isinstance(values, list)
+    return tuple(float(x) for x in values)
+
+
+def _longrope_attention_factor(params: Mapping[str, Any], factor: float, original: int) -> float:
+    """As the authors' code has it; Transformers lets the config override it."""
+    if params.get("attention_factor") is not None:
+        return _number(params, "attention_factor", None)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:

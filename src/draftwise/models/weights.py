@@ -79,6 +79,18 @@ class WeightPlan:
         self._parameter(value)
         return value
 
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype, kind: str) -> Tensor:
+        """A parameter of its own in the type that the file has: ``kind`` as safetensors calls it."""
+        value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self.num_bytes += value.numel() * value.element_size()
+        self._add(name, value, (kind,))
+        self._parameter(value)
+        return value
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        return name in self._names
+
     def packed(self, parts: Sequence[tuple[str, int]], columns: int | None) -> Tensor:
         """Parameters stacked row by row: ``parts`` are (name, rows); ``columns`` None for vectors (biases)."""
         total = sum(rows for _, rows in parts)

@@ -54,6 +54,12 @@ class QuantizedWeight:
             return (self.codes.float() - 8) * scales
         return (self.codes.float() - self.zeros.repeat_interleave(self.group, dim=1)[:, :inputs]) * scales
 
+    def in_order(self, order: Tensor) -> QuantizedWeight:
+        """With output ``order[i]`` [out] int64 in place i."""
+        order = order.to(self.codes.device)
+        zeros = None if self.zeros is None else self.zeros[order]
+        return QuantizedWeight(self.bits, self.codes[order], self.scales[order], zeros, self.group)
+
 
 def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """One layer of the outputs of several, of one kind: their rows one after the other."""

@@ -63,6 +63,7 @@ class AttentionCall(ctypes.Structure):
         ("kv_dtype", _I32),
         ("scale", _F32),
         ("softcap", _F32),
+        ("sinks", _PTR),
     )
 
 
@@ -85,6 +86,15 @@ def kv_parts(kv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         "float32 scales, one per token and head",
     )
     return entries, scales
+
+
+def sinks_of(sinks: Tensor | None, heads: int) -> int | None:
+    """Their address."""
+    require(
+        sinks is None or (sinks.dtype is torch.float32 and sinks.shape == (heads,) and sinks.is_contiguous()),
+        "float32 sinks, one per head",
+    )
+    return None if sinks is None else sinks.data_ptr()
 
 
 def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
@@ -150,6 +160,7 @@ class NativeAttention(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         entries, scales = kv_parts(kv)
@@ -184,6 +195,7 @@ class NativeAttention(AttentionBackend):
             KV_DTYPES[entries.dtype],
             scale,
             softcap or 0.0,
+            sinks_of(sinks, heads),
         )
         self._run(self._pool.pointer, DTYPES[q.dtype], call, view)
         del kept

@@ -91,6 +91,8 @@ class NativeOps(Ops):
         )
         self._silu_mul = library.function("dw_silu_mul", None, [_PTR, _INT, _PTR, _PTR, _I64, _I64])
         self._rope_write = library.function("dw_rope_write", None, [_PTR, _INT, ctypes.POINTER(RopeCall)])
+        self._scale_rows = library.function("dw_scale_rows", None, [_PTR, _INT, _PTR, _F32, _I64, _I64])
+        self._softcap_rows = library.function("dw_softcap_rows", None, [_PTR, _PTR, _F32, _I64, _I64])
         self._gather = library.function("dw_gather_rows", None, [_PTR, _I64, _PTR, _PTR, _I64, _I64])
 
     @property
@@ -127,7 +129,7 @@ class NativeOps(Ops):
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return NativeNorm(weight.float().contiguous(), eps)
 
-    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
+    def pack_rope(self, inv_freq: Tensor, scaling: float | Tensor, num_positions: int) -> Rope:
         half = inv_freq.shape[0]
         table = torch.empty((num_positions, 2, half), dtype=torch.float32)
         for start in range(0, num_positions, 4096):
@@ -223,6 +225,20 @@ class NativeOps(Ops):
             return gate_up.program.gated(gate_up, activation)
         require(gate_up.dtype is self._dtype, "rows of the model's type")
         return self._experts.gated(gate_up, activation, out)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.scale(x, factor)
+        require(x.dtype is self._dtype and x.is_contiguous() and x.ndim == 2, "rows of the model's type")
+        self._scale_rows(self.pool.pointer, self._code, x.data_ptr(), factor, *x.shape)
+        return x
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.softcap(x, cap)
+        require(x.dtype is torch.float32 and x.is_contiguous() and x.ndim == 2, "rows of float32")
+        self._softcap_rows(self.pool.pointer, x.data_ptr(), cap, *x.shape)
+        return x
 
     def experts(self, x: Tensor, scores: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
         assert isinstance(experts, NativeExperts)
@@ -330,13 +346,22 @@ class NativeOps(Ops):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         if isinstance(q, Symbol):
-            return q.program.attention(q, kv, heads, scale, window, softcap)
+            return q.program.attention(q, kv, heads, scale, window, softcap, sinks)
         kv_heads = heads.num_kv_heads
         return self._attention.run(
-            q, kv, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=out
+            q,
+            kv,
+            batch,
+            num_kv_heads=kv_heads,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            out=out,
         )
 
     # --------------------------------------------------------------------------------------------- logits

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
-from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, kv_parts
+from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, kv_parts, sinks_of
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ACTIVATIONS, NativeExperts
 from draftwise.kernels.cpu.library import NativeLibrary
@@ -30,7 +30,7 @@ from draftwise.kernels.routing import Activation
 
 # dw::OpKind of csrc/program.h
 _GATHER, _COPY, _RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _LINEAR, _ROPE_WRITE, _ATTENTION, _PICK = range(9)
-_CONCAT, _ADD, _CLEAR_FIRST, _EXPERTS, _GATED = range(9, 14)
+_CONCAT, _ADD, _CLEAR_FIRST, _EXPERTS, _GATED, _SCALE, _SOFTCAP = range(9, 16)
 
 
 class RecordingError(Exception):
@@ -301,6 +301,17 @@ class Recording:
         )
         return _tensor(out)
 
+    def scale(self, x: object, factor: float) -> Tensor:
+        target = self._changed(x)
+        self._append(_SCALE, x=target.number, width=target.width, scale=factor)
+        return _tensor(Symbol(self, target))
+
+    def softcap(self, x: object, cap: float) -> Tensor:
+        target = self._changed(x)
+        require(target.dtype is torch.float32, "float32 numbers")
+        self._append(_SOFTCAP, x=target.number, width=target.width, softcap=cap)
+        return _tensor(Symbol(self, target))
+
     def experts(self, x: object, scores: object, experts: NativeExperts) -> Tensor:
         source, choosing = _buffer_of(x), _buffer_of(scores)
         require(
@@ -369,9 +380,11 @@ class Recording:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         packed = _buffer_of(q)
         entries, scales = kv_parts(kv)
+        sinks_of(sinks, heads.num_heads)
         out = self._new(heads.num_heads * heads.head_dim, self._dtype)
         self._append(
             _ATTENTION,
@@ -383,6 +396,7 @@ class Recording:
             window=window or 0,
             scale=scale,
             softcap=softcap or 0.0,
+            weight=self._pointer(sinks),
             width=packed.width,
             kv=self._pointer(entries),
             kv_scales=self._pointer(scales),

@@ -89,6 +89,7 @@ class TritonAttention(AttentionBackend):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         from draftwise.kernels.triton.device.attention import combine_partitions, partial_attention
@@ -153,6 +154,7 @@ class TritonAttention(AttentionBackend):
                 best,
                 total,
                 prepared.positions,
+                best if sinks is None else sinks,
                 result,
                 first,
                 num_parts,
@@ -162,6 +164,7 @@ class TritonAttention(AttentionBackend):
                 DIM_PAD=dim_pad,
                 PARTITION=tiling.partition,
                 WINDOWED=window is not None,
+                SINKS=sinks is not None,
                 num_warps=1,
                 **LAUNCH,
             )

@@ -108,7 +108,7 @@ class TritonOps(AttendingOps):
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         return TritonNorm(weight, eps)
 
-    def pack_rope(self, inv_freq: Tensor, scaling: float, num_positions: int) -> Rope:
+    def pack_rope(self, inv_freq: Tensor, scaling: float | Tensor, num_positions: int) -> Rope:
         positions = torch.arange(num_positions, dtype=torch.float32, device=self._device)
         angles = positions[:, None] * inv_freq.to(self._device)  # [positions, D / 2]
         return TritonRope(torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1))

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage, narrowed, quantized
@@ -245,9 +244,6 @@ def _plain(call: LayerCall, query: Tensor, key: Tensor, value: Tensor, sinks: Te
 # ----------------------------------------------------------------------------------------------------- in passes
 
 
-_SINKING = TorchGroupedAttention()  # no other backend knows sinks yet
-
-
 class Paged:
     """Attention of one pass over the paged cache: call i of the pass is that of layer i."""
 
@@ -282,15 +278,10 @@ class Paged:
         else:
             layer[0].index_copy_(0, slots, narrowed(entries, layer[0].dtype))
         queries = _widened(query[0], width).transpose(0, 1).contiguous()
-        if call.sinks:
-            attended = _SINKING.run(
-                queries, layer, self._batch.attention, num_kv_heads=call.heads.num_kv_heads, scale=call.scale,
-                window=call.window, softcap=call.softcap, sinks=options["s_aux"],
-            )  # fmt: skip
-        else:
-            attended = self._ops.attention(
-                queries, layer, self._batch.attention, call.heads, call.scale, call.window, call.softcap
-            )
+        sinks = options["s_aux"].float().contiguous() if call.sinks else None
+        attended = self._ops.attention(
+            queries, layer, self._batch.attention, call.heads, call.scale, call.window, call.softcap, sinks
+        )
         return attended.view(1, -1, call.heads.num_heads, width)[..., : call.value_dim].contiguous()
 
 

@@ -33,9 +33,9 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
-from draftwise.models.dense import DenseLayer, DenseNames, LayerPass, LayerWeights
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
 from draftwise.models.heads.vocabulary import check_target_ids
+from draftwise.models.layers import DenseLayer, DenseNames, LayerPass, LayerWeights
 from draftwise.models.mlp import load_linear
 from draftwise.models.weights import QuantizedLinear, WeightPlan
 from draftwise.types import StepInput, TargetOutput

@@ -22,10 +22,10 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
-from draftwise.models.dense import DenseLayer, LayerPass, LayerWeights
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.heads.mtp_names import MtpForm
+from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights
 from draftwise.models.mlp import load_linear
 from draftwise.models.weights import WeightPlan
 from draftwise.types import StepInput, TargetOutput

@@ -47,6 +47,7 @@ struct AttentionCall {
   int32_t kv_dtype;
   float scale;
   float softcap;  // scores become cap * tanh(score / cap); 0: none
+  const float* sinks;  // [Hq] of each head a score of one key more, whose value is zero; or null
 };
 
 // Rows first .. first + count - 1 of one request, and the partitions [begin, end) that they see.

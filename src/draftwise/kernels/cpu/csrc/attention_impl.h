@@ -16,7 +16,14 @@ void write_out(const Work<typename Steps::Row, typename Steps::Cache>& w, const 
     int row = w.rows.first_row + w.item.tile.first + m / w.group, head = w.item.head * w.group + m % w.group;
     T* to = (T*)w.call.out + ((int64_t)row * w.call.num_heads + head) * w.dim;
     const float* from = states.acc(0) + i * w.padded;
-    const float sum = states.sum(0)[i];
+    float sum = states.sum(0)[i];
+    if (w.call.sinks != nullptr) {
+      // relative to the greater one of both; a sink that is much greater leaves nothing: the sum is infinite
+      const float sink = w.call.sinks[head], top = states.top(0)[i], peak = sink > top ? sink : top;
+      const float down[LANES] = {top - peak, sink - peak};
+      const vf both = exp(load(down));
+      sum = (sum * both[0] + both[1]) / both[0];
+    }
     int d = 0;
     for (; d + 4 * LANES <= w.dim; d += 4 * LANES)
       for (int c = 0; c < 4 * LANES; c += 2 * LANES)

@@ -346,30 +346,44 @@ void experts_route_run(const Shares& shares, const Experts* e, const void* x, co
   experts_run(shares, &call);
 }
 
-void gated_rows(Pool* pool, DType dtype, Activation kind, float alpha, float limit, const void* gate_up, void* out,
-                int64_t rows, int64_t width) {
-  struct Context {
-    DType dtype;
-    Activation kind;
-    float alpha, limit;
-    const uint8_t* gate_up;
-    uint8_t* out;
-    int64_t rows, width, step;
-  } c{dtype, kind, alpha, limit, (const uint8_t*)gate_up, (uint8_t*)out, rows, width, 0};
-  c.step = rows * width * 4 < 2 * SERIAL ? rows : std::max<int64_t>(1, SERIAL / (4 * width));
+namespace {
+
+// Calls body(r) for every row, which takes as long as `elements` plain ones.
+template <class Body>
+void over_rows(Pool* pool, int64_t rows, int64_t elements, const Body& body) {
   if (rows <= 0) return;
+  struct Context {
+    const Body* body;
+    int64_t rows, step;
+  } context{&body, rows, rows};
+  if (rows * elements >= 2 * SERIAL) context.step = std::max<int64_t>(1, SERIAL / elements);
   parallel_for(
-      pool, (int)((rows + c.step - 1) / c.step),
+      pool, (int)((rows + context.step - 1) / context.step),
       [](void* arg, int task, int) {
         const Context& c = *(const Context*)arg;
-        const int64_t element = element_bytes(c.dtype);
-        for (int64_t r = task * c.step; r < std::min((task + 1) * c.step, c.rows); r++) {
-          const uint8_t* gate = c.gate_up + r * 2 * c.width * element;
-          kernels(c.dtype).gated(c.kind, c.alpha, c.limit, gate, gate + c.width * element, c.out + r * c.width * element,
-                                 c.width);
-        }
+        for (int64_t r = task * c.step; r < std::min((task + 1) * c.step, c.rows); r++) (*c.body)(r);
       },
-      &c);
+      &context);
+}
+
+}  // namespace
+
+void gated_rows(Pool* pool, DType dtype, Activation kind, float alpha, float limit, const void* gate_up, void* out,
+                int64_t rows, int64_t width) {
+  const int64_t bytes = width * element_bytes(dtype);
+  over_rows(pool, rows, 4 * width, [&](int64_t r) {
+    const auto* gate = (const uint8_t*)gate_up + r * 2 * bytes;
+    kernels(dtype).gated(kind, alpha, limit, gate, gate + bytes, (uint8_t*)out + r * bytes, width);
+  });
+}
+
+void scale_rows(Pool* pool, DType dtype, void* x, float factor, int64_t rows, int64_t width) {
+  const int64_t bytes = width * element_bytes(dtype);
+  over_rows(pool, rows, width, [&](int64_t r) { kernels(dtype).scale((uint8_t*)x + r * bytes, factor, width); });
+}
+
+void softcap_rows(Pool* pool, float* x, float cap, int64_t rows, int64_t width) {
+  over_rows(pool, rows, 4 * width, [&](int64_t r) { kernels(F32).softcap(x + r * width, cap, width); });
 }
 
 }  // namespace dw
@@ -403,4 +417,12 @@ DW_EXPORT void dw_gated_rows(dw::Pool* pool, int dtype, int kind, float alpha, f
   dw::guarded([&] {
     dw::gated_rows(pool, (dw::DType)dtype, (dw::Activation)kind, alpha, limit, gate_up, out, rows, width);
   });
+}
+
+DW_EXPORT void dw_scale_rows(dw::Pool* pool, int dtype, void* x, float factor, int64_t rows, int64_t width) {
+  dw::guarded([&] { dw::scale_rows(pool, (dw::DType)dtype, x, factor, rows, width); });
+}
+
+DW_EXPORT void dw_softcap_rows(dw::Pool* pool, float* x, float cap, int64_t rows, int64_t width) {
+  dw::guarded([&] { dw::softcap_rows(pool, x, cap, rows, width); });
 }

@@ -77,6 +77,11 @@ void experts_route_run(const Shares&, const Experts*, const void* x, const float
 // gate_up [rows, 2 width] -> out [rows, width], of one dtype.
 void gated_rows(Pool*, DType, Activation, float alpha, float limit, const void* gate_up, void* out, int64_t rows, int64_t width);
 
+// x *= factor, [rows, width].
+void scale_rows(Pool*, DType, void* x, float factor, int64_t rows, int64_t width);
+// x = cap * tanh(x / cap), [rows, width].
+void softcap_rows(Pool*, float* x, float cap, int64_t rows, int64_t width);
+
 // Kernels of one instruction set and dtype of rows.
 struct MixKernels {
   // gate and up [count] -> out [count].
@@ -84,6 +89,8 @@ struct MixKernels {
   // out[i] = sum over k, in order, of weights[k] * parts[k][i].
   void (*combine)(const float* const* parts, const float* weights, int64_t count, void* out, int64_t width);
   void (*sigmoid)(const float* x, float* out, int64_t count);
+  void (*scale)(void* x, float factor, int64_t count);
+  void (*softcap)(float* x, float cap, int64_t count);
 };
 
 extern const MixKernels mix_kernels_portable[2];  // float32, bfloat16

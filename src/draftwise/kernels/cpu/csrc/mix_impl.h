@@ -51,11 +51,27 @@ void sigmoid_row(const float* x, float* out, int64_t count) {
   }
 }
 
+template <class T>
+void scale_row(void* x, float factor, int64_t count) {
+  T* at = (T*)x;
+  for (int64_t i = 0; i < count; i += LANES) {
+    int n = (int)(count - i < LANES ? count - i : LANES);
+    store_n(at + i, load_n(at + i, n) * factor, n);
+  }
+}
+
+void softcap_row(float* x, float cap, int64_t count) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    int n = (int)(count - i < LANES ? count - i : LANES);
+    store_n(x + i, tanh(load_n(x + i, n) * (1.0f / cap)) * cap, n);
+  }
+}
+
 }  // namespace
 
 extern const MixKernels DW_TABLE[2] = {
-    {gated_row<float>, combine_row<float>, sigmoid_row},
-    {gated_row<bf16>, combine_row<bf16>, sigmoid_row},
+    {gated_row<float>, combine_row<float>, sigmoid_row, scale_row<float>, softcap_row},
+    {gated_row<bf16>, combine_row<bf16>, sigmoid_row, scale_row<bf16>, softcap_row},
 };
 
 }  // namespace dw

@@ -28,7 +28,8 @@ void* address(const Program& program, const PassInput& pass, int32_t buffer) {
 
 AttentionCall attention_call(const Program& program, const ProgramOp& op, const PassInput& pass) {
   return AttentionCall{address(program, pass, op.x), op.kv, op.kv_scales, address(program, pass, op.out), op.width,
-                       op.num_heads, op.num_kv_heads, op.head_dim, op.window, op.kv_dtype, op.scale, op.softcap};
+                       op.num_heads, op.num_kv_heads, op.head_dim, op.window, op.kv_dtype, op.scale, op.softcap,
+                       (const float*)op.weight};
 }
 
 constexpr int64_t SMALL_BYTES = 4 << 20;  // of weights
@@ -146,6 +147,12 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
       break;
     case OP_GATED:
       gated_rows(pool, dtype, (Activation)op.epilogue, op.scale, op.softcap, at(op.x), at(op.out), rows, op.width);
+      break;
+    case OP_SCALE:
+      scale_rows(pool, dtype, at(op.x), op.scale, rows, op.width);
+      break;
+    case OP_SOFTCAP:
+      softcap_rows(pool, (float*)at(op.x), op.softcap, rows, op.width);
       break;
     default:
       break;

@@ -28,6 +28,8 @@ enum OpKind : int32_t {
   OP_CLEAR_FIRST = 11,  // rows of x, of `width` bytes, whose position (y: int64) is 0 become 0
   OP_EXPERTS = 12,      // out = the experts (`weight`) that the scores y (float32) choose, of x; rows of `width` elements
   OP_GATED = 13,        // out = activation(gate) * up of x; `width` of out, `epilogue` an Activation of `scale` and `softcap`
+  OP_SCALE = 14,        // x *= `scale`, rows of `width` elements
+  OP_SOFTCAP = 15,      // x = `softcap` * tanh(x / `softcap`), float32 rows of `width` elements
 };
 
 // Mirrored by program.py.
@@ -42,7 +44,7 @@ struct ProgramOp {
   float eps;
   int32_t kv_dtype;
   int64_t width, out_width;
-  const void* weight;   // dw::Linear*, dw::Experts*, table or norm
+  const void* weight;   // dw::Linear*, dw::Experts*, table or norm; OP_ATTENTION: sinks or null
   const void* weight2;  // OP_ROPE_WRITE: norms of q (weight) and k
   void* kv;
   float* kv_scales;  // of an int8 cache

@@ -192,6 +192,7 @@ def combine_partitions(
     part_max,
     part_sum,
     positions,
+    sinks,
     out,
     row_base,
     num_parts,
@@ -201,8 +202,9 @@ def combine_partitions(
     DIM_PAD: tl.constexpr,
     PARTITION: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """One row and query head: its partitions, first to last."""
+    """One row and query head: its partitions, first to last, and the head's sink, which weighs and gives nothing."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     pos = tl.load(positions + row_base + row)
@@ -216,7 +218,11 @@ def combine_partitions(
     best = tl.load(part_max + base + first)
     for part in range(first + 1, last):
         best = tl.maximum(best, tl.load(part_max + base + part))
+    if SINKS:
+        best = tl.maximum(best, tl.load(sinks + head))
     total = best * 0.0
+    if SINKS:
+        total += tl.exp(tl.load(sinks + head) - best)
     acc = tl.zeros((DIM_PAD,), dtype=tl.float32)
     for part in range(first, last):
         factor = tl.exp(tl.load(part_max + base + part) - best)

@@ -1,0 +1,156 @@
+"""GPT-OSS: attention sinks, a window in every other layer, experts with biases and a clamped activation.
+
+Published checkpoints keep experts as MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of four bits (e2m1)
+with a power of two of their own. There are no kernels for that format: experts are widened, exactly, to the model's
+type, or rounded to what ``quantization`` asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.routing import Activation, Routing
+from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int, windows_of_types
+from draftwise.models.dense import DenseDecoder
+from draftwise.models.layers import DenseNames
+from draftwise.models.mlp import ExpertNames, ExpertsConfig, SparseMlp, SparseWeights
+from draftwise.models.rope import parse_rope
+from draftwise.models.sparse import count_of_experts
+from draftwise.models.weights import WeightPlan
+
+logger = logging.getLogger("draftwise")
+
+_BLOCK = 32  # numbers that share a power of two
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPERTS = "model.layers.{i}.mlp.experts."
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """MXFP4 as floats.
+
+    Args:
+        blocks: [..., B, 16] uint8: two numbers in a byte, the first one in its lower half.
+        scales: [..., B] uint8: exponents of two, plus 127.
+
+    Returns:
+        [..., B * 32] of ``dtype``; exact in bfloat16 and float32.
+
+    Example: the byte 0xB2 with the scale 128 is 1.0 * 2, -1.5 * 2.
+    """
+    table = torch.tensor((*_E2M1, *(-x for x in _E2M1)), dtype=torch.float32, device=blocks.device)
+    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., B, 32]
+    values = table[pairs.long()]
+    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2).to(dtype)
+
+
+@functools.cache
+def _say_widened(dtype: torch.dtype) -> None:
+    """Once per process."""
+    logger.warning(
+        "experts stored as mxfp4 have no kernels: they are widened to %s and take several times as much memory, unless "
+        "quantization='int8' or 'int4' rounds them", str(dtype).removeprefix("torch.")
+    )  # fmt: skip
+
+
+class _Stacked:
+    """One matrix of every expert of a layer, as the checkpoint stacks them: floats, [inputs, outputs] each, or MXFP4,
+    [outputs, inputs / 32 blocks]; and biases."""
+
+    def __init__(self, plan: WeightPlan, name: str, count: int, outputs: int, inputs: int) -> None:
+        self.bias = plan.tensor(name + "_bias", (count, outputs))
+        self.floats: Tensor | None = None
+        if plan.has(name + "_blocks"):
+            blocks = inputs // _BLOCK
+            self.blocks = plan.stored(
+                name + "_blocks", (count, outputs, blocks, _BLOCK // 2), torch.uint8, "U8"
+            )
+            self.scales = plan.stored(name + "_scales", (count, outputs, blocks), torch.uint8, "U8")
+        else:
+            self.floats = plan.tensor(name, (count, inputs, outputs))
+
+    def fill(self, plan: WeightPlan) -> None:
+        for tensor in (self.bias, *((self.blocks, self.scales) if self.floats is None else (self.floats,))):
+            plan.fill(tensor)
+
+    def expert(self, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weight [outputs, inputs] and bias [outputs] of ``dtype``."""
+        if self.floats is not None:
+            return self.floats[e].t(), self.bias[e]
+        _say_widened(dtype)
+        return from_mxfp4(self.blocks[e], self.scales[e], dtype), self.bias[e]
+
+
+class StackedWeights(SparseWeights):
+    """One layer's experts. Gates and ups take turns: gate 0, up 0, gate 1, up 1, ..."""
+
+    def __init__(
+        self, config: ExpertsConfig, names: ExpertNames, plan: WeightPlan, i: int, hidden: int
+    ) -> None:
+        self._routing, self._dtype = config.routing, plan.dtype
+        count, prefix = config.routing.num_experts, _EXPERTS.format(i=i)
+        router = names.router.format(i=i)
+        self._router = plan.tensor(router, (count, hidden))
+        self._router_bias = plan.tensor(router.removesuffix("weight") + "bias", (count,))
+        self._up = _Stacked(plan, prefix + "gate_up_proj", count, 2 * config.inner, hidden)
+        self._down = _Stacked(plan, prefix + "down_proj", count, hidden, config.inner)
+
+    def pack(self, ops: Ops, plan: WeightPlan) -> SparseMlp:
+        plan.fill(self._router)
+        plan.fill(self._router_bias)
+        self._up.fill(plan)
+        self._down.fill(plan)
+        layers: list[tuple[Linear, Linear]] = []
+        for e in range(self._routing.num_experts):
+            up, bias = self._up.expert(e, self._dtype)
+            gate_up = ops.pack_gate_up(torch.cat((up[0::2], up[1::2])), torch.cat((bias[0::2], bias[1::2])))
+            down, down_bias = self._down.expert(e, self._dtype)
+            layers.append((gate_up, ops.pack_linear(down.contiguous(), down_bias)))
+        del self._up, self._down
+        return SparseMlp(
+            ops.pack_router(self._router, self._router_bias), ops.pack_experts(layers, self._routing)
+        )
+
+
+class GptOssModel(DenseDecoder):
+    """The router's weights are the softmax over the chosen scores, which is the softmax over all, normalised."""
+
+    names = DenseNames(experts=ExpertNames(router="model.layers.{i}.mlp.router.weight"))
+    sparse = StackedWeights
+
+    @classmethod
+    def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        layers = require_int(raw, "num_hidden_layers")
+        count, top_k = count_of_experts(raw, 128)
+        activation = Activation(
+            "clamped", float(raw.get("swiglu_alpha", 1.702)), float(raw.get("swiglu_limit", 7.0))
+        )
+        types = raw.get("layer_types") or [
+            "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
+        ]
+        window = require_int(raw, "sliding_window", 128)
+        bias = bool(raw.get("attention_bias", True))
+        if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
+            raw = {**raw, "rope_scaling": _YARN}
+        dim, positions = require_int(raw, "head_dim", 64), require_int(raw, "max_position_embeddings", 131072)
+        return dense_config(
+            raw,
+            architecture=architecture,
+            max_model_len=max_model_len,
+            sliding_window=windows_of_types(types, layers, window),
+            head_dim=64,
+            qkv_bias=bias,
+            o_bias=bias,
+            sinks=True,
+            experts=ExpertsConfig(
+                Routing(count, top_k or min(4, count), activation=activation),
+                require_int(raw, "intermediate_size", 2880),
+                (True,) * layers,
+            ),
+            rope=parse_rope(raw, dim, positions, max_model_len, theta=150000.0),
+        )

@@ -1,0 +1,248 @@
+"""Layers of decoders: what a checkpoint names them, their weights as they are loaded and packed, and how a pass goes
+through one: pre-norm, rotary attention with grouped heads, and an MLP or experts, each with a norm behind it in some
+families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.models.config import ModelConfig
+from draftwise.models.mlp import (
+    EXPERT_NAMES,
+    DenseWeights,
+    ExpertNames,
+    LoadedLinear,
+    Mlp,
+    SparseWeights,
+    declare_linear,
+    load_linear,
+)
+from draftwise.models.weights import WeightPlan
+from draftwise.types import AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DenseNames:
+    """Names of a checkpoint's tensors; ``{i}`` is the layer. Biases replace ``.weight`` by ``.bias``."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    input_norm: str = "model.layers.{i}.input_layernorm.weight"
+    q: str = "model.layers.{i}.self_attn.q_proj.weight"
+    k: str = "model.layers.{i}.self_attn.k_proj.weight"
+    v: str = "model.layers.{i}.self_attn.v_proj.weight"
+    o: str = "model.layers.{i}.self_attn.o_proj.weight"
+    q_norm: str = "model.layers.{i}.self_attn.q_norm.weight"
+    k_norm: str = "model.layers.{i}.self_attn.k_norm.weight"
+    post_norm: str = "model.layers.{i}.post_attention_layernorm.weight"
+    gate: str = "model.layers.{i}.mlp.gate_proj.weight"
+    up: str = "model.layers.{i}.mlp.up_proj.weight"
+    down: str = "model.layers.{i}.mlp.down_proj.weight"
+    experts: ExpertNames = EXPERT_NAMES
+    qkv: str | None = None  # one tensor in place of q, k and v
+    gate_up: str | None = None  # likewise, gate first
+    after_attention: str | None = None  # norms of what attention and the MLP give, before it is added
+    after_mlp: str | None = None
+    sinks: str = "model.layers.{i}.self_attn.sinks"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitQkv:
+    """Projections of a layer whose queries and keys are normalised over all heads at once."""
+
+    q: Linear  # [Hq * D, H]
+    k: Linear  # [Hkv * D, H]
+    v: Linear
+    q_norm: Norm  # [Hq * D]
+    k_norm: Norm  # [Hkv * D]
+
+    def run(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, H] -> [T, (Hq + 2 * Hkv) * D]."""
+        q = ops.rms_norm(ops.linear(hidden, self.q), self.q_norm)
+        k = ops.rms_norm(ops.linear(hidden, self.k), self.k_norm)
+        return ops.concat(ops.concat(q, k), ops.linear(hidden, self.v))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.q.num_bytes + self.k.num_bytes + self.v.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """One layer's packed weights."""
+
+    input_norm: Norm | None  # None: its input is normalised otherwise, or not at all
+    qkv: Linear | SplitQkv  # [(Hq + 2 * Hkv) * D, H]
+    q_norm: Norm | None  # [D]
+    k_norm: Norm | None  # [D]
+    o: Linear  # [H, Hq * D]
+    post_norm: Norm
+    mlp: Mlp
+    window: int | None
+    sinks: Tensor | None = None  # [Hq] float32
+    after_attention: Norm | None = None  # of what attention gives, before it is added
+    after_mlp: Norm | None = None
+
+
+class LayerWeights:
+    """One layer's parameters as loaded; gone once packed."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: DenseNames,
+        plan: WeightPlan,
+        i: int,
+        *,
+        input_norm: bool = True,
+        qkv_inputs: int | None = None,
+        sparse: type[SparseWeights] = SparseWeights,
+    ) -> None:
+        """``input_norm``: whether it has one of its own; ``qkv_inputs``: columns of the q, k and v projections if they
+        read more than the hidden size (layers of draft heads); ``sparse``: how experts are kept."""
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
+
+        def name(pattern: str) -> str:
+            return pattern.format(i=i)
+
+        def linear(parts: Sequence[tuple[str, int]], columns: int, bias: bool) -> LoadedLinear:
+            return declare_linear(plan, [(name(pattern), rows) for pattern, rows in parts], columns, bias)
+
+        self.input_norm = plan.tensor(name(names.input_norm), (hidden,)) if input_norm else None
+        columns, parts = qkv_inputs or hidden, [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)]
+        if names.qkv is not None:
+            parts = [(names.qkv, rows_q + 2 * rows_kv)]
+        order = config.rope.order(dim)
+        self._dims = None if order is None else torch.tensor(order)
+        self._order = None if self._dims is None else _rows_in_order(self._dims, rows_q, rows_kv)
+        self._offset = config.norm_offset
+        self.wide_norm = config.wide_qk_norm
+        assert not (self.wide_norm and order is not None), "no family has both"
+        if self.wide_norm:
+            self.q, self.k, self.v = (linear([part], columns, config.qkv_bias) for part in parts)
+        else:
+            self.qkv = linear(parts, columns, config.qkv_bias)
+        normed = config.qk_norm or self.wide_norm
+        sizes = (rows_q, rows_kv) if self.wide_norm else (dim, dim)
+        self.q_norm = plan.tensor(name(names.q_norm), sizes[:1]) if normed else None
+        self.k_norm = plan.tensor(name(names.k_norm), sizes[1:]) if normed else None
+        self.o = linear([(names.o, hidden)], rows_q, config.o_bias)
+        self.sinks = plan.tensor(name(names.sinks), (config.num_heads,)) if config.sinks else None
+        self.post_norm = plan.tensor(name(names.post_norm), (hidden,))
+        self.after_attention, self.after_mlp = (
+            None if pattern is None else plan.tensor(name(pattern), (hidden,))
+            for pattern in (names.after_attention, names.after_mlp)
+        )
+        self.mlp: DenseWeights | SparseWeights
+        if config.experts is not None and config.experts.layers[i]:
+            self.mlp = sparse(config.experts, names.experts, plan, i, hidden)
+        else:
+            halves = [(names.gate, inner), (names.up, inner)]
+            if names.gate_up is not None:
+                halves = [(names.gate_up, 2 * inner)]
+            gate_up = linear(halves, hidden, config.mlp_bias)
+            down = linear([(names.down, hidden)], inner, config.mlp_bias)
+            self.mlp = DenseWeights(gate_up, down, config.activation)
+        # buffers that old checkpoints carry and everybody recomputes
+        plan.ignored.add(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
+
+    def pack(self, ops: Ops, plan: WeightPlan, eps: float, window: int | None) -> DenseLayer:
+        def norm(name: str, dims: Tensor | None = None) -> Norm | None:
+            weight = self.__dict__.pop(name)
+            if weight is None:
+                return None
+            plan.fill(weight)
+            if dims is not None:
+                weight = weight[dims.to(weight.device)]
+            return ops.pack_norm(weight.float() + self._offset if self._offset else weight, eps)
+
+        def linear(name: str, order: Tensor | None = None) -> Linear:
+            # popped: a kernel that repacks then frees the source before the next one is packed
+            weight, bias = self.__dict__.pop(name)
+            return load_linear(ops, plan, weight, bias, order=order)
+
+        post_norm, q_norm, k_norm = norm("post_norm"), norm("q_norm", self._dims), norm("k_norm", self._dims)
+        assert post_norm is not None
+        qkv: Linear | SplitQkv
+        if self.wide_norm:
+            assert q_norm is not None and k_norm is not None
+            qkv = SplitQkv(linear("q"), linear("k"), linear("v"), q_norm, k_norm)
+            q_norm = k_norm = None
+        else:
+            qkv = linear("qkv", self._order)
+        if self.sinks is not None:
+            plan.fill(self.sinks)
+        return DenseLayer(
+            input_norm=norm("input_norm"),
+            qkv=qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=linear("o"),
+            post_norm=post_norm,
+            mlp=self.mlp.pack(ops, plan),
+            window=window,
+            sinks=None if self.sinks is None else self.sinks.float(),
+            after_attention=norm("after_attention"),
+            after_mlp=norm("after_mlp"),
+        )
+
+
+def _rows_in_order(dims: Tensor, rows_q: int, rows_kv: int) -> Tensor:
+    """Which row of the stacked q, k and v projections stands where: the dimensions of each head of q and k in the order
+    ``dims`` [D], values as they were.
+
+    Example: D = 2, dims (1, 0), one head each: rows 1, 0, 3, 2, 4, 5.
+    """
+    heads = torch.arange((rows_q + rows_kv) // len(dims))[:, None] * len(dims)
+    rotated = (heads + dims[None]).flatten()
+    return torch.cat((rotated, torch.arange(rows_kv) + rows_q + rows_kv))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """What all layers of one pass share."""
+
+    ops: Ops
+    heads: HeadShape
+    scale: float  # of attention scores
+    rope: Tensor  # rotations of the rows
+    slots: Tensor  # [T] int64
+    attention: AttentionBatch
+    softcap: float | None = None  # of attention scores
+    local_rope: Tensor | None = None  # rotations in layers with a window, if they are others
+
+    def run(self, layer: DenseLayer, entries: tuple[Tensor, ...], hidden: Tensor, residual: Tensor) -> Tensor:
+        """Attention and MLP of one layer.
+
+        Args:
+            entries: the layer's part of the storage.
+            hidden: [T, inputs of q, k, v] what the layer reads, normalised already.
+            residual: [T, H]; attention's output is added in place.
+
+        Returns:
+            The MLP's output [T, H], still to be added to ``residual``.
+        """
+        ops = self.ops
+        packed = layer.qkv
+        qkv = packed.run(ops, hidden) if isinstance(packed, SplitQkv) else ops.linear(hidden, packed)
+        apart, heads, place = self.attention.apart, self.heads, None
+        if apart is not None:
+            place = apart.queries(qkv.shape[0], heads.num_heads, heads.head_dim, qkv.dtype)
+        rope = self.rope if layer.window is None or self.local_rope is None else self.local_rope
+        q = ops.qkv_rope_write(qkv, heads, rope, entries, self.slots, layer.q_norm, layer.k_norm, out=place)
+        attended = ops.attention(
+            q, entries, self.attention, self.heads, self.scale, layer.window, self.softcap, layer.sinks
+        )
+        added = ops.linear(attended, layer.o)
+        if layer.after_attention is not None:
+            added = ops.rms_norm(added, layer.after_attention)
+        hidden = ops.add_rms_norm(added, residual, layer.post_norm)
+        added = layer.mlp.run(ops, hidden)
+        return added if layer.after_mlp is None else ops.rms_norm(added, layer.after_mlp)
