@@ -62,7 +62,7 @@ class EngineConfig:
     """
 
     model: str | None = option(
-        None, to.string, "target model: local folder or hub id; omitted: the embedded model"
+        None, to.string, "target model: local folder, GGUF file or hub id; omitted: the embedded model"
     )
     tokenizer: str | None = option(None, to.string, "tokenizer folder or hub id (the model's)")
     revision: str | None = option(None, to.string, "revision of the model on the hub")

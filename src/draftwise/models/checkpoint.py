@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,6 +19,13 @@ _WINDOW_BYTES = 16 << 20
 once read would count as this process's memory until it is unmapped."""
 
 
+class RowSource(Protocol):
+    """Gives the values of a tensor in pieces."""
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """``[start:end]`` of the tensor, in whatever dtype its values have; of a scalar the whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Where a tensor lies, and its shape as the file's header says."""
@@ -27,6 +34,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     stored: str | None = None  # its name in the file, if it goes by another
+    source: RowSource | None = None  # where its values are, if not under its name in a safetensors file
 
 
 def scan_checkpoint(folder: Path) -> dict[str, TensorEntry]:
@@ -58,7 +66,11 @@ def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tenso
     Peak memory beyond the targets is about one window (16 MiB) or one row, whichever is more.
     """
     by_file: dict[Path, list[str]] = {}
-    for name in targets:
+    for name, dest in targets.items():
+        source = entries[name].source
+        if source is not None:
+            _copy_rows(source, dest)
+            continue
         by_file.setdefault(entries[name].file, []).append(name)
     for file, names in by_file.items():
         try:
@@ -71,6 +83,17 @@ def shorten(names: list[str], limit: int = 8) -> str:
     """A list for a message: the first few names, and how many more."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _copy_rows(source: RowSource, dest: Tensor) -> None:
+    if dest.ndim == 0:
+        dest.copy_(source.rows(0, 1))
+        return
+    # four bytes a number while it is converted
+    step = max(1, _WINDOW_BYTES // (4 * max(1, dest[0].numel())))
+    for start in range(0, dest.shape[0], step):
+        end = min(start + step, dest.shape[0])
+        dest[start:end].copy_(source.rows(start, end))
 
 
 def _copy_file(file: Path, names: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:

@@ -17,12 +17,13 @@ from draftwise.kernels.select import native_reason
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
-from draftwise.models.checkpoint import TensorEntry, scan_checkpoint
+from draftwise.models.checkpoint import TensorEntry
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.models.general.shapes import call_shapes, empty_model
-from draftwise.models.loader import checkpoint_format, declare, is_general, load_config, read_raw
+from draftwise.models.loader import declare, is_general, load_config
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
+from draftwise.models.source import checkpoint_format, read_raw, scan
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import Scheme, parse_scheme
 
@@ -145,7 +146,7 @@ def _headers(folder: Path, path: str, revision: str | None) -> Mapping[str, Tens
     """Of all weight files. Those of a hub id that are not in the cache are not downloaded: the hub is asked for their
     headers."""
     if Path(path).expanduser().exists() or any(folder.glob("*.safetensors")):
-        return scan_checkpoint(folder)
+        return scan(folder)
     from huggingface_hub import get_safetensors_metadata
 
     try:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,18 +15,19 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
-from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, scan_checkpoint, shorten
-from draftwise.models.config import ModelConfig, RawConfig, token_ids
+from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, shorten
+from draftwise.models.config import ModelConfig, token_ids
 from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
+from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint
-from draftwise.models.text_part import PART_OF, text_config, text_tensors
+from draftwise.models.source import checkpoint_format, read_raw, scan
+from draftwise.models.text_part import PART_OF
 from draftwise.models.weights import WeightPlan
-from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
-from draftwise.quantization.scheme import DEFAULT_GROUP, Scheme, parse_scheme
+from draftwise.quantization.scheme import parse_scheme
 
 logger = logging.getLogger("draftwise")
 
@@ -69,7 +69,7 @@ def load_model(
     tensors stream from the mapped files into place.
 
     Args:
-        path: local folder or hub id.
+        path: local folder, GGUF file or hub id.
         dtype: float32, bfloat16 or float16; None: what ``config.json`` says (float32 if it says nothing).
         trust_remote_code: accepted for the tokenizer's sake; models are never run from a checkpoint's own code.
         max_model_len: see `load_config`.
@@ -92,11 +92,14 @@ def load_model(
         raise ModelLoadError(f"dtype {chosen} is not supported (supported: {', '.join(_DTYPES)})")
     scheme = parse_scheme(quantization, device=device.type) if quantization else None
     if layout is not None and scheme is not None:
-        _check_scheme(folder, layout, scheme, quantization)
+        try:
+            layout.check_scheme(scheme, quantization)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{folder}: {error}") from error
     if ops is None:
         ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant)
     if is_general(cls):
-        if layout is not None:
+        if layout is not None and not is_gguf(folder):
             raise ModelLoadError(
                 f"{folder}: quantised checkpoints of {config.architecture} are not supported"
             )
@@ -131,20 +134,6 @@ def load_model(
         return _recorded(model, ops)
 
 
-def _check_scheme(folder: Path, layout: CheckpointFormat, scheme: Scheme, name: str | None) -> None:
-    """``quantization=`` of a checkpoint that is quantised already may say that rows are rounded, too: its weights stay
-    as they are. Raises ModelLoadError where it asks for other weights."""
-    rounds_less = layout.dynamic and not scheme.dynamic
-    if (
-        scheme.floats
-        or layout.bits != scheme.bits
-        or rounds_less
-        or scheme.group not in (None, DEFAULT_GROUP)
-    ):
-        form = "fp8" if layout.bits is None else f"int{layout.bits}" + ("_dynamic" if layout.dynamic else "")
-        raise ModelLoadError(f"{folder} is quantised already, as {form}: quantization {name!r} is not for it")
-
-
 def declare(
     folder: Path,
     config: ModelConfig,
@@ -162,6 +151,8 @@ def declare(
         model = cls(config, ops, plan)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
+    except (RuntimeError, MemoryError, OverflowError) as error:  # torch's words for sizes that cannot be
+        raise ModelLoadError(f"{folder}: a model of these sizes cannot be held: {error}") from error
     _check(folder, entries, plan)
     return model
 
@@ -181,7 +172,7 @@ def checkpoint_num_parameters(path: str | Path, revision: str | None = None) -> 
     Raises:
         ModelLoadError: not a model folder, or its files cannot be read.
     """
-    entries = scan_checkpoint(resolve_path(path, revision))
+    entries = scan(resolve_path(path, revision))
     return sum(prod(entry.shape) for entry in entries.values())
 
 
@@ -198,31 +189,11 @@ def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, 
     raw = read_raw(folder)
     try:
         architecture, cls = resolve_model(raw)
-        _format_of(raw)  # refused here if it is not supported
+        checkpoint_format(folder)  # refused here if it is not supported
         config = cls.parse(raw, architecture, max_model_len)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     return _with_generation_config(config, folder), cls
-
-
-def read_raw(folder: Path) -> dict[str, Any]:
-    """A model's config.json as it is, or that of its text part (`text_part`).
-
-    Raises:
-        ModelLoadError: there is none, or it is no JSON object.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{folder} is no model folder: config.json is missing")
-    raw = read_json(path)
-    return text_config(raw, scan_checkpoint(folder) if any(folder.glob("*.safetensors")) else ())
-
-
-def scan(folder: Path) -> Mapping[str, TensorEntry]:
-    """Headers of a model's weights, see `scan_checkpoint`; of a model of more than text those of its text part, if that
-    is what `read_raw` gives."""
-    entries = scan_checkpoint(folder)
-    return text_tensors(entries) if PART_OF in read_raw(folder) else entries
 
 
 def is_general(cls: type[DecoderModel]) -> bool:
@@ -237,20 +208,6 @@ def _with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
         return config
     more = token_ids(read_json(path).get("eos_token_id"), "eos_token_id")
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
-
-
-def checkpoint_format(folder: Path) -> CheckpointFormat | None:
-    """How the checkpoint stores quantised layers; None: it has none."""
-    return _format_of(read_raw(folder))
-
-
-def _format_of(raw: RawConfig) -> CheckpointFormat | None:
-    """Raises ModelLoadError for a form that is not supported. GPT-OSS reads its experts itself."""
-    described = raw.get("quantization_config")
-    own = isinstance(described, Mapping) and described.get("quant_method") == "mxfp4"
-    if own and "GptOssForCausalLM" in (raw.get("architectures") or ()):
-        return None
-    return None if described is None else parse_checkpoint_format(described)
 
 
 def _config_dtype(config: ModelConfig, folder: Path) -> torch.dtype:

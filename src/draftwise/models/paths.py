@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.gguf.reader import find_gguf, is_gguf
 
 
 def resolve_path(
@@ -16,6 +17,8 @@ def resolve_path(
     pickles: bool = False,
 ) -> Path:
     """The folder of a model: ``path`` itself if it is one, else the hub's snapshot of that id (cached or downloaded).
+    Or its GGUF file: the one that ``path`` names, the only one in a folder without config.json, or, as
+    ``owner/name/file.gguf``, one on the hub.
 
     Args:
         revision: branch, tag or commit on the hub; a local folder has none, so giving one there is an error.
@@ -33,9 +36,17 @@ def resolve_path(
     if folder.is_dir():
         if revision is not None:
             raise ModelLoadError(f"revision {revision!r} was given, but {folder} is a local folder")
+        return find_gguf(folder) or folder
+    if is_gguf(folder):
+        if revision is not None:
+            raise ModelLoadError(f"revision {revision!r} was given, but {folder} is a local file")
         return folder
     if folder.exists():
-        raise ModelLoadError(f"{text} is a file; a model is a folder with config.json and safetensors")
+        raise ModelLoadError(
+            f"{text} is a file; a model is a folder with config.json and safetensors, or a GGUF file"
+        )
+    if text.count("/") == 2 and text.lower().endswith(".gguf") and not text.startswith((".", "/", "~")):
+        return _hub_file(text, revision)
     if text.startswith((".", "/", "~")) or text.count("/") > 1:
         raise ModelLoadError(f"model folder {text!r} does not exist")
     from huggingface_hub import snapshot_download
@@ -52,4 +63,18 @@ def resolve_path(
         reason = str(error).strip().split("\n")[0]
         raise ModelLoadError(
             f"{text!r} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _hub_file(text: str, revision: str | None) -> Path:
+    """``owner/name/file.gguf`` on the hub, cached or downloaded."""
+    from huggingface_hub import hf_hub_download
+
+    owner, name, file = text.split("/")
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file, revision=revision))
+    except Exception as error:  # offline, no such file, gated, disk full: all end here
+        reason = str(error).strip().split("\n")[0]
+        raise ModelLoadError(
+            f"{text!r} is no local file, and the hub does not give it: {type(error).__name__}: {reason}"
         ) from error

@@ -31,7 +31,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json
+from draftwise.models.checkpoint import TensorEntry, copy_tensors
+from draftwise.models.source import read_raw
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
 
@@ -104,7 +105,7 @@ def cached_checkpoint(
 
 def _identity(folder: Path, scheme: Scheme, dtype: torch.dtype, entries: Mapping[str, TensorEntry]) -> str:
     digest = hashlib.sha256(f"{CACHE_VERSION} {scheme.name} {dtype}".encode())
-    digest.update((folder / "config.json").read_bytes())
+    digest.update(json.dumps(read_raw(folder), sort_keys=True).encode())
     for file in sorted({entry.file for entry in entries.values()}):
         facts = file.stat()
         digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}".encode())
@@ -166,7 +167,7 @@ def _write(
             value = torch.empty(entry.shape, dtype=_TORCH_DTYPES.get(entry.dtype, dtype))
             copy_tensors(entries, {name: value})
             save({name: value})
-    config = {**read_json(folder / "config.json"), "quantization_config": _description(scheme)}
+    config = {**read_raw(folder), "quantization_config": _description(scheme)}
     (target / "config.json").write_text(json.dumps(config, indent=1))
     extra = folder / "generation_config.json"
     if extra.is_file():

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.gguf.reader import is_gguf
+from draftwise.models.gguf.tokenizer import gguf_tokenizer
 from draftwise.models.paths import resolve_path
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 def load_tokenizer(
     path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a model folder or hub id.
+    """Load the tokenizer of a model folder, GGUF file or hub id.
 
     Raises:
         ModelLoadError: the folder has none, it cannot be read, or it is a slow one (streaming text needs the speed
@@ -25,13 +27,18 @@ def load_tokenizer(
     folder = resolve_path(path, revision, weights=False, code=trust_remote_code)
     from transformers import PreTrainedTokenizerFast
 
+    tokenizer: object
     try:
-        if _is_generic(folder):
+        if is_gguf(folder):
+            tokenizer = gguf_tokenizer(folder)
+        elif _is_generic(folder):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         else:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except ModelLoadError:
+        raise
     except Exception as error:  # whatever a broken file makes it raise
         reason = " ".join(str(error).split())
         raise ModelLoadError(f"no tokenizer can be loaded from {folder}: {reason}") from error

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftwise.errors import ModelLoadError
 from draftwise.quantization.checkpoint import CheckpointFormat
 from draftwise.quantization.weights import QuantizedWeight, stack_rows
+
+_RELEASED = 32 << 20
+"""Bytes filled after which freed memory is given back to the system."""
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; other allocators have none."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+def release_freed_memory() -> None:
+    """Give memory that was freed back to the system. glibc keeps pages of freed blocks that lie between others, and
+    what is packed lies elsewhere: without this, a checkpoint would stay in memory a second time."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +54,14 @@ class QuantizedLinear:
         self._parts = parts  # (outputs, suffix -> tensor)
 
     def weight(self) -> QuantizedWeight:
-        """Codes and scales, once the tensors are filled. Raises ModelLoadError if they cannot be used."""
-        return stack_rows([self._layout.decode(raw, outputs, self._inputs) for outputs, raw in self._parts])
+        """Codes and scales, once the tensors are filled; asked for once, for each part's tensors are let go as soon as
+        they are decoded. Raises ModelLoadError if they cannot be used."""
+        found = []
+        while self._parts:
+            outputs, raw = self._parts.pop(0)
+            found.append(self._layout.decode(raw, outputs, self._inputs))
+            raw.clear()
+        return stack_rows(found)
 
 
 class WeightPlan:
@@ -61,6 +88,7 @@ class WeightPlan:
         ] = {}  # id of a parameter -> itself, its tensors' names
         self._declared: list[str] = []  # names since the last parameter
         self._read: Callable[[Mapping[str, Tensor]], None] | None = None
+        self._filled = 0  # bytes since freed memory was last given back
         self.streams = False
         """Set by a model that calls `fill` for each parameter before it uses it; else all are filled beforehand."""
         self.dtype = dtype
@@ -108,13 +136,14 @@ class WeightPlan:
         Raises:
             ModelLoadError: Some parts are quantised and some are not, or the format cannot hold such a layer.
         """
-        layout = self._layout
         bases = [name.removesuffix(".weight") for name, _ in parts]
-        if layout is None or not any(base + layout.marker in self._names for base in bases):
+        layout = None if self._layout is None else self._layout.of(bases, self._names)
+        if self._layout is not None:
+            read = {f"{base}.weight" for base in bases} if layout is None else set()
+            self.ignored.update(self._layout.unneeded(bases) - read)
+        if layout is None:
             self.linears.append(tuple(parts))
             return self.packed(parts, columns)
-        if not all(base + layout.marker in self._names for base in bases):
-            raise ModelLoadError(f"of {', '.join(bases)} only some are quantised; that is not supported")
         found = []
         for base, (_, rows) in zip(bases, parts, strict=True):
             raw = {}
@@ -122,7 +151,6 @@ class WeightPlan:
                 raw[suffix] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 self.num_bytes += raw[suffix].numel() * raw[suffix].element_size()
                 self._add(base + suffix, raw[suffix], tensor.stored)
-            self.ignored.update(base + suffix for suffix in layout.optional)
             found.append((rows, raw))
         value = QuantizedLinear(layout, columns, found)
         self._parameter(value)
@@ -146,8 +174,14 @@ class WeightPlan:
 
     def _fill(self, names: Sequence[str]) -> None:
         assert self._read is not None, "filled before the loader has checked the checkpoint"
-        if names:
-            self._read({name: self.targets.pop(name).dest for name in names})
+        if not names:
+            return
+        places = {name: self.targets.pop(name).dest for name in names}
+        self._read(places)
+        self._filled += sum(place.numel() * place.element_size() for place in places.values())
+        if self._filled > _RELEASED:
+            self._filled = 0
+            release_freed_memory()
 
     def _parameter(self, value: object) -> None:
         self._parts[id(value)] = (value, self._declared)

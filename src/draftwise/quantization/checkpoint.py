@@ -7,7 +7,7 @@ same prefix. `CheckpointFormat` says which, with their shapes, and turns them in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
+from draftwise.quantization.scheme import DEFAULT_GROUP, Scheme
 from draftwise.quantization.weights import FP8, QuantizedWeight
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -62,6 +63,39 @@ class CheckpointFormat(ABC):
 
     optional: tuple[str, ...] = ()
     """Suffixes of tensors that may be missing or stand there without being needed."""
+
+    def of(self, bases: Sequence[str], names: Collection[str]) -> CheckpointFormat | None:
+        """The form of a layer that is stacked of ``bases`` (names without suffix); None: its weights are floats.
+
+        Args:
+            names: all tensors of the checkpoint.
+
+        Raises:
+            ModelLoadError: some of the parts are quantised and some are not.
+        """
+        found = [base + self.marker in names for base in bases]
+        if not any(found):
+            return None
+        if not all(found):
+            raise ModelLoadError(f"of {', '.join(bases)} only some are quantised; that is not supported")
+        return self
+
+    def unneeded(self, bases: Sequence[str]) -> set[str]:
+        """Tensors beside a layer's own that a checkpoint may have and nobody reads."""
+        return {base + suffix for base in bases for suffix in self.optional}
+
+    def check_scheme(self, scheme: Scheme, name: str | None) -> None:
+        """``quantization=name`` beside a checkpoint that is quantised already may say that rows are rounded, too: its
+        weights stay as they are. Raises ModelLoadError where it asks for other weights."""
+        rounds_less = self.dynamic and not scheme.dynamic
+        if (
+            scheme.floats
+            or self.bits != scheme.bits
+            or rounds_less
+            or scheme.group not in (None, DEFAULT_GROUP)
+        ):
+            form = "fp8" if self.bits is None else f"int{self.bits}" + ("_dynamic" if self.dynamic else "")
+            raise ModelLoadError(f"it is quantised already, as {form}: quantization {name!r} is not for it")
 
 
 def _nibbles(words: Tensor, order: Sequence[int] = tuple(range(8))) -> Tensor:

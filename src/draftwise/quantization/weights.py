@@ -21,38 +21,86 @@ FP8_MAX = 448
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A linear layer's weight [out, in]: ``w = (codes - zeros) * scales``, group by group of inputs."""
+    """A linear layer's weight [out, in]: ``w = (codes - zeros) * scales``, group by group of inputs, or, with
+    ``offsets``, ``w = codes * scales + offsets``."""
 
     bits: int  # 8 or 4
-    codes: Tensor  # [out, in]; 8 bits: int8, -127..127, or float8_e4m3fn; 4 bits: uint8, 0..15
-    scales: Tensor  # 8 bits: [out] float32; 4 bits: [out, ceil(in / group)] float32
+    codes: Tensor  # [out, in]; 8 bits: int8, -127..127 (in groups from -128), or float8_e4m3fn; 4 bits: uint8, 0..15
+    scales: Tensor  # 8 bits: [out] float32; in groups: [out, ceil(in / group)] float32
     zeros: Tensor | None = None  # 4 bits: [out, ceil(in / group)] uint8, 0..15; None: all 8
-    group: int | None = None  # 4 bits: inputs that share a scale
+    group: int | None = None  # inputs that share a scale; 8 bits: None: all of an output's
+    offsets: Tensor | None = None  # 4 bits: [out, ceil(in / group)] float32, in the place of zeros
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
-        if self.bits == 8:
+        if self.bits == 8 and self.group is None:
             assert self.codes.dtype in (torch.int8, FP8) and self.scales.shape == (outputs,)
-            assert self.zeros is None
+            assert self.zeros is None and self.offsets is None
             return
-        assert self.bits == 4 and self.codes.dtype is torch.uint8 and self.group is not None
-        assert self.scales.shape == (outputs, -(-inputs // self.group))
+        assert self.group is not None and self.scales.shape == (outputs, -(-inputs // self.group))
+        if self.bits == 8:
+            assert self.codes.dtype is torch.int8 and self.zeros is None and self.offsets is None
+            return
+        assert self.bits == 4 and self.codes.dtype is torch.uint8
         assert self.zeros is None or self.zeros.shape == self.scales.shape
+        assert self.offsets is None or (self.zeros is None and self.offsets.shape == self.scales.shape)
 
     @property
     def is_fp8(self) -> bool:
         return self.codes.dtype is FP8
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether kernels of four bits hold it as two matrices; see `doubled`."""
+        return self.offsets is not None or (self.bits == 8 and self.group is not None)
+
     def dequantize(self) -> Tensor:
         """The weight that the codes stand for, [out, in] float32."""
-        if self.bits == 8:
+        if self.group is None:
             return self.codes.float() * self.scales[:, None]
-        assert self.group is not None
         inputs = self.codes.shape[1]
-        scales = self.scales.repeat_interleave(self.group, dim=1)[:, :inputs]
+
+        def spread(of_groups: Tensor) -> Tensor:
+            assert self.group is not None
+            return of_groups.repeat_interleave(self.group, dim=1)[:, :inputs]
+
+        scales = spread(self.scales)
+        if self.bits == 8:
+            return self.codes.float() * scales
+        if self.offsets is not None:
+            return self.codes.float() * scales + spread(self.offsets)
         if self.zeros is None:
             return (self.codes.float() - 8) * scales
-        return (self.codes.float() - self.zeros.repeat_interleave(self.group, dim=1)[:, :inputs]) * scales
+        return (self.codes.float() - spread(self.zeros)) * scales
+
+    def doubled(self) -> QuantizedWeight:
+        """The same layer in codes of four bits with whole zero points, [out, 2 * in]: over rows ``x | x`` it gives what
+        this one gives over ``x``. Nothing is rounded.
+
+        Eight bits: c = 16 h + l. Example: c = -77 with scale 2 is h = -5, l = 3: ``16 * 2 * (-5) + 2 * 3 = -154``. The
+        left half keeps h + 8 with zero point 8, the right one l with zero point 0. Offsets: the left half keeps the
+        codes with zero point 0, the right one ones, whose scales are the offsets.
+        """
+        assert self.is_wide and self.group is not None and self.codes.shape[1] % self.group == 0
+        codes, scales = self.codes, self.scales
+        outputs, inputs = codes.shape
+        both = torch.empty((outputs, 2 * inputs), dtype=torch.uint8)
+        left, right = both[:, :inputs], both[:, inputs:]
+        none = torch.zeros(scales.shape, dtype=torch.uint8)
+        if self.offsets is not None:
+            left.copy_(codes)
+            right.fill_(9)
+            return QuantizedWeight(
+                4, both, torch.cat([scales, self.offsets], 1), torch.cat([none, none + 8], 1), self.group
+            )
+        step = max(1, _CHUNK // inputs)
+        for start in range(0, outputs, step):
+            part = codes[start : start + step]
+            left[start : start + step] = (part >> 4) + 8
+            right[start : start + step] = part & 15
+        return QuantizedWeight(
+            4, both, torch.cat([16 * scales, scales], 1), torch.cat([none + 8, none], 1), self.group
+        )
 
     def in_order(self, order: Tensor) -> QuantizedWeight:
         """With output ``order[i]`` [out] int64 in place i."""
@@ -66,7 +114,10 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     first = parts[0]
     if len(parts) == 1:
         return first
-    assert all((part.bits, part.group) == (first.bits, first.group) for part in parts)
+    assert all(
+        (part.bits, part.group, part.offsets is None) == (first.bits, first.group, first.offsets is None)
+        for part in parts
+    )
     zeros = None
     if any(part.zeros is not None for part in parts):
         eights = [torch.full(part.scales.shape, 8, dtype=torch.uint8) for part in parts]
@@ -79,6 +130,7 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         torch.cat([part.scales for part in parts]),
         zeros,
         first.group,
+        None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None]),
     )
 
 

@@ -73,6 +73,19 @@ class NativeLinear(Linear):
         return self.bytes
 
 
+class DoubledLinear(Linear):
+    """A layer whose groups the kernels hold as two (`QuantizedWeight.doubled`): its rows go in twice, side by side."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: NativeLinear) -> None:
+        self.inner = inner
+
+    @property
+    def num_bytes(self) -> int:
+        return self.inner.num_bytes
+
+
 class LinearKernels:
     """The C functions of ``csrc/linear.h`` with a pool of threads."""
 

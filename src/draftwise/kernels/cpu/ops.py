@@ -17,7 +17,7 @@ from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, 
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
 from draftwise.kernels.cpu.library import NativeLibrary
-from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
+from draftwise.kernels.cpu.linear import DoubledLinear, LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.recording import Symbol
 from draftwise.kernels.routing import Activation, Routing
@@ -116,6 +116,11 @@ class NativeOps(Ops):
     ) -> Linear:
         if weight.is_fp8 or (self._dtype is torch.float32 and not dynamic):
             return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
+        if weight.is_wide:
+            inner = self._linear.pack_quantized(
+                weight.doubled(), bias, dynamic=dynamic, dtype=self._dtype, paired=paired
+            )
+            return DoubledLinear(inner)
         return self._linear.pack_quantized(weight, bias, dynamic=dynamic, dtype=self._dtype, paired=paired)
 
     def pack_experts(
@@ -156,6 +161,8 @@ class NativeOps(Ops):
         return result
 
     def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        if isinstance(weight, DoubledLinear):
+            return self.linear(self.concat(x, x), weight.inner, out)
         assert isinstance(weight, NativeLinear)
         if isinstance(x, Symbol):
             return x.program.linear(x, weight)

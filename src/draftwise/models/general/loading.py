@@ -26,6 +26,8 @@ from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
 from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.ways import Interface, Way
+from draftwise.models.gguf.general import build_from_gguf
+from draftwise.models.gguf.reader import is_gguf
 
 logger = logging.getLogger("draftwise")
 
@@ -40,11 +42,18 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool =
         ModelLoadError: it cannot be served; says what about it.
     """
     register()
-    model = _from_folder(folder, config, ops)
+    model = _from_gguf(folder, config, ops) if is_gguf(folder) else _from_folder(folder, config, ops)
     try:
         return _prepared(model, config, ops, rounded)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
+
+
+def _from_gguf(path: Path, config: ModelConfig, ops: Ops) -> Any:
+    raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
+    with _quiet():
+        model = build_from_gguf(path, config, transformers_config(raw), ops.dtype)
+    return model.eval().to(ops.device)
 
 
 def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
