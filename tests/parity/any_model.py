@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ModelLoadError, RequestError
+from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.registry import resolve_model
 from tests.fakes.architectures import KINDS, WRAPPERS, CannotMake, save, small
@@ -40,6 +41,7 @@ LIMIT = 1e-3
 """Of log-probabilities in float32, in nats."""
 WAYS = (
     "own code",
+    "own operations, put together from what Transformers' code does",
     "Transformers' code, attention on own kernels",
     "Transformers' code, its own attention over our cache",
 )
@@ -109,7 +111,10 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
                     (one,) = position.values()
                     assert abs(one.logprob - float(logprobs[i, prompt[i + 1]])) < LIMIT, name
         llm.check_integrity()
-        way = f"Transformers' code, {model.way.name}" if isinstance(model, GeneralDecoder) else "own code"
+        inner = getattr(model, "inner", model)  # of a recorded one
+        way = WAYS[1] if isinstance(inner, AssembledDecoder) else WAYS[0]
+        if isinstance(inner, GeneralDecoder):
+            way = f"Transformers' code, {inner.way.name}"
     return Outcome(kind, made.architecture, way)
 
 

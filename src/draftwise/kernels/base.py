@@ -11,7 +11,7 @@ load by ``pack_*``, in whatever layout the kernels want.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,16 @@ from torch import Tensor
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch
+
+FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+"""What `Ops.unary` computes."""
 
 
 class Linear:
@@ -193,6 +203,18 @@ class Ops(ABC):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` [T, H] += ``x`` [T, H] in place; returns ``residual``."""
         return residual.add_(x)
+
+    def mul(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x`` [T, H] * ``y`` [T, H], number by number, rounded once."""
+        return x * y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """``x`` [T, H] * ``factor``, which is float32 whatever the dtype."""
+        return (x.float() * factor).to(x.dtype)
+
+    def unary(self, x: Tensor, function: str) -> Tensor:
+        """A function of `FUNCTIONS` of every number of ``x`` [T, H], computed in float32 and rounded once."""
+        return FUNCTIONS[function](x.float()).to(x.dtype)
 
     def clear_first(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rows of ``x`` [T, H] whose position is 0 become 0, in place; returns ``x``. ``positions`` [T] int64.

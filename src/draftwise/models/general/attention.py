@@ -164,7 +164,7 @@ class Probe:
             sinks=options.get("s_aux") is not None,
         )
         self.calls.append(call)
-        return _plain(call, query, key, value, options.get("s_aux"))
+        return plain_attention(call, query, key, value, options.get("s_aux"))
 
     def _window(self, name: str, mask: Any, options: Mapping[str, Any]) -> int | None:
         if not isinstance(mask, Tensor):
@@ -224,7 +224,9 @@ def _scale(options: Mapping[str, Any], key_dim: int) -> float:
     return key_dim**-0.5 if scale is None else float(scale)
 
 
-def _plain(call: LayerCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+def plain_attention(
+    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> Tensor:
     """One sequence by itself: -> [1, T, Hq, Dv]."""
     group = call.heads.num_heads // call.heads.num_kv_heads
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

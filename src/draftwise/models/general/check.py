@@ -18,7 +18,7 @@ from torch import Tensor
 from draftwise.errors import ModelLoadError
 from draftwise.kv.states import StateStore
 from draftwise.kv.storage import KVStorage
-from draftwise.models.general.model import GeneralDecoder
+from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
 
 _BLOCK = 16
@@ -87,7 +87,7 @@ class Reference:
 
 
 def check(
-    decoder: GeneralDecoder, reference: Reference, *, exchanged: bool = False, rounded: bool = False
+    decoder: DecoderModel, reference: Reference, *, exchanged: bool = False, rounded: bool = False
 ) -> None:
     """Raises ModelLoadError if a ragged, chunked, branching run differs from whole sequences.
 
@@ -119,7 +119,7 @@ def _drafted(reference: Reference) -> str:
     return "behind rejected drafts" if reference.parents == _CHAIN else "in a tree"
 
 
-def _run(decoder: GeneralDecoder, reference: Reference) -> dict[str, Tensor]:
+def _run(decoder: DecoderModel, reference: Reference) -> dict[str, Tensor]:
     long, short, nodes = reference.long, reference.short, reference.nodes
     blocks = -(-(len(long) + len(nodes)) // _BLOCK)
     spec = decoder.state_spec()

@@ -15,8 +15,10 @@ from torch import nn
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kv.storage import KVLayerSpec
+from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import shorten
 from draftwise.models.config import ModelConfig
+from draftwise.models.general.assembling import WrongAssembly, assembled
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCausal, Probe, register, taking
 from draftwise.models.general.carried import Unit, find_units
 from draftwise.models.general.check import Reference, check, sample
@@ -24,6 +26,7 @@ from draftwise.models.general.config import transformers_config
 from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
+from draftwise.models.general.nodes import CannotAssemble
 from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.general import build_from_gguf
@@ -32,7 +35,7 @@ from draftwise.models.gguf.reader import is_gguf
 logger = logging.getLogger("draftwise")
 
 
-def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool = False) -> GeneralDecoder:
+def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool = False) -> DecoderModel:
     """Load a causal model of Transformers: one whose attention goes through its attention interface, or that keeps
     keys and values in a cache it is given.
 
@@ -44,7 +47,14 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool =
     register()
     model = _from_gguf(folder, config, ops) if is_gguf(folder) else _from_folder(folder, config, ops)
     try:
-        return _prepared(model, config, ops, rounded)
+        try:
+            return _prepared(model, config, ops, rounded)
+        except WrongAssembly as error:
+            logger.warning(
+                "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
+                config.architecture, error,
+            )  # fmt: skip
+            return _prepared(_from_folder(folder, config, ops), config, ops, rounded, assemble=False)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
 
@@ -99,7 +109,9 @@ def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
     )
 
 
-def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> GeneralDecoder:
+def _prepared(
+    model: Any, config: ModelConfig, ops: Ops, rounded: bool, *, assemble: bool = True
+) -> DecoderModel:
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
         model = _text_part(model, config)
@@ -107,6 +119,11 @@ def _prepared(model: Any, config: ModelConfig, ops: Ops, rounded: bool) -> Gener
         with ExpertsUse(model) as mixtures:
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
         decoder, linears = _served(model, config, ops, reference, units)
+        if assemble and isinstance(decoder.way, Interface) and not units:
+            try:
+                return assembled(model, decoder, decoder.way, reference, rounded)
+            except CannotAssemble as error:
+                logger.info("%s runs on Transformers' code: %s", config.architecture, error)
         head = model.get_output_embeddings()
         packed = exchange(model, linears, ops, head) + exchange_experts(model, mixtures.calls, ops)
         decoder.renew()

@@ -45,7 +45,7 @@ class GeneralDecoder(DecoderModel):
         """
         self.config = config
         self.dtype, self.device = ops.dtype, ops.device
-        self._ops = ops
+        self.ops = ops
         self._model = model
         self._body_name, self._body = body_of(model)
         self.way = way
@@ -65,6 +65,7 @@ class GeneralDecoder(DecoderModel):
             self._hooks.append(block.register_forward_pre_hook(_Entering(self, i), with_kwargs=True))
         if blocks:
             self._hooks.append(blocks[-1].register_forward_hook(_Leaving(self, len(blocks))))
+        self.num_blocks = len(blocks)
         self.weight_size = 0
 
     def release(self) -> None:
@@ -95,21 +96,24 @@ class GeneralDecoder(DecoderModel):
         return self._states
 
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
-        self._wanted, self._captured = frozenset(capture), {}
-        parts = self.way.parts(batch, kv)
-        hidden = []
         recurrence = None
         if self._states is not None:
             assert kv.states is not None, "storage of a model with recurrent state has states"
             recurrence = Recurrence(batch, kv.states)
+        with running(recurrence):
+            return self.compute(self.way.parts(batch, kv), len(batch.token_ids), capture)
+
+    def compute(self, parts: Sequence[Part], total: int, capture: Sequence[int] = ()) -> TargetOutput:
+        """The parts of a pass of ``total`` rows."""
+        self._wanted, self._captured = frozenset(capture), {}
+        hidden = []
         for part in parts:
             self._positions = part.positions
-            with taking(part.taker) if part.taker is not None else nullcontext(), running(recurrence):
+            with taking(part.taker) if part.taker is not None else nullcontext():
                 output = self._body(input_ids=part.token_ids, **part.arguments)
             hidden.append(_rows(output.last_hidden_state))
         self._positions = None
         captured, self._captured = self._captured, {}
-        total = len(batch.token_ids)
         return TargetOutput(
             _gathered(parts, hidden, total),
             {layer: _gathered(parts, found, total) for layer, found in captured.items()},

@@ -60,19 +60,16 @@ class Interface:
             calls: of the attention layers, in order.
             first_position: what the model calls the position of a sequence's first token.
         """
-        self._calls, self._ops, self._first = tuple(calls), ops, first_position
+        self.calls, self._ops, self._first = tuple(calls), ops, first_position
 
     @property
     def layout(self) -> tuple[KVLayerSpec, ...]:
-        return tuple(call.spec for call in self._calls)
+        return tuple(call.spec for call in self.calls)
 
     def parts(self, batch: StepInput, kv: KVStorage) -> Sequence[Part]:
-        positions = batch.positions + self._first if self._first else batch.positions
-        return [
-            Part(
-                batch.token_ids[None],
-                {"position_ids": positions[None], "use_cache": False},
-                Paged(self._calls, self._ops, batch, kv),
-                batch.positions,
-            )
-        ]
+        return [self.part(batch.token_ids, batch.positions, Paged(self.calls, self._ops, batch, kv))]
+
+    def part(self, token_ids: Tensor, positions: Tensor, taker: Taker) -> Part:
+        """Rows [T] at their positions [T] int64."""
+        told = positions + self._first if self._first else positions
+        return Part(token_ids[None], {"position_ids": told[None], "use_cache": False}, taker, positions)

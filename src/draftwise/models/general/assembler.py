@@ -1,0 +1,405 @@
+"""Turns the graph of a trace into steps: with projections side by side where they read the same rows, sums in place,
+and weights packed one after another, each given up by its model before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.base import Linear as PackedLinear
+from draftwise.kernels.base import Norm as PackedNorm
+from draftwise.kernels.base import Ops
+from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step, attended
+from draftwise.models.general.attention import LayerCall
+from draftwise.models.general.nodes import (
+    Add,
+    Attend,
+    CannotAssemble,
+    Embed,
+    Given,
+    Linear,
+    Mul,
+    Node,
+    Norm,
+    Scale,
+    Select,
+    Turn,
+    Unary,
+)  # fmt: skip
+from draftwise.models.general.rotations import Rotation, no_rotation, rotation_of
+from draftwise.models.general.trace import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a linear layer: ``rows`` of its weight, all of them if None."""
+
+    layer: Linear
+    rows: Tensor | None = None
+
+    def weight(self) -> Tensor:
+        return self.layer.weight if self.rows is None else self.layer.weight[self.rows]
+
+    def bias(self) -> Tensor | None:
+        bias = self.layer.bias
+        return bias if bias is None or self.rows is None else bias[self.rows]
+
+    def ordered(self, columns: Tensor) -> Rows:
+        """With its results in another order, or some of them."""
+        return Rows(self.layer, columns if self.rows is None else self.rows[columns])
+
+
+def as_linear(node: Node) -> Rows | None:
+    if isinstance(node, Linear):
+        return Rows(node)
+    if isinstance(node, Select) and isinstance(node.x, Linear):
+        return Rows(node.x, node.columns)
+    return None
+
+
+@dataclass(slots=True)
+class Plan:
+    """How ``node`` will be computed. ``make`` packs what it needs of ``layers``."""
+
+    node: Node
+    inputs: tuple[Node, ...]
+    make: Callable[[], Run]
+    layers: tuple[Linear, ...] = ()
+
+
+class Assembler:
+    """Turns a graph into steps.
+
+    Args:
+        known: frequencies of rotations, see `rotations.frequencies`.
+        num_positions: that rotations are needed for.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        calls: Sequence[LayerCall],
+        known: Sequence[tuple[Tensor, float]],
+        num_positions: int,
+        traced: Traced,
+    ) -> None:
+        self._ops, self._calls, self._known, self._num_positions = ops, calls, known, num_positions
+        self._positions = traced.positions
+        self._traced = traced
+        self._plans: list[Plan] = []
+        self._planned: set[Node] = set()
+        self._reordered: dict[tuple[Node, bytes], Node] = {}
+        self._rotations: list[Rotation] = []
+        self.num_bytes = 0
+        self.num_linears = 0
+        self.embedding: Tensor | None = None
+
+    # ------------------------------------------------------------------------------------------ what to do
+
+    def plan(self) -> None:
+        """Decide how everything is computed. Nothing is packed yet.
+
+        Raises:
+            CannotAssemble: our operations do not compute it.
+        """
+        traced = self._traced
+        for i in sorted(traced.entering):  # layer by layer, so that nothing recurses deeply
+            self._want(traced.entering[i])
+        self._want(traced.hidden)
+        self._body = len(self._plans)
+        head = traced.logits
+        self._tail: list[Node] = []  # what is done to logits
+        while isinstance(head, Scale | Unary):
+            self._tail.insert(0, head)
+            head = head.x
+        if not isinstance(head, Linear):
+            raise CannotAssemble("its logits are not made by a linear layer")
+        self._head = head
+        if head.bias is not None:
+            raise CannotAssemble("its output layer has a bias")
+        self._want(head.x)
+
+    def _want(self, node: Node) -> None:
+        if node in self._planned:
+            return
+        lower = {
+            Embed: self._embed, Linear: self._linear, Select: self._select, Norm: self._norm, Scale: self._scale,
+            Unary: self._unary, Mul: self._mul, Add: self._add, Attend: self._attend, Given: self._given,
+        }.get(type(node))  # fmt: skip
+        if lower is None:
+            raise CannotAssemble(f"a {type(node).__name__.lower()} stands where no operation takes it")
+        plan = lower(node)  # type: ignore[operator]
+        for each in plan.inputs:
+            self._want(each)
+        self._planned.add(node)
+        self._plans.append(plan)
+
+    def _given(self, node: Given) -> Plan:
+        def absent(work: Pass) -> Tensor:
+            raise AssertionError("it is given")
+
+        return Plan(node, (), lambda: absent)
+
+    def _embed(self, node: Embed) -> Plan:
+        table = node.table.detach().contiguous()
+        if not node.by_position:
+            self.embedding = table
+
+        def run(work: Pass) -> Tensor:
+            batch = work.batch
+            return work.ops.embedding(batch.positions if node.by_position else batch.token_ids, table)
+
+        self.num_bytes += table.numel() * table.element_size()
+        return Plan(node, (), lambda: run)
+
+    def _linear(self, node: Linear) -> Plan:
+        return self._product(node, node.x, [Rows(node)])
+
+    def _select(self, node: Select) -> Plan:
+        rows = as_linear(node)
+        if rows is None:
+            raise CannotAssemble("it takes some columns of something that is no linear layer")
+        return self._product(node, rows.layer.x, [rows])
+
+    def _product(self, node: Node, x: Node, parts: list[Rows]) -> Plan:
+        def make() -> Run:
+            weight = self._packed(parts, paired=False)
+            return lambda work: work.ops.linear(work.results[x], weight)
+
+        return Plan(node, (x,), make, tuple(part.layer for part in parts))
+
+    def _packed(self, parts: list[Rows], paired: bool) -> PackedLinear:
+        """The rows of ``parts`` below each other as one linear layer."""
+        weights = [part.weight() for part in parts]
+        biases = [part.bias() for part in parts]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        bias = None
+        if any(b is not None for b in biases):
+            pairs = zip(weights, biases, strict=True)
+            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
+        pack = self._ops.pack_gate_up if paired else self._ops.pack_linear
+        handle = pack(weight.detach().contiguous(), None if bias is None else bias.detach().contiguous())
+        self.num_bytes += handle.num_bytes
+        self.num_linears += len(parts)
+        return handle
+
+    def _norm(self, node: Norm) -> Plan:
+        if node.group != node.width:
+            raise CannotAssemble("heads are normalised outside of attention")
+
+        def make() -> Run:
+            norm = self._packed_norm(node.width, node.weight, node.eps)
+            return lambda work: work.ops.rms_norm(work.results[node.x], norm)
+
+        return Plan(node, (node.x,), make)
+
+    def _packed_norm(self, width: int, weight: Tensor | None, eps: float) -> PackedNorm:
+        self.num_bytes += 4 * width
+        values = torch.ones(width) if weight is None else weight.detach()
+        return self._ops.pack_norm(values.to(device=self._ops.device, dtype=self._ops.dtype), eps)
+
+    def _scale(self, node: Scale) -> Plan:
+        return Plan(node, (node.x,), lambda: lambda work: work.ops.scale(work.results[node.x], node.factor))
+
+    def _unary(self, node: Unary) -> Plan:
+        return Plan(node, (node.x,), lambda: lambda work: work.ops.unary(work.results[node.x], node.function))
+
+    def _mul(self, node: Mul) -> Plan:
+        gate, up = (node.a, node.b) if isinstance(node.a, Unary) else (node.b, node.a)
+        if isinstance(gate, Unary) and gate.function == "silu":
+            parts = [as_linear(gate.x), as_linear(up)]
+            if parts[0] is not None and parts[1] is not None and parts[0].layer.x is parts[1].layer.x:
+                return self._gated(node, [parts[0], parts[1]])
+        return Plan(
+            node,
+            (node.a, node.b),
+            lambda: lambda work: work.ops.mul(work.results[node.a], work.results[node.b]),
+        )
+
+    def _gated(self, node: Mul, parts: list[Rows]) -> Plan:
+        x = parts[0].layer.x
+
+        def make() -> Run:
+            weight = self._packed(parts, paired=True)
+            return lambda work: work.ops.silu_mul(work.ops.linear(work.results[x], weight))
+
+        return Plan(node, (x,), make, tuple(part.layer for part in parts))
+
+    def _add(self, node: Add) -> Plan:
+        return Plan(node, (node.a, node.b), lambda: self._adding(node))
+
+    # ------------------------------------------------------------------------------------------ attention
+
+    def _attend(self, node: Attend) -> Plan:
+        call = self._calls[node.layer]
+        dim = call.heads.head_dim
+        if call.sinks or not call.key_dim == call.value_dim == dim or dim > 1024:
+            raise CannotAssemble("its attention has sinks, or keys and values of different sizes")
+        scale = call.scale
+        parts: list[Node] = []
+        turns: list[Turn | None] = []
+        norms: list[Norm | None] = []
+        for part in (node.q, node.k):
+            if isinstance(part, Scale):
+                scale *= part.factor
+                part = part.x
+            turns.append(part if isinstance(part, Turn) else None)
+            part = part.x if isinstance(part, Turn) else part
+            norms.append(part if isinstance(part, Norm) and part.group == dim else None)
+            parts.append(part.x if isinstance(part, Norm) and part.group == dim else part)
+        rotation = self._rotation(turns, dim)
+        columns = [
+            (torch.arange(count)[:, None] * dim + rotation.order).flatten()
+            for count in (call.heads.num_heads, call.heads.num_kv_heads)
+        ]
+        if len({norm.eps for norm in norms if norm is not None}) > 1:
+            raise CannotAssemble("norms of queries and keys differ in what they add")
+        linears = [as_linear(part) for part in (*parts, node.v)]
+        found = [part for part in linears if part is not None]
+        rope = self._numbered(rotation)
+
+        def make_norm(norm: Norm | None) -> PackedNorm | None:
+            if norm is None:
+                return None
+            weight = None if norm.weight is None else norm.weight.cpu()[rotation.order]
+            return self._packed_norm(dim, weight, norm.eps)
+
+        if len(found) == 3 and all(part.layer.x is found[0].layer.x for part in found):
+            x = found[0].layer.x
+            rows = [found[0].ordered(columns[0]), found[1].ordered(columns[1]), found[2]]
+
+            def make_fused() -> Run:
+                weight = self._packed(rows, paired=False)
+                norm = make_norm(norms[0]), make_norm(norms[1])
+                return lambda work: attended(
+                    work, work.ops.linear(work.results[x], weight), call, node.layer, scale, rope, norm
+                )
+
+            return Plan(node, (x,), make_fused, tuple(part.layer for part in rows))
+        apart = (self._in_order(parts[0], columns[0]), self._in_order(parts[1], columns[1]), node.v)
+
+        def make() -> Run:
+            norm = make_norm(norms[0]), make_norm(norms[1])
+
+            def run(work: Pass) -> Tensor:
+                q, k, v = (work.results[each] for each in apart)
+                qkv = work.ops.concat(work.ops.concat(q, k), v)
+                return attended(work, qkv, call, node.layer, scale, rope, norm)
+
+            return run
+
+        return Plan(node, apart, make)
+
+    def _rotation(self, turns: list[Turn | None], dim: int) -> Rotation:
+        q, k = turns
+        if q is None and k is None:
+            return no_rotation(dim)
+        if q is None or k is None:
+            raise CannotAssemble("queries are rotated and keys are not, or the other way round")
+        rotation, other = (rotation_of(turn, dim, self._positions, self._known) for turn in (q, k))
+        if not rotation.same(other):
+            raise CannotAssemble("queries and keys are rotated differently")
+        return rotation
+
+    def _numbered(self, rotation: Rotation) -> int:
+        for i, known in enumerate(self._rotations):
+            if torch.equal(known.inv_freq, rotation.inv_freq) and known.scaling == rotation.scaling:
+                return i
+        self._rotations.append(rotation)
+        return len(self._rotations) - 1
+
+    def _in_order(self, node: Node, columns: Tensor) -> Node:
+        """The node with its columns in another order."""
+        if torch.equal(columns, torch.arange(node.width)):
+            return node
+        key = (node, columns.numpy().tobytes())
+        if key not in self._reordered:
+            rows = as_linear(node)
+            if rows is not None:
+                ordered = rows.ordered(columns).rows
+                assert ordered is not None
+                made: Node = Select(node.width, rows.layer, ordered)
+            elif isinstance(node, Norm) and node.group == node.width:
+                weight = None if node.weight is None else node.weight[columns]
+                made = Norm(node.width, self._in_order(node.x, columns), node.eps, node.group, weight)
+            else:
+                raise CannotAssemble("rotated columns would have to change places")
+            self._reordered[key] = made
+        return self._reordered[key]
+
+    # ------------------------------------------------------------------------------------------- to steps
+
+    def make(self, free: Callable[[int], None]) -> AssembledParts:
+        """Pack everything; ``free`` is told of weights that nobody wants any more, by their `id_of`."""
+        kept = {id_of(plan.node.table) for plan in self._plans if isinstance(plan.node, Embed)}
+        users: dict[int, list[Linear]] = {}  # of each weight, as often as it will be packed
+        for each in (*(one for plan in self._plans for one in plan.layers), self._head):
+            users.setdefault(id_of(each.weight), []).append(each)
+
+        def packed(layer: Linear) -> None:
+            name = id_of(layer.weight)
+            left = users[name]
+            left.remove(layer)
+            if layer not in left:
+                layer.weight = layer.weight.new_empty(0)
+            if not left and name not in kept:
+                free(name)
+
+        last = {each: i for i, plan in enumerate(self._plans) for each in (plan.node, *plan.inputs)}
+        traced = self._traced
+        for node in (traced.hidden, self._head.x):
+            last[node] = len(self._plans)
+        steps = []
+        for i, plan in enumerate(self._plans):
+            done = [each for each in dict.fromkeys((plan.node, *plan.inputs)) if last[each] == i]
+            self._dying = set(done)
+            self._before = self._plans[i - 1].node if i else None
+            steps.append(Step(plan.node, plan.make(), done))
+            for layer in plan.layers:
+                packed(layer)
+        head = self._head.weight.detach()
+        tied = self.embedding is not None and id_of(head) in kept and head.shape == self.embedding.shape
+        if tied:
+            assert self.embedding is not None
+            handle = self._ops.pack_tied_head(self.embedding)
+        else:
+            handle = self._ops.pack_head(head.contiguous())
+        del head
+        packed(self._head)
+        self.num_bytes += handle.num_bytes
+        ropes = [
+            self._ops.pack_rope(each.inv_freq.to(self._ops.device), each.scaling, self._num_positions)
+            for each in self._rotations
+        ]
+        tail = [(each.factor if isinstance(each, Scale) else each.function) for each in self._tail]  # type: ignore[attr-defined]
+        entering: dict[Node, list[int]] = {}
+        for number, node in traced.entering.items():
+            entering.setdefault(node, []).append(number)
+        return AssembledParts(
+            steps[: self._body], steps[self._body :], traced.hidden, traced.given, self._head.x, handle, tail, ropes,
+            entering, self.embedding, self.num_bytes, self.num_linears,
+        )  # fmt: skip
+
+    def _adding(self, node: Add) -> Run:
+        """Sums are added in place, into a result that nobody wants afterwards: best that of the residual, to which a
+        product can be added where it is made."""
+        places = [each for each in (node.b, node.a) if each in self._dying and not isinstance(each, Given)]
+        if len(places) == 2 and places[0] is self._before:
+            places.reverse()
+        if node.a is node.b or not places:
+            a, b = node.a, node.b
+            return lambda work: work.ops.add(work.results[b], work.ops.copy(work.results[a]))
+        target = places[0]
+        source = node.a if target is node.b else node.b
+        if (
+            source is self._before and source not in self._dying
+        ):  # would be added where it is made, and be gone
+            return lambda work: work.ops.add(work.ops.copy(work.results[source]), work.results[target])
+        return lambda work: work.ops.add(work.results[source], work.results[target])
+
+
+def id_of(weight: Tensor) -> int:
+    return weight.untyped_storage().data_ptr()

@@ -1,0 +1,57 @@
+"""From a model of Transformers to one of our operations alone: watch it, put it together, compare."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftwise.errors import ModelLoadError
+from draftwise.models.base import DecoderModel
+from draftwise.models.general.assembled import AssembledDecoder
+from draftwise.models.general.assembler import Assembler, id_of
+from draftwise.models.general.check import Reference, check
+from draftwise.models.general.model import GeneralDecoder
+from draftwise.models.general.rotations import frequencies
+from draftwise.models.general.trace import trace
+from draftwise.models.general.ways import Interface
+from draftwise.models.recorded import recorded
+
+logger = logging.getLogger("draftwise")
+
+
+class WrongAssembly(Exception):
+    """What was put together is not the model, whose weights are packed by now."""
+
+
+def assembled(
+    model: Any, decoder: GeneralDecoder, way: Interface, reference: Reference, rounded: bool
+) -> DecoderModel:
+    """The model out of our operations. ``decoder`` runs on its code; ``rounded``: weights get few bits.
+
+    Raises:
+        CannotAssemble: our operations do not compute it. Nothing has changed then.
+        WrongAssembly: it gives other numbers. The model's weights are gone.
+    """
+    config, ops, calls = decoder.config, decoder.ops, way.calls
+    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, trace(decoder, way))
+    maker.plan()
+    owners: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        owners.setdefault(id_of(parameter), []).append(parameter)
+
+    def free(name: int) -> None:
+        for parameter in owners.pop(name, ()):
+            parameter.data = torch.empty(0)
+
+    parts = maker.make(free)
+    found = AssembledDecoder(config, ops, calls, parts)
+    try:
+        check(found, reference, exchanged=True, rounded=rounded)
+    except ModelLoadError as error:
+        raise WrongAssembly(str(error)) from error
+    logger.info("%s runs on own operations: %d attention layers, %d linear layers",
+                config.architecture, len(calls), parts.num_linears)  # fmt: skip
+    return recorded(found, ops)

@@ -1,0 +1,117 @@
+"""What a pass computes, as a graph: one node for each result of T rows.
+
+A graph is made by `trace`, out of what a Transformers model does, and computed by `assembled`, with our operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+
+class CannotAssemble(Exception):
+    """The model does something that our operations do not compute; it runs on its own code then."""
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """``width``: numbers in a row of the result."""
+
+    width: int
+
+    def inputs(self) -> Iterator[Node]:
+        """The nodes it is computed from."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Node):
+                yield value
+
+
+@dataclass(eq=False, slots=True)
+class Given(Node):
+    """The hidden states that an output layer is given."""
+
+
+@dataclass(eq=False, slots=True)
+class Embed(Node):
+    """Rows of ``table`` [V, width]: those of the tokens or, ``by_position``, of the positions."""
+
+    table: Tensor
+    by_position: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Linear(Node):
+    """``weight`` [width, x.width], ``bias`` [width]. The weight is taken away once it is packed."""
+
+    x: Node
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Select(Node):
+    """Columns of ``x``: the i-th is column ``columns[i]`` of x."""
+
+    x: Node
+    columns: Tensor  # [width] int64
+
+
+@dataclass(eq=False, slots=True)
+class Norm(Node):
+    """RMSNorm of every ``group`` columns by themselves; ``weight`` [group] or None."""
+
+    x: Node
+    eps: float
+    group: int
+    weight: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Scale(Node):
+    """Every number times ``factor``."""
+
+    x: Node
+    factor: float
+
+
+@dataclass(eq=False, slots=True)
+class Unary(Node):
+    """``function`` of every number: a name that `Ops` knows."""
+
+    x: Node
+    function: str
+
+
+@dataclass(eq=False, slots=True)
+class Mul(Node):
+    a: Node
+    b: Node
+
+
+@dataclass(eq=False, slots=True)
+class Add(Node):
+    a: Node
+    b: Node
+
+
+@dataclass(eq=False, slots=True)
+class Turn(Node):
+    """Column i of the result is ``x[:, i] * cos[:, i] + x[:, partner[i]] * sin[:, i]``: rotations by position."""
+
+    x: Node
+    partner: Tensor  # [width] int64
+    cos: Tensor  # [T, width] float32, at the positions of the trace
+    sin: Tensor  # [T, width]
+
+
+@dataclass(eq=False, slots=True)
+class Attend(Node):
+    """Attention layer ``layer``; columns of q, k and v stand head by head."""
+
+    layer: int
+    q: Node
+    k: Node
+    v: Node
