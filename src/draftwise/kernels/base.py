@@ -167,7 +167,7 @@ class Ops(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no activation but silu")
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """``x`` [T, H] *= ``factor`` in place; returns ``x``."""
+        """``x`` [T, H], rows of the model's type or logits, *= ``factor`` in place; returns ``x``."""
         return x.mul_(factor)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
@@ -207,10 +207,6 @@ class Ops(ABC):
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
         """``x`` [T, H] * ``y`` [T, H], number by number, rounded once."""
         return x * y
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        """``x`` [T, H] * ``factor``, which is float32 whatever the dtype."""
-        return (x.float() * factor).to(x.dtype)
 
     def unary(self, x: Tensor, function: str) -> Tensor:
         """A function of `FUNCTIONS` of every number of ``x`` [T, H], computed in float32 and rounded once."""

@@ -236,8 +236,9 @@ class NativeOps(Ops):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         if isinstance(x, Symbol):
             return x.program.scale(x, factor)
-        require(x.dtype is self._dtype and x.is_contiguous() and x.ndim == 2, "rows of the model's type")
-        self._scale_rows(self.pool.pointer, self._code, x.data_ptr(), factor, *x.shape)
+        require(x.dtype in (self._dtype, torch.float32), "rows of the model's type, or float32")
+        require(x.is_contiguous() and x.ndim == 2, "rows side by side")
+        self._scale_rows(self.pool.pointer, DTYPES[x.dtype], x.data_ptr(), factor, *x.shape)
         return x
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

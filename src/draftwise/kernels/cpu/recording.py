@@ -303,7 +303,8 @@ class Recording:
 
     def scale(self, x: object, factor: float) -> Tensor:
         target = self._changed(x)
-        self._append(_SCALE, x=target.number, width=target.width, scale=factor)
+        dtype = DTYPES[target.dtype]  # of logits, another than the model's
+        self._append(_SCALE, x=target.number, width=target.width, scale=factor, dtype=dtype)
         return _tensor(Symbol(self, target))
 
     def softcap(self, x: object, cap: float) -> Tensor:

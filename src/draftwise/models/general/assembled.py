@@ -60,6 +60,7 @@ def attended(
     scale: float,
     rope: int,
     norms: tuple[Norm | None, Norm | None],
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of packed rows of queries, keys and values."""
     ops, attention = work.ops, work.batch.attention
@@ -69,12 +70,12 @@ def attended(
     q = ops.qkv_rope_write(
         qkv, heads, work.ropes[rope], entries, work.batch.slots, norms[0], norms[1], out=place
     )
-    return ops.attention(q, entries, attention, heads, scale, call.window, call.softcap)
+    return ops.attention(q, entries, attention, heads, scale, call.window, call.softcap, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class AssembledParts:
-    """What an `AssembledDecoder` runs on. ``tail``: what is done to logits, factors and names of functions.
+    """What an `AssembledDecoder` runs on. ``tail``: what is done to logits, "scale" or "softcap", and by how much.
     ``entering``: which layers the result of a node enters."""
 
     body: Sequence[Step]
@@ -83,7 +84,7 @@ class AssembledParts:
     given: Node
     head_input: Node
     head: Linear
-    tail: Sequence[float | str]
+    tail: Sequence[tuple[str, float]]
     ropes: Sequence[Rope]
     entering: Mapping[Node, Sequence[int]]
     embedding: Tensor | None
@@ -136,8 +137,8 @@ class AssembledDecoder(DecoderModel):
             if step.node is not parts.given:
                 work.results[step.node] = step.run(work)
         logits = ops.logits(work.results[parts.head_input], parts.head)
-        for each in parts.tail:
-            logits = ops.unary(logits, each) if isinstance(each, str) else ops.scale(logits, each)
+        for what, factor in parts.tail:
+            logits = ops.scale(logits, factor) if what == "scale" else ops.softcap(logits, factor)
         return logits
 
     def shared_weights(self) -> SharedWeights:

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftwise.kernels.base import Linear as PackedLinear
 from draftwise.kernels.base import Norm as PackedNorm
 from draftwise.kernels.base import Ops
+from draftwise.kernels.routing import Activation
 from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step, attended
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import (
@@ -111,10 +112,17 @@ class Assembler:
         self._want(traced.hidden)
         self._body = len(self._plans)
         head = traced.logits
-        self._tail: list[Node] = []  # what is done to logits
-        while isinstance(head, Scale | Unary):
-            self._tail.insert(0, head)
-            head = head.x
+        self._tail: list[tuple[str, float]] = []  # what is done to logits
+        while isinstance(head, Scale):
+            cap = head.x
+            if isinstance(cap, Unary) and cap.function == "tanh" and isinstance(cap.x, Scale):
+                if abs(cap.x.factor * head.factor - 1) > 1e-6:
+                    raise CannotAssemble("its logits go through a tanh that is no soft cap")
+                self._tail.insert(0, ("softcap", head.factor))
+                head = cap.x.x
+            else:
+                self._tail.insert(0, ("scale", head.factor))
+                head = head.x
         if not isinstance(head, Linear):
             raise CannotAssemble("its logits are not made by a linear layer")
         self._head = head
@@ -202,28 +210,37 @@ class Assembler:
         return self._ops.pack_norm(values.to(device=self._ops.device, dtype=self._ops.dtype), eps)
 
     def _scale(self, node: Scale) -> Plan:
-        return Plan(node, (node.x,), lambda: lambda work: work.ops.scale(work.results[node.x], node.factor))
+        return Plan(node, (node.x,), lambda: self._scaling(node))
+
+    def _scaling(self, node: Scale) -> Run:
+        x, factor = node.x, node.factor
+        if x in self._dying and not isinstance(x, Given):
+            return lambda work: work.ops.scale(work.results[x], factor)
+        return lambda work: work.ops.scale(work.ops.copy(work.results[x]), factor)
 
     def _unary(self, node: Unary) -> Plan:
         return Plan(node, (node.x,), lambda: lambda work: work.ops.unary(work.results[node.x], node.function))
 
     def _mul(self, node: Mul) -> Plan:
         gate, up = (node.a, node.b) if isinstance(node.a, Unary) else (node.b, node.a)
-        if isinstance(gate, Unary) and gate.function == "silu":
+        if isinstance(gate, Unary) and gate.function in ("silu", "gelu_tanh"):
             parts = [as_linear(gate.x), as_linear(up)]
             if parts[0] is not None and parts[1] is not None and parts[0].layer.x is parts[1].layer.x:
-                return self._gated(node, [parts[0], parts[1]])
+                return self._gated(node, [parts[0], parts[1]], gate.function)
         return Plan(
             node,
             (node.a, node.b),
             lambda: lambda work: work.ops.mul(work.results[node.a], work.results[node.b]),
         )
 
-    def _gated(self, node: Mul, parts: list[Rows]) -> Plan:
+    def _gated(self, node: Mul, parts: list[Rows], function: str) -> Plan:
         x = parts[0].layer.x
 
         def make() -> Run:
-            weight = self._packed(parts, paired=True)
+            weight = self._packed(parts, paired=function == "silu")
+            if function != "silu":
+                activation = Activation("gelu_tanh")
+                return lambda work: work.ops.gated(work.ops.linear(work.results[x], weight), activation)
             return lambda work: work.ops.silu_mul(work.ops.linear(work.results[x], weight))
 
         return Plan(node, (x,), make, tuple(part.layer for part in parts))
@@ -236,8 +253,9 @@ class Assembler:
     def _attend(self, node: Attend) -> Plan:
         call = self._calls[node.layer]
         dim = call.heads.head_dim
-        if call.sinks or not call.key_dim == call.value_dim == dim or dim > 1024:
-            raise CannotAssemble("its attention has sinks, or keys and values of different sizes")
+        if not call.key_dim == call.value_dim == dim or dim > 1024:
+            raise CannotAssemble("its keys and values are of different sizes")
+        sinks = None if node.sinks is None else node.sinks.detach().float().contiguous()
         scale = call.scale
         parts: list[Node] = []
         turns: list[Turn | None] = []
@@ -275,7 +293,7 @@ class Assembler:
                 weight = self._packed(rows, paired=False)
                 norm = make_norm(norms[0]), make_norm(norms[1])
                 return lambda work: attended(
-                    work, work.ops.linear(work.results[x], weight), call, node.layer, scale, rope, norm
+                    work, work.ops.linear(work.results[x], weight), call, node.layer, scale, rope, norm, sinks
                 )
 
             return Plan(node, (x,), make_fused, tuple(part.layer for part in rows))
@@ -287,7 +305,7 @@ class Assembler:
             def run(work: Pass) -> Tensor:
                 q, k, v = (work.results[each] for each in apart)
                 qkv = work.ops.concat(work.ops.concat(q, k), v)
-                return attended(work, qkv, call, node.layer, scale, rope, norm)
+                return attended(work, qkv, call, node.layer, scale, rope, norm, sinks)
 
             return run
 
@@ -374,13 +392,12 @@ class Assembler:
             self._ops.pack_rope(each.inv_freq.to(self._ops.device), each.scaling, self._num_positions)
             for each in self._rotations
         ]
-        tail = [(each.factor if isinstance(each, Scale) else each.function) for each in self._tail]  # type: ignore[attr-defined]
         entering: dict[Node, list[int]] = {}
         for number, node in traced.entering.items():
             entering.setdefault(node, []).append(number)
         return AssembledParts(
-            steps[: self._body], steps[self._body :], traced.hidden, traced.given, self._head.x, handle, tail, ropes,
-            entering, self.embedding, self.num_bytes, self.num_linears,
+            steps[: self._body], steps[self._body :], traced.hidden, traced.given, self._head.x, handle, self._tail,
+            ropes, entering, self.embedding, self.num_bytes, self.num_linears,
         )  # fmt: skip
 
     def _adding(self, node: Add) -> Run:

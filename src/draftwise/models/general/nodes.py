@@ -109,9 +109,11 @@ class Turn(Node):
 
 @dataclass(eq=False, slots=True)
 class Attend(Node):
-    """Attention layer ``layer``; columns of q, k and v stand head by head."""
+    """Attention layer ``layer``; columns of q, k and v stand head by head. ``sinks`` [heads]: a score of its own that
+    takes weight and gives nothing."""
 
     layer: int
     q: Node
     k: Node
     v: Node
+    sinks: Tensor | None = None

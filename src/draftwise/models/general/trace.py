@@ -473,8 +473,9 @@ class _Taking:
         out = plain_attention(call, query, key, value, options.get("s_aux"))  # [1, T, Hq, D]
         tracer.paused = False
         try:
-            nodes = [tracer.node_of(part) for part in (query, key, value)]
-            tracer.put_node(out, Attend(out.shape[2] * out.shape[3], layer, *nodes), 1)
+            q, k, v = (tracer.node_of(part) for part in (query, key, value))
+            node = Attend(out.shape[2] * out.shape[3], layer, q, k, v, options.get("s_aux"))
+            tracer.put_node(out, node, 1)
         except CannotAssemble as error:
             tracer.put(out, Unknown(str(error)))
         return out
