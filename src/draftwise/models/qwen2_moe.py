@@ -13,8 +13,8 @@ class Qwen2MoeModel(DenseDecoder):
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
-        if raw.get("use_sliding_window", False):
-            raise ModelLoadError("use_sliding_window is not supported for Qwen2-MoE")
+        if raw.get("use_sliding_window", False) or set(raw.get("layer_types") or ()) - {"full_attention"}:
+            raise ModelLoadError("windows (use_sliding_window, layer_types) are not supported for Qwen2-MoE")
         return dense_config(
             raw,
             architecture=architecture,

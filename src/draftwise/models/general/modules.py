@@ -50,7 +50,8 @@ class LinearUse:
     @property
     def exchangeable(self) -> list[nn.Linear]:
         """In the order of the model."""
-        return [m for m in self._watched if m in self.called and m not in self.read]
+        used = (m for m in self._watched if m in self.called and m not in self.read)
+        return [m for m in used if m.in_features and m.out_features]  # no shared expert is one of no rows
 
 
 class _WatchedLinear(nn.Linear):
