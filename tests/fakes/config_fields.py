@@ -14,8 +14,8 @@ from tests.fakes.architectures import small
 
 _NOT_THE_MODEL = frozenset({
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "return_dict",
-    "output_attentions", "output_hidden_states", "id2label", "label2id", "is_encoder_decoder", "problem_type", "name_or_path",
-    "chunk_size_feed_forward", "initializer_range", "quantization_config", "vocab_size",
+    "output_attentions", "output_hidden_states", "id2label", "label2id", "is_encoder_decoder", "problem_type",
+    "name_or_path", "chunk_size_feed_forward", "initializer_range", "quantization_config", "vocab_size",
 })  # fmt: skip
 """Read, but not for what the numbers are; and the vocabulary, which tests' prompts are made for."""
 
@@ -27,7 +27,8 @@ _NAMED: dict[str, list[Any]] = {
 }  # fmt: skip
 _ROPES: list[dict[str, Any]] = [
     {"rope_theta": 500.0}, {"partial_rotary_factor": 0.5}, {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.4},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 16},

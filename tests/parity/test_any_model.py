@@ -66,7 +66,7 @@ def test_what_reads_images_is_left_out_and_said(tmp_path: Path, caplog: pytest.L
 @pytest.fixture
 def gemma(tmp_path: Path) -> tuple[Path, Any]:
     """A window in every other layer, soft caps on scores and logits."""
-    made = small("gemma2")
+    made = small("vaultgemma")
     save(made, tmp_path / "gemma")
     return tmp_path / "gemma", made.model
 

@@ -27,7 +27,7 @@ def read_raw(place: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelLoadError(f"{place} is no model folder: config.json is missing")
     raw = read_json(path)
-    return text_config(raw, scan_checkpoint(place) if any(place.glob("*.safetensors")) else ())
+    return text_config(raw, lambda: scan_checkpoint(place) if any(place.glob("*.safetensors")) else ())
 
 
 def scan(place: Path) -> Mapping[str, TensorEntry]:

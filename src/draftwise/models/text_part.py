@@ -12,7 +12,7 @@ stand under a prefix, beside those of what reads images. Both are turned into wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ PLAIN = frozenset(
     {
         "DeepseekVLForConditionalGeneration",
         "GlmAsrForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
         "GotOcr2ForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
@@ -60,12 +61,12 @@ PART_OF = "text_part_of"
 """Field of the text part's config: the architecture that it is a part of."""
 
 
-def text_config(raw: RawConfig, names: Iterable[str] = ()) -> dict[str, Any]:
+def text_config(raw: RawConfig, names: Callable[[], Iterable[str]] = tuple) -> dict[str, Any]:
     """``config.json`` of the text part, if ``raw`` is of a model in `PLAIN` whose text part has code of its own; else
     ``raw`` itself.
 
     Args:
-        names: of the checkpoint's tensors, if there are any yet: whether the output layer is among them.
+        names: gives those of the checkpoint's tensors, if there are any yet: whether the output layer is among them.
 
     Raises:
         ModelLoadError: Transformers refuses the config.
@@ -89,11 +90,12 @@ def text_config(raw: RawConfig, names: Iterable[str] = ()) -> dict[str, Any]:
     rope = text.get("rope_parameters")
     if isinstance(rope, Mapping):
         rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-        kind = rope.pop("type", rope.get("rope_type"))
-        rope["rope_type"] = "default" if kind == "mrope" else rope.get("rope_type", kind)
+        rope.pop("type", None)  # Transformers' object says it under its newer name, too
+        if rope.get("rope_type") == "mrope":
+            rope["rope_type"] = "default"
         text["rope_parameters"] = rope
     text.pop("rope_scaling", None)
-    heads = [name for name in names if name.endswith("lm_head.weight")]
+    heads = [name for name in names() if name.endswith("lm_head.weight")]
     text["tie_word_embeddings"] = bool(getattr(outer, "tie_word_embeddings", False)) and not heads
     return {**text, "architectures": [architecture], PART_OF: whole}
 
