@@ -61,7 +61,11 @@ def read_fields(kind: str) -> dict[str, Any]:
 def flipped(name: str, value: Any) -> Iterator[Any]:
     """Other values."""
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-        yield from ({**value, **change} for change in _ROPES)
+        of_types = [kind for kind, part in value.items() if isinstance(part, dict)]
+        for change in _ROPES:
+            if not of_types:
+                yield {**value, **change}
+            yield from ({**value, kind: {**value[kind], **change}} for kind in of_types)
     elif name in _NAMED:
         yield from (other for other in _NAMED[name] if other != value)
     elif isinstance(value, bool):
