@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
 from draftwise.kv.states import StateLost, StateSpec, StateStore, most_sequences
-from draftwise.models.general.carried import StateView, Unit, find_units, running
+from draftwise.models.general.carried import (
+    ArgumentUnit,
+    AttributeUnit,
+    CacheUnit,
+    StateView,
+    running,
+)
+from draftwise.models.general.finding import find_units
 from draftwise.models.general.recurrence import Recurrence
 from draftwise.models.inputs import RowInput, build_step_input
 
@@ -98,16 +105,17 @@ class Holder(nn.Module):
         return out
 
 
-def found(goes_on: bool = True) -> tuple[Holder, Unit]:
+def found(goes_on: bool = True) -> tuple[Holder, CacheUnit]:
     model = Holder(Adds(goes_on))
     (unit,) = find_units(model, lambda: model(torch.randn(1, 13, 3)))
+    assert isinstance(unit, CacheUnit)
     model.inner.calls.clear()
     return model, unit
 
 
 def test_units_are_found_by_what_they_do() -> None:
     model, unit = found()
-    assert unit.module is model.inner and unit.keys == (("recurrent", 0),) and unit.chunks
+    assert unit.module is model.inner and unit.keys == (("recurrent", 0, 0),) and unit.chunks
     assert unit.tensors == (((3,), torch.float32),) and unit.answers == ((0,), 2)
     assert not found(goes_on=False)[1].chunks
     x = torch.randn(1, 5, 3)
@@ -115,14 +123,97 @@ def test_units_are_found_by_what_they_do() -> None:
     torch.testing.assert_close(Holder(Adds())(x), x.cumsum(1) * 2)
 
 
-def test_a_tensor_without_rows_is_refused() -> None:
-    class Odd(Adds):
-        def forward(self, x: Tensor, cache_params: Any = None, scale: Any = 1.0) -> Any:
-            return super().forward(x, cache_params, 1.0)
+class Odd(Adds):
+    """``looks``: whether it looks at an argument that has no row per token."""
 
-    model = Odd()
-    with pytest.raises(ModelLoadError, match=r"given a tensor \(3, 4\), not a row per token"):
-        find_units(model, lambda: model(torch.randn(1, 13, 3), scale=torch.zeros(3, 4)))
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def forward(self, x: Tensor, cache_params: Any = None, scale: Any = 1.0) -> Any:
+        return super().forward(x, cache_params, float(scale.sum()) if self.looks else 3.0)
+
+
+def test_a_tensor_without_rows_is_refused_if_it_is_looked_at() -> None:
+    """Masks of attention are handed to all layers alike."""
+    mask = torch.ones(1, 1, 13, 13)
+    with pytest.raises(ModelLoadError, match=r"given a tensor \(1, 1, 13, 13\), not a row per token"):
+        find_units(odd := Odd(True), lambda: odd(torch.randn(1, 13, 3), scale=mask))
+    (unit,) = find_units(model := Odd(False), lambda: model(torch.randn(1, 13, 3), scale=mask))
+    assert unit.ignored == {"scale"}
+    batch = build_step_input([RowInput([0] * 13, 0, np.arange(4, dtype=np.int32), state_slot=0)], 16, CPU)
+    x = torch.randn(1, 13, 3)
+    with running(Recurrence(batch, StateStore(StateSpec(unit.tensors), 1, 2, CPU)).part(None)):
+        torch.testing.assert_close(model(x, scale=mask)[0], x.cumsum(1) * 3)
+
+
+class Keeps(nn.Module):
+    """Keeps its state to itself, and can compute tokens of one request alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: Tensor | None = None
+
+    def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:
+        before = x.new_zeros(x.shape[0], x.shape[2]) if self.sums is None else self.sums[:1]
+        sums = x.cumsum(1) + before[:, None]
+        self.sums = sums[:, -1] if use_cache else None
+        return sums
+
+
+class Hands(nn.Module):
+    """Hands its state on; all layers' stand in one tensor, as those of RWKV."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: Any = None, use_cache: bool = False) -> tuple[Tensor, Any]:
+        before = x.new_zeros(x.shape[0], x.shape[2]) if state is None else state[0][..., self.layer] - 1
+        sums = x.cumsum(1) + before[:, None]
+        if use_cache:
+            state[0][..., self.layer] = sums[:, -1] + 1
+        return sums, state
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps = Keeps()
+        self.layers = nn.ModuleList(Hands(i) for i in range(2))
+
+    def forward(self, x: Tensor, begin: bool = False) -> Tensor:
+        x = self.keeps(x)
+        state = [torch.ones(1, 3, 2)] if begin else None
+        for layer in self.layers:
+            x, state = layer(x, state, use_cache=begin)
+        return x
+
+
+def test_states_in_attributes_and_in_arguments() -> None:
+    model = Stack()
+    units = find_units(model, lambda: model(torch.randn(1, 13, 3), begin=True))
+    assert [type(unit) for unit in units] == [AttributeUnit, ArgumentUnit, ArgumentUnit]
+    assert [unit.batches for unit in units] == [False, True, True]
+    assert [unit.first for unit in units] == [0, 1, 2]
+    assert model.keeps.sums is None
+    states = StateStore(StateSpec(tuple(t for unit in units for t in unit.tensors)), 2, 3, CPU)
+    table = np.arange(4, dtype=np.int32)
+    whole = [torch.randn(9, 3), torch.randn(9, 3)]
+    wanted = [x.cumsum(0).cumsum(0).cumsum(0) for x in whole]
+    places = [0, 0]
+    for counts, drafts in (((4, 3), 0), ((2, 3), 2), ((1, 1), 0), ((2, 3), 0)):
+        rows, fed = [], []
+        for slot, count in enumerate(counts):
+            at = places[slot]
+            rows.append(RowInput([0] * count, at, table, state_slot=slot, revocable=min(drafts, count)))
+            fed.append(whole[slot][at : at + count])
+        with running(Recurrence(build_step_input(rows, 16, CPU), states).part(None)):
+            found = model(torch.cat(fed)[None])[0].split(counts)
+        for slot, count in enumerate(counts):
+            at = places[slot]
+            torch.testing.assert_close(found[slot], wanted[slot][at : at + count], rtol=1e-4, atol=1e-4)
+            places[slot] += count - min(drafts, count)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -146,7 +237,7 @@ def test_ragged_passes_equal_whole_sequences(goes_on: bool) -> None:
             wanted.append(torch.stack(kept[slot] + new).cumsum(0)[context:] * 2)
             kept[slot] += new[: len(new) - rng.randint(0, drafts)]
         batch = build_step_input(rows, 16, CPU)
-        with running(Recurrence(batch, states)):
+        with running(Recurrence(batch, states).part(None)):
             answer = model(torch.stack(fed)[None])
         torch.testing.assert_close(answer[0], torch.cat(wanted), rtol=1e-4, atol=1e-4)
 
@@ -159,7 +250,7 @@ def test_what_is_computed_in_one_call() -> None:
     def calls(*rows: tuple[int, int, int, int]) -> list[tuple[int, int]]:
         model.inner.calls.clear()
         inputs = [RowInput([0] * n, context, table, state_slot=s, revocable=d) for s, n, context, d in rows]
-        with running(Recurrence(build_step_input(inputs, 16, CPU), states)):
+        with running(Recurrence(build_step_input(inputs, 16, CPU), states).part(None)):
             model(torch.randn(1, sum(n for _, n, _, _ in rows), 3))
         return list(model.inner.calls)
 
@@ -184,7 +275,7 @@ def test_the_state_of_a_convolution_is_its_last_inputs() -> None:
     assert again.has_previous_state() and not again.is_recording_past(0)
     seen = again.update_conv_state(torch.arange(3.0, 6).view(1, 1, 3), 0, conv_kernel_size=4)
     assert seen.tolist() == [[[0, 0, 1, 2, 3, 4, 5]]]
-    assert again.states["conv", 0].tolist() == [[[2, 3, 4, 5]]]
+    assert again.states["conv", 0, 0].tolist() == [[[2, 3, 4, 5]]]
     long = StateView()
     assert long.update_conv_state(torch.arange(5.0).view(1, 1, 5), 0, conv_kernel_size=3).shape[-1] == 5
-    assert long.states["conv", 0].tolist() == [[[2, 3, 4]]]
+    assert long.states["conv", 0, 0].tolist() == [[[2, 3, 4]]]

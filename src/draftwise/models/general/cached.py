@@ -176,6 +176,18 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the cache is there."""
 
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions of the keys before, [3, B, P], where a model wants to have kept them; None: there are none."""
+        call = self._call
+        if not call.past:
+            return None
+        return torch.arange(call.past, device=call.slots.device).expand(3, call.count, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, value: Tensor) -> None:
+        """They follow from the number of keys."""
+
     def get_seq_length(self) -> int:
         return self._length
 
@@ -191,9 +203,11 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 # --------------------------------------------------------------------------------------------------------- at load
 
 
-def probe_cache() -> Any:
-    """For one pass of a few tokens, by which `layout_of` tells what the layers keep."""
-    return Cache(layer_class_to_replicate=DynamicIndexedLayer)
+def probe_cache(num_layers: int = 0) -> Any:
+    """For one pass of a few tokens, by which `layout_of` tells what the layers keep; it grows if they are more."""
+    cache = Cache(layer_class_to_replicate=DynamicIndexedLayer)
+    cache.layers += [DynamicIndexedLayer() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
+    return cache
 
 
 def layout_of(cache: Any, tokens: int) -> tuple[KVLayerSpec, ...]:

@@ -7,11 +7,11 @@ token of each of many requests, with a cache of its own that holds that state an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +20,13 @@ from torch.nn.functional import pad
 
 from draftwise.errors import ModelLoadError
 
-CACHES = ("cache_params", "past_key_values")
-"""What Transformers' modules call the cache that they are given."""
-
-StateKey = tuple[str, int]
-"""Kind of a state, and which of that kind in a module."""
+StateKey = tuple[str, int, int]
+"""Kind of a state, the layer that it is said to be of, and which of that kind there."""
 
 
 class StateView:
     """Stands for Transformers' cache in one call of one module: it gives the states that it was made of, and takes new
     ones. Some modules write into what they were given, so it has to be the caller's own.
-
-    ``layer_idx`` is not looked at: a view is for one module.
     """
 
     def __init__(self, states: Mapping[StateKey, Tensor] | None = None) -> None:
@@ -41,17 +36,17 @@ class StateView:
         self.touched = False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._get("conv", state_idx)
+        return self._get("conv", layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._get("recurrent", state_idx)
+        return self._get("recurrent", layer_idx, state_idx)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        return self._get("linear", 0)
+        return self._get("linear", layer_idx, 0)
 
-    def _get(self, kind: str, index: int) -> Tensor | None:
+    def _get(self, kind: str, layer: int, index: int) -> Tensor | None:
         self.touched = True
-        return self.states.get((kind, index)) if self._before else None
+        return self.states.get((kind, layer, index)) if self._before else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
@@ -63,7 +58,7 @@ class StateView:
             are fewer than the kernel.
         """
         self.touched = True
-        key = ("conv", state_idx)
+        key = ("conv", layer_idx, state_idx)
         width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if self._before:
             width = self.states[key].shape[-1]
@@ -75,12 +70,12 @@ class StateView:
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
         self.touched = True
-        self.states["recurrent", state_idx] = recurrent_states
+        self.states["recurrent", layer_idx, state_idx] = recurrent_states
         return recurrent_states
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         self.touched = True
-        self.states["linear", 0] = linear_cache
+        self.states["linear", layer_idx, 0] = linear_cache
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self._before
@@ -94,6 +89,9 @@ class StateView:
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        return indexer_key_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -126,24 +124,33 @@ def running(runner: Runner | None) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Unit:
+class Unit(ABC):
     """One module with a state.
 
-    ``keys``: of its states, ``tensors``: shape and dtype of each, of one request. ``chunks``: whether several tokens
-    can follow a state in one call; else they come one by one. ``first``: which of the model's state tensors are its
-    own: ``first``, ``first + 1``, ... ``answers``: which items of the tuple that it answers have a row per token, of
-    how many items; None: it answers with one tensor. Items without rows are left out.
+    ``tensors``: shape and dtype of each part of its state, of one request. ``chunks``: whether several tokens can
+    follow a state in one call; else they come one by one. ``batches``: whether tokens of several requests can be
+    computed in one call. ``first``: which of the model's state tensors are its own:
+    ``first``, ``first + 1``, ... ``answers``: which items of the tuple that it answers have a row per token, of how
+    many items; None: it answers with one tensor. Items without rows are left out. ``ignored``: arguments, by place or
+    name, that it does not look at: masks of attention.
     """
 
     module: nn.Module
     forward: Callable[..., Any]
-    cache: str  # name of the parameter
-    place: int  # its place among those without names
-    keys: tuple[StateKey, ...] = ()
+    place: int  # of the parameter by which it is told of states, among those without names
+    name: str  # of that parameter
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     chunks: bool = False
+    batches: bool = False
     first: int = 0
     answers: tuple[tuple[int, ...], int] | None = None
+    ignored: frozenset[int | str] = frozenset()
+
+    @abstractmethod
+    def start(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Sequence[Tensor] | None
+    ) -> tuple[Any, list[Tensor]]:
+        """What the module answers, and the states behind it. See `call`."""
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Sequence[Tensor] | None
@@ -153,10 +160,9 @@ class Unit:
         Returns:
             What the module answers, tensors [B, n, ...], and the states behind these tokens.
         """
-        view = StateView(None if states is None else dict(zip(self.keys, states, strict=True)))
-        answer = self.ask(args, kwargs, view)
+        answer, after = self.start(args, kwargs, states)
         rows = [answer] if self.answers is None else [answer[i] for i in self.answers[0]]
-        return rows, [view.states[key] for key in self.keys]
+        return rows, after
 
     def answer(self, rows: Sequence[Tensor]) -> Any:
         """The tensors of `call` as the module answers with them."""
@@ -168,134 +174,133 @@ class Unit:
             items[place] = x
         return tuple(items)
 
-    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any], view: StateView) -> Any:
+    def needed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments without those that are ignored."""
+        if not self.ignored:
+            return args, kwargs
+        return (
+            tuple(None if i in self.ignored else value for i, value in enumerate(args)),
+            {name: None if name in self.ignored else value for name, value in kwargs.items()},
+        )
+
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
+        """Call the module with its parameter set to ``value``."""
         if self.place < len(args):
-            args = (*args[: self.place], view, *args[self.place + 1 :])
+            args = (*args[: self.place], value, *args[self.place + 1 :])
         else:
-            kwargs = {**kwargs, self.cache: view}
+            kwargs = {**kwargs, self.name: value}
         return self.forward(*args, **kwargs)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What its parameter is set to."""
+        return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = _runner.get()
         return self.forward(*args, **kwargs) if runner is None else runner.run(self, args, kwargs)
 
 
-class _Finder:
-    """Notes which modules ask a cache for states, and what they were called with."""
+@dataclass(eq=False)
+class CacheUnit(Unit):
+    """Its state is what it asks of the cache that it is given, and leaves there."""
 
-    def __init__(self) -> None:
-        self.found: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], StateView]] = {}
+    keys: tuple[StateKey, ...] = ()
 
-    def run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        view = StateView()
-        answer = unit.ask(args, kwargs, view)
-        if view.touched:
-            self.found[unit.module] = args, kwargs, view
-            if not isinstance(answer, Tensor):
-                shape = (1, count_rows(args, kwargs))
-                rows = [i for i, x in enumerate(answer) if isinstance(x, Tensor) and x.shape[:2] == shape]
-                unit.answers = tuple(rows), len(answer)
-        return answer
+    def start(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Sequence[Tensor] | None
+    ) -> tuple[Any, list[Tensor]]:
+        view = StateView(None if states is None else dict(zip(self.keys, states, strict=True)))
+        answer = self.told(args, kwargs, view)
+        if not self.keys:
+            self.keys = tuple(sorted(view.states))
+        return answer, [view.states[key] for key in self.keys]
 
 
-def find_units(model: nn.Module, run: Callable[[], object]) -> list[Unit]:
-    """The modules that carry a state, in the order in which they are called, ready to be computed by a `Runner`.
+@dataclass(eq=False)
+class AttributeUnit(Unit):
+    """It keeps its state to itself, in attributes of its own and its parts, if it is told to use a cache."""
 
-    Args:
-        run: a pass of the model over a few tokens, of which there are no whole number of tens.
+    keys: tuple[tuple[nn.Module, str], ...] = ()
 
-    Raises:
-        ModelLoadError: a module changes states in a way that is not understood.
+    def start(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Sequence[Tensor] | None
+    ) -> tuple[Any, list[Tensor]]:
+        for i, (part, name) in enumerate(self.keys):
+            setattr(part, name, None if states is None else states[i])
+        try:
+            answer = self.told(args, kwargs, True)
+            return answer, [getattr(part, name) for part, name in self.keys]
+        finally:
+            for part, name in self.keys:
+                setattr(part, name, None)
+
+    def kept(self) -> dict[tuple[nn.Module, str], Any]:
+        """What there is that may be a state."""
+        return {
+            (part, name): value
+            for part in self.module.modules()
+            for name, value in vars(part).items()
+            if value is None or isinstance(value, Tensor)
+        }
+
+
+@dataclass(eq=False)
+class ArgumentUnit(Unit):
+    """It is given its state, and answers with the next one behind its rows.
+
+    ``initial``: the states of all layers, [1, ..., layers] each, before a first token, where a model keeps them so;
+    ``layer``: which of them is its own.
     """
-    from transformers import PreTrainedModel
 
-    candidates: list[Unit] = []
-    for module in model.modules():
-        names = list(signature(module.forward).parameters)
-        cache = next((name for name in CACHES if name in names), None)
-        if cache is not None and not isinstance(module, PreTrainedModel):
-            candidates.append(Unit(module, module.forward, cache, names.index(cache)))
-            module.forward = candidates[-1]
-    finder = _Finder()
-    try:
-        with running(finder):
-            run()
-    finally:
-        for unit in candidates:
-            if unit.module not in finder.found:
-                del unit.module.forward
-    by_module = {unit.module: unit for unit in candidates}
-    units = [by_module[module] for module in finder.found]
-    first = 0
-    for unit in units:
-        args, kwargs, view = finder.found[unit.module]
-        unit.keys = tuple(sorted(view.states))
-        unit.tensors = tuple((tuple(view.states[key].shape[1:]), view.states[key].dtype) for key in unit.keys)
-        unit.first = first
-        first += len(unit.keys)
-        unit.chunks = _goes_on(unit, args, kwargs)
-    return units
+    initial: tuple[Tensor, ...] = ()
+    layer: int = 0
 
-
-def _goes_on(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of several tokens behind a state is as good as one call per token."""
-    total = count_rows(args, kwargs)
-    half = total // 2
-
-    def part(start: int, end: int, states: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
-        own_args, own_kwargs = rows_of((args, kwargs), total, start, end)
-        return unit.call(own_args, own_kwargs, states and [state.clone() for state in states])
-
-    _, states = part(0, half, None)
-    try:
-        together, after = part(half, total, states)
-    except Exception:  # whatever a module's code raises: it was not made for this
-        return False
-    singly = []
-    for i in range(half, total):
-        answer, states = part(i, i + 1, states)
-        singly.append(answer)
-    wanted = [torch.cat(parts, 1) for parts in zip(*singly, strict=True)]
-    pairs = [*zip(together, wanted, strict=True), *zip(after, states, strict=True)]
-    return all(a.shape == b.shape and _near(a, b) for a, b in pairs)
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    limit = 1e-4 if b.dtype is torch.float32 else 3e-2
-    scale = float(b.float().abs().mean())
-    return float((a.float() - b.float()).abs().mean()) <= limit * max(scale, 1e-6)
+    def start(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Sequence[Tensor] | None
+    ) -> tuple[Any, list[Tensor]]:
+        kwargs = {name: value for name, value in kwargs.items() if name != "use_cache"}
+        if not self.initial:
+            answer = self.told(args, kwargs, states and tuple(states))
+            return answer, list(answer[1])
+        count = rows_shape(args, kwargs)[0]
+        every = [tensor.expand(count, *tensor.shape[1:]).clone() for tensor in self.initial]
+        for i, state in enumerate(states or ()):
+            every[i][..., self.layer] = state
+        answer = self.told(args, {**kwargs, "use_cache": True}, every)
+        return answer, [tensor[..., self.layer] for tensor in answer[1]]
 
 
 # ---------------------------------------------------------------------------------------- rows of arguments
 
 
-def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows [1, T, ...] of the first tensor that a module is called with."""
+def rows_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(B, n) of the first tensor [B, n, ...] that a module is called with: n tokens of each of B sequences."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            return value.shape[1]
+            return value.shape[0], value.shape[1]
     raise ModelLoadError("a module with recurrent state is called without hidden states")
 
 
-def rows_of(value: Any, total: int, start: int, end: int) -> Any:
-    """Arguments for rows ``start .. end - 1``: of each tensor [1, total, ...] that part, the rest as it is."""
-    return map_rows(value, total, lambda x: x[:, start:end])
+def has_rows(value: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether it is [B, n, ...], or [1, n, ...] for all sequences."""
+    return value.ndim >= 2 and value.shape[1] == shape[1] and value.shape[0] in (1, shape[0])
 
 
-def map_rows(value: Any, total: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Arguments in which each tensor [1, total, ...] is changed.
+def map_rows(value: Any, shape: tuple[int, int], change: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments in which each tensor [B, n, ...], or [1, n, ...] for all sequences, is put in order as rows
+    [B * n, ...] and changed.
 
     Raises:
         ModelLoadError: a tensor has something else than a row per token.
     """
     if isinstance(value, Tensor):
-        if value.ndim < 2 or value.shape[0] != 1 or value.shape[1] != total:
+        if not has_rows(value, shape):
             raise ModelLoadError(
                 f"a module with recurrent state is given a tensor {tuple(value.shape)}, not a row per token"
             )
-        return change(value)
+        return change(value.expand(shape[0], *value.shape[1:]).flatten(0, 1))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_rows(item, total, change) for item in value)
+        return type(value)(map_rows(item, shape, change) for item in value)
     if isinstance(value, dict):
-        return {name: map_rows(item, total, change) for name, item in value.items()}
+        return {name: map_rows(item, shape, change) for name, item in value.items()}
     return value

@@ -20,10 +20,11 @@ from draftwise.models.checkpoint import shorten
 from draftwise.models.config import ModelConfig
 from draftwise.models.general.assembling import WrongAssembly, assembled
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCausal, Probe, register, taking
-from draftwise.models.general.carried import Unit, find_units
+from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.config import transformers_config
 from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts
+from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
 from draftwise.models.general.nodes import CannotAssemble
@@ -163,8 +164,7 @@ def _served(
     """The first of the ways that gives the model's own logits, and the linear layers that may be exchanged."""
     refusals: list[str] = []
     told = "position_ids" in signature(body_of(model)[1].forward).parameters
-    count = 1 if units else 3 if told else 2  # states are kept for rows that are one sequence
-    for prepare in (_by_interface, _by_cache, _by_cache_with_positions)[:count]:
+    for prepare in (_by_interface, _by_cache, _by_cache_with_positions)[: 3 if told else 2]:
         try:
             way, linears = prepare(model, config, ops, reference)
             if not way.layout and not units:
@@ -200,7 +200,7 @@ def _by_cache(model: Any, config: ModelConfig, ops: Ops, reference: Reference) -
     """Each request as a sequence with a cache, attention and positions are the model's own."""
     from draftwise.models.general.cached import Cached
 
-    layout, linears = _probed_cache(model, config.vocab_size)
+    layout, linears = _probed_cache(model, config)
     return Cached(layout, None), linears
 
 
@@ -208,7 +208,7 @@ def _by_cache_with_positions(model: Any, config: ModelConfig, ops: Ops, referenc
     """The same for models that count positions from 0 whatever the cache holds, if they are not told."""
     from draftwise.models.general.cached import Cached
 
-    layout, linears = _probed_cache(model, config.vocab_size)
+    layout, linears = _probed_cache(model, config)
     return Cached(layout, _first_position(model, reference)), linears
 
 
@@ -217,7 +217,9 @@ def _units(model: Any, vocab_size: int) -> list[Unit]:
     of its cache than such modules do: the check will tell whether that was right."""
     tokens = torch.tensor([sample(vocab_size, 13, seed=6)], device=model.device)
     try:
-        return find_units(model, lambda: model(input_ids=tokens, use_cache=False))
+        units = find_units(model, lambda: model(input_ids=tokens, use_cache=False))
+        # Some hand states on from layer to layer, if they are asked to.
+        return units or find_units(model, lambda: model(input_ids=tokens, use_cache=True))
     except ModelLoadError:
         raise
     except Exception as error:  # whatever a model's code raises
@@ -249,14 +251,14 @@ def _probed(model: Any, vocab_size: int) -> tuple[list[LayerCall], list[nn.Linea
     return probe.calls, use.exchangeable
 
 
-def _probed_cache(model: Any, vocab_size: int) -> tuple[tuple[KVLayerSpec, ...], list[nn.Linear]]:
+def _probed_cache(model: Any, config: ModelConfig) -> tuple[tuple[KVLayerSpec, ...], list[nn.Linear]]:
     """What each layer keeps, and which linear layers are called as such."""
     from draftwise.models.general.cached import layout_of, probe_cache
 
     _attend_with(model, "eager")
-    tokens = torch.tensor([sample(vocab_size, 12, seed=5)], device=model.device)
-    cache = probe_cache()
-    with LinearUse(model) as use, _explained():
+    tokens = torch.tensor([sample(config.vocab_size, 12, seed=5)], device=model.device)
+    cache = probe_cache(config.num_layers)
+    with LinearUse(model) as use, _explained(), running(Afresh()):
         model(input_ids=tokens, past_key_values=cache, use_cache=True)
     return layout_of(cache, tokens.shape[1]), use.exchangeable
 

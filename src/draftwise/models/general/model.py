@@ -41,7 +41,7 @@ class GeneralDecoder(DecoderModel):
         Args:
             model: a ``PreTrainedModel`` for causal language modelling, made ready for ``way``.
             blocks: the decoder layers, whose entering hidden states can be captured.
-            units: the modules with recurrent state; then ``way`` computes all rows in one part.
+            units: the modules with recurrent state.
         """
         self.config = config
         self.dtype, self.device = ops.dtype, ops.device
@@ -100,16 +100,22 @@ class GeneralDecoder(DecoderModel):
         if self._states is not None:
             assert kv.states is not None, "storage of a model with recurrent state has states"
             recurrence = Recurrence(batch, kv.states)
-        with running(recurrence):
-            return self.compute(self.way.parts(batch, kv), len(batch.token_ids), capture)
+        return self.compute(self.way.parts(batch, kv), len(batch.token_ids), capture, recurrence)
 
-    def compute(self, parts: Sequence[Part], total: int, capture: Sequence[int] = ()) -> TargetOutput:
-        """The parts of a pass of ``total`` rows."""
+    def compute(
+        self,
+        parts: Sequence[Part],
+        total: int,
+        capture: Sequence[int] = (),
+        recurrence: Recurrence | None = None,
+    ) -> TargetOutput:
+        """The parts of a pass of ``total`` rows. ``recurrence``: computes the modules with recurrent state."""
         self._wanted, self._captured = frozenset(capture), {}
         hidden = []
         for part in parts:
             self._positions = part.positions
-            with taking(part.taker) if part.taker is not None else nullcontext():
+            runner = None if recurrence is None else recurrence.part(part.rows)
+            with taking(part.taker) if part.taker is not None else nullcontext(), running(runner):
                 output = self._body(input_ids=part.token_ids, **part.arguments)
             hidden.append(_rows(output.last_hidden_state))
         self._positions = None

@@ -6,6 +6,7 @@ its own, together with a row of each other request, and leaves a snapshot. Plain
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwise.kv.states import StateStore
-from draftwise.models.general.carried import Unit, map_rows
+from draftwise.kv.states import Begun, StateStore
+from draftwise.models.general.carried import Unit, map_rows, rows_shape
 from draftwise.types import StepInput
 
 
@@ -33,35 +34,61 @@ class Call:
 
 
 class Recurrence:
-    """A pass over R requests, see `carried.Runner`."""
+    """A pass over R requests."""
 
     def __init__(self, batch: StepInput, store: StateStore) -> None:
         """Raises StateLost if a request goes on where nothing was kept."""
         assert batch.states is not None, "models with recurrent state need to know who may take back what"
         assert batch.attention.ancestors_np is None, "no trees are verified with recurrent state"
         self._store = store
-        self._total = batch.token_ids.shape[0]
         self._device = batch.token_ids.device
-        self._begun = []
+        self._begun: list[tuple[int, int, Begun]] = []  # rows start .. end - 1 of the batch
         starts = batch.attention.query_start_np.tolist()
         contexts = batch.attention.context_len_np.tolist()
         for r, (slot, revocable) in enumerate(zip(*batch.states, strict=True)):
             start, end = starts[r], starts[r + 1]
             after = contexts[r] + end - start
             self._begun.append((start, end, store.begin(slot, contexts[r], after - revocable, after)))
-        self._calls: dict[bool, list[Call]] = {}
+
+    def part(self, rows: Tensor | None) -> PartRunner:
+        """Who computes the modules in one call of the model, which has rows ``rows`` [B * n] of the batch, all that a
+        request has side by side; None: all rows of the batch, in order."""
+        if rows is None:
+            return PartRunner(self._store, self._begun, self._device)
+        places = {row: place for place, row in enumerate(rows.tolist())}
+        own = [
+            (places[start], places[start] + end - start, begun)
+            for start, end, begun in self._begun
+            if start in places
+        ]
+        return PartRunner(self._store, own, self._device)
+
+
+class PartRunner:
+    """See `carried.Runner`."""
+
+    def __init__(
+        self, store: StateStore, begun: Sequence[tuple[int, int, Begun]], device: torch.device
+    ) -> None:
+        self._store = store
+        self._begun = begun
+        self._device = device
+        self._calls: dict[tuple[bool, bool], list[Call]] = {}
 
     def run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stores = self._store.tensors[unit.first : unit.first + len(unit.keys)]
-        calls = self._calls.get(unit.chunks)
+        stores = self._store.tensors[unit.first : unit.first + len(unit.tensors)]
+        able = unit.chunks, unit.batches
+        calls = self._calls.get(able)
         if calls is None:
-            calls = self._calls[unit.chunks] = self._planned(unit.chunks)
+            calls = self._calls[able] = self._planned(*able)
+        shape = rows_shape(args, kwargs)
+        args, kwargs = unit.needed(args, kwargs)
         whole: list[Tensor] = []
         for call in calls:
             own = (args, kwargs)
             alone = len(calls) == 1 and call.count == 1
             if not alone:
-                own = map_rows(own, self._total, partial(_taken, call))
+                own = map_rows(own, shape, partial(_taken, call))
             source = call.source
             states = None if source is None else [tensor.index_select(0, source) for tensor in stores]
             answer, after = unit.call(*own, states)
@@ -71,13 +98,14 @@ class Recurrence:
                 whole = answer
                 break
             if not whole:
-                whole = [x.new_empty((1, self._total, *x.shape[2:])) for x in answer]
+                whole = [x.new_empty((*shape, *x.shape[2:])) for x in answer]
             for target, part in zip(whole, answer, strict=True):
-                target[0].index_copy_(0, call.rows, part.flatten(0, 1))
+                target.view(-1, *part.shape[2:]).index_copy_(0, call.rows, part.flatten(0, 1))
         return unit.answer(whole)
 
-    def _planned(self, chunks: bool) -> list[Call]:
-        """The calls of a module in order; ``chunks``: it can compute several tokens behind a state.
+    def _planned(self, chunks: bool, batches: bool) -> list[Call]:
+        """The calls of a module in order; ``chunks``: it can compute several tokens behind a state; ``batches``: tokens
+        of several requests.
 
         Example: request 0 computes rows 0 1 2 of a prompt; request 1 rows 3 4 5, a root and two drafts, from place 4 to
         places 4 5 6; request 2 its root, row 6, in place 8. Calls: rows 0 1 2; rows 3 6 from places 4 8 to 4 8; row 4
@@ -98,6 +126,8 @@ class Recurrence:
                     steps.append([])
                 steps[step].append((i, place, target))
                 place = target
+        if not batches:
+            steps = [[one] for members in steps for one in members]
         for members in steps:
             rows, sources, targets = zip(*members, strict=True)
             calls.append(self._call(rows, len(rows), sources, targets))
@@ -115,5 +145,5 @@ class Recurrence:
 
 
 def _taken(call: Call, x: Tensor) -> Tensor:
-    """[1, T, ...] -> [B, n, ...]."""
-    return x[0].index_select(0, call.rows).view(call.count, -1, *x.shape[2:])
+    """Rows [T, ...] -> [B, n, ...]."""
+    return x.index_select(0, call.rows).view(call.count, -1, *x.shape[1:])
