@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
+from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.states import StateLost, StateSpec, StateStore, most_sequences
 from draftwise.models.general.carried import (
     ArgumentUnit,
@@ -20,6 +21,8 @@ from draftwise.models.general.carried import (
     running,
 )
 from draftwise.models.general.finding import find_units
+from draftwise.models.general.hoisting import Ends
+from draftwise.models.general.modules import exchange
 from draftwise.models.general.recurrence import Recurrence
 from draftwise.models.inputs import RowInput, build_step_input
 
@@ -279,3 +282,52 @@ def test_the_state_of_a_convolution_is_its_last_inputs() -> None:
     long = StateView()
     assert long.update_conv_state(torch.arange(5.0).view(1, 1, 5), 0, conv_kernel_size=3).shape[-1] == 5
     assert long.states["conv", 0, 0].tolist() == [[[2, 3, 4]]]
+
+
+class Mixes(nn.Module):
+    """As most modules with a state: linear layers at both ends, and a sum over tokens between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, cache_params: Any = None) -> Tensor:
+        mixed = self.inner(self.one(x) * 0.5) + self.two(x)
+        before = None if cache_params is None else cache_params.get_recurrent_state(3)
+        sums = mixed.cumsum(1) if before is None else mixed.cumsum(1) + before[:, None]
+        if cache_params is not None:
+            cache_params.update_recurrent_state(sums[:, -1], 3)
+        out: Tensor = self.last(sums.transpose(1, 2).contiguous().transpose(1, 2))
+        return out
+
+
+class CountingOps(TorchOps):
+    def __init__(self) -> None:
+        super().__init__(torch.float32, CPU)
+        self.rows: list[int] = []
+
+    def linear(self, x: Tensor, weight: Any, out: Tensor | None = None) -> Tensor:
+        self.rows.append(len(x))
+        return super().linear(x, weight, out)
+
+
+@torch.inference_mode()
+def test_linear_layers_at_the_ends_are_computed_for_all_rows_at_once() -> None:
+    model = nn.Sequential(mixes := Mixes())
+    x = torch.randn(1, 9, 8)
+    wanted = model(x)
+    (unit,) = find_units(model, lambda: model(torch.randn(1, 13, 8)))
+    assert unit.ends == Ends(("one", "two"), "last")
+    ops = CountingOps()
+    exchange(model, [mixes.one, mixes.two, mixes.inner, mixes.last], ops, None)
+    states = StateStore(StateSpec(unit.tensors), 1, 5, CPU)
+    found = []
+    for at, end, drafts in ((0, 4, 0), (4, 9, 4)):
+        row = RowInput([0] * (end - at), at, np.arange(4, dtype=np.int32), state_slot=0, revocable=drafts)
+        ops.rows.clear()
+        with running(Recurrence(build_step_input([row], 16, CPU), states).part(None)):
+            found.append(model(x[:, at:end]))
+    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-4, atol=1e-4)
+    assert sorted(ops.rows) == [1] * 5 + [5] * 3  # only the inner one is asked row by row
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-4)  # and is as ever without a runner

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.general.hoisting import Ends
 
 StateKey = tuple[str, int, int]
 """Kind of a state, the layer that it is said to be of, and which of that kind there."""
@@ -132,7 +133,7 @@ class Unit(ABC):
     computed in one call. ``first``: which of the model's state tensors are its own:
     ``first``, ``first + 1``, ... ``answers``: which items of the tuple that it answers have a row per token, of how
     many items; None: it answers with one tensor. Items without rows are left out. ``ignored``: arguments, by place or
-    name, that it does not look at: masks of attention.
+    name, that it does not look at: masks of attention. ``ends``: its linear layers that can be computed apart.
     """
 
     module: nn.Module
@@ -145,6 +146,7 @@ class Unit(ABC):
     first: int = 0
     answers: tuple[tuple[int, ...], int] | None = None
     ignored: frozenset[int | str] = frozenset()
+    ends: Ends = field(default_factory=Ends)
 
     @abstractmethod
     def start(
@@ -273,12 +275,18 @@ class ArgumentUnit(Unit):
 # ---------------------------------------------------------------------------------------- rows of arguments
 
 
-def rows_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """(B, n) of the first tensor [B, n, ...] that a module is called with: n tokens of each of B sequences."""
+def first_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor [B, n, ...] that a module is called with: its hidden states."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            return value.shape[0], value.shape[1]
+            return value
     raise ModelLoadError("a module with recurrent state is called without hidden states")
+
+
+def rows_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(B, n) of `first_rows`: n tokens of each of B sequences."""
+    rows = first_rows(args, kwargs)
+    return rows.shape[0], rows.shape[1]
 
 
 def has_rows(value: Tensor, shape: tuple[int, int]) -> bool:

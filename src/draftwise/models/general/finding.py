@@ -15,11 +15,13 @@ from draftwise.models.general.carried import (
     CacheUnit,
     StateView,
     Unit,
+    first_rows,
     has_rows,
     map_rows,
     rows_shape,
     running,
 )
+from draftwise.models.general.hoisting import EndsUse
 
 _CACHES = ("cache_params", "past_key_values")
 """What Transformers' modules call the cache that they are given."""
@@ -103,7 +105,11 @@ def find_units(model: nn.Module, run: Callable[[], object]) -> list[Unit]:
     first = 0
     for unit, (args, kwargs) in finder.found.items():
         args, kwargs = _without_masks(unit, args, kwargs)
-        states = unit.start(args, kwargs, None)[1]
+        use = EndsUse(unit.module)
+        answer, states = unit.start(args, kwargs, None)
+        unit.ends = use.ends(
+            first_rows(args, kwargs), answer if unit.answers is None else answer[unit.answers[0][0]]
+        )
         unit.tensors = tuple((tuple(state.shape[1:]), state.dtype) for state in states)
         unit.first = first
         first += len(states)

@@ -11,16 +11,26 @@ from draftwise.kernels.base import Linear, Ops
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` on our kernels, in whatever format they keep weights."""
+    """``nn.Linear`` on our kernels, in whatever format they keep weights.
+
+    ``known``: what it answers in the next call, computed before; ``waits``: it answers with what it is given, and is
+    computed later (`general.hoisting`).
+    """
 
     def __init__(self, ops: Ops, weight: Linear, inputs: int, outputs: int) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
         self.packed = weight
+        self.known: Tensor | None = None
+        self.waits = False
         self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., inputs] -> [..., outputs]."""
+        if self.known is not None:
+            return self.known
+        if self.waits:
+            return x
         rows = x.reshape(-1, self.in_features).contiguous()  # a transposed one may be a view still
         return self._ops.linear(rows, self.packed).view(*x.shape[:-1], self.out_features)
 

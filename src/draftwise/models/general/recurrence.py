@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from draftwise.kv.states import Begun, StateStore
-from draftwise.models.general.carried import Unit, map_rows, rows_shape
+from draftwise.models.general.carried import Unit, first_rows, map_rows, rows_shape
+from draftwise.models.general.hoisting import Hoisted
 from draftwise.types import StepInput
 
 
@@ -76,32 +77,56 @@ class PartRunner:
         self._calls: dict[tuple[bool, bool], list[Call]] = {}
 
     def run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stores = self._store.tensors[unit.first : unit.first + len(unit.tensors)]
         able = unit.chunks, unit.batches
         calls = self._calls.get(able)
         if calls is None:
             calls = self._calls[able] = self._planned(*able)
-        shape = rows_shape(args, kwargs)
         args, kwargs = unit.needed(args, kwargs)
+        if len(calls) == 1 and calls[0].count == 1:
+            return unit.answer(self._computed(unit, calls[0], args, kwargs))
+        hoisted = Hoisted.of(unit.module, unit.ends) if len(calls) > 1 else None
+        if hoisted is None:
+            return unit.answer(self._gathered(unit, calls, args, kwargs, None))
+        try:
+            hoisted.begin(first_rows(args, kwargs).flatten(0, 1))
+            rows = self._gathered(unit, calls, args, kwargs, hoisted)
+        finally:
+            hoisted.end()
+        return unit.answer([hoisted.finished(rows[0]), *rows[1:]])
+
+    def _gathered(
+        self,
+        unit: Unit,
+        calls: Sequence[Call],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hoisted: Hoisted | None,
+    ) -> list[Tensor]:
+        """What the module answers in these calls, put together: tensors [B, n, ...] of all rows."""
+        shape = rows_shape(args, kwargs)
         whole: list[Tensor] = []
         for call in calls:
-            own = (args, kwargs)
-            alone = len(calls) == 1 and call.count == 1
-            if not alone:
-                own = map_rows(own, shape, partial(_taken, call))
-            source = call.source
-            states = None if source is None else [tensor.index_select(0, source) for tensor in stores]
-            answer, after = unit.call(*own, states)
-            for tensor, state in zip(stores, after, strict=True):
-                tensor.index_copy_(0, call.target, state.to(tensor.dtype))
-            if alone:
-                whole = answer
-                break
+            own_args, own_kwargs = map_rows((args, kwargs), shape, partial(_taken, call))
+            if hoisted is not None:
+                hoisted.take(call.rows, call.count)
+            answer = self._computed(unit, call, own_args, own_kwargs)
             if not whole:
                 whole = [x.new_empty((*shape, *x.shape[2:])) for x in answer]
             for target, part in zip(whole, answer, strict=True):
                 target.view(-1, *part.shape[2:]).index_copy_(0, call.rows, part.flatten(0, 1))
-        return unit.answer(whole)
+        return whole
+
+    def _computed(
+        self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        """One call, from the states in the store to those behind it."""
+        stores = self._store.tensors[unit.first : unit.first + len(unit.tensors)]
+        source = call.source
+        states = None if source is None else [tensor.index_select(0, source) for tensor in stores]
+        answer, after = unit.call(args, kwargs, states)
+        for tensor, state in zip(stores, after, strict=True):
+            tensor.index_copy_(0, call.target, state.to(tensor.dtype))
+        return answer
 
     def _planned(self, chunks: bool, batches: bool) -> list[Call]:
         """The calls of a module in order; ``chunks``: it can compute several tokens behind a state; ``batches``: tokens
