@@ -18,6 +18,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from tests.fakes import recurrent_kinds
+
 KINDS: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 """Values of ``model_type`` of causal models."""
 _WRAPPERS = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
@@ -40,6 +42,7 @@ _SIZES: dict[str, Any] = {
     "rotary_dim": 8, "ffn_dim": 96, "d_model": 64, "decoder_layers": 2, "encoder_layers": 2,
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
     "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
+    **recurrent_kinds.SIZES,
 }  # fmt: skip
 _BY_TYPE = {
     kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
@@ -69,7 +72,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
     },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
+    **recurrent_kinds.OWN,
 }  # fmt: skip
 """A value of None: the field is left as it is."""
 _TOWER: dict[str, Any] = {
@@ -130,6 +133,8 @@ def small(kind: str, *, wrapper: bool = False, **sizes: Any) -> Small:
             model = make(config)
         except Exception as error:  # whatever a model's code raises
             raise CannotMake(f"{type(error).__name__}: {error}") from error
+    if kind in recurrent_kinds.KINDS:
+        recurrent_kinds.make_loud(model)
     return Small(architecture, config, model.float().eval())
 
 

@@ -45,8 +45,6 @@ logger = logging.getLogger("draftwise")
 
 _CPU_CACHE_LIMIT = 4 << 30
 """Bytes of K/V cache on a CPU, at most, unless the user asks for more."""
-_MOST_SEQS = 64
-"""Requests that run at once where the user says nothing."""
 _FLOAT32_LIMIT = 1 << 30
 """Models under this many bytes in float32 run in float32 on a CPU when dtype is "auto"."""
 
@@ -95,8 +93,8 @@ def build_engine(
             revision=config.tokenizer_revision or config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-    states = plan_states(config, model, _MOST_SEQS, (config.kv_cache_memory or _free_memory()) // 2)
-    num_seqs = config.max_num_seqs or (_MOST_SEQS if states is None else states.slots)
+    states = plan_states(config, model, config.max_num_seqs or 64, _state_memory(config, device))
+    num_seqs = (config.max_num_seqs or 64) if states is None else states.slots
     proposers = _load_proposers(config, model, tokenizer, max_model_len, device, graphs, num_seqs)
     if graphs is not None:
         logger.info("graphs to be captured: %s", graphs)
@@ -263,7 +261,7 @@ def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> 
     return GraphSetup(
         backend,
         config.block_size,
-        config.max_num_seqs or _MOST_SEQS,
+        config.max_num_seqs or 64,
         config.max_num_batched_tokens,
         model.config.max_model_len,
         options.sizes,
@@ -313,7 +311,7 @@ def _num_blocks(
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks, config.num_kv_blocks * block_bytes + fixed
     # More than every sequence at full length is never used.
-    useful = (config.max_num_seqs or _MOST_SEQS) * -(-max_model_len // config.block_size)
+    useful = (config.max_num_seqs or 64) * -(-max_model_len // config.block_size)
     if config.kv_cache_memory is not None:
         blocks = (config.kv_cache_memory - fixed) // block_bytes
         if blocks < 1:
@@ -327,7 +325,7 @@ def _num_blocks(
             model,
             utilization=config.gpu_memory_utilization,
             rows=config.max_num_batched_tokens,
-            logit_rows=(config.max_num_seqs or _MOST_SEQS) * _widths(config)[-1],
+            logit_rows=(config.max_num_seqs or 64) * _widths(config)[-1],
             block_size=config.block_size,
             block_bytes=block_bytes,
             fixed=fixed,
@@ -346,13 +344,22 @@ def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:
     """What steps that stay on a GPU take besides."""
     if not config.async_scheduling:
         return 0
-    return resident_bytes(config.max_num_seqs or _MOST_SEQS, _widths(config)[-1] - 1, model.config.vocab_size)
+    return resident_bytes(config.max_num_seqs or 64, _widths(config)[-1] - 1, model.config.vocab_size)
 
 
 def _free_memory() -> int:
     """Bytes the cache may take on a CPU when the user does not say."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(_CPU_CACHE_LIMIT, available // 4)
+
+
+def _state_memory(config: EngineConfig, device: torch.device) -> int | None:
+    """Bytes that recurrent states may take: half of the cache's; None: the user says how many blocks there are."""
+    if config.num_kv_blocks is not None:
+        return None
+    if config.kv_cache_memory is None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return (config.kv_cache_memory or _free_memory()) // 2
 
 
 def _synthetic(config: EngineConfig) -> SyntheticAcceptance | None:

@@ -39,12 +39,14 @@ class StatePlan:
         return StateStore(self.spec, self.slots, self.drafts + 1, device)
 
 
-def plan_states(config: EngineConfig, model: DecoderModel, num_seqs: int, memory: int) -> StatePlan | None:
+def plan_states(
+    config: EngineConfig, model: DecoderModel, num_seqs: int, memory: int | None
+) -> StatePlan | None:
     """How the states of the target are kept; None: it has none.
 
     Args:
-        num_seqs: requests that run at once, if ``max_num_seqs`` says nothing else and there is room for their states.
-        memory: bytes that they may take, unless ``max_num_seqs`` is given.
+        num_seqs: requests that are wanted to run at once; so many do if there is room for their states.
+        memory: bytes that they may take; None: any number.
 
     Raises:
         ConfigError: a tree is configured.
@@ -57,7 +59,12 @@ def plan_states(config: EngineConfig, model: DecoderModel, num_seqs: int, memory
             if getattr(one, name) is not None:
                 raise ConfigError(f"speculative_config.{name}: {WHY_NO_TREES}; leave it out to draft chains")
     drafts = max((one.num_speculative_tokens for one in config.speculative), default=_USUAL_DRAFTS)
-    slots = config.max_num_seqs or most_sequences(spec, drafts + 1, memory, num_seqs)
+    slots = num_seqs if memory is None else most_sequences(spec, drafts + 1, memory, num_seqs)
+    if slots < num_seqs:
+        logger.warning(
+            "at most %d requests run at once, not %d: the recurrent states of one take %d bytes, with %d drafts",
+            slots, num_seqs, spec.num_bytes * (drafts + 1), drafts,
+        )  # fmt: skip
     plan = StatePlan(spec, slots, drafts)
     logger.info(
         "%s carries recurrent state: %d bytes per request and draft, %d in all for %d requests with %d drafts each; "

@@ -54,7 +54,7 @@ class GeneralDecoder(DecoderModel):
         self._positions: Tensor | None = None  # [T] of the pass that runs
         self._captured: dict[int, list[Tensor]] = {}  # [B * n, H] of each part of the pass
         self._wanted: frozenset[int] = frozenset()
-        self._given = _Given()
+        self._given = _Given(self._body)
         self.renew()
         self._hooks = [
             module.register_forward_pre_hook(self._hand_positions, with_kwargs=True)
@@ -170,8 +170,9 @@ def _gathered(parts: Sequence[Part], found: Sequence[Tensor], total: int) -> Ten
 class _Given(nn.Module):
     """Stands for a model's body and gives the hidden states that were put here."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
+        self._body = (body,)  # not a module of this one
         self.hidden: Tensor | None = None
         self.ids = torch.zeros((1, 1), dtype=torch.int64)
 
@@ -182,6 +183,13 @@ class _Given(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _Output(self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        """Some output layers ask the body for a number, such as a scale."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._body[0], name)
 
 
 class _Output:
