@@ -55,6 +55,9 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
                     parameter.normal_(0, 0.3)
                 elif "norm" in name:
                     parameter.uniform_(0.5, 1.5)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.2)
         folder = tmp_path_factory.mktemp(family.lower())
         model.save_pretrained(folder)
         made[key] = (model, folder)

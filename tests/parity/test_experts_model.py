@@ -11,9 +11,10 @@ import torch
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.cpu.experts import NativeExperts
+from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.loader import load_config, load_model
 from tests.native import native_or_skip
-from tests.parity.helpers import MakeModel, tokens_of
+from tests.parity.helpers import Driver, MakeModel, expected_logits, tokens_of
 
 QWEN = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {**QWEN, "shared_expert_intermediate_size": 64}
@@ -87,8 +88,7 @@ def test_memory_is_that_of_all_experts(make_checkpoint: MakeModel) -> None:
         ("Qwen3Moe", {"num_local_experts": 5}, "does not have: .*experts.5"),
         ("Qwen3Moe", {"moe_intermediate_size": 16}, "has shape"),
         ("Qwen3Moe", {"hidden_act": "gelu"}, "gelu"),
-        ("Qwen2Moe", {"use_sliding_window": True}, "use_sliding_window"),
-        ("Olmoe", {"clip_qkv": 3.0}, "clip_qkv"),
+        ("Olmoe", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts"),
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -108,3 +108,23 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(ModelLoadError, match=words):
         load_config(tmp_path)
         load_model(tmp_path, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
+        ("Qwen2Moe", {**SHARED, "head_dim": 8, "use_sliding_window": True, "sliding_window": 7}),
+        ("Gemma2", {"head_dim": 16, "hidden_activation": "gelu"}),
+    ],
+)
+def test_what_own_code_lacks_goes_the_general_way(
+    make_checkpoint: MakeModel, family: str, settings: dict[str, object]
+) -> None:
+    reference, folder = make_checkpoint(family, **settings)
+    model = load_model(folder, dtype=torch.float32, device=CPU)
+    assert isinstance(model, GeneralDecoder)
+    tokens = tokens_of(3, 45)
+    torch.testing.assert_close(
+        Driver(model).whole(0, tokens, 16), expected_logits(reference, tokens), atol=1e-4, rtol=0
+    )

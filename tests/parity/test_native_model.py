@@ -47,6 +47,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25},
         },
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    ),
     "gpt-oss": (
         "GptOss",
         {

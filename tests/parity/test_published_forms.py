@@ -137,11 +137,9 @@ def test_gemma_3_in_its_older_spelling(make_checkpoint: MakeModel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("family", "change", "words"),
     [
-        ("Gemma2", {"hidden_activation": "gelu"}, "activation 'gelu'"),
         ("Gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping"),
         ("Gemma2", {"layer_types": ["odd"]}, "layer_types has 1 entries for 3 layers, unknown: \\['odd'\\]"),
         ("Gemma2", {"layer_types": "odd"}, "layer_types must be a list"),
-        ("Gemma3Text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma3Text", {"rope_parameters": {"full_attention": {}, "odd": {}}}, "unknown layers: odd"),
         ("Phi3", {"rope_parameters": {"rope_type": "longrope"}}, "'short_factor' must be a list of 4"),

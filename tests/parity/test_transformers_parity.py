@@ -41,6 +41,13 @@ LONG_ROPE = {
     "long_factor": [1.5, 2.0, 3.0, 4.0],
     "original_max_position_embeddings": 32,
 }
+GLM4_MOE = {
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,6 +112,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", {"sliding_window": 9}),
     "phi3-partial": ("Phi3", {"head_dim": 16, "rope_parameters": PARTIAL_ROPE}),
+    "glm4-moe": ("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
+    "glm4-moe-biases": (
+        "Glm4Moe",
+        {
+            **GLM4_MOE,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {

@@ -18,6 +18,10 @@ from draftwise.models.rope import RopeConfig, parse_rope
 RawConfig = Mapping[str, Any]
 
 
+class OwnCodeLacks(ModelLoadError):
+    """A family's own code lacks something that Transformers' has: the model is to be tried in the general way."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder. One immutable value; parts that need less take the fields they need."""

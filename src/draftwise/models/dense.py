@@ -10,14 +10,13 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape, Ops, Rope
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
-from draftwise.models.layers import DenseNames, LayerPass, LayerWeights
+from draftwise.models.layers import DenseNames, LayerPass, LayerWeights, packed_rope
 from draftwise.models.mlp import SparseWeights
 from draftwise.models.rope import RopeConfig
 from draftwise.models.weights import WeightPlan
@@ -93,13 +92,7 @@ class DenseDecoder(DecoderModel):
         self._local_rope = None if config.local_rope is None else self._packed_rope(config.local_rope)
 
     def _packed_rope(self, rope: RopeConfig) -> Rope:
-        """Where not all dimensions of a head are rotated, the others are by nothing: `RopeConfig.order`."""
-        inv_freq, missing = rope.inv_freq(), (self.config.head_dim - rope.head_dim) // 2
-        if missing == 0:
-            return self._ops.pack_rope(inv_freq, rope.attention_factor, self.config.max_model_len)
-        scaling = torch.cat((torch.full_like(inv_freq, rope.attention_factor), torch.ones(missing)))
-        padded = torch.cat((inv_freq, torch.zeros(missing)))
-        return self._ops.pack_rope(padded, scaling.to(self.device), self.config.max_model_len)
+        return packed_rope(self._ops, rope, self.config.head_dim, self.config.max_model_len)
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)

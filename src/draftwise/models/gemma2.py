@@ -11,6 +11,7 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.routing import Activation
 from draftwise.models.config import (
     ModelConfig,
+    OwnCodeLacks,
     RawConfig,
     dense_config,
     require_int,
@@ -66,7 +67,7 @@ def gemma_config(
     """
     kind = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
     if kind not in ("gelu_pytorch_tanh", "gelu_tanh"):
-        raise ModelLoadError(f"activation {kind!r} is not supported for Gemma (only gelu_pytorch_tanh)")
+        raise OwnCodeLacks(f"activation {kind!r} is not supported for Gemma (only gelu_pytorch_tanh)")
     if raw.get("use_bidirectional_attention"):
         raise ModelLoadError("use_bidirectional_attention (tokens that see later ones) is not supported")
     layers, bias = require_int(raw, "num_hidden_layers"), bool(raw.get("attention_bias", False))

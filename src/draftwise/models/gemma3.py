@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from draftwise.errors import ModelLoadError
-from draftwise.models.config import ModelConfig, RawConfig, require_int
+from draftwise.models.config import ModelConfig, OwnCodeLacks, RawConfig, require_int
 from draftwise.models.gemma2 import Gemma2Model, gemma_config
 from draftwise.models.rope import parse_rope
 
@@ -19,7 +19,7 @@ class Gemma3TextModel(Gemma2Model):
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
         if raw.get("attn_logit_softcapping") is not None:
-            raise ModelLoadError(
+            raise OwnCodeLacks(
                 "attn_logit_softcapping is not supported for Gemma 3: no published model has one"
             )
         layers, every = require_int(raw, "num_hidden_layers"), require_int(raw, "sliding_window_pattern", 6)

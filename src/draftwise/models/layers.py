@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
 from draftwise.models.config import ModelConfig
 from draftwise.models.mlp import (
     EXPERT_NAMES,
@@ -22,6 +22,7 @@ from draftwise.models.mlp import (
     declare_linear,
     load_linear,
 )
+from draftwise.models.rope import RopeConfig
 from draftwise.models.weights import WeightPlan
 from draftwise.types import AttentionBatch
 
@@ -192,6 +193,17 @@ class LayerWeights:
             after_attention=norm("after_attention"),
             after_mlp=norm("after_mlp"),
         )
+
+
+def packed_rope(ops: Ops, rope: RopeConfig, head_dim: int, length: int) -> Rope:
+    """Rotations of ``length`` positions. Where not all dimensions of a head are rotated, the others are by nothing, see
+    `RopeConfig.order`."""
+    inv_freq, missing = rope.inv_freq(), (head_dim - rope.head_dim) // 2
+    if missing == 0:
+        return ops.pack_rope(inv_freq, rope.attention_factor, length)
+    scaling = torch.cat((torch.full_like(inv_freq, rope.attention_factor), torch.ones(missing)))
+    padded = torch.cat((inv_freq, torch.zeros(missing)))
+    return ops.pack_rope(padded, scaling.to(ops.device), length)
 
 
 def _rows_in_order(dims: Tensor, rows_q: int, rows_kv: int) -> Tensor:

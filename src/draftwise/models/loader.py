@@ -16,7 +16,8 @@ from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, shorten
-from draftwise.models.config import ModelConfig, token_ids
+from draftwise.models.config import ModelConfig, OwnCodeLacks, token_ids
+from draftwise.models.general.config import parse_general
 from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.gguf.reader import is_gguf
@@ -190,7 +191,11 @@ def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, 
     try:
         architecture, cls = resolve_model(raw)
         checkpoint_format(folder)  # refused here if it is not supported
-        config = cls.parse(raw, architecture, max_model_len)
+        try:
+            config = cls.parse(raw, architecture, max_model_len)
+        except OwnCodeLacks as lack:
+            config, cls = parse_general(raw, architecture, max_model_len), GeneralDecoder
+            logger.info("%s runs on Transformers' code: %s", architecture, lack)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     return _with_generation_config(config, folder), cls

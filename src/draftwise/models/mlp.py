@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Experts, Linear, Ops
@@ -147,7 +148,9 @@ class SparseWeights:
         self._router = plan.packed(routers, hidden)
         self._correction = None
         if names.correction is not None:
-            self._correction = plan.tensor(names.correction.format(i=i), (routing.num_experts,))
+            # float32 whatever the model's type: shares differ by less than bfloat16 tells apart
+            name, size = names.correction.format(i=i), (routing.num_experts,)
+            self._correction = plan.tensor(name, size, torch.float32)
         self._layers: list[tuple[LoadedLinear, LoadedLinear]] = []
 
         def declare(patterns: tuple[str, str, str], inner: int, e: int = 0) -> None:

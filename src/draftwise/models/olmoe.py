@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from draftwise.errors import ModelLoadError
 from draftwise.kernels.routing import Routing
-from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int
+from draftwise.models.config import ModelConfig, OwnCodeLacks, RawConfig, dense_config, require_int
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.mlp import ExpertsConfig
 from draftwise.models.sparse import count_of_experts
 
 
 class OlmoeModel(DenseDecoder):
-    """``clip_qkv`` (limits of queries, keys and values) is not supported; no published model has one."""
+    """``clip_qkv`` (limits of queries, keys and values) is left to Transformers' code; no published model has one."""
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
         if raw.get("clip_qkv") is not None:
-            raise ModelLoadError(
+            raise OwnCodeLacks(
                 f"clip_qkv {raw['clip_qkv']!r} (limits of queries, keys and values) is not supported"
             )
         layers = require_int(raw, "num_hidden_layers")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from draftwise.errors import ModelLoadError
-from draftwise.models.config import ModelConfig, RawConfig, dense_config
+from draftwise.models.config import ModelConfig, OwnCodeLacks, RawConfig, dense_config
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.sparse import qwen_experts
 
@@ -14,7 +13,7 @@ class Qwen2MoeModel(DenseDecoder):
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
         if raw.get("use_sliding_window", False) or set(raw.get("layer_types") or ()) - {"full_attention"}:
-            raise ModelLoadError("windows (use_sliding_window, layer_types) are not supported for Qwen2-MoE")
+            raise OwnCodeLacks("windows (use_sliding_window, layer_types) are not supported for Qwen2-MoE")
         return dense_config(
             raw,
             architecture=architecture,

@@ -11,6 +11,7 @@ from draftwise.models.config import RawConfig
 _MODELS: dict[str, str | type[DecoderModel]] = {
     "Gemma2ForCausalLM": "draftwise.models.gemma2:Gemma2Model",
     "Gemma3ForCausalLM": "draftwise.models.gemma3:Gemma3TextModel",
+    "Glm4MoeForCausalLM": "draftwise.models.glm4_moe:Glm4MoeModel",
     "GptOssForCausalLM": "draftwise.models.gpt_oss:GptOssModel",
     "LlamaForCausalLM": "draftwise.models.llama:LlamaModel",
     "MiMoForCausalLM": "draftwise.models.qwen2:Qwen2Model",

@@ -57,3 +57,40 @@ def qwen_experts(
     inner = require_int(raw, "moe_intermediate_size", 768 if shared == "none" else 1408)
     shared_inner = require_int(raw, "shared_expert_intermediate_size", 5632) if shared != "none" else 0
     return ExpertsConfig(routing, inner, sparse_layers(raw), shared_inner)
+
+
+def deepseek_experts(raw: RawConfig, *, experts: int) -> ExpertsConfig:
+    """The experts of DeepSeek-V3 and the families that choose as it does: sigmoids, a correction, groups judged by
+    their two best, a shared expert as wide as ``n_shared_experts`` of the others; the first layers have an MLP.
+
+    Args:
+        experts: where the config does not say it.
+
+    Raises:
+        ModelLoadError: a number is missing or out of range.
+    """
+    layers, dense = require_int(raw, "num_hidden_layers"), raw.get("first_k_dense_replace", 1)
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        raise ModelLoadError(f"config.json: first_k_dense_replace must be a number of layers, not {dense!r}")
+    count, top_k = require_int(raw, "n_routed_experts", experts), require_int(raw, "num_experts_per_tok", 8)
+    groups, top_groups = require_int(raw, "n_group", 1), require_int(raw, "topk_group", 1)
+    inner, shared = require_int(raw, "moe_intermediate_size", 1408), require_int(raw, "n_shared_experts", 1)
+    scale = raw.get("routed_scaling_factor", 1.0)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise ModelLoadError(f"config.json: routed_scaling_factor must be a number, not {scale!r}")
+    if count % groups or top_groups > groups or top_k > count // groups * top_groups:
+        raise ModelLoadError(
+            f"config.json: {top_k} of {count} experts in {top_groups} of {groups} groups (n_group) cannot be"
+        )
+    routing = Routing(
+        count,
+        top_k,
+        "sigmoid",
+        normalise=bool(raw.get("norm_topk_prob", True)),
+        scale=float(scale),
+        groups=groups,
+        top_groups=top_groups,
+        group_rank=min(2, count // groups),
+        shared="plain",
+    )
+    return ExpertsConfig(routing, inner, tuple(i >= dense for i in range(layers)), inner * shared)

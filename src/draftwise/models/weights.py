@@ -100,9 +100,9 @@ class WeightPlan:
         ] = []  # (name, rows) of float linear layers, as stacked
         self.num_bytes = 0
 
-    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A parameter of its own."""
-        value = self._empty(tuple(shape))
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter of its own; ``dtype``: another float type than the model's."""
+        value = self._empty(tuple(shape), dtype)
         self._add(name, value)
         self._parameter(value)
         return value
@@ -187,8 +187,8 @@ class WeightPlan:
         self._parts[id(value)] = (value, self._declared)
         self._declared = []
 
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        value = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        value = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.num_bytes += value.numel() * value.element_size()
         return value
 

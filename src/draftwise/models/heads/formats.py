@@ -14,7 +14,7 @@ MTP layers             see `models.heads.mtp_names`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ import torch
 from draftwise.config.heads import mask_token_of
 from draftwise.errors import ModelLoadError
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
+from draftwise.models.dense import DenseDecoder
 from draftwise.models.heads.base import TargetLink
 from draftwise.models.heads.eagle import EagleOptions
 from draftwise.models.heads.eagle3 import Eagle3Options, default_feature_layers
 from draftwise.models.heads.tensors import HeadTensors
 from draftwise.models.heads.vocabulary import target_ids_of
+from draftwise.models.mlp import ExpertNames
+from draftwise.models.registry import resolve_model
 
 _SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",)}
 
@@ -90,6 +93,40 @@ def layer_config(raw: RawConfig, tensors: HeadTensors, num_layers: int) -> Model
         qk_norm=first + "self_attn.q_norm.weight" in tensors,
     )
     return replace(config, sliding_window=(None,) * num_layers)
+
+
+def sparse_layers(
+    raw: RawConfig, tensors: HeadTensors, num_layers: int
+) -> tuple[ModelConfig, ExpertNames] | None:
+    """The shape of MTP layers that have experts, and what their tensors are called: as the target's family says, whose
+    config the settings then are. None: they have none, or nobody knows the family.
+
+    Raises:
+        ModelLoadError: the family refuses the settings.
+    """
+    if not any(".mlp.experts." in name for name in tensors) or any("kv_a_proj" in name for name in tensors):
+        return None
+    if not raw.get("architectures"):
+        return None
+    architecture, family = resolve_model(raw)
+    if not issubclass(family, DenseDecoder):
+        return None
+    config = family.parse(raw, architecture)
+    if config.experts is None:
+        return None
+    names = family.names.experts
+    prefix = {
+        field.name: getattr(names, field.name).removeprefix("model.")
+        for field in fields(names)
+        if getattr(names, field.name) is not None
+    }
+    own = replace(
+        config,
+        num_layers=num_layers,
+        sliding_window=(None,) * num_layers,
+        experts=replace(config.experts, layers=(True,) * num_layers),
+    )
+    return own, replace(names, **prefix)
 
 
 def _head_dim(raw: RawConfig, tensors: HeadTensors) -> int | None:

@@ -31,6 +31,7 @@ from draftwise.models.heads.formats import (
     mask_token,
     number_of_layers,
     rename_eagle,
+    sparse_layers,
 )
 from draftwise.models.heads.medusa import MedusaHeads, medusa_shape, rename_medusa
 from draftwise.models.heads.mtp import MtpHead
@@ -222,7 +223,8 @@ def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
     tensors = found.renamed(names.get)
     with _named(folder):
         check_target(raw, link)
-        config = layer_config(raw, tensors, number_of_layers(tensors))
+        count = number_of_layers(tensors)
+        config, experts = sparse_layers(raw, tensors, count) or (layer_config(raw, tensors, count), None)
         lent = {
             part for part in ("embed_tokens", "lm_head") if compare and own and _is_copy(found, tensors, part)
         }
@@ -236,6 +238,7 @@ def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
             plan,
             own_embedding="embed_tokens" in brought,
             own_head="lm_head" in brought,
+            experts=experts,
         )
         if compare:
             _check_shared(tensors, config.num_layers)

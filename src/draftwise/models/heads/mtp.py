@@ -14,7 +14,7 @@ uses layer d, and the last one is applied again for the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -25,8 +25,8 @@ from draftwise.models.config import ModelConfig
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.heads.mtp_names import MtpForm
-from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights
-from draftwise.models.mlp import load_linear
+from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights, packed_rope
+from draftwise.models.mlp import ExpertNames, load_linear
 from draftwise.models.weights import WeightPlan
 from draftwise.types import StepInput, TargetOutput
 
@@ -55,9 +55,10 @@ class MtpHead(HeadModel):
         *,
         own_embedding: bool = False,
         own_head: bool = False,
+        experts: ExpertNames | None = None,
     ) -> None:
         """Declare the parameters. ``own_embedding``, ``own_head``: whether the first layer brings its own, which all
-        layers then use.
+        layers then use. ``experts``: names of the experts' tensors, if layers have some.
 
         Raises:
             ModelLoadError: the layers are for a target of another hidden size.
@@ -89,7 +90,8 @@ class MtpHead(HeadModel):
             for i in range(count)
         ]
         self._projections = [plan.linear([(f"{i}.proj.weight", hidden)], 2 * hidden) for i in range(count)]
-        self._loaded = [LayerWeights(config, HEAD_NAMES, plan, i) for i in range(config.num_layers)]
+        names = HEAD_NAMES if experts is None else replace(HEAD_NAMES, experts=experts)
+        self._loaded = [LayerWeights(config, names, plan, i) for i in range(config.num_layers)]
         self._loaded_head = plan.tensor("0.lm_head.weight", (link.vocab_size, hidden)) if own_head else None
         self._weight_bytes = plan.num_bytes
         self._plan = plan
@@ -116,7 +118,7 @@ class MtpHead(HeadModel):
         if self._loaded_head is not None:
             plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
-        self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, self.max_model_len)
+        self._rope = packed_rope(ops, config.rope, config.head_dim, self.max_model_len)
         del self._norms, self._projections, self._loaded, self._loaded_head, self._plan
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:

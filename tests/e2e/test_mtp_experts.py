@@ -1,0 +1,117 @@
+"""MTP layers with experts, as GLM-4.5's checkpoints carry them: drafts of the very layers, the text of the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from draftwise import LLM, SamplingParams
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "use_qk_norm": True,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of two layers and one MTP layer, whose decoder layer is made as the target's second one."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Glm4MoeConfig(**SIZES)).eval()
+    target = tmp_path_factory.mktemp("glm")
+    model.save_pretrained(target)
+    tensors = load_file(target / "model.safetensors")
+    layer = {name: value for name, value in tensors.items() if name.startswith("model.layers.1.")}
+    for name, value in layer.items():
+        tensors[name.replace("layers.1.", "layers.2.")] = value + 0.05 * torch.randn_like(value)
+    h = SIZES["hidden_size"]
+    assert isinstance(h, int)
+    for part in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.layers.2.{part}.weight"] = 1 + 0.2 * torch.randn(h)
+    tensors["model.layers.2.eh_proj.weight"] = 0.3 * torch.randn(h, 2 * h)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def mtp_drafts(folder: Path, tokens: list[int], count: int) -> list[int]:
+    """What the layer drafts behind a text, computed over the whole text each time with Transformers' modules."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = load_file(folder / "model.safetensors")
+    part = {
+        n.removeprefix("model.layers.2."): v for n, v in tensors.items() if n.startswith("model.layers.2.")
+    }
+    inner = transformers.AutoModelForCausalLM.from_config(
+        transformers.Glm4MoeConfig(**{**SIZES, "num_hidden_layers": 1, "first_k_dense_replace": 0})
+    ).eval()
+    layer = inner.model.layers[0]
+    stack = torch.stack
+    experts = [f"mlp.experts.{e}." for e in range(4)]
+    state = {n: v for n, v in part.items() if n in layer.state_dict()}
+    state["mlp.experts.gate_up_proj"] = stack(
+        [torch.cat((part[e + "gate_proj.weight"], part[e + "up_proj.weight"])) for e in experts]
+    )
+    state["mlp.experts.down_proj"] = stack([part[e + "down_proj.weight"] for e in experts])
+    layer.load_state_dict(state)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * part[name + ".weight"]
+
+    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
+    text, drafts = list(tokens), []
+    with torch.inference_mode():
+        features = model.model(torch.tensor([text])).last_hidden_state[0]  # of tokens 0 .. n - 1
+        rows = features[:-1]  # row i: token i + 1 and the feature of token i
+        while len(drafts) < count:
+            known = [*text, *drafts]
+            embedded = embedding[torch.tensor(known[1 : len(rows) + 1])].clone()
+            embedded[0] = 0.0
+            x = torch.cat((norm(embedded, "enorm"), norm(rows, "hnorm")), -1) @ part["eh_proj.weight"].T
+            positions = torch.arange(len(x))[None]
+            rope = model.model.rotary_emb(x[None], positions)
+            mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
+            out = layer(x[None], attention_mask=mask, position_embeddings=rope).view(len(x), -1)
+            drafts.append(int((norm(out[-1], "shared_head.norm") @ head.T).argmax()))
+            rows = torch.cat((rows, out[-1:]))
+    return drafts
+
+
+def test_the_text_is_the_targets_and_drafts_are_the_layers(folder: Path) -> None:
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    prompt = [(5 + 11 * i) % 61 for i in range(14)]
+    with LLM(
+        str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, num_kv_blocks=40,
+        speculative_config=spec, speculation_control="static", keep_trace=True,
+    ) as llm:  # fmt: skip
+        runs = {}
+        for method in ("none", "mtp"):
+            params = SamplingParams(
+                temperature=0, max_tokens=20, ignore_eos=True, speculation={"method": method}
+            )
+            runs[method] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        plain, drafted = (list(run.outputs[0].token_ids) for run in (runs["none"], runs["mtp"]))
+        assert drafted == plain
+        known, steps = len(prompt), 0
+        for step in runs["mtp"].outputs[0].trace or ():
+            if step.draft_tokens:
+                wanted = mtp_drafts(folder, [*prompt, *drafted][:known], len(step.draft_tokens))
+                assert list(step.draft_tokens) == wanted
+                steps += 1
+            known += len(step.token_ids)
+        assert steps > 3
