@@ -171,12 +171,12 @@ def test_what_is_not_understood_stays(layer: Layer) -> None:
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
 def test_a_model_in_the_general_way(tmp_path: Path, quantization: str | None) -> None:
-    """GLM-4.5: two layers of three have experts. The load's own check compares logits with Transformers'."""
-    made = small("glm4_moe")
-    save(made, tmp_path / "glm")
-    model = load_model(tmp_path / "glm", dtype=torch.bfloat16, device=CPU, quantization=quantization)
+    """Two layers of three have experts. The load's own check compares logits with Transformers'."""
+    made = small("ernie4_5_moe")
+    save(made, tmp_path / "model")
+    model = load_model(tmp_path / "model", dtype=torch.bfloat16, device=CPU, quantization=quantization)
     mixed = [m for m in model._model.modules() if isinstance(m, PackedExperts)]  # type: ignore[attr-defined]
     assert len(mixed) == 2
     if quantization is not None:
-        plain = load_model(tmp_path / "glm", dtype=torch.bfloat16, device=CPU)
+        plain = load_model(tmp_path / "model", dtype=torch.bfloat16, device=CPU)
         assert model.weight_bytes() < plain.weight_bytes()
