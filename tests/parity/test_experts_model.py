@@ -128,3 +128,29 @@ def test_what_own_code_lacks_goes_the_general_way(
     torch.testing.assert_close(
         Driver(model).whole(0, tokens, 16), expected_logits(reference, tokens), atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_experts_of_a_quantised_checkpoint(
+    make_checkpoint: MakeModel, tmp_path: Path, quantization: str
+) -> None:
+    """Rounded experts are kept as a compressed-tensors checkpoint, and read from it: the bits of rounding at load."""
+    native_or_skip()
+    _, folder = make_checkpoint(
+        "Qwen3Moe", **{**QWEN, "hidden_size": 64, "num_attention_heads": 4, "moe_intermediate_size": 64}
+    )
+    tokens = tokens_of(3, 40)
+    found = []
+    for cache in (None, tmp_path, tmp_path):
+        model = load_model(
+            folder, dtype=torch.bfloat16, device=CPU, quantization=quantization, quantization_cache=cache
+        )
+        found.append(Driver(model).whole(0, tokens))
+    (kept,) = tmp_path.iterdir()
+    raw = json.loads((kept / "config.json").read_text())
+    assert raw["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert any(
+        ".mlp.experts.5.down_proj.weight_packed" in n
+        for n in (kept / "model.safetensors.index.json").read_text().split('"')
+    )
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
