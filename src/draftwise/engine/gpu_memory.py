@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from draftwise.graphs.memory import MemoryNeeds, MemoryPlan, plan_memory
+from draftwise.kv.states import StateStore
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
@@ -26,9 +27,14 @@ def measure_pass(model: DecoderModel, rows: int, logit_rows: int, block_size: in
     length = min(rows, model.config.max_model_len)
     requests = -(-rows // length)
     blocks = -(-length // block_size)
-    kv = KVStorage(model.kv_layout(), blocks, block_size, model.dtype, device, spare=model.pads)
+    spec = model.state_spec()
+    states = None if spec is None else StateStore(spec, requests, 1, device)
+    kv = KVStorage(
+        model.kv_layout(), blocks, block_size, model.dtype, device, spare=model.pads, states=states
+    )
     table = np.arange(blocks, dtype=np.int32)
-    batch = build_step_input([RowInput([0] * length, 0, table)] * requests, block_size, device)
+    inputs = [RowInput([0] * length, 0, table, state_slot=-1 if spec is None else r) for r in range(requests)]
+    batch = build_step_input(inputs, block_size, device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

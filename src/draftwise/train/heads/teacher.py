@@ -77,6 +77,10 @@ class EngineTeacher:
     ) -> None:
         self.folder = resolve_path(folder)
         self.model: DecoderModel = load_model(self.folder, dtype=dtype, device=device)
+        if self.model.state_spec() is not None:
+            raise ConfigError(
+                f"{self.model.config.architecture} carries recurrent state; heads are not trained for such models"
+            )
         self.config, self.dtype, self.device = self.model.config, dtype, device
         self.feature_layers: tuple[int, ...] = ()
         self.choose_features(feature_layers)
