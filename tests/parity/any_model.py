@@ -23,6 +23,7 @@ from draftwise.errors import ModelLoadError, RequestError
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.registry import resolve_model
+from tests.fakes import recurrent_kinds
 from tests.fakes.architectures import KINDS, WRAPPERS, CannotMake, save, small
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +95,7 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
         wanted = [_greedy(made.model, prompt) for prompt in prompts()]
         assert llm._engine is not None
         model = llm._engine.model
+        assert wrapper or (model.state_spec() is not None) == (kind in recurrent_kinds.KINDS)
         for name, speculation in METHODS.items():
             if name == "tree" and model.state_spec() is not None:
                 with pytest.raises(RequestError, match="recurrent state"):

@@ -15,6 +15,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from draftwise.models.text_part import PLAIN
+from tests.fakes import recurrent_kinds
 from tests.fakes.architectures import KINDS, WRAPPERS, save, small
 from tests.native import native_or_skip
 from tests.parity.any_model import LIST, listed, outcome, prompts
@@ -23,7 +24,19 @@ CPU = torch.device("cpu")
 EQUAL = frozenset(LIST.read_text().split())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+_QUICK = frozenset(
+    {"falcon_h1", "jamba", "lfm2", "mamba", "minimax", "qwen3_5_text", "recurrent_gemma", "rwkv"}
+)
+"""Of the kinds with recurrent state, which take seconds each: one or two of every sort."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in recurrent_kinds.KINDS - _QUICK else kind
+        for kind in KINDS
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
 def test_equal_or_refused(kind: str, tmp_path: Path) -> None:
     found = outcome(kind, tmp_path / "model")

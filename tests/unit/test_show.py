@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.fakes.architectures import save, small
 from tests.fakes.tiny import save_llama
 from tests.native import native_or_skip
 
@@ -78,6 +79,21 @@ def test_a_general_model_is_looked_at_without_its_weights(kind: str, tmp_path: P
     assert facts.parameters is not None
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert facts.parameters.total == sum(p.numel() for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "mamba", "recurrent_gemma"])
+def test_states_are_those_of_the_loaded_model(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(small(kind), tmp_path / "model")
+    facts = describe(tmp_path / "model")
+    model = load_model(tmp_path / "model", dtype=torch.bfloat16, device=CPU)
+    assert facts.state == model.state_spec() and facts.layout == model.kv_layout()
+    found = show(capsys, str(tmp_path / "model"))
+    assert found["state_bytes"] == facts.state.num_bytes  # type: ignore[union-attr]
+    assert main.main(["show", str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    assert "a request and draft" in out and ("cache " in out) == (kind != "mamba")
 
 
 def test_seventy_billion_weights_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

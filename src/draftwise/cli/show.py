@@ -83,6 +83,7 @@ def as_dict(facts: ModelFacts, drafters: list[Drafter]) -> dict[str, Any]:
         "quantized": facts.quantized,
         "weight_bytes": facts.weight_bytes(),
         "cache_bytes_per_token": facts.cache_bytes(),
+        "state_bytes": None if facts.state is None else facts.state.num_bytes,
         "cache_is_exact": facts.layout_is_exact if facts.layout else None,
         "drafters": [
             {
@@ -134,6 +135,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     if report["weight_bytes"]:
         rows.append(("memory", _sizes(report["weight_bytes"])))
     rows += _cache(report)
+    if report["state_bytes"] is not None:
+        rows.append(("state", f"{size(report['state_bytes'])} a request and draft"))
     rows += [("drafts" if i == 0 else "", _drafter(d)) for i, d in enumerate(report["drafters"])]
     return [line for name, text in rows for line in _wrapped(name, text)]
 

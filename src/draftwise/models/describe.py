@@ -15,11 +15,12 @@ from draftwise.errors import DraftwiseError, ModelLoadError
 from draftwise.kernels.base import Linear
 from draftwise.kernels.select import native_reason
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.checkpoint import TensorEntry
 from draftwise.models.config import ModelConfig, RawConfig
-from draftwise.models.general.shapes import call_shapes, empty_model
+from draftwise.models.general.shapes import call_shapes, empty_model, state_shapes
 from draftwise.models.loader import declare, is_general, load_config
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
@@ -75,6 +76,7 @@ class ModelFacts:
     config: ModelConfig | None = None
     layout: tuple[KVLayerSpec, ...] = ()
     layout_is_exact: bool = True  # else from sizes in config.json
+    state: StateSpec | None = None  # what is kept of a request besides, as far as it can be found out
     parameters: Parameters | None = None
     stored: Mapping[str, int] = field(default_factory=dict)  # elements by dtype of the file
     stored_bytes: int = 0
@@ -197,6 +199,11 @@ def _of_general(raw: RawConfig, config: ModelConfig) -> dict[str, Any]:
     shapes: tuple[KVLayerSpec, ...] | None = None
     with contextlib.suppress(Exception):  # a model's code on tensors without values: whatever it raises
         shapes = call_shapes(model)
+    state: StateSpec | None = None
+    with contextlib.suppress(Exception):
+        state = state_shapes(model)
+    if not shapes and state is None:
+        shapes = None
     head = model.get_output_embeddings()
     table = model.get_input_embeddings().weight
     tied = head is not None and head.weight is table
@@ -217,8 +224,9 @@ def _of_general(raw: RawConfig, config: ModelConfig) -> dict[str, Any]:
     )
     estimate = (KVLayerSpec.dense(config.num_kv_heads, config.head_dim),) * config.num_layers
     return {
-        "layout": shapes or estimate,
+        "layout": estimate if shapes is None else shapes,
         "layout_is_exact": shapes is not None,
+        "state": state,
         "parameters": None if raw.get("quantization_config") is not None else counts,
     }
 

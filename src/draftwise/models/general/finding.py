@@ -82,11 +82,12 @@ class Afresh:
         return unit.start(args, kwargs, None)[0]
 
 
-def find_units(model: nn.Module, run: Callable[[], object]) -> list[Unit]:
+def find_units(model: nn.Module, run: Callable[[], object], *, values: bool = True) -> list[Unit]:
     """The modules that carry a state, in the order in which they are called, ready for a `carried.Runner`.
 
     Args:
         run: a pass of the model over a few tokens of one sequence.
+        values: whether tensors have any; else nothing but the shapes of states is found out.
 
     Raises:
         ModelLoadError: a module is called with something that has no row per token.
@@ -104,7 +105,8 @@ def find_units(model: nn.Module, run: Callable[[], object]) -> list[Unit]:
                 del unit.module.forward
     first = 0
     for unit, (args, kwargs) in finder.found.items():
-        args, kwargs = _without_masks(unit, args, kwargs)
+        if values:
+            args, kwargs = _without_masks(unit, args, kwargs)
         use = EndsUse(unit.module)
         answer, states = unit.start(args, kwargs, None)
         unit.ends = use.ends(
@@ -113,7 +115,8 @@ def find_units(model: nn.Module, run: Callable[[], object]) -> list[Unit]:
         unit.tensors = tuple((tuple(state.shape[1:]), state.dtype) for state in states)
         unit.first = first
         first += len(states)
-        _try(unit, args, kwargs)
+        if values:
+            _try(unit, args, kwargs)
     return list(finder.found)
 
 

@@ -213,8 +213,8 @@ def _by_cache_with_positions(model: Any, config: ModelConfig, ops: Ops, referenc
 
 
 def _units(model: Any, vocab_size: int) -> list[Unit]:
-    """The modules that carry a state from token to token beside keys and values. None if the model wants to know more
-    of its cache than such modules do: the check will tell whether that was right."""
+    """The modules that carry a state from token to token beside keys and values. An empty list also if the
+    model wants to know more of its cache than such modules do: the check will tell whether it has a state."""
     tokens = torch.tensor([sample(vocab_size, 13, seed=6)], device=model.device)
     try:
         units = find_units(model, lambda: model(input_ids=tokens, use_cache=False))

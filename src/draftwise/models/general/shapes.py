@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
+from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.config import RawConfig
 from draftwise.models.general.attention import PAGED, register, taking
 from draftwise.models.general.config import transformers_config
+from draftwise.models.general.finding import find_units
 
 _TOKENS = 4
 
@@ -49,6 +51,18 @@ def call_shapes(model: Any) -> tuple[KVLayerSpec, ...]:
     with torch.inference_mode(), taking(taker):
         model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
     return tuple(taker.layers)
+
+
+def state_shapes(model: Any) -> StateSpec | None:
+    """What the model would keep of a request besides; None: nothing. ``model``: from `empty_model`, and done with.
+
+    Raises whatever the model's code raises where it wants numbers to look at.
+    """
+    tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
+    with torch.inference_mode(), taking(_Shapes()):
+        units = find_units(model, lambda: model(input_ids=tokens, use_cache=False), values=False)
+    tensors = tuple(tensor for unit in units for tensor in unit.tensors)
+    return StateSpec(tensors) if tensors else None
 
 
 class _Shapes:
