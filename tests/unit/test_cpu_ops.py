@@ -10,7 +10,7 @@ import torch
 from tests.native import forced_isa, native_or_skip
 from torch import Tensor
 
-from draftwise.kernels.base import HeadShape, Linear, Norm
+from draftwise.kernels.base import FUNCTIONS, HeadShape, Linear, Norm
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -222,3 +222,28 @@ def test_no_rows(ops: NativeOps, dtype: torch.dtype) -> None:
     assert ops.rms_norm(empty, norm).shape == (0, 16)
     assert ops.silu_mul(empty).shape == (0, 8)
     assert ops.embedding(torch.empty(0, dtype=torch.int64), torch.ones(3, 4, dtype=dtype)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm(ops: NativeOps, dtype: torch.dtype, width: int, bias: bool) -> None:
+    x = random(512, width, dtype=dtype) * 3 + 1
+    weight, offset = random(width, dtype=dtype, seed=1), random(width, dtype=dtype, seed=2) if bias else None
+    norm = ops.pack_layer_norm(weight, offset, 1e-3)
+    plain = TorchOps(dtype, CPU)
+    close(ops.layer_norm(x, norm), plain.layer_norm(x, plain.pack_layer_norm(weight, offset, 1e-3)), dtype)
+    same_for_any_rows(lambda rows: ops.layer_norm(rows, norm), x)
+
+
+@pytest.mark.parametrize("function", list(FUNCTIONS))
+def test_functions(ops: NativeOps, dtype: torch.dtype, function: str) -> None:
+    x = torch.linspace(-9, 9, 512 * 37).view(512, 37).to(dtype)
+    close(ops.unary(x, function), TorchOps(dtype, CPU).unary(x, function), dtype)
+    same_for_any_rows(lambda rows: ops.unary(rows, function), x)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_products_number_by_number(ops: NativeOps, dtype: torch.dtype, width: int) -> None:
+    x, y = random(512, width, dtype=dtype), random(512, width, dtype=dtype, seed=1)
+    close(ops.mul(x, y), x * y, dtype)
+    assert torch.equal(ops.mul(x[7:8], y[7:8])[0], ops.mul(x, y)[7])

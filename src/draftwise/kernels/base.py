@@ -60,6 +60,19 @@ class Norm:
     __slots__ = ()
 
 
+class LayerNorm(Norm):
+    """``weight`` [H] float32, ``bias`` [H] float32 or None, ``eps``."""
+
+    __slots__ = ("bias", "eps", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self.weight, self.bias, self.eps = (
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            eps,
+        )
+
+
 class Rope:
     """Handle of the rotations of every position a model can reach; made by `Ops.pack_rope`."""
 
@@ -136,6 +149,10 @@ class Ops(ABC):
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         """``weight`` [H] -> handle."""
 
+    def pack_layer_norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm:
+        """``weight`` [H], ``bias`` [H] -> handle for `layer_norm`."""
+        return LayerNorm(weight.float(), None if bias is None else bias.float(), eps)
+
     @abstractmethod
     def pack_rope(self, inv_freq: Tensor, scaling: float | Tensor, num_positions: int) -> Rope:
         """``inv_freq`` [D / 2] float32, factor on cos and sin (or [D / 2]), positions 0..num_positions-1 -> handle."""
@@ -203,6 +220,12 @@ class Ops(ABC):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` [T, H] += ``x`` [T, H] in place; returns ``residual``."""
         return residual.add_(x)
+
+    def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """``x`` [T, H] -> (x - mean) / sqrt(variance + eps) * weight + bias, [T, H] (Ba, Kiros & Hinton 2016)."""
+        assert isinstance(norm, LayerNorm)
+        found = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, norm.eps)
+        return found.to(x.dtype)
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
         """``x`` [T, H] * ``y`` [T, H], number by number, rounded once."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Experts, HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.base import FUNCTIONS, Experts, HeadShape, LayerNorm, Linear, Norm, Ops, Rope
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, kv_parts
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
@@ -92,6 +92,11 @@ class NativeOps(Ops):
         self._silu_mul = library.function("dw_silu_mul", None, [_PTR, _INT, _PTR, _PTR, _I64, _I64])
         self._rope_write = library.function("dw_rope_write", None, [_PTR, _INT, ctypes.POINTER(RopeCall)])
         self._scale_rows = library.function("dw_scale_rows", None, [_PTR, _INT, _PTR, _F32, _I64, _I64])
+        self._unary = library.function("dw_unary_rows", None, [_PTR, _INT, _INT, _PTR, _PTR, _I64, _I64])
+        self._mul = library.function("dw_mul_rows", None, [_PTR, _INT, _PTR, _PTR, _PTR, _I64, _I64])
+        self._layer_norm = library.function(
+            "dw_layer_norm_rows", None, [_PTR, _INT, _PTR, _PTR, _PTR, _F32, _PTR, _I64, _I64]
+        )
         self._softcap_rows = library.function("dw_softcap_rows", None, [_PTR, _PTR, _F32, _I64, _I64])
         self._gather = library.function("dw_gather_rows", None, [_PTR, _I64, _PTR, _PTR, _I64, _I64])
 
@@ -247,6 +252,51 @@ class NativeOps(Ops):
         require(x.dtype is torch.float32 and x.is_contiguous() and x.ndim == 2, "rows of float32")
         self._softcap_rows(self.pool.pointer, x.data_ptr(), cap, *x.shape)
         return x
+
+    def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        assert isinstance(norm, LayerNorm)
+        if isinstance(x, Symbol):
+            return x.program.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        require(x.dtype is self._dtype and x.ndim == 2, "rows of the model's type")
+        require(norm.weight.numel() == x.shape[-1], "rows as wide as the norm")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        bias = None if norm.bias is None else norm.bias.data_ptr()
+        self._layer_norm(
+            self.pool.pointer,
+            self._code,
+            x.data_ptr(),
+            norm.weight.data_ptr(),
+            bias,
+            norm.eps,
+            out.data_ptr(),
+            *x.shape,
+        )
+        return out
+
+    def unary(self, x: Tensor, function: str) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.unary(x, function)
+        require(
+            x.dtype in (self._dtype, torch.float32) and x.ndim == 2, "rows of the model's type, or float32"
+        )
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        code = list(FUNCTIONS).index(function)
+        self._unary(self.pool.pointer, DTYPES[x.dtype], code, x.data_ptr(), out.data_ptr(), *x.shape)
+        return out
+
+    def mul(self, x: Tensor, y: Tensor) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.mul(x, y)
+        require(
+            x.dtype is y.dtype is self._dtype and x.shape == y.shape and x.ndim == 2,
+            "rows of one shape and type",
+        )
+        x, y = x.contiguous(), y.contiguous()
+        out = torch.empty_like(x)
+        self._mul(self.pool.pointer, self._code, x.data_ptr(), y.data_ptr(), out.data_ptr(), *x.shape)
+        return out
 
     def experts(self, x: Tensor, scores: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
         assert isinstance(experts, NativeExperts)

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import HeadShape
+from draftwise.kernels.base import FUNCTIONS, HeadShape
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, kv_parts, sinks_of
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ACTIVATIONS, NativeExperts
@@ -30,7 +30,7 @@ from draftwise.kernels.routing import Activation
 
 # dw::OpKind of csrc/program.h
 _GATHER, _COPY, _RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _LINEAR, _ROPE_WRITE, _ATTENTION, _PICK = range(9)
-_CONCAT, _ADD, _CLEAR_FIRST, _EXPERTS, _GATED, _SCALE, _SOFTCAP = range(9, 16)
+_CONCAT, _ADD, _CLEAR_FIRST, _EXPERTS, _GATED, _SCALE, _SOFTCAP, _LAYER_NORM, _UNARY, _MUL = range(9, 19)
 
 
 class RecordingError(Exception):
@@ -312,6 +312,48 @@ class Recording:
         require(target.dtype is torch.float32, "float32 numbers")
         self._append(_SOFTCAP, x=target.number, width=target.width, softcap=cap)
         return _tensor(Symbol(self, target))
+
+    def layer_norm(self, x: object, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        source = _buffer_of(x)
+        require(weight.numel() == source.width, "rows as wide as the norm")
+        out = self._new(source.width, self._dtype)
+        self._append(
+            _LAYER_NORM,
+            x=source.number,
+            out=out.buffer.number,
+            width=source.width,
+            eps=eps,
+            weight=self._pointer(weight),
+            weight2=self._pointer(bias),
+        )
+        return _tensor(out)
+
+    def unary(self, x: object, function: str) -> Tensor:
+        source = _buffer_of(x)
+        out = self._new(source.width, source.dtype)
+        self._append(
+            _UNARY,
+            x=source.number,
+            out=out.buffer.number,
+            width=source.width,
+            dtype=DTYPES[source.dtype],
+            epilogue=list(FUNCTIONS).index(function),
+        )
+        return _tensor(out)
+
+    def mul(self, x: object, y: object) -> Tensor:
+        left, right = _buffer_of(x), _buffer_of(y)
+        require(left.width == right.width and left.dtype is right.dtype, "rows of one width and type")
+        out = self._new(left.width, left.dtype)
+        self._append(
+            _MUL,
+            x=left.number,
+            y=right.number,
+            out=out.buffer.number,
+            width=left.width,
+            dtype=DTYPES[left.dtype],
+        )
+        return _tensor(out)
 
     def experts(self, x: object, scores: object, experts: NativeExperts) -> Tensor:
         source, choosing = _buffer_of(x), _buffer_of(scores)

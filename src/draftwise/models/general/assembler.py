@@ -4,7 +4,6 @@ and weights packed one after another, each given up by its model before the next
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from draftwise.models.general.nodes import (
     CannotAssemble,
     Embed,
     Given,
+    LayerNorm,
     Linear,
     Mul,
     Node,
@@ -30,45 +30,9 @@ from draftwise.models.general.nodes import (
     Turn,
     Unary,
 )  # fmt: skip
+from draftwise.models.general.plans import LinearRows, Plan, as_linear, id_of
 from draftwise.models.general.rotations import Rotation, no_rotation, rotation_of
 from draftwise.models.general.trace import Traced
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a linear layer: ``rows`` of its weight, all of them if None."""
-
-    layer: Linear
-    rows: Tensor | None = None
-
-    def weight(self) -> Tensor:
-        return self.layer.weight if self.rows is None else self.layer.weight[self.rows]
-
-    def bias(self) -> Tensor | None:
-        bias = self.layer.bias
-        return bias if bias is None or self.rows is None else bias[self.rows]
-
-    def ordered(self, columns: Tensor) -> Rows:
-        """With its results in another order, or some of them."""
-        return Rows(self.layer, columns if self.rows is None else self.rows[columns])
-
-
-def as_linear(node: Node) -> Rows | None:
-    if isinstance(node, Linear):
-        return Rows(node)
-    if isinstance(node, Select) and isinstance(node.x, Linear):
-        return Rows(node.x, node.columns)
-    return None
-
-
-@dataclass(slots=True)
-class Plan:
-    """How ``node`` will be computed. ``make`` packs what it needs of ``layers``."""
-
-    node: Node
-    inputs: tuple[Node, ...]
-    make: Callable[[], Run]
-    layers: tuple[Linear, ...] = ()
 
 
 class Assembler:
@@ -126,8 +90,6 @@ class Assembler:
         if not isinstance(head, Linear):
             raise CannotAssemble("its logits are not made by a linear layer")
         self._head = head
-        if head.bias is not None:
-            raise CannotAssemble("its output layer has a bias")
         self._want(head.x)
 
     def _want(self, node: Node) -> None:
@@ -135,7 +97,8 @@ class Assembler:
             return
         lower = {
             Embed: self._embed, Linear: self._linear, Select: self._select, Norm: self._norm, Scale: self._scale,
-            Unary: self._unary, Mul: self._mul, Add: self._add, Attend: self._attend, Given: self._given,
+            Unary: self._unary, LayerNorm: self._layer_norm, Mul: self._mul, Add: self._add, Attend: self._attend,
+            Given: self._given,
         }.get(type(node))  # fmt: skip
         if lower is None:
             raise CannotAssemble(f"a {type(node).__name__.lower()} stands where no operation takes it")
@@ -164,7 +127,7 @@ class Assembler:
         return Plan(node, (), lambda: run)
 
     def _linear(self, node: Linear) -> Plan:
-        return self._product(node, node.x, [Rows(node)])
+        return self._product(node, node.x, [LinearRows(node)])
 
     def _select(self, node: Select) -> Plan:
         rows = as_linear(node)
@@ -172,14 +135,14 @@ class Assembler:
             raise CannotAssemble("it takes some columns of something that is no linear layer")
         return self._product(node, rows.layer.x, [rows])
 
-    def _product(self, node: Node, x: Node, parts: list[Rows]) -> Plan:
+    def _product(self, node: Node, x: Node, parts: list[LinearRows]) -> Plan:
         def make() -> Run:
             weight = self._packed(parts, paired=False)
             return lambda work: work.ops.linear(work.results[x], weight)
 
         return Plan(node, (x,), make, tuple(part.layer for part in parts))
 
-    def _packed(self, parts: list[Rows], paired: bool) -> PackedLinear:
+    def _packed(self, parts: list[LinearRows], paired: bool) -> PackedLinear:
         """The rows of ``parts`` below each other as one linear layer."""
         weights = [part.weight() for part in parts]
         biases = [part.bias() for part in parts]
@@ -201,6 +164,16 @@ class Assembler:
         def make() -> Run:
             norm = self._packed_norm(node.width, node.weight, node.eps)
             return lambda work: work.ops.rms_norm(work.results[node.x], norm)
+
+        return Plan(node, (node.x,), make)
+
+    def _layer_norm(self, node: LayerNorm) -> Plan:
+        def make() -> Run:
+            weight = torch.ones(node.width) if node.weight is None else node.weight.detach()
+            bias = None if node.bias is None else node.bias.detach().to(self._ops.device)
+            norm = self._ops.pack_layer_norm(weight.to(self._ops.device), bias, node.eps)
+            self.num_bytes += 4 * node.width * (1 + (bias is not None))
+            return lambda work: work.ops.layer_norm(work.results[node.x], norm)
 
         return Plan(node, (node.x,), make)
 
@@ -233,7 +206,7 @@ class Assembler:
             lambda: lambda work: work.ops.mul(work.results[node.a], work.results[node.b]),
         )
 
-    def _gated(self, node: Mul, parts: list[Rows], function: str) -> Plan:
+    def _gated(self, node: Mul, parts: list[LinearRows], function: str) -> Plan:
         x = parts[0].layer.x
 
         def make() -> Run:
@@ -379,12 +352,22 @@ class Assembler:
             for layer in plan.layers:
                 packed(layer)
         head = self._head.weight.detach()
-        tied = self.embedding is not None and id_of(head) in kept and head.shape == self.embedding.shape
+        bias = self._head.bias
+        tied = (
+            bias is None
+            and self.embedding is not None
+            and id_of(head) in kept
+            and head.shape == self.embedding.shape
+        )
         if tied:
             assert self.embedding is not None
             handle = self._ops.pack_tied_head(self.embedding)
         else:
-            handle = self._ops.pack_head(head.contiguous())
+            handle = (
+                self._ops.pack_head(head.contiguous())
+                if bias is None
+                else self._ops.pack_linear(head.contiguous(), bias.detach())
+            )
         del head
         packed(self._head)
         self.num_bytes += handle.num_bytes
@@ -416,7 +399,3 @@ class Assembler:
         ):  # would be added where it is made, and be gone
             return lambda work: work.ops.add(work.ops.copy(work.results[source]), work.results[target])
         return lambda work: work.ops.add(work.results[source], work.results[target])
-
-
-def id_of(weight: Tensor) -> int:
-    return weight.untyped_storage().data_ptr()

@@ -11,9 +11,10 @@ from torch import nn
 from draftwise.errors import ModelLoadError
 from draftwise.models.base import DecoderModel
 from draftwise.models.general.assembled import AssembledDecoder
-from draftwise.models.general.assembler import Assembler, id_of
+from draftwise.models.general.assembler import Assembler
 from draftwise.models.general.check import Reference, check
 from draftwise.models.general.model import GeneralDecoder
+from draftwise.models.general.plans import id_of
 from draftwise.models.general.rotations import frequencies
 from draftwise.models.general.trace import trace
 from draftwise.models.general.ways import Interface

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
@@ -72,6 +72,11 @@ class GeneralDecoder(DecoderModel):
         """The model is somebody else's again: it is not served in this way."""
         for hook in self._hooks:
             hook.remove()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Of the model."""
+        found: Iterator[nn.Module] = self._model.modules()
+        return found
 
     def renew(self) -> None:
         """Modules of the model were exchanged. Makes the tail: the output layer and what is done around it (such as

@@ -70,6 +70,24 @@ class Norm(Node):
 
 
 @dataclass(eq=False, slots=True)
+class Centre(Node):
+    """``x`` less the mean of every ``group`` columns."""
+
+    x: Node
+    group: int
+
+
+@dataclass(eq=False, slots=True)
+class LayerNorm(Node):
+    """(x - mean) / deviation * ``weight`` + ``bias`` of all columns; None: 1, 0."""
+
+    x: Node
+    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
 class Scale(Node):
     """Every number times ``factor``."""
 

@@ -386,6 +386,28 @@ void softcap_rows(Pool* pool, float* x, float cap, int64_t rows, int64_t width) 
   over_rows(pool, rows, 4 * width, [&](int64_t r) { kernels(F32).softcap(x + r * width, cap, width); });
 }
 
+void unary_rows(Pool* pool, DType dtype, Function function, const void* x, void* out, int64_t rows, int64_t width) {
+  const int64_t bytes = width * element_bytes(dtype);
+  over_rows(pool, rows, 4 * width, [&](int64_t r) {
+    kernels(dtype).unary(function, (const uint8_t*)x + r * bytes, (uint8_t*)out + r * bytes, width);
+  });
+}
+
+void mul_rows(Pool* pool, DType dtype, const void* x, const void* y, void* out, int64_t rows, int64_t width) {
+  const int64_t bytes = width * element_bytes(dtype);
+  over_rows(pool, rows, width, [&](int64_t r) {
+    kernels(dtype).mul((const uint8_t*)x + r * bytes, (const uint8_t*)y + r * bytes, (uint8_t*)out + r * bytes, width);
+  });
+}
+
+void layer_norm_rows(Pool* pool, DType dtype, const void* x, const float* weight, const float* bias, float eps,
+                     void* out, int64_t rows, int64_t width) {
+  const int64_t bytes = width * element_bytes(dtype);
+  over_rows(pool, rows, 2 * width, [&](int64_t r) {
+    kernels(dtype).layer_norm((const uint8_t*)x + r * bytes, weight, bias, eps, (uint8_t*)out + r * bytes, width);
+  });
+}
+
 }  // namespace dw
 
 // ------------------------------------------------------------------------------------------------------ C interface
@@ -425,4 +447,19 @@ DW_EXPORT void dw_scale_rows(dw::Pool* pool, int dtype, void* x, float factor, i
 
 DW_EXPORT void dw_softcap_rows(dw::Pool* pool, float* x, float cap, int64_t rows, int64_t width) {
   dw::guarded([&] { dw::softcap_rows(pool, x, cap, rows, width); });
+}
+
+DW_EXPORT void dw_unary_rows(dw::Pool* pool, int dtype, int function, const void* x, void* out, int64_t rows,
+                             int64_t width) {
+  dw::guarded([&] { dw::unary_rows(pool, (dw::DType)dtype, (dw::Function)function, x, out, rows, width); });
+}
+
+DW_EXPORT void dw_mul_rows(dw::Pool* pool, int dtype, const void* x, const void* y, void* out, int64_t rows,
+                           int64_t width) {
+  dw::guarded([&] { dw::mul_rows(pool, (dw::DType)dtype, x, y, out, rows, width); });
+}
+
+DW_EXPORT void dw_layer_norm_rows(dw::Pool* pool, int dtype, const void* x, const float* weight, const float* bias,
+                                  float eps, void* out, int64_t rows, int64_t width) {
+  dw::guarded([&] { dw::layer_norm_rows(pool, (dw::DType)dtype, x, weight, bias, eps, out, rows, width); });
 }

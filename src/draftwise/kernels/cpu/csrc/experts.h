@@ -82,6 +82,17 @@ void scale_rows(Pool*, DType, void* x, float factor, int64_t rows, int64_t width
 // x = cap * tanh(x / cap), [rows, width].
 void softcap_rows(Pool*, float* x, float cap, int64_t rows, int64_t width);
 
+// Functions of one number. Mirrored by ops.py.
+enum Function : int32_t { FN_SILU = 0, FN_GELU = 1, FN_GELU_TANH = 2, FN_RELU = 3, FN_TANH = 4, FN_SIGMOID = 5 };
+
+// out = function(x), [rows, width]; out may be x.
+void unary_rows(Pool*, DType, Function, const void* x, void* out, int64_t rows, int64_t width);
+// out = x * y, [rows, width]; out may be either.
+void mul_rows(Pool*, DType, const void* x, const void* y, void* out, int64_t rows, int64_t width);
+// out = (x - mean) / sqrt(variance + eps) * weight + bias, [rows, width]; bias [width] or null. out may be x.
+void layer_norm_rows(Pool*, DType, const void* x, const float* weight, const float* bias, float eps, void* out,
+                     int64_t rows, int64_t width);
+
 // Kernels of one instruction set and dtype of rows.
 struct MixKernels {
   // gate and up [count] -> out [count].
@@ -91,6 +102,9 @@ struct MixKernels {
   void (*sigmoid)(const float* x, float* out, int64_t count);
   void (*scale)(void* x, float factor, int64_t count);
   void (*softcap)(float* x, float cap, int64_t count);
+  void (*unary)(Function, const void* x, void* out, int64_t count);
+  void (*mul)(const void* x, const void* y, void* out, int64_t count);
+  void (*layer_norm)(const void* x, const float* weight, const float* bias, float eps, void* out, int64_t width);
 };
 
 extern const MixKernels mix_kernels_portable[2];  // float32, bfloat16

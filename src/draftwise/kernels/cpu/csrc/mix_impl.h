@@ -67,11 +67,85 @@ void softcap_row(float* x, float cap, int64_t count) {
   }
 }
 
+// erf(x), absolute error below 2e-7 (Abramowitz and Stegun, 7.1.26).
+DW_INLINE vf erf(vf x) {
+  vf zero = splat(0.0f);
+  vf size = select(x < zero, -x, x);
+  vf t = 1.0f / (size * 0.3275911f + 1.0f);
+  vf p = splat(1.061405429f);
+  p = fma(p, t, splat(-1.453152027f));
+  p = fma(p, t, splat(1.421413741f));
+  p = fma(p, t, splat(-0.284496736f));
+  p = fma(p, t, splat(0.254829592f));
+  vf value = 1.0f - p * t * exp(-(size * size));
+  return select(x < zero, -value, value);
+}
+
+DW_INLINE vf function_lanes(Function function, vf x) {
+  switch (function) {
+    case FN_SILU: return silu(x);
+    case FN_GELU: return 0.5f * x * (erf(x * 0.7071067811865476f) + 1.0f);
+    case FN_GELU_TANH: return gelu_tanh(x);
+    case FN_RELU: return select(x < splat(0.0f), splat(0.0f), x);
+    case FN_TANH: return tanh(x);
+    default: return 1.0f / (exp(-x) + 1.0f);
+  }
+}
+
+template <class T>
+void unary_row(Function function, const void* x, void* out, int64_t count) {
+  const T* from = (const T*)x;
+  T* to = (T*)out;
+  for (int64_t i = 0; i < count; i += LANES) {
+    int n = (int)(count - i < LANES ? count - i : LANES);
+    store_n(to + i, function_lanes(function, load_n(from + i, n)), n);
+  }
+}
+
+template <class T>
+void mul_row(const void* x, const void* y, void* out, int64_t count) {
+  const T *a = (const T*)x, *b = (const T*)y;
+  T* to = (T*)out;
+  for (int64_t i = 0; i < count; i += LANES) {
+    int n = (int)(count - i < LANES ? count - i : LANES);
+    store_n(to + i, load_n(a + i, n) * load_n(b + i, n), n);
+  }
+}
+
+template <class T>
+void layer_norm_row(const void* x, const float* weight, const float* bias, float eps, void* out, int64_t width) {
+  const T* row = (const T*)x;
+  T* to = (T*)out;
+  vf sum = {};
+  for (int64_t i = 0; i < width; i += LANES) sum = sum + load_n(row + i, (int)(width - i < LANES ? width - i : LANES));
+  const float mean = sum_lanes(sum) / (float)width;
+  vf squares = {};
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    vf v = load(row + i) - mean;
+    squares = fma(v, v, squares);
+  }
+  float rest = 0.0f;  // lanes behind the end are zero, and would be -mean
+  for (; i < width; i++) {
+    float v = to_float(row[i]) - mean;
+    rest += v * v;
+  }
+  const float factor = 1.0f / __builtin_sqrtf((sum_lanes(squares) + rest) / (float)width + eps);
+  for (i = 0; i < width; i += LANES) {
+    int n = (int)(width - i < LANES ? width - i : LANES);
+    vf v = (load_n(row + i, n) - mean) * factor * load_n(weight + i, n);
+    if (bias != nullptr) v = v + load_n(bias + i, n);
+    store_n(to + i, v, n);
+  }
+}
+
 }  // namespace
 
 extern const MixKernels DW_TABLE[2] = {
-    {gated_row<float>, combine_row<float>, sigmoid_row, scale_row<float>, softcap_row},
-    {gated_row<bf16>, combine_row<bf16>, sigmoid_row, scale_row<bf16>, softcap_row},
+    {gated_row<float>, combine_row<float>, sigmoid_row, scale_row<float>, softcap_row, unary_row<float>, mul_row<float>,
+     layer_norm_row<float>},
+    {gated_row<bf16>, combine_row<bf16>, sigmoid_row, scale_row<bf16>, softcap_row, unary_row<bf16>, mul_row<bf16>,
+     layer_norm_row<bf16>},
 };
 
 }  // namespace dw

@@ -154,6 +154,16 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     case OP_SOFTCAP:
       softcap_rows(pool, (float*)at(op.x), op.softcap, rows, op.width);
       break;
+    case OP_LAYER_NORM:
+      layer_norm_rows(pool, dtype, at(op.x), (const float*)op.weight, (const float*)op.weight2, op.eps, at(op.out), rows,
+                      op.width);
+      break;
+    case OP_UNARY:
+      unary_rows(pool, dtype, (Function)op.epilogue, at(op.x), at(op.out), rows, op.width);
+      break;
+    case OP_MUL:
+      mul_rows(pool, dtype, at(op.x), at(op.y), at(op.out), rows, op.width);
+      break;
     default:
       break;
   }

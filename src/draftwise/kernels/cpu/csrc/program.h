@@ -30,6 +30,9 @@ enum OpKind : int32_t {
   OP_GATED = 13,        // out = activation(gate) * up of x; `width` of out, `epilogue` an Activation of `scale` and `softcap`
   OP_SCALE = 14,        // x *= `scale`, rows of `width` elements
   OP_SOFTCAP = 15,      // x = `softcap` * tanh(x / `softcap`), float32 rows of `width` elements
+  OP_LAYER_NORM = 16,   // out = (x - mean) / deviation * `weight` + `weight2` (or null), rows of `width` elements
+  OP_UNARY = 17,        // out = a Function (`epilogue`) of x, rows of `width` elements
+  OP_MUL = 18,          // out = x * y, rows of `width` elements
 };
 
 // Mirrored by program.py.

@@ -1,0 +1,149 @@
+"""What tensors hold while a pass is watched, in terms of the nodes of its graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftwise.models.general.nodes import CannotAssemble, LayerNorm, Node, Norm, Scale, Select, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The ids of the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Depends on the tokens in a way that has no name here."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a tensor holds: element e is ``factor[e] * node[index[e]] + other_factor[e] * node[other[e]]``, where an
+    index is row * width + column. A factor of None is 1; without ``other`` there is no second term."""
+
+    node: Node
+    index: Tensor  # int64, shaped as the tensor
+    factor: Tensor | None = None  # float32, shaped likewise
+    other: Tensor | None = None
+    other_factor: Tensor | None = None
+
+    def times(self, factor: Tensor) -> Rows:
+        """``factor`` broadcasts with the tensor, which keeps its shape."""
+        own = factor.float().expand(self.index.shape)
+        other = None if self.other_factor is None else self.other_factor * own
+        return replace(self, factor=own if self.factor is None else self.factor * own, other_factor=other)
+
+    @property
+    def plain(self) -> bool:
+        return self.factor is None and self.other is None
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """A step on the way to a norm of ``rows``: their mean over the last dimension; or their squares, the mean of those
+    over the last dimension, that plus ``eps``, or one over its root."""
+
+    rows: Rows
+    step: str  # "average", or "square", "mean", "mean + eps", "rstd"
+    eps: float = 0.0
+
+
+Value = Tokens | Unknown | Rows | Stat
+
+
+def same(a: Rows, b: Rows) -> bool:
+    """Whether two tensors hold the same."""
+
+    def equal(x: Tensor | None, y: Tensor | None) -> bool:
+        return x is y or (x is not None and y is not None and torch.equal(x, y))
+
+    return (
+        a.node is b.node
+        and equal(a.index, b.index)
+        and equal(a.factor, b.factor)
+        and equal(a.other, b.other)
+        and equal(a.other_factor, b.other_factor)
+    )
+
+
+class Graph:
+    """Finds the nodes that tensors of ``count`` rows stand for; who asks for a result twice gets one node."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._made: dict[tuple[type[Node], Node, bytes], Node] = {}
+
+    def fresh(self, node: Node, shape: Sequence[int], rows_at: int) -> Rows:
+        rest = [size for i, size in enumerate(shape) if i != rows_at]
+        index = torch.arange(self._count * node.width).view(self._count, *rest)
+        return Rows(node, index.movedim(0, rows_at))
+
+    def node(self, rows: Rows) -> tuple[Node, int]:
+        """The node whose result this is, as it stands, and the dimension of the rows.
+
+        Raises:
+            CannotAssemble: there is no such node.
+        """
+        columns, at = self._columns(rows.node, rows.index)
+        node = rows.node
+        if columns.shape[0] != node.width or not bool((columns == torch.arange(node.width)).all()):
+            node = self.once(Select(columns.shape[0], node, columns), columns)
+        if rows.plain:
+            return node, at
+        factor = torch.ones(rows.index.shape) if rows.factor is None else rows.factor
+        table = factor.movedim(at, 0).reshape(self._count, -1)
+        if rows.other is None:
+            if not bool((table == table[0]).all()):
+                raise CannotAssemble("rows are multiplied by something that depends on their position")
+            return self._multiplied(node, table[0]), at
+        assert rows.other_factor is not None
+        partners, other_at = self._columns(rows.node, rows.other)
+        place = {column: i for i, column in enumerate(columns.tolist())}
+        if other_at != at or not set(partners.tolist()) <= place.keys():
+            raise CannotAssemble("rows are added to others of their own columns")
+        partner = torch.tensor([place[column] for column in partners.tolist()])
+        sines = rows.other_factor.movedim(at, 0).reshape(self._count, -1)
+        return self.once(Turn(node.width, node, partner, table, sines), partner, table, sines), at
+
+    def _multiplied(self, node: Node, factors: Tensor) -> Node:
+        """``factors`` [width], one for each column."""
+        if bool((factors == factors[0]).all()) and not (
+            isinstance(node, Norm | LayerNorm) and node.weight is None
+        ):
+            same = factors[0] == 1
+            return node if same else self.once(Scale(node.width, node, float(factors[0])), factors[:1])
+        if isinstance(node, LayerNorm) and node.bias is None:
+            weight = factors if node.weight is None else node.weight * factors
+            return self.once(replace(node, weight=weight), weight, of=node)
+        if isinstance(node, Norm):
+            groups = factors.view(-1, node.group)
+            if bool((groups == groups[0]).all()):
+                weight = groups[0] if node.weight is None else node.weight * groups[0]
+                return self.once(replace(node, weight=weight), weight, of=node)
+        raise CannotAssemble("it multiplies columns by constants")
+
+    def once(self, node: Node, *parts: Tensor, of: Node | None = None) -> Node:
+        """The node that was made like this before, or this one: whoever asks for a result gets the same node."""
+        source = of if of is not None else next(node.inputs())
+        digest = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).digest()
+        return self._made.setdefault((type(node), source, digest), node)
+
+    def _columns(self, node: Node, index: Tensor) -> tuple[Tensor, int]:
+        """Which columns, in order, and the dimension of the rows."""
+        for at, size in enumerate(index.shape):
+            if size != self._count:
+                continue
+            table = index.movedim(at, 0).reshape(self._count, -1)
+            columns = table[0]
+            rows = torch.arange(self._count)[:, None] * node.width
+            if bool((table == columns + rows).all()) and bool((columns < node.width).all()):
+                return columns, at
+        raise CannotAssemble("it moves numbers between rows")
