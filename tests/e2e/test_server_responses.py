@@ -40,19 +40,23 @@ def scripted(folder: str) -> Iterator[Callable[..., tuple[ScriptedEngine, Any]]]
         engine = ScriptedEngine(folder, load_tokenizer(folder), pieces)
         server = RunningServer(engine)
         server.__enter__()
-        opened.append(server)
-        return engine, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        opened.extend((client, server))
+        return engine, client
 
     yield make
-    for server in opened:
-        server.__exit__(None, None, None)
+    for one in opened:  # a client first: it keeps connections
+        one.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")
 def client(folder: str) -> Iterator[Any]:
     llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=128)
-    with RunningServer(llm) as server:
-        yield openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    with (
+        RunningServer(llm) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
     llm.check_integrity()
     llm.close()
 

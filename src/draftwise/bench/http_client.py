@@ -9,7 +9,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -109,6 +109,8 @@ async def request(target: Target, method: str, path: str, body: Any = None) -> A
     finally:
         if writer is not None:
             writer.close()
+            with suppress(OSError):  # its socket is closed by the loop, which may end after this
+                await writer.wait_closed()
 
 
 async def get_text(target: Target, path: str) -> str:
