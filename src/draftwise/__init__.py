@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from draftwise.config import SpeculativeConfig as SpeculativeConfig
+    from draftwise.config.lora import LoRARequest as LoRARequest
     from draftwise.engine.async_llm import AsyncLLM as AsyncLLM
     from draftwise.engine.llm import LLM as LLM
     from draftwise.engine.outputs import CompletionOutput as CompletionOutput
@@ -30,6 +31,7 @@ _EXPORTS = {
     "LLM": "draftwise.engine.llm",
     "AsyncLLM": "draftwise.engine.async_llm",
     "SamplingParams": "draftwise.sampling.params",
+    "LoRARequest": "draftwise.config.lora",
     "SpeculativeConfig": "draftwise.config",
     "RequestOutput": "draftwise.engine.outputs",
     "CompletionOutput": "draftwise.engine.outputs",

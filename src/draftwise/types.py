@@ -179,6 +179,7 @@ class NewRequest:
     stop_token_ids: frozenset[int]  # a token that ends the request (drafting after it is useless)
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    adapter: int = 0  # number of its adapter (`Executor.load_adapter`); 0: none
 
 
 new_record = tuple.__new__
@@ -355,6 +356,9 @@ class StepInput:
     slots: torch.Tensor  # [T] int64; where each row's K/V is written: block * block_size + offset
     attention: AttentionBatch
     states: StateRows | None = None
+    adapters: tuple[int, ...] | None = (
+        None  # [R] which adapter each request has, 0: none; None: nobody has one
+    )
 
 
 @dataclass(frozen=True, slots=True)

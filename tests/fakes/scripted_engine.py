@@ -46,6 +46,7 @@ class ScriptedEngine:
         *,
         priority: int = 0,
         keep_trace: bool | None = None,
+        lora_request: Any = None,
     ) -> ScriptedStream:
         assert sampling_params is not None and request_id is not None
         self.params.append(sampling_params)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.config.coerce import boolean
+from draftwise.config.lora import parse_modules
 from draftwise.errors import ConfigError
 from draftwise.server.tool_formats import PARSERS
 
@@ -91,6 +93,14 @@ def add_parser(subparsers: Subparsers) -> None:
     add("body-timeout", "most time for the body of a request to come, 0: any (60)", float, metavar="SECONDS")
     add("send-timeout", "give up clients that leave an answer unread so long (120)", float, metavar="SECONDS")
     add("drain-timeout", "finish requests for so long after SIGTERM (30)", float, metavar="SECONDS")
+    group.add_argument(
+        "--lora-modules",
+        dest="server_lora_modules",
+        action="extend",
+        nargs="+",
+        metavar="NAME=PATH",
+        help="with --enable-lora: adapters that are served as models of these names",
+    )
     add("chat-template", "a Jinja template, or a file with one", metavar="TEMPLATE")
     add("trust-request-chat-template", "take templates from requests", _boolean, metavar="BOOL")
     add(
@@ -157,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
 
         llm = AsyncLLM(max_chunk_rate=server_config.chunk_rate, **engine_options)
         try:
+            for module in server_config.lora_modules:
+                llm.load_lora(module)
             return run_server(create_app(llm, server_config, spans=spans), server_config, bound)
         finally:
             llm.close()
@@ -203,6 +215,10 @@ def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
     server["api_keys"] = (keys,) if isinstance(keys, str) else tuple(keys)
     if "chat_template" in server:
         server["chat_template"] = _template(server["chat_template"])
+    modules = server.pop("lora_modules", None) or ()
+    server["lora_modules"] = parse_modules([modules] if isinstance(modules, str) else modules)
+    if modules and not boolean("enable_lora", engine.get("enable_lora") or False):
+        raise ConfigError("lora_modules: needs enable_lora")
     server["model_names"] = tuple(names or (engine.get("model") or DEFAULT_MODEL_NAME,))
     return engine, ServerConfig(**server)
 

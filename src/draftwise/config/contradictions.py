@@ -21,6 +21,7 @@ _ONLY_FOR = {
     "parallel_drafting": ("draft_model", "eagle3"),
     "use_heterogeneous_vocab": ("draft_model",),
     "quantization": ("draft_model", *HEAD_METHODS),
+    "lora_path": ("draft_model",),
     "medusa_choices": ("medusa",),
 }
 _SUFFIX_METHODS = ("suffix", "hybrid")

@@ -118,6 +118,9 @@ class EngineConfig:
     quantization_cache: str | None = option(
         None, to.string, "folder that keeps rounded weights for the next start, or auto (they are not kept)"
     )
+    enable_lora: bool = option(False, to.boolean, "take LoRA adapters (lora_request)")
+    max_loras: int = option(8, to.integer(1), "most adapters held at a time (8)")
+    max_lora_rank: int = option(16, to.integer(1), "largest rank of an adapter (16)")
     cudagraph_capture_sizes: tuple[int, ...] | None = option(
         None, SIZES, "row counts captured in CUDA graphs"
     )

@@ -81,6 +81,9 @@ class SpeculativeConfig:
         None, weight_format, "weight format of the draft model, as the engine's"
     )
     revision: str | None = option(None, to.string, "revision of the draft model on the hub")
+    lora_path: str | None = option(
+        None, to.string, "draft_model: a LoRA adapter that is merged into it: folder or hub id"
+    )
     enforce_eager: bool = option(False, to.boolean, "do not capture the drafter in graphs")
     draft_num_layers: int | None = option(
         None, to.integer(1), "early_exit: layers of the target that draft (a quarter of them)"

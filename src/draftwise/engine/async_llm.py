@@ -9,6 +9,7 @@ import logging
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ import torch
 
 from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
+from draftwise.config.lora import LoRARequest
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.llm import chat_prompt, engine_stats
@@ -61,6 +63,7 @@ class AsyncLLM:
         self._readers: dict[asyncio.AbstractEventLoop, Readers] = {}
         self._max_chunk_rate = max_chunk_rate
         self._observers: tuple[StepObserver, ...] = ()
+        self._between: list[tuple[Callable[[], None], Future[None]]] = []  # to be done before the next step
         self._forgets = False  # drafters are to forget before the next step
         self._wakeup = threading.Condition(self._engine.core.lock)
         self._workers = Workers()
@@ -80,13 +83,16 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one prompt as they come: cumulative, pieces ("delta") or only the last ("final_only"), as
         ``sampling_params.output_kind`` says. Leaving the iteration early, or cancelling the task, aborts the request.
 
         Raises RequestError for an invalid request, EngineDeadError if the engine fails.
         """
-        stream = self.submit(prompt, sampling_params, request_id, priority=priority)
+        stream = self.submit(
+            prompt, sampling_params, request_id, priority=priority, lora_request=lora_request
+        )
         try:
             async for output in stream:
                 yield output
@@ -101,6 +107,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         keep_trace: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Begin one prompt and return its outputs, to be iterated over and closed in the running event loop.
 
@@ -108,6 +115,7 @@ class AsyncLLM:
         whether the request is valid awaits `RequestStream.ready`. Requests are served in the order of these calls,
         however long each was prepared.
 
+        ``lora_request``: an adapter, loaded in a thread when it is first named.
         ``keep_trace``: remember the verified trees of this request (None: as the engine was built).
 
         Raises RequestError for an invalid request (nothing was queued), here or, where it was found in a thread, from
@@ -133,10 +141,16 @@ class AsyncLLM:
             )
             readers.num_open += 1
             self._streams[name] = stream
-        prepare = functools.partial(
-            processor.group, prompt, params, name, priority, keep_trace=keep_trace, numbers=numbers
-        )
+
+        def prepare() -> RequestGroup:
+            slot = self._engine.adapters.slot(lora_request, self._between_steps)
+            return processor.group(
+                prompt, params, name, priority, keep_trace=keep_trace, numbers=numbers, adapter=slot
+            )
+
         lane = processor.lane(prompt, params)
+        if lane is None and lora_request is not None:
+            lane = Lane.TEXT  # it may have to be loaded
         if lane is not None:
             stream.prepare(self._workers.submit(lane, prepare))
             return stream
@@ -155,6 +169,7 @@ class AsyncLLM:
                 return  # nobody wants it any more
             for request in group.requests:
                 self._engine.core.scheduler.check(request.num_prompt, request.max_total)
+                self._engine.adapters.check(request.adapter)
             stream.queued(group)
             for request in group.requests:
                 self._by_rid[request.rid] = stream
@@ -243,6 +258,44 @@ class AsyncLLM:
         work = functools.partial(self.apply_chat_template, messages, **options)
         return await self._workers.submit(Lane.TEXT, work)
 
+    # ------------------------------------------------------------------------------------------- adapters
+
+    def load_lora(self, lora_request: LoRARequest) -> None:
+        """Load an adapter that stays until `remove_lora`, and wait for it. Raises RequestError if it cannot be."""
+        self._engine.adapters.add(lora_request, self._between_steps)
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """`load_lora` in a thread."""
+        await self._workers.submit(Lane.TEXT, functools.partial(self.load_lora, lora_request))
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; requests that have it go on with it. False: there is none of this number."""
+        work = functools.partial(self._engine.adapters.remove, lora_int_id, self._between_steps)
+        return await self._workers.submit(Lane.TEXT, work)
+
+    def list_loras(self) -> list[LoRARequest]:
+        """Adapters that are loaded."""
+        return self._engine.adapters.requests()
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
+        """Have the thread that steps do something before its next step, and wait for it."""
+        done: Future[None] = Future()
+        with self._wakeup:
+            self._check_alive()
+            self._between.append((work, done))
+            self._wakeup.notify()
+        done.result()
+
+    def _do_between(self) -> None:
+        with self._wakeup:
+            tasks, self._between = self._between, []
+        for work, done in tasks:
+            try:
+                work()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
     # ----------------------------------------------------------------------------------------- the thread
 
     @torch.inference_mode()
@@ -251,13 +304,16 @@ class AsyncLLM:
         try:
             while True:
                 with self._wakeup:
-                    while not (core.has_work or self._closing or self._forgets):
+                    while not (core.has_work or self._closing or self._forgets or self._between):
                         self._wakeup.wait()
                     if self._closing:
                         return
                     forgets, self._forgets = self._forgets, False
+                self._do_between()
                 if forgets:  # here, because drafters belong to the thread that steps
                     core.executor.forget()
+                    continue
+                if not core.has_work:
                     continue
                 updates = core.step()
                 self._announce(updates)
@@ -272,6 +328,9 @@ class AsyncLLM:
         finally:
             with self._wakeup:
                 streams = list(self._streams.values())
+                tasks, self._between = self._between, []
+            for _, done in tasks:
+                done.set_exception(EngineDeadError("the engine has stopped"))
             wake(dict.fromkeys(streams, True))
 
     def _announce(self, updates: Sequence[RequestUpdate]) -> None:

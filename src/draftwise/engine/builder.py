@@ -17,6 +17,7 @@ from draftwise.adapt.controller import Controller, StaticController
 from draftwise.config import EngineConfig
 from draftwise.config.extraction import transfer_folder
 from draftwise.cpus import default_threads
+from draftwise.engine.adapters import Adapters
 from draftwise.engine.core import EngineCore
 from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.outputs import Guarantees
@@ -30,6 +31,7 @@ from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.loader import load_model
+from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.propose.base import Proposer, ProposerContext
 from draftwise.propose.grammar import GrammarProposer
@@ -59,6 +61,7 @@ class Engine:
     model: DecoderModel
     guarantees: Guarantees
     kv_cache_bytes: int
+    adapters: Adapters
 
 
 def build_engine(
@@ -82,6 +85,8 @@ def build_engine(
         quantization_cache=_quantization_cache(config),
         batch_invariant=config.batch_invariant,
     )
+    if config.enable_lora:
+        model = AdaptedDecoder(model)
     max_model_len = model.config.max_model_len
     graphs = _graphs(config, model, device)
     if graphs is not None:
@@ -171,13 +176,17 @@ def build_engine(
     )
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")
+    core = EngineCore(scheduler, executor, clock, ahead=config.async_scheduling)
     return Engine(
         config=config,
-        core=EngineCore(scheduler, executor, clock, ahead=config.async_scheduling),
+        core=core,
         processor=processor,
         model=model,
         guarantees=_guarantees(model, config),
         kv_cache_bytes=cache_bytes,
+        adapters=Adapters(
+            core, enabled=config.enable_lora, most=config.max_loras, max_rank=config.max_lora_rank
+        ),
     )
 
 
@@ -253,7 +262,7 @@ def _load_proposers(
 def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> GraphSetup | None:
     """What is captured; None: nothing is. Kernels that cannot be captured run as they are."""
     options = config.graphs
-    if config.enforce_eager or options.mode == "none":
+    if config.enforce_eager or options.mode == "none" or config.enable_lora:
         return None
     backend = backend_for(device)
     if backend is None or not capturable(model):

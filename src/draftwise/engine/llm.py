@@ -11,6 +11,7 @@ import torch
 
 from draftwise import lifetime
 from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
+from draftwise.config.lora import LoRARequest
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import RequestGroup, speculation_metrics
 from draftwise.engine.interrupts import WholeSteps
@@ -50,12 +51,13 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; answers in their order.
 
         ``sampling_params``: one for all or one each. ``use_tqdm``: progress bar on stderr (default: when there are
-        several prompts and stderr is a terminal). ``priority``: lower values first. All prompts are
-        validated before any is run.
+        several prompts and stderr is a terminal). ``priority``: lower values first. ``lora_request``: an adapter for
+        all, or one (or None) each; loaded when it is first named. All prompts are validated before any is run.
 
         Raises RequestError for an invalid request (nothing was run). A request that fails while it runs is
         answered with ``finish_reason == "error"``.
@@ -71,13 +73,16 @@ class LLM:
         ranks = [0] * len(many) if priority is None else list(priority)
         if len(ranks) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(ranks)} priorities")
+        adapters = _one_each(lora_request, len(many))
+        slots = [engine.adapters.slot(adapter, lambda work: work()) for adapter in adapters]
         groups = [
-            engine.processor.group(prompt, p, priority=rank)
-            for prompt, p, rank in zip(many, params, ranks, strict=True)
+            engine.processor.group(prompt, p, priority=rank, adapter=slot)
+            for prompt, p, rank, slot in zip(many, params, ranks, slots, strict=True)
         ]
         for group in groups:
             for request in group.requests:
                 engine.core.scheduler.check(request.num_prompt, request.max_total)
+                engine.adapters.check(request.adapter)
         show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
         self._run(groups, show)
         return [group.output() for group in groups]
@@ -123,6 +128,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
 
@@ -137,7 +143,7 @@ class LLM:
             )
             for c in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def apply_chat_template(
         self,
@@ -223,6 +229,17 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _one_each(
+    given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+) -> list[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    found = list(given)
+    if len(found) != count:
+        raise RequestError(f"{count} prompts but {len(found)} lora_requests")
+    return found
 
 
 class _Progress:

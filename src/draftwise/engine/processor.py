@@ -144,10 +144,12 @@ class Processor:
         *,
         keep_trace: bool | None = None,
         numbers: Numbers | None = None,
+        adapter: int = 0,
     ) -> RequestGroup:
         """Make the n requests of one prompt. ``keep_trace``: whether they remember their steps (None: the engine's
-        choice); ``numbers``: theirs, where they were taken before (None: the next ones). May be called by several
-        threads at once. Raises RequestError; `LimitError`, one of these, before any work is done."""
+        choice); ``numbers``: theirs, where they were taken before (None: the next ones); ``adapter``: see `Request`.
+        May be called by several threads at once. Raises RequestError; `LimitError`, one of these, before any work is
+        done."""
         self.check(prompt, params)
         check_params(self.limits, params)
         numbers = numbers or self.take_numbers(params.n)
@@ -201,6 +203,7 @@ class Processor:
                     bad_words_ids=bad_words,
                     sink=None if stops is None else detokenizer,
                     keep_trace=self._keep_trace if keep_trace is None else keep_trace,
+                    adapter=adapter,
                 )
             )
             detokenizers.append(detokenizer)

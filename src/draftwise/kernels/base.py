@@ -145,6 +145,10 @@ class Ops(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no experts")
 
+    def pack_exact(self, weight: Tensor) -> Linear:
+        """As `pack_linear`, of weights that are not rounded whatever the others are: low-rank parts of adapters."""
+        return self.pack_linear(weight)
+
     @abstractmethod
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         """``weight`` [H] -> handle."""

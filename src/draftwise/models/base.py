@@ -21,6 +21,15 @@ from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, Tr
 
 
 @dataclass(frozen=True, slots=True)
+class LinearSite:
+    """A packed linear layer [outputs, inputs] and the layers of the checkpoint that it is stacked of."""
+
+    weight: Linear
+    inputs: int
+    parts: tuple[tuple[str, int], ...]  # name without ".weight", outputs
+
+
+@dataclass(frozen=True, slots=True)
 class SharedWeights:
     """What a draft head may borrow of its target."""
 
@@ -163,6 +172,24 @@ class DecoderModel(ABC):
             draws: one per request.
         """
         return None
+
+    def linear_sites(self) -> tuple[LinearSite, ...]:
+        """Linear layers that adapters may add to.
+
+        Raises:
+            NotImplementedError: the family lets nobody add to them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+
+    def operations(self) -> Ops:
+        """What its layers are computed with. Raises NotImplementedError as `linear_sites`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+
+    def with_operations(self, ops: Ops) -> DecoderModel:
+        """The same weights, not copies, computed with other operations, which take the same handles. The model itself
+        may be changed by this and is used no more, unless `operations` stand for themselves where ``ops`` adds nothing.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
     @abstractmethod
     def weight_bytes(self) -> int:

@@ -79,6 +79,18 @@ def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tenso
             raise ModelLoadError(f"{file} cannot be read: {error}") from error
 
 
+def read_rows(entry: TensorEntry, name: str, start: int, end: int) -> Tensor:
+    """``[start:end]`` of a tensor, as it is stored. Raises ModelLoadError if its file cannot be read."""
+    if entry.source is not None:
+        return entry.source.rows(start, end)
+    try:
+        with safe_open(entry.file, framework="pt") as handle:
+            found: Tensor = handle.get_slice(entry.stored or name)[start:end]
+            return found
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{entry.file} cannot be read: {error}") from error
+
+
 def shorten(names: list[str], limit: int = 8) -> str:
     """A list for a message: the first few names, and how many more."""
     shown = ", ".join(names[:limit])

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from draftwise.kernels.base import HeadShape, Ops, Rope
+from draftwise.kernels.base import HeadShape, Linear, Ops, Rope
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel, SharedWeights
+from draftwise.models.base import DecoderModel, LinearSite, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
-from draftwise.models.layers import DenseNames, LayerPass, LayerWeights, packed_rope
-from draftwise.models.mlp import SparseWeights
+from draftwise.models.layers import DenseNames, LayerPass, LayerWeights, SplitQkv, packed_rope
+from draftwise.models.mlp import DenseMlp, SparseWeights
 from draftwise.models.rope import RopeConfig
 from draftwise.models.weights import WeightPlan
 from draftwise.types import StepInput, TargetOutput
@@ -128,6 +128,47 @@ class DenseDecoder(DecoderModel):
         logits = self._ops.logits(hidden, self._head)
         cap = self.config.logit_softcap
         return logits if cap is None else self._ops.softcap(logits, cap)
+
+    def linear_sites(self) -> tuple[LinearSite, ...]:
+        """q, k and v only where their rows stand as the checkpoint has them, and experts not at all."""
+        config, names = self.config, self.names
+        dim, hidden, inner = config.head_dim, config.hidden_size, config.intermediate_size
+        rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
+        sites = []
+        for i, layer in enumerate(self._layers):
+
+            def site(weight: Linear, inputs: int, *parts: tuple[str, int], i: int = i) -> LinearSite:
+                named = tuple((name.format(i=i).removesuffix(".weight"), rows) for name, rows in parts)
+                return LinearSite(weight, inputs, named)
+
+            if isinstance(layer.qkv, SplitQkv):
+                for weight, name, rows in (
+                    (layer.qkv.q, names.q, rows_q),
+                    (layer.qkv.k, names.k, rows_kv),
+                    (layer.qkv.v, names.v, rows_kv),
+                ):
+                    sites.append(site(weight, hidden, (name, rows)))
+            elif config.rope.order(dim) is None:
+                parts = [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)]
+                if names.qkv is not None:
+                    parts = [(names.qkv, rows_q + 2 * rows_kv)]
+                sites.append(site(layer.qkv, hidden, *parts))
+            sites.append(site(layer.o, rows_q, (names.o, hidden)))
+            if isinstance(layer.mlp, DenseMlp):
+                halves = [(names.gate, inner), (names.up, inner)]
+                if names.gate_up is not None:
+                    halves = [(names.gate_up, 2 * inner)]
+                sites.append(site(layer.mlp.gate_up, hidden, *halves))
+                sites.append(site(layer.mlp.down, inner, (names.down, hidden)))
+        return tuple(sites)
+
+    def operations(self) -> Ops:
+        return self._ops
+
+    def with_operations(self, ops: Ops) -> DecoderModel:
+        other = copy.copy(self)
+        other._ops = ops
+        return other
 
     def shared_weights(self) -> SharedWeights:
         return SharedWeights(self._embedding, self._head, self._ops)

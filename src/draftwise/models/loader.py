@@ -22,6 +22,7 @@ from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.heads.mtp_names import mtp_tensors
+from draftwise.models.lora.merged import with_adapter
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint
@@ -64,6 +65,7 @@ def load_model(
     quantization: str | None = None,
     quantization_cache: Path | None = None,
     batch_invariant: bool = False,
+    adapter: str | None = None,
     ops: Ops | None = None,
 ) -> DecoderModel:
     """Load a model. Peak memory is the weights, as the kernels pack them, plus the largest layer or some 20 MiB:
@@ -79,6 +81,7 @@ def load_model(
             layer.
         quantization_cache: folder in which rounded weights are kept, see `models.rounded`; None: they are not.
         batch_invariant: a row's bits may not depend on the rows computed with it; see `kernels.select.default_ops`.
+        adapter: folder or hub id of a LoRA adapter that is merged into the weights; None: none.
         ops: the kernels to run on; None: `kernels.select.default_ops`.
 
     Raises:
@@ -99,6 +102,11 @@ def load_model(
             raise ModelLoadError(f"{folder}: {error}") from error
     if ops is None:
         ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant)
+    if adapter is not None and (is_general(cls) or quantization_cache is not None):
+        raise ConfigError(
+            f"an adapter cannot be merged into {config.architecture} (it runs on Transformers' code), nor into weights "
+            "that are kept rounded"
+        )
     if is_general(cls):
         if layout is not None and not is_gguf(folder):
             raise ModelLoadError(
@@ -110,6 +118,8 @@ def load_model(
             )
         return load_general(folder, config, ops, rounded=scheme is not None)
     entries = scan(folder)
+    if adapter is not None:
+        entries = with_adapter(entries, adapter)
     if (whole := config.raw.get(PART_OF)) is not None:
         logger.info(
             "%s is served as its text part, a %s: images, sound and the like are not",

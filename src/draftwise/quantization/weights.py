@@ -106,7 +106,8 @@ class QuantizedWeight:
         """With output ``order[i]`` [out] int64 in place i."""
         order = order.to(self.codes.device)
         zeros = None if self.zeros is None else self.zeros[order]
-        return QuantizedWeight(self.bits, self.codes[order], self.scales[order], zeros, self.group)
+        offsets = None if self.offsets is None else self.offsets[order]
+        return QuantizedWeight(self.bits, self.codes[order], self.scales[order], zeros, self.group, offsets)
 
 
 def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -90,6 +90,8 @@ def assemble(
     logit_rows: list[int] | None = None  # made once they are not all rows
     prompt: list[tuple[int, int, int]] = []
     plain = True
+    adapters: list[int] = []
+    adapted = 0  # requests with an adapter
     num_logits = 0
     table_width = tables.width
     for planned in plans:
@@ -136,6 +138,8 @@ def assemble(
                 logit_rows += range(root, len(tokens))
         steps.append(new_record(StepRow, (row, planned, proposal)))
         contexts.append(context)
+        adapters.append(row.adapter)
+        adapted += row.adapter > 0
         places.append(row.line * table_width)
         widths.append(row.num_blocks)
         starts.append(len(tokens))
@@ -154,6 +158,8 @@ def assemble(
         if carries_state
         else None,
     )
+    if adapted:
+        step_input = replace(step_input, adapters=tuple(adapters))
     return StepBatch(
         steps,
         starts,

@@ -12,11 +12,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from draftwise.errors import ConfigError
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.lifetime import computing
 from draftwise.models.base import DecoderModel
+from draftwise.models.lora.decoder import AdaptedDecoder
+from draftwise.models.lora.peft import LowRank
 from draftwise.propose.base import Proposer
 from draftwise.runner.batch import StepRow, assemble
 from draftwise.runner.drafting import Drafting
@@ -66,6 +69,18 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> Launched:
         """`execute`, as far as it can be done without waiting for the device. At most two steps may be on their way."""
         return Launched(self.execute(plan))
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        """Make an adapter known under a number that no other has had (`NewRequest.adapter`); between two steps.
+
+        Raises:
+            ConfigError: the engine was built without adapters.
+            ModelLoadError: it is for another model.
+        """
+        raise ConfigError("lora_request: this engine takes no adapters (enable_lora)")
+
+    def drop_adapter(self, slot: int) -> None:  # noqa: B027
+        """Let go of one that no request has; between two steps."""
 
     def forget(self) -> None:  # noqa: B027
         """Let the drafters forget what they learned from past requests; between two steps."""
@@ -250,6 +265,17 @@ class LocalExecutor(Executor):
     def _nothing(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, (), drafter_failures=self._drafting.take_failures())
 
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        if not isinstance(self._model, AdaptedDecoder):
+            super().load_adapter(slot, adapter)
+            return
+        model = self._model
+        self._here(lambda: model.load(slot, adapter))
+
+    def drop_adapter(self, slot: int) -> None:
+        if isinstance(self._model, AdaptedDecoder):
+            self._model.drop(slot)
+
     def forget(self) -> None:
         self._drafting.forget()
 
@@ -306,6 +332,7 @@ class LocalExecutor(Executor):
             prompt_logprobs=new.prompt_logprobs,
             tables=self._tables,
             line=self._tables.open(),
+            adapter=new.adapter,
         )
         row.add_blocks(new.block_ids)
         if new.sampling.structured_outputs is not None:

@@ -95,6 +95,7 @@ class Row:
     blocks_np: IntArray = field(default_factory=lambda: _NO_BLOCKS)
     """[num_blocks] a view of the request's block ids. Other requests' lines may grow away from under it: what it shows
     stays as it is until the request's own blocks change, and then it is a new one."""
+    adapter: int = 0
     grammar: Cursor | None = None
     proposal: Proposal = EMPTY_PROPOSAL
     drafting_failed: bool = False

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import ParamSpec
 
 from draftwise import lifetime
+from draftwise.models.lora.peft import LowRank
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
 from draftwise.types import StepPlan, StepResult
@@ -149,13 +150,23 @@ class ThreadedExecutor(Executor):
         return self.submit(plan).result()
 
     def forget(self) -> None:
+        self._between_steps(self.inner.forget)
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        self._between_steps(lambda: self.inner.load_adapter(slot, adapter))
+
+    def drop_adapter(self, slot: int) -> None:
+        self._between_steps(lambda: self.inner.drop_adapter(slot))
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
+        """Have something done in the thread, and wait for it."""
         done: Future[None] = Future()
-        self._thread.start(self._forget, done)
+        self._thread.start(self._do, work, done)
         done.result()
 
-    def _forget(self, done: Future[None]) -> None:
+    def _do(self, work: Callable[[], None], done: Future[None]) -> None:
         try:
-            self.inner.forget()
+            work()
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)

@@ -50,7 +50,7 @@ def admission(request: Request, rows: int, kv: KVManager, *, whole: bool) -> Gra
     Example (blocks of 4, 5 of them free): 22 known tokens of which the cache has 8 need 6 - 2 = 4 blocks. If nobody
     else holds the two cached blocks they are among the 5 free ones, which leaves 3: refused.
     """
-    prefix = kv.match(request.known_np, use_cache=request.takes_prefix)
+    prefix = kv.match(request.known_np, salt=request.salt, use_cache=request.takes_prefix)
     missing = request.num_tokens - len(prefix.blocks) * kv.block_size
     if whole and missing > rows:
         return Refusal(request.rid, "rows", rows, prefix.missing)

@@ -79,6 +79,7 @@ class Request:
     """Mutable state of one sample of one prompt."""
 
     __slots__ = (
+        "adapter",
         "arrival_time",
         "bad_words_ids",
         "counts",
@@ -128,10 +129,13 @@ class Request:
         bad_words_ids: tuple[tuple[int, ...], ...] = (),
         sink: TextSink | None = None,
         keep_trace: bool = False,
+        adapter: int = 0,
     ) -> None:
         """``max_total``: tokens (prompt + output) at which the request ends; ``stop_token_ids``: end-of-sequence
-        and the user's stop tokens, ending the request once ``min_tokens`` are out."""
+        and the user's stop tokens, ending the request once ``min_tokens`` are out; ``adapter``: the number of its
+        adapter, 0: none."""
         self.rid = rid
+        self.adapter = adapter
         self.params = params
         self.speculation = speculation
         self.seed = seed
@@ -184,6 +188,11 @@ class Request:
     def takes_prefix(self) -> bool:
         """Whether it may use what the cache has of its tokens; otherwise the target has to read all of them."""
         return not self.wants_prompt_logprobs and not self.speculation.whole_prompt
+
+    @property
+    def salt(self) -> str | None:
+        """What its blocks in the prefix cache are told apart by: keys depend on the adapter."""
+        return f"adapter {self.adapter}" if self.adapter else None
 
     @property
     def known_np(self) -> IntArray:

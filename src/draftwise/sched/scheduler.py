@@ -62,6 +62,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ requests
 
+    def adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters of all requests that are here."""
+        return {request.adapter for request in self._requests.values()}
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -255,7 +259,9 @@ class Scheduler:
         self._refusal = None
         rid = request.rid
         takes_prefix, wants_logprobs = request.takes_prefix, request.wants_prompt_logprobs
-        cached, blocks = self.kv.open(rid, request.known_np, use_cache=takes_prefix, prefix=answer.prefix)
+        cached, blocks = self.kv.open(
+            rid, request.known_np, salt=request.salt, use_cache=takes_prefix, prefix=answer.prefix
+        )
         missing = request.num_tokens - cached
         fresh = self.kv.reserve(rid, missing)
         assert fresh is not None, "what was granted is there"
@@ -284,6 +290,7 @@ class Scheduler:
             stop_token_ids=request.stop_token_ids,
             bad_words_ids=request.bad_words_ids,
             prompt_logprobs=request.params.prompt_logprobs if wants_logprobs else None,
+            adapter=request.adapter,
         )
 
     # -------------------------------------------------------------------------------------------- commit

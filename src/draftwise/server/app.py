@@ -18,6 +18,7 @@ from draftwise import __version__
 from draftwise.errors import DraftwiseError
 from draftwise.metrics import HttpCounts, Metrics
 from draftwise.server import chat, completions, responses
+from draftwise.server.adapters import load_adapter, unload_adapter
 from draftwise.server.config import ServerConfig
 from draftwise.server.context import Context
 from draftwise.server.engine import ServedEngine
@@ -30,8 +31,10 @@ from draftwise.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    LoadAdapterBody,
     ResponsesBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from draftwise.server.spans import Spans
 from draftwise.server.sse import ClientGone
@@ -43,6 +46,8 @@ ENDPOINTS = (
     ("POST /v1/chat/completions", "answer a conversation"),
     ("POST /v1/responses", "answer, in the form of the Responses API (text, functions)"),
     ("GET /v1/models", "the model's names"),
+    ("POST /v1/load_lora_adapter", "load an adapter under a name"),
+    ("POST /v1/unload_lora_adapter", "forget one"),
     ("POST /tokenize", "text or messages to token ids"),
     ("POST /detokenize", "token ids to text"),
     ("GET /health", "200 while the engine lives, else 503; also /ping"),
@@ -159,6 +164,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
         "stream": True,
     },
     "/v1/responses": {"input": "Hello", "max_output_tokens": 32},
+    "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "adapters/sql"},
+    "/v1/unload_lora_adapter": {"lora_name": "sql"},
     "/tokenize": {"prompt": "def main(", "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -188,7 +195,17 @@ def _add_generation(app: FastAPI, context: Context) -> None:
     _post(app, "/v1/chat/completions", ChatBody, context, chat.chat, "Answer a conversation")
     _post(app, "/v1/responses", ResponsesBody, context, responses.responses, "Answer (Responses API)")
 
+    _post(app, "/v1/load_lora_adapter", LoadAdapterBody, context, load_adapter, "Load an adapter")
+    _post(app, "/v1/unload_lora_adapter", UnloadAdapterBody, context, unload_adapter, "Forget an adapter")
+
     def card(name: str) -> dict[str, Any]:
+        adapter = context.adapters.get(name)
+        if adapter is not None:
+            return card(context.config.model_names[0]) | {
+                "id": name,
+                "root": adapter.lora_path,
+                "parent": context.config.model_names[0],
+            }
         return {
             "id": name,
             "object": "model",
@@ -200,7 +217,7 @@ def _add_generation(app: FastAPI, context: Context) -> None:
 
     @app.get("/v1/models", summary="The names of the model")
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [card(n) for n in context.config.model_names]})
+        return JSONResponse({"object": "list", "data": [card(n) for n in context.names]})
 
     @app.get("/v1/models/{name:path}", summary="One of them")
     async def model(name: str) -> JSONResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftwise.config.lora import LoRARequest
 from draftwise.cpus import processors
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.hosts import check_hosts
@@ -67,6 +68,7 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     tool_call_parser: str = "hermes"  # the form in which the model writes tool calls
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector (OTLP over HTTP)
+    lora_modules: tuple[LoRARequest, ...] = ()  # loaded before the server listens
     log_interval: float = 10.0  # between log lines of statistics; 0: none
     access_log: bool = False
     log_level: str = "info"
@@ -97,6 +99,9 @@ class ServerConfig:
             raise ConfigError(f"max_chunk_rate: expected chunks per second >= 0, got {self.max_chunk_rate:g}")
         if not self.model_names or not all(self.model_names):
             raise ConfigError("served_model_name: expected at least one name")
+        doubled = sorted({m.lora_name for m in self.lora_modules} & set(self.model_names))
+        if doubled:
+            raise ConfigError(f"lora_modules: {doubled[0]!r} is the name of the model")
         if any(not key for key in self.api_keys):
             raise ConfigError("api_key: a key must not be empty")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -16,6 +16,7 @@ from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import ConfigError
 from draftwise.sampling.params import SamplingParams
+from draftwise.server.adapter_names import ServedAdapters
 from draftwise.server.admission import Admission
 from draftwise.server.body import Bodies
 from draftwise.server.config import ServerConfig
@@ -47,6 +48,7 @@ class Context:
         self.config = config
         self.admission = Admission(engine, config, engine.config.max_num_seqs or 64)
         self.created = int(time.time())
+        self.adapters = ServedAdapters(config.lora_modules)
         self.token_text = functools.lru_cache(maxsize=65536)(self._token_text)
         self.limits = engine.config.request_limits
         self._bodies = Bodies(config, self.limits, engine.max_model_len)
@@ -105,12 +107,17 @@ class Context:
         tokenizer = self.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([token_id]))
 
+    @property
+    def names(self) -> list[str]:
+        """Of the model, and of its adapters."""
+        return [*self.config.model_names, *(module.lora_name for module in self.adapters.all)]
+
     def model_name(self, asked: str | None) -> str:
         """The name in the answer. Raises APIError (404) for a model that is not served."""
         if asked is None or asked == "":
             return self.config.model_names[0]
-        if asked not in self.config.model_names:
-            names = ", ".join(self.config.model_names)
+        if asked not in self.names:
+            names = ", ".join(self.names)
             raise APIError(
                 404,
                 f"the model {asked[:200]!r} does not exist; there is {names}",
@@ -137,6 +144,9 @@ class Context:
             raise bad_request(f"timeout is {timeout:g}; it must be seconds, at least 0.001", "timeout")
         if priority is not None and abs(priority) > 1 << 53:
             raise bad_request("priority is out of range", "priority")
+        lora_request = self.adapters.get(
+            body.model
+        )  # before anything is awaited: it may be unloaded meanwhile
         ticket = self.admission.enter(num_samples)
         try:
             prompts, params = await self._work_for(request, body.size, prepare)
@@ -151,6 +161,7 @@ class Context:
             priority=priority or 0,
             timeout=self.config.request_timeout if timeout is None else timeout,
             keep_trace=keep_trace,
+            lora_request=lora_request,
             on_close=ticket.release,
             spans=None
             if self.spans is None

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from draftwise.config import EngineConfig
+from draftwise.config.lora import LoRARequest
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.sampling.params import SamplingParams
@@ -42,7 +43,10 @@ class ServedEngine(Protocol):
         *,
         priority: int = 0,
         keep_trace: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> OutputStream: ...
+    async def add_lora(self, lora_request: LoRARequest) -> None: ...
+    async def remove_lora(self, lora_int_id: int) -> bool: ...
     def abort(self, request_id: str) -> bool: ...
     def abort_all(self) -> int: ...
     def apply_chat_template(

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from draftwise.config.lora import LoRARequest
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import RequestOutput
 from draftwise.errors import EngineDeadError
@@ -34,6 +35,7 @@ class Generation:
         priority: int = 0,
         timeout: float | None = None,
         keep_trace: bool = False,
+        lora_request: LoRARequest | None = None,
         on_close: Callable[[], None] = lambda: None,
         spans: RequestSpans | None = None,
     ) -> None:
@@ -55,7 +57,9 @@ class Generation:
             for i, prompt in enumerate(prompts):
                 # Clients choose request ids. In the engine no two requests may share a name, whatever they chose.
                 name = f"{request_id}-{i}-{uuid.uuid4().hex}"
-                stream = engine.submit(prompt, params, name, priority=priority, keep_trace=keep_trace)
+                stream = engine.submit(
+                    prompt, params, name, priority=priority, keep_trace=keep_trace, lora_request=lora_request
+                )
                 self._streams.append(stream)
                 self._names.append(name)
         except BaseException:

@@ -175,5 +175,16 @@ class TokenizeBody(Body):
     chat_template_kwargs: Object | None = None
 
 
+class LoadAdapterBody(Body):
+    lora_name: StrictStr = Field(description="the model's name in requests that want it")
+    lora_path: StrictStr = Field(description="folder on the server, or hub id")
+    load_inplace: StrictBool | None = None
+
+
+class UnloadAdapterBody(Body):
+    lora_name: StrictStr
+    lora_int_id: StrictInt | None = Field(None, description="accepted; the name says which")
+
+
 class DetokenizeBody(Body):
     tokens: TokenIds

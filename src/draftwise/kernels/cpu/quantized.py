@@ -44,6 +44,9 @@ class QuantizedOps(NativeOps):
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._linear.pack_as(weight, bias, self.scheme)
 
+    def pack_exact(self, weight: Tensor) -> Linear:
+        return super().pack_linear(weight)
+
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._linear.pack_as(weight, bias, self.scheme, paired=True)
 

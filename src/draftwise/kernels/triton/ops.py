@@ -100,6 +100,9 @@ class TritonOps(AttendingOps):
         invariant = self._batch_invariant
         return pack_quantized(weight, bias, self._tiling, self._device, dynamic=dynamic, invariant=invariant)
 
+    def pack_exact(self, weight: Tensor) -> Linear:
+        return self._pack(weight, None, None)
+
     def pack_tied_head(self, table: Tensor) -> Linear:
         if self._scheme is not None:
             return self.pack_head(table)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from draftwise.kernels.base import Ops
 from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel
+from draftwise.models.base import DecoderModel, LinearSite
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.models.general.attention import taking
 from draftwise.models.general.carried import Unit, running
+from draftwise.models.general.modules import PackedLinear
 from draftwise.models.general.parts import body_of
 from draftwise.models.general.recurrence import Recurrence
 from draftwise.models.general.ways import Part, Way
@@ -137,6 +138,23 @@ class GeneralDecoder(DecoderModel):
         finally:
             self._given.hidden = None
         return found[0].float()
+
+    def linear_sites(self) -> tuple[LinearSite, ...]:
+        """Linear layers on our kernels, under the names that Transformers has for them."""
+        return tuple(
+            LinearSite(module.packed, module.in_features, ((name, module.out_features),))
+            for name, module in self._model.named_modules()
+            if isinstance(module, PackedLinear) and module is not self._model.get_output_embeddings()
+        )
+
+    def operations(self) -> Ops:
+        return self.ops
+
+    def with_operations(self, ops: Ops) -> DecoderModel:
+        for module in self._model.modules():
+            if isinstance(module, PackedLinear):
+                module.compute_with(ops)
+        return self
 
     def weight_bytes(self) -> int:
         return self.weight_size

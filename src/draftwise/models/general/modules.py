@@ -25,6 +25,10 @@ class PackedLinear(nn.Module):
         self.waits = False
         self._ops = ops
 
+    def compute_with(self, ops: Ops) -> None:
+        """From now on by other operations, which take the same handle."""
+        self._ops = ops
+
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., inputs] -> [..., outputs]."""
         if self.known is not None:

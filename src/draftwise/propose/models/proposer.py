@@ -109,6 +109,7 @@ class ModelProposer(Proposer, TreeModel):
             device=context.device,
             revision=config.revision,
             quantization=config.quantization,
+            adapter=config.lora_path,
         )
         if config.use_heterogeneous_vocab:
             model = _mapped(model, context)

@@ -1,0 +1,176 @@
+"""A model whose requests have adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.errors import ConfigError
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel, SharedWeights
+from draftwise.models.lora.ops import AdaptedOps, PackedAdapter
+from draftwise.models.lora.peft import LowRank
+from draftwise.models.recorded import RecordedDecoder
+from draftwise.models.wrapped import WrappedDecoder
+from draftwise.types import AttentionBatch, StateRows, StepInput, TargetOutput
+
+
+class AdaptedDecoder(WrappedDecoder):
+    """``plain`` for requests without an adapter, and the same weights with low-rank additions for the others.
+
+    Requests without an adapter are computed by ``plain`` as if there were no others, so that they have the very bits of
+    an engine without adapters. The rest are one pass, call by call: recorded passes have no place for additions. A
+    batch of both kinds thus reads the weights twice.
+    """
+
+    def __init__(self, plain: DecoderModel) -> None:
+        """
+        Raises:
+            ConfigError: the model's linear layers take no additions.
+        """
+        super().__init__(plain)
+        base = plain.inner if isinstance(plain, RecordedDecoder) else plain
+        try:
+            self._sites = base.linear_sites()
+            ops = base.operations()
+            as_ops, self._ops = AdaptedOps.over(ops)
+            self._adapted = base.with_operations(as_ops)
+        except NotImplementedError as error:
+            raise ConfigError(f"enable_lora: {error}") from error
+        self._pack_with = ops
+        self._loaded: dict[int, PackedAdapter] = {}
+
+    # ----------------------------------------------------------------------------------------------- adapters
+
+    def load(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        """Pack an adapter under a number that no other has had. Between two passes.
+
+        Raises:
+            ModelLoadError: it is for another model.
+        """
+        assert slot > 0 and slot not in self._loaded
+        with torch.inference_mode():
+            self._loaded[slot] = PackedAdapter(adapter, self._sites, self._pack_with)
+
+    def drop(self, slot: int) -> None:
+        """Let go of an adapter that no request has. Between two passes."""
+        self._loaded.pop(slot, None)
+
+    # ------------------------------------------------------------------------------------------------- passes
+
+    def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
+        return self._run(batch, kv, None, capture, logits=False)[0]
+
+    def forward_logits(
+        self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None, capture: Sequence[int] = ()
+    ) -> tuple[TargetOutput, Tensor]:
+        output, found = self._run(batch, kv, rows, capture, logits=True)
+        assert found is not None
+        return output, found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.inner.logits(hidden)
+
+    def shared_weights(self) -> SharedWeights:
+        return self.inner.shared_weights()
+
+    def first_layers(self, count: int) -> DecoderModel:
+        return self.inner.first_layers(count)
+
+    def prepare(self, kv: KVStorage, capture: Sequence[int] = ()) -> None:
+        self.inner.prepare(kv, capture)
+
+    def _run(
+        self,
+        batch: StepInput,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        capture: Sequence[int],
+        logits: bool,
+    ) -> tuple[TargetOutput, Tensor | None]:
+        adapters = batch.adapters
+        if adapters is None or not any(adapters):
+            if logits:
+                return self.inner.forward_logits(batch, kv, rows, capture)
+            return self.inner.forward(batch, kv, capture), None
+        if all(adapters):
+            output = self._with_adapters(batch, kv, capture)
+        else:
+            which = np.asarray(adapters) > 0
+            halves = [part_of(batch, ~which), part_of(batch, which)]
+            (first, at), (second, other) = halves
+            plain = self.inner.forward(first, kv, capture)
+            output = _joined(plain, at, self._with_adapters(second, kv, capture), other)
+        if not logits:
+            return output, None
+        chosen = output.hidden
+        if rows is not None:
+            chosen = chosen[torch.tensor(rows, dtype=torch.int64, device=chosen.device)]
+        # by the plain model's own operation, of which a row's result is its own
+        empty = chosen.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        return output, self.inner.logits(chosen) if len(chosen) else empty
+
+    def _with_adapters(self, batch: StepInput, kv: KVStorage, capture: Sequence[int]) -> TargetOutput:
+        assert batch.adapters is not None
+        starts = batch.attention.query_start_np
+        places: dict[int, list[npt.NDArray[np.int64]]] = {}
+        for i, slot in enumerate(batch.adapters):
+            places.setdefault(slot, []).append(np.arange(starts[i], starts[i + 1], dtype=np.int64))
+        missing = places.keys() - self._loaded.keys()
+        assert not missing, f"adapters {sorted(missing)} are not loaded"
+        groups: list[tuple[Tensor | None, PackedAdapter]] = []
+        for slot, found in places.items():
+            index = None if len(places) == 1 else torch.from_numpy(np.concatenate(found)).to(self.device)
+            groups.append((index, self._loaded[slot]))
+        self._ops.begin(groups)
+        try:
+            return self._adapted.forward(replace(batch, adapters=None), kv, capture)
+        finally:
+            self._ops.end()
+
+
+def part_of(batch: StepInput, which: npt.NDArray[np.bool_]) -> tuple[StepInput, Tensor]:
+    """The requests ``which`` [R] of a batch as a batch of their own, and their rows in the whole, int64 [n]."""
+    whole = batch.attention
+    assert whole.static is None and whole.apart is None
+    counts = np.diff(whole.query_start_np)
+    rows_np = np.flatnonzero(np.repeat(which, counts))
+    rows = torch.from_numpy(rows_np).to(batch.token_ids.device)
+    ancestors = whole.ancestors_np
+    attention = AttentionBatch(
+        query_start_np=np.concatenate([[0], np.cumsum(counts[which])]).astype(whole.query_start_np.dtype),
+        context_len_np=whole.context_len_np[which],
+        is_tree_np=whole.is_tree_np[which],
+        block_tables_np=np.ascontiguousarray(whole.block_tables_np[which]),
+        ancestors_np=None if ancestors is None or not whole.is_tree_np[which].any() else ancestors[rows_np],
+        block_size=whole.block_size,
+        first_key_np=None if whole.first_key_np is None else whole.first_key_np[which],
+        tree_start_np=None if whole.tree_start_np is None else whole.tree_start_np[which],
+    )
+    states = None
+    if batch.states is not None:
+        indices = np.flatnonzero(which).tolist()
+        slots, revocable = batch.states
+        states = StateRows([slots[i] for i in indices], [revocable[i] for i in indices])
+    adapters = batch.adapters
+    if adapters is not None:
+        adapters = tuple(adapter for adapter, taken in zip(adapters, which, strict=True) if taken)
+    part = StepInput(
+        batch.token_ids[rows], batch.positions[rows], batch.slots[rows], attention, states, adapters
+    )
+    return part, rows
+
+
+def _joined(first: TargetOutput, at: Tensor, second: TargetOutput, other: Tensor) -> TargetOutput:
+    def join(x: Tensor, y: Tensor) -> Tensor:
+        out = x.new_empty((len(x) + len(y), x.shape[1]))
+        out[at], out[other] = x, y
+        return out
+
+    captured = {layer: join(x, second.captured[layer]) for layer, x in first.captured.items()}
+    return TargetOutput(join(first.hidden, second.hidden), captured)

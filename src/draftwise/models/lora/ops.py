@@ -1,0 +1,119 @@
+"""Linear layers to which the adapters of a pass add their low-rank products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from draftwise.errors import ModelLoadError
+from draftwise.kernels.base import Linear, Ops
+from draftwise.models.base import LinearSite
+from draftwise.models.checkpoint import shorten
+from draftwise.models.lora.peft import LowRank
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What an adapter adds at a site: ``down`` [sum of r, inputs] of all its parts in one, then one ``up`` each."""
+
+    down: Linear
+    ups: tuple[tuple[slice, slice, Linear], ...]  # rows of down's result, outputs, [outputs, r]
+
+
+class PackedAdapter:
+    """An adapter, packed for the kernels of a model."""
+
+    def __init__(self, adapter: Mapping[str, LowRank], sites: Sequence[LinearSite], ops: Ops) -> None:
+        """
+        Raises:
+            ModelLoadError: a layer that it changes is none of the model's, or has another shape.
+        """
+        places = {name: (site, rows) for site in sites for name, rows in site.parts}
+        unknown = sorted(adapter.keys() - places.keys())
+        if unknown:
+            raise ModelLoadError(
+                f"the model has no linear layers of these names to add to: {shorten(unknown)}"
+            )
+        for name, part in adapter.items():
+            site, rows = places[name]
+            if part.down.shape[1] != site.inputs or part.up.shape[0] != rows:
+                raise ModelLoadError(
+                    f"{name}: the adapter is for {part.up.shape[0]} outputs over {part.down.shape[1]} inputs, "
+                    f"the model's has {rows} over {site.inputs}"
+                )
+        self._sites: dict[int, _Packed] = {}
+        for site in sites:
+            packed = _pack(adapter, site, ops)
+            if packed is not None:
+                self._sites[id(site.weight)] = packed
+
+    def at(self, weight: Linear) -> _Packed | None:
+        return self._sites.get(id(weight))
+
+
+def _pack(adapter: Mapping[str, LowRank], site: LinearSite, ops: Ops) -> _Packed | None:
+    downs, ups, start, first = [], [], 0, 0
+    for name, rows in site.parts:
+        part = adapter.get(name)
+        if part is not None:
+            up = (part.up.float() * part.scale).to(ops.dtype)
+            downs.append(part.down.to(ops.dtype))
+            ups.append(
+                (slice(first, first + part.rank), slice(start, start + rows), ops.pack_exact(_on(up, ops)))
+            )
+            first += part.rank
+        start += rows
+    return _Packed(ops.pack_exact(_on(torch.cat(downs), ops)), tuple(ups)) if downs else None
+
+
+def _on(weight: Tensor, ops: Ops) -> Tensor:
+    return weight.to(ops.device).contiguous()
+
+
+class AdaptedOps:
+    """``inner``, whose linear layers add the adapters of the pass under way; stands for it as `Ops`.
+
+    A row's sum is the layer's own product, rounded, plus the low-rank product, rounded: whatever else is in the batch.
+    """
+
+    def __init__(self, inner: Ops) -> None:
+        self._inner = inner
+        self._active: list[tuple[Tensor | None, PackedAdapter]] = []
+
+    @staticmethod
+    def over(inner: Ops) -> tuple[Ops, AdaptedOps]:
+        """The same object as operations, and as what is told of passes."""
+        found = AdaptedOps(inner)
+        return cast(Ops, found), found
+
+    def begin(self, rows: Sequence[tuple[Tensor | None, PackedAdapter]]) -> None:
+        """A pass begins: rows (int64 [n]; None: all) of each adapter."""
+        self._active = list(rows)
+
+    def end(self) -> None:
+        """The pass is over, however it ended."""
+        self._active = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        """As `Ops.linear`."""
+        inner = self._inner
+        result = inner.linear(x, weight, out)
+        for rows, adapter in self._active:
+            packed = adapter.at(weight)
+            if packed is None:
+                continue
+            low = inner.linear(x if rows is None else x[rows].contiguous(), packed.down)
+            for part, outputs, up in packed.ups:
+                added = inner.linear(low[:, part].contiguous(), up)
+                if rows is None:
+                    result[:, outputs] += added
+                else:
+                    result[rows, outputs] = result[rows, outputs] + added
+        return result

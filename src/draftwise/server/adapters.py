@@ -1,0 +1,28 @@
+"""Adapters loaded and unloaded over HTTP, as in vLLM."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from draftwise.server.context import Context
+from draftwise.server.errors import bad_request
+from draftwise.server.protocol import LoadAdapterBody, UnloadAdapterBody
+
+
+async def load_adapter(context: Context, request: Request, body: LoadAdapterBody) -> Response:
+    """``POST /v1/load_lora_adapter``."""
+    if not context.engine.config.enable_lora:
+        raise bad_request("this server takes no adapters (--enable-lora)", "lora_name")
+    if body.lora_name in context.config.model_names:
+        raise bad_request(f"{body.lora_name!r} is the name of the model", "lora_name")
+    if body.load_inplace:
+        raise bad_request("load_inplace: unload the adapter first", "load_inplace")
+    await context.adapters.load(context.engine, body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def unload_adapter(context: Context, request: Request, body: UnloadAdapterBody) -> Response:
+    """``POST /v1/unload_lora_adapter``."""
+    await context.adapters.unload(context.engine, body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
