@@ -29,6 +29,7 @@ from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
 from draftwise.models.general.nodes import CannotAssemble
 from draftwise.models.general.parts import Called, body_of, text_model
+from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.general import build_from_gguf
 from draftwise.models.gguf.reader import is_gguf
@@ -49,7 +50,8 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool =
     model = _from_gguf(folder, config, ops) if is_gguf(folder) else _from_folder(folder, config, ops)
     try:
         try:
-            return _prepared(model, config, ops, rounded)
+            with quiet():
+                return _prepared(model, config, ops, rounded)
         except WrongAssembly as error:
             logger.warning(
                 "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
@@ -62,13 +64,13 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool =
 
 def _from_gguf(path: Path, config: ModelConfig, ops: Ops) -> Any:
     raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
-    with _quiet():
+    with quiet():
         model = build_from_gguf(path, config, transformers_config(raw), ops.dtype)
     return model.eval().to(ops.device)
 
 
 def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
-    with _quiet():
+    with quiet():
         try:
             cls, own = _class_and_config(config)
             found: Any = cls.from_pretrained(
@@ -309,21 +311,3 @@ def _freeze_rotations(model: Any, max_model_len: int) -> None:
         else:
             module(x, last)
             module.rope_type = "default"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Transformers' advice is for whoever calls it; errors still come."""
-    from transformers.utils import logging
-
-    theirs: Any = logging
-    before = theirs.get_verbosity()
-    theirs.set_verbosity_error()
-    bars = theirs.is_progress_bar_enabled()
-    theirs.disable_progress_bar()
-    try:
-        yield
-    finally:
-        theirs.set_verbosity(before)
-        if bars:
-            theirs.enable_progress_bar()

@@ -16,6 +16,7 @@ from draftwise.models.config import RawConfig
 from draftwise.models.general.attention import PAGED, register, taking
 from draftwise.models.general.config import transformers_config
 from draftwise.models.general.finding import find_units
+from draftwise.models.general.quiet import quiet
 
 _TOKENS = 4
 
@@ -48,7 +49,7 @@ def call_shapes(model: Any) -> tuple[KVLayerSpec, ...]:
     """
     taker = _Shapes()
     tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
-    with torch.inference_mode(), taking(taker):
+    with quiet(), torch.inference_mode(), taking(taker):
         model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
     return tuple(taker.layers)
 
@@ -59,7 +60,7 @@ def state_shapes(model: Any) -> StateSpec | None:
     Raises whatever the model's code raises where it wants numbers to look at.
     """
     tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
-    with torch.inference_mode(), taking(_Shapes()):
+    with quiet(), torch.inference_mode(), taking(_Shapes()):
         units = find_units(model, lambda: model(input_ids=tokens, use_cache=False), values=False)
     tensors = tuple(tensor for unit in units for tensor in unit.tensors)
     return StateSpec(tensors) if tensors else None

@@ -1,0 +1,25 @@
+"""Transformers without its advice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers' advice is for whoever calls it; errors still come."""
+    from transformers.utils import logging
+
+    theirs: Any = logging
+    before = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    bars = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)
+        if bars:
+            theirs.enable_progress_bar()
