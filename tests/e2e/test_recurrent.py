@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from draftwise import LLM, AsyncLLM, SamplingParams
 from draftwise.errors import ConfigError, ModelLoadError, RequestError
 from draftwise.kv.states import Begun, StateStore
 from draftwise.models.loader import load_model
+from draftwise.propose.base import DraftRow, Proposer
+from draftwise.types import Proposal
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.architectures import save, small
 
@@ -232,6 +234,24 @@ def test_memory_of_states_is_planned(folders: dict[str, Folders]) -> None:
         assert len(token_ids(llm.generate(PROMPTS, params("ngram")))) == 9
     with LLM(folders["mamba"].target, **base, max_num_seqs=200, num_kv_blocks=9) as llm:
         assert llm._engine.kv_cache_bytes >= 200 * one  # type: ignore[union-attr]
+
+
+class Branches(Proposer):
+    """Of another package, and drafts trees without being asked for them."""
+
+    name = "branches"
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [Proposal((5, 6), (-1, -1), self.name) for _ in rows]
+
+
+def test_a_drafter_that_drafts_trees_unasked_is_no_harm(folders: dict[str, Folders]) -> None:
+    config = {"method": f"{__name__}.Branches", "num_speculative_tokens": 3}
+    with LLM(folders["lfm2"].target, **OPTIONS, speculative_config=config) as llm:
+        wanted = token_ids(llm.generate(PROMPTS[:3], params()))
+        found = llm.generate(PROMPTS[:3], params(f"{__name__}.Branches"))
+        assert token_ids(found) == wanted
+        assert sum(llm.stats().drafter_failures.values()) > 0
 
 
 def newest(self: StateStore, slot: int, context: int, final: int, end: int) -> Begun:

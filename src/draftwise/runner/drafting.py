@@ -276,6 +276,8 @@ class Drafting:
         proposals = list(self._proposers[name].propose(rows))
         if len(proposals) != len(rows):
             raise ValueError(f"{len(proposals)} proposals for {len(rows)} requests")
+        if self._storage.states is not None and not all(proposal.is_chain for proposal in proposals):
+            raise ValueError("a tree for a model that carries recurrent state")
         size, device, foreign = self._vocab_size, self._device, name in self._foreign
         return [
             checked(proposal, row, size, device, foreign=foreign)
