@@ -172,3 +172,50 @@ def test_a_head_of_another_method(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"method: '{method}' contradicts .* a head for '{told}'"):
             SpeculativeConfig(method=method, model=path)
     assert SpeculativeConfig(method="eagle", model=plain).method == "eagle"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_an_eagle_head_that_calls_itself_a_llama(tmp_path: Path, file: str) -> None:
+    """The authors' folders name no method; what tells them from a draft model is ``fc``."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = folder(tmp_path, architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    assert SpeculativeConfig(model=path).method == "draft_model"
+    for names, method in ((["layers.0.mlp.up_proj.weight"], "draft_model"), (["fc.weight"], "eagle")):
+        tensors = {name: torch.zeros(2, 2) for name in names}
+        if file.endswith("bin"):
+            torch.save(tensors, tmp_path / file)
+        else:
+            save_file(tensors, tmp_path / file)
+        assert SpeculativeConfig(model=path).method == method
+    (tmp_path / file).write_bytes(b"damaged")
+    assert SpeculativeConfig(model=path).method == "draft_model"
+    assert SpeculativeConfig(method="eagle", model=path).method == "eagle"
+
+
+@pytest.mark.parametrize("said", [2, 5])
+def test_medusa_heads_are_counted(tmp_path: Path, said: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    path = folder(tmp_path, medusa_num_heads=said, medusa_num_layers=1)
+    tensors = {f"{i}.0.linear.weight": torch.zeros(2, 2) for i in range(12)}
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    assert SpeculativeConfig(model=path).num_speculative_tokens == 12
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    torch.save(
+        {f"medusa_head.{i}.0.linear.weight": torch.zeros(2, 2) for i in range(3)},
+        tmp_path / "medusa_lm_head.pt",
+    )
+    assert SpeculativeConfig(model=path).num_speculative_tokens == 3
+
+
+def test_pard_is_known_by_its_token(tmp_path: Path) -> None:
+    path = folder(tmp_path, architectures=["LlamaForCausalLM"], num_hidden_layers=4, pard_token=7)
+    spec = SpeculativeConfig(model=path)
+    assert (spec.method, spec.parallel_drafting) == ("draft_model", True)
+    tree = SpeculativeConfig(model=path, speculative_token_tree=[[0], [1]])  # type: ignore[list-item, arg-type]
+    assert not tree.parallel_drafting
+    plain = folder(tmp_path / "plain", architectures=["LlamaForCausalLM"], num_hidden_layers=4)
+    assert not SpeculativeConfig(model=plain).parallel_drafting

@@ -49,15 +49,15 @@ def states_of(target: Target, layers: int = 6) -> list[Tensor]:
     return [*(torch.randn(TOKENS, 32, generator=generator) for _ in range(layers)), target.hidden]
 
 
-def check(head: HeadModel, target: Target, shape: HeadShape, weights: Weights) -> None:
-    """The head computes what the paper says of these weights."""
+def check(head: HeadModel, target: Target, shape: HeadShape, weights: Weights, window: int = TOKENS) -> None:
+    """The head computes what the paper says of these weights. ``window``: rows that a row sees."""
     reference = ReferenceHead(shape, weights, target.embedding, target.output)
     states = states_of(target)
     features = reference.combine(states)
     combined = head.combine(TargetOutput(states[-1], dict(enumerate(states[:-1]))), torch.arange(TOKENS))
     torch.testing.assert_close(combined, features, rtol=1e-4, atol=1e-4)
     rows = TOKENS - 1
-    seen = torch.ones(rows, rows).tril().bool()
+    seen = torch.ones(rows, rows).tril().triu(1 - window).bool()
     wanted, given = reference.rows(torch.tensor(target.tokens[1:]), features[:-1], torch.arange(rows), seen)
     table = np.arange(8, dtype=np.int32)
     kv = KVStorage(head.kv_layout(), 8, 4, torch.float32, CPU)
@@ -115,6 +115,67 @@ def test_eagle3_architecture_names_and_default_layers(tmp_path: Path, target: Ta
     (tmp_path / "config.json").write_text(json.dumps(config))
     head = load_eagle3(deep.context("eagle3", folder))
     assert head.feature_layers == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected", "said"),
+    [
+        ([1, 3, 5], (2, 4, 6), True),  # outputs of these layers: SpecForge's large models, nvidia
+        ([5, 1, 3], (2, 4, 6), True),
+        ([2, 4, 5], (2, 4, 5), False),  # what enters these
+        ([0, 3, 5], (0, 3, 5), False),
+        ([], (2, 4, 5), False),  # the defaults
+        (None, (2, 4, 5), False),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_numbers_of_layers(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    ids: list[int] | None,
+    expected: tuple[int, ...],
+    said: bool,
+    nested: bool,
+) -> None:
+    """Ids that begin with 1 count outputs, and others inputs; nothing in a list means the defaults."""
+    deep = Target(TorchOps(torch.float32, CPU), layers=8)
+    shape = replace(EAGLE3, feature_layers=(1, 2, 3))
+    folder = save_head(tmp_path, shape, random_weights(shape))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"]
+    place = config.setdefault("eagle_config", {}) if nested else config
+    place["eagle_aux_hidden_state_layer_ids"] = ids
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO, "draftwise"):
+        head = load_eagle3(deep.context("eagle3", folder))
+    assert head.feature_layers == expected
+    assert ("read as the outputs of these layers" in caplog.text) is said
+
+
+def test_windows_of_a_speculator(tmp_path: Path, target: Target) -> None:
+    """The current default of their trainer: the head's own attention slides."""
+    shape = replace(EAGLE3, norm_before_residual=True)
+    weights = random_weights(shape)
+    folder = save_head(tmp_path, shape, weights)
+    as_speculator(folder)
+    whole = load_eagle3(target.context("eagle3", folder))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = load_eagle3(target.context("eagle3", folder))
+    check(whole, target, shape, weights)
+    check(head, target, shape, weights, window=4)
+    with pytest.raises(AssertionError):
+        check(head, target, shape, weights)
+    for change, words in (
+        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        ({"sliding_window": None}, "'sliding_window'"),
+    ):
+        config["transformer_layer_config"] |= change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelLoadError, match=words):
+            load_eagle3(target.context("eagle3", folder))
+        config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 4}
 
 
 def test_speculators_format(tmp_path: Path, target: Target) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftwise.config.methods import method_of, read_config
+from draftwise.config.methods import method_of, read_config, tensor_names
 from draftwise.errors import ConfigError
 from draftwise.names import HEAD_METHODS
 
@@ -30,7 +31,7 @@ def head_defaults(method: str, model: str, revision: str | None) -> HeadDefaults
     told = method_of(config)
     tree = config.get("medusa_choices") if method == "medusa" else None
     return HeadDefaults(
-        num_tokens=_num_tokens(method, config),
+        num_tokens=_num_tokens(method, config, _medusa_heads_in(model) if method == "medusa" else None),
         tree=None if tree is None else sorted_choices(tree, f"{model}: medusa_choices"),
         parallel=method == "eagle3" and _drafts_in_parallel(config),
         method=told if told in HEAD_METHODS else None,
@@ -56,10 +57,20 @@ def mask_token_of(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _num_tokens(method: str, config: Mapping[str, Any]) -> int | None:
+def _medusa_heads_in(model: str) -> int | None:
+    """Medusa heads that a local folder's file has: config.json may say fewer. None: it cannot be told."""
+    folder = Path(model).expanduser()
+    for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"):
+        found = re.findall(rb"(?:^|[^\d])(\d+)\.0\.linear\.|blocks\.(\d+)\.", tensor_names(folder / name))
+        if found:
+            return 1 + max(int(first or second) for first, second in found)
+    return None
+
+
+def _num_tokens(method: str, config: Mapping[str, Any], heads_in_file: int | None = None) -> int | None:
     values: list[Any] = [config.get("num_lookahead_tokens")]
     if method == "medusa":
-        values += [config.get("medusa_num_heads"), config.get("num_heads")]
+        values += [heads_in_file, config.get("medusa_num_heads"), config.get("num_heads")]
     proposals = _mapping(config.get("speculators_config")).get("proposal_methods")
     if isinstance(proposals, list) and proposals:
         values.append(_mapping(proposals[0]).get("speculative_tokens"))

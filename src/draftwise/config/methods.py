@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def detect_method(model: str, revision: str | None) -> str:
     if canonical_name(model) in MODELLESS_METHODS:
         return canonical_name(model)
     config = read_config(model, revision)
+    if (
+        config is not None
+        and method_of(config) == "draft_model"
+        and _is_eagle(Path(model).expanduser(), config)
+    ):
+        return "eagle"
     if config is None:
         lowered = model.lower()
         for marker in ("eagle3", "eagle", "medusa", "dflash", "mtp"):
@@ -43,6 +50,29 @@ def detect_method(model: str, revision: str | None) -> str:
                 return marker
         return "draft_model"
     return method_of(config)
+
+
+def _is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder that calls itself a Llama of one layer is an EAGLE head, as its authors publish them: what tells
+    is ``fc``, the layer that joins token and feature. Only names of tensors are read."""
+    if config.get("num_hidden_layers") not in (0, 1):
+        return False
+    names = tensor_names(folder / "model.safetensors") or tensor_names(folder / "pytorch_model.bin")
+    return b"fc.weight" in names
+
+
+def tensor_names(file: Path) -> bytes:
+    """The part of a weight file that names its tensors; empty if there is none, or it cannot be read."""
+    try:
+        if file.suffix == ".safetensors":
+            with file.open("rb") as handle:
+                size = int.from_bytes(handle.read(8), "little")
+                return handle.read(min(size, 1 << 20))
+        with zipfile.ZipFile(file) as archive:
+            (data,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return archive.read(data)
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return b""
 
 
 def method_of(config: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from draftwise.config.contradictions import check_fields
 from draftwise.config.extraction import extracted_layers
 from draftwise.config.heads import head_defaults
 from draftwise.config.hybrid import check_inner, check_match_length
-from draftwise.config.methods import detect_method, resolve_method
+from draftwise.config.methods import detect_method, read_config, resolve_method
 from draftwise.config.speculative_fields import choices, dynamic_tree, ranges, tree_paths, weight_format
 from draftwise.config.synthetic import check_synthetic, rates_of_length
 from draftwise.config.trees import DynamicTree
@@ -272,6 +272,10 @@ class SpeculativeConfig:
 
     def _resolve_head(self) -> None:
         """Settings that a head's own config.json brings along."""
+        if self.method == "draft_model" and self.model is not None and self._shapes_allow_parallel():
+            config = read_config(self.model, self.revision)
+            if config is not None and "pard_token" in config:  # PARD: trained to fill in masks
+                self._set("parallel_drafting", True)
         if self.method not in HEAD_METHODS:
             return
         if self.model is None:
@@ -299,6 +303,10 @@ class SpeculativeConfig:
             self._set("speculative_token_tree", choices("medusa_choices", defaults.tree))
         elif self._shape_is_open() and defaults.num_tokens is not None:
             self._set("num_speculative_tokens", min(defaults.num_tokens, MAX_TREE_NODES))
+
+    def _shapes_allow_parallel(self) -> bool:
+        """Whether the user asks for nothing that drafting in one pass cannot do."""
+        return self.speculative_token_tree is None and self.speculative_dynamic_tree is None
 
     def _shape_is_open(self) -> bool:
         """Whether the user said nothing about how much to draft."""

@@ -13,6 +13,7 @@ MTP layers             see `models.heads.mtp_names`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from draftwise.config.heads import mask_token_of
 from draftwise.errors import ModelLoadError
-from draftwise.models.config import ModelConfig, RawConfig, dense_config
+from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.heads.base import TargetLink
 from draftwise.models.heads.eagle import EagleOptions
@@ -30,6 +31,8 @@ from draftwise.models.heads.tensors import HeadTensors
 from draftwise.models.heads.vocabulary import target_ids_of
 from draftwise.models.mlp import ExpertNames
 from draftwise.models.registry import resolve_model
+
+logger = logging.getLogger("draftwise")
 
 _SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",)}
 
@@ -93,6 +96,29 @@ def layer_config(raw: RawConfig, tensors: HeadTensors, num_layers: int) -> Model
         qk_norm=first + "self_attn.q_norm.weight" in tensors,
     )
     return replace(config, sliding_window=(None,) * num_layers)
+
+
+def head_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
+    """How far back each layer of a head attends, in positions; None: to the beginning.
+
+    Heads of the speculators project have windows by default (``layer_types`` of their layer's settings); other settings
+    say so with ``use_sliding_window``. A ``sliding_window`` alone, as every Qwen config has one, means nothing.
+
+    Raises:
+        ModelLoadError: layers of another type, or a window without a size.
+    """
+    types = raw.get("layer_types")
+    if not isinstance(types, list | tuple) or not types:
+        types = ["sliding_attention" if raw.get("use_sliding_window") else "full_attention"] * num_layers
+    if len(types) < num_layers:
+        raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
+    unknown = sorted(set(map(str, types)) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ModelLoadError(f"config.json: draft layers of type {', '.join(unknown)} are not supported")
+    return tuple(
+        require_int(raw, "sliding_window") if kind == "sliding_attention" else None
+        for kind in types[:num_layers]
+    )
 
 
 def sparse_layers(
@@ -219,10 +245,14 @@ def _feature_layers(raw: RawConfig, link: TargetLink) -> tuple[int, ...] | None:
         return None
     name = "eagle_aux_hidden_state_layer_ids"
     ids = raw.get(name) or nested.get(name)
-    if ids is None:
+    if ids is None or ids == []:
         return default_feature_layers(link.num_layers)
     if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
         raise ModelLoadError(f"config.json: {name} must be a list of layer numbers, not {ids!r}")
+    if min(ids) == 1 and not raw.get("layer_ids_are_inputs"):
+        # Nobody reads what enters layer 1, which the default counts as 2: the writer (SpecForge, nvidia) means outputs.
+        logger.info("%s %s is read as the outputs of these layers (it begins with 1)", name, list(ids))
+        ids = [layer + 1 for layer in ids]
     return tuple(sorted(ids))
 
 

@@ -27,6 +27,7 @@ from draftwise.models.heads.formats import (
     eagle3_options,
     eagle_options,
     head_settings,
+    head_windows,
     layer_config,
     mask_token,
     number_of_layers,
@@ -167,6 +168,7 @@ def declare_eagle(context: HeadContext) -> DeclaredHead:
     with _named(folder):
         check_target(raw, link)
         config = layer_config(raw, tensors, number_of_layers(tensors))
+        config = replace(config, sliding_window=head_windows(raw, config.num_layers))
         plan = WeightPlan(ops.dtype, ops.device)
         head = EagleHead(config, eagle_options(raw, tensors), link, ops, plan)
     return DeclaredHead(head, plan, tensors, ops)
@@ -185,6 +187,7 @@ def declare_eagle3(context: HeadContext) -> DeclaredHead:
     with _named(folder):
         check_target(raw, link)
         config = layer_config(raw, tensors, number_of_layers(tensors))
+        config = replace(config, sliding_window=head_windows(raw, config.num_layers))
         plan = WeightPlan(ops.dtype, ops.device)
         options = eagle3_options(raw, tensors, link)
         mask_shape: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ Two ways to name the tensors are published::
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ _AUTHORS_LAYER = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _AUTHORS_HEAD = re.compile(r"^(\d+)\.(\d+)\.weight$")
 _BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(?:linear\.)?(weight|bias)$")
 _HEAD = re.compile(r"^lm_heads?(?:\.(\d+))?\.weight$")
+
+
+logger = logging.getLogger("draftwise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ def rename_medusa(name: str) -> str | None:
 
 
 def medusa_shape(raw: Mapping[str, Any], tensors: HeadTensors) -> MedusaShape:
-    """Read the shape off the (renamed) tensors; ``raw``, the folder's config.json, has a say in the number of heads.
+    """Read the shape off the (renamed) tensors: how many heads there are, too, for published config.json files say 2
+    of 5. ``raw``, the folder's config.json, has a say in what the output layers are.
 
     Raises:
         ModelLoadError: no Medusa tensors, or heads that differ from each other.
@@ -79,7 +84,9 @@ def medusa_shape(raw: Mapping[str, Any], tensors: HeadTensors) -> MedusaShape:
         raise ModelLoadError(f"{tensors.folder} has no Medusa heads (tensors such as 0.0.linear.weight)")
     in_file = 1 + max(int(parts[1]) for parts in blocks)
     num_layers = 1 + max(int(parts[2]) for parts in blocks)
-    num_heads = number_of_heads(raw) or in_file
+    said = number_of_heads(raw)
+    if said not in (None, in_file):
+        logger.info("%s: config.json says %s Medusa heads, the file has %s", tensors.folder, said, in_file)
     outputs = [name for name in tensors if name.startswith("head.") and name != "head.weight"]
     first = tensors.get("block.0.0.weight")
     if first is None or len(first.shape) != 2:
@@ -90,7 +97,7 @@ def medusa_shape(raw: Mapping[str, Any], tensors: HeadTensors) -> MedusaShape:
         output = "own" if outputs else "shared" if "head.weight" in tensors else "target"
     name = outputs[0] if outputs else "head.weight"
     return MedusaShape(
-        num_heads=num_heads,
+        num_heads=in_file,
         num_layers=num_layers,
         bias=any(parts[3] == "bias" for parts in blocks),
         output=output,

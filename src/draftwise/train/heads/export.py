@@ -163,6 +163,7 @@ def _config(
             "draft_vocab_size": len(head.draft_ids),
             "target_hidden_size": target["hidden_size"],
             "eagle_aux_hidden_state_layer_ids": list(feature_layers),
+            "layer_ids_are_inputs": True,  # a list that begins with 1 would be taken for outputs
             **layer,
         }
     if isinstance(head, EagleHead):
