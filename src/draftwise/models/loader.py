@@ -28,6 +28,7 @@ from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint
 from draftwise.models.source import checkpoint_format, read_raw, scan
 from draftwise.models.text_part import PART_OF
+from draftwise.models.unfollowed import Watched, refuse_unfollowed
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import parse_scheme
 
@@ -201,11 +202,15 @@ def _read_config(folder: Path, max_model_len: int | None) -> tuple[ModelConfig, 
     try:
         architecture, cls = resolve_model(raw)
         checkpoint_format(folder)  # refused here if it is not supported
+        watched = Watched(raw)
         try:
-            config = cls.parse(raw, architecture, max_model_len)
+            config = cls.parse(watched, architecture, max_model_len)
         except OwnCodeLacks as lack:
             config, cls = parse_general(raw, architecture, max_model_len), GeneralDecoder
             logger.info("%s runs on Transformers' code: %s", architecture, lack)
+        if not is_general(cls) and cls.__module__.startswith("draftwise."):  # others may read it later
+            refuse_unfollowed(watched, architecture)
+        config = replace(config, raw=raw)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     return _with_generation_config(config, folder), cls
