@@ -41,6 +41,18 @@ LONG_ROPE = {
     "long_factor": [1.5, 2.0, 3.0, 4.0],
     "original_max_position_embeddings": 32,
 }
+DEEPSEEK = {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 GLM4_MOE = {
     "head_dim": 16,
     "n_routed_experts": 8,
@@ -112,6 +124,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", {"sliding_window": 9}),
     "phi3-partial": ("Phi3", {"head_dim": 16, "rope_parameters": PARTIAL_ROPE}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2},
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek-v2-lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "routed_scaling_factor": 2.0}),
     "glm4-moe": ("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
     "glm4-moe-biases": (
         "Glm4Moe",

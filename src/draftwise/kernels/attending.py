@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend, attend
-from draftwise.kernels.base import Experts, HeadShape, Linear, Ops
-from draftwise.kernels.mixture import GroupedExperts, gated, mix, route
+from draftwise.kernels.base import Experts, Heads, HeadShape, Linear, Ops
+from draftwise.kernels.mixture import GroupedExperts, StackedHeads, gated, mix, route
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.types import AttentionBatch
 
@@ -43,6 +43,9 @@ class AttendingOps(Ops):
         out: Tensor | None = None,
     ) -> Tensor:
         kv_heads, how = heads.num_kv_heads, self._attention
+        if kv[0].shape[1] == kv_heads:  # keys are their own values: the same memory for both
+            assert kv_heads == 1, "latent attention has one head"
+            kv = tuple(part.expand(-1, 2, *part.shape[2:]) for part in kv)
         return attend(
             how,
             q,
@@ -63,6 +66,14 @@ class AttendingOps(Ops):
         correction: Tensor | None = None,
     ) -> Experts:
         return GroupedExperts(layers, routing, correction)
+
+    def pack_heads(self, weight: Tensor) -> Heads:
+        return StackedHeads(weight)
+
+    def heads(self, x: Tensor, weight: Heads, out: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, StackedHeads)
+        result = weight.run(x)
+        return result if out is None else out.copy_(result)
 
     def gated(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         result = gated(gate_up, activation)

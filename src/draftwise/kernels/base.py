@@ -54,6 +54,17 @@ class Experts:
         raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
 
 
+class Heads:
+    """Handle of a linear layer for each head; made by `Ops.pack_heads`, read only by the same Ops."""
+
+    __slots__ = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept for all of them."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
+
+
 class Norm:
     """Handle of a packed RMSNorm weight with its epsilon; made by `Ops.pack_norm`."""
 
@@ -149,6 +160,10 @@ class Ops(ABC):
         """As `pack_linear`, of weights that are not rounded whatever the others are: low-rank parts of adapters."""
         return self.pack_linear(weight)
 
+    def pack_heads(self, weight: Tensor) -> Heads:
+        """``weight`` [heads, out, in]: a linear layer for each head, never rounded."""
+        raise NotImplementedError(f"{type(self).__name__} has no layers by head")
+
     @abstractmethod
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
         """``weight`` [H] -> handle."""
@@ -213,6 +228,14 @@ class Ops(ABC):
         """`experts`, chosen by somebody else: ``chosen`` [T, num_chosen] int64, ``weights`` likewise, float32."""
         raise NotImplementedError(f"{type(self).__name__} has no experts")
 
+    def heads(self, x: Tensor, weight: Heads, out: Tensor | None = None) -> Tensor:
+        """``x`` [T, heads * in], each head times its own layer -> [T, heads * out]."""
+        raise NotImplementedError(f"{type(self).__name__} has no layers by head")
+
+    def columns(self, x: Tensor, start: int, count: int) -> Tensor:
+        """``x`` [T, W] -> a copy of columns ``start .. start + count - 1``, [T, count]."""
+        return x.narrow(1, start, count).contiguous()
+
     def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """A copy of ``x`` [T, H] that later in-place operations do not change."""
         return x.clone() if out is None else out.copy_(x)
@@ -276,6 +299,8 @@ class Ops(ABC):
             rope_rows: [T, 2, ...] from `rope_rows`.
             kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`, ``(kv [slots, 2 * Hkv, D],)``, or, of an
                 int8 cache, codes of that shape and scales [slots, 2 * Hkv] float32. What is written is rounded to it.
+                An entry of ``Hkv`` heads and not of twice as many is latent attention's: keys are their own values,
+                and ``qkv`` is [T, (Hq + Hkv) * D].
             slots: [T] int64, where each row's K/V goes; distinct.
             q_norm, k_norm: over D, before the rotation.
 
@@ -296,7 +321,8 @@ class Ops(ABC):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window, soft cap and sinks as in `attention.base`."""
+        """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window, soft cap and sinks as in `attention.base`.
+        Entries of ``Hkv`` heads are keys that are their own values."""
 
     @property
     def capturable(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.kernels.base import Experts, Linear, Ops
+from draftwise.kernels.base import Experts, Heads, Linear, Ops
 from draftwise.kernels.routing import Activation, Routing
 
 
@@ -31,6 +31,25 @@ class GroupedExperts(Experts):
     @property
     def num_bytes(self) -> int:
         return sum(up.num_bytes + down.num_bytes for up, down in self.layers)
+
+
+class StackedHeads(Heads):
+    """``weight`` [heads, in, out]."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.transpose(1, 2).contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `Ops.heads`."""
+        count, inputs, outputs = self.weight.shape
+        by_head = x.view(-1, count, inputs).transpose(0, 1)  # [heads, T, in]
+        return torch.bmm(by_head, self.weight).transpose(0, 1).reshape(-1, count * outputs)
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -156,7 +156,8 @@ class TorchOps(AttendingOps):
         out: Tensor | None = None,
     ) -> Tensor:
         num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        packed = qkv.view(-1, num_q + 2 * num_kv, dim)
+        entries_heads = kv[0].shape[1]  # of latent attention as many as keys, else twice
+        packed = qkv.view(-1, num_q + entries_heads, dim)
         if q_norm is not None:
             q = packed.narrow(1, 0, num_q)
             q.copy_(self.rms_norm(q, q_norm))
@@ -167,7 +168,7 @@ class TorchOps(AttendingOps):
         swapped = rotated.roll(dim // 2, -1)
         rotated.mul_(rope_rows.narrow(1, 0, 1)).addcmul_(swapped, rope_rows.narrow(1, 1, 1))
         # k and v lie side by side in the packed row as they do in the cache: one copy writes both
-        entries = packed.narrow(1, num_q, 2 * num_kv)
+        entries = packed.narrow(1, num_q, entries_heads)
         if len(kv) == 2:
             for part, values in zip(kv, quantized(entries), strict=True):
                 part.index_copy_(0, slots, values)

@@ -17,8 +17,8 @@ class KVLayerSpec:
     """What one layer stores per token: named tensors and the shape of one token's entry.
 
     Dense attention stores keys and values side by side, ``(("kv", (2 * Hkv, D)),)``, so that a token is written
-    with one copy and gathered with one; see `KVLayerSpec.dense`. Latent attention (MLA) would say
-    ``(("latent", (512,)), ("rope_key", (64,)))``.
+    with one copy and gathered with one; see `KVLayerSpec.dense`. Latent attention (MLA) says
+    ``(("latent", (1, 576)),)``: keys that are their own values.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]

@@ -23,6 +23,17 @@ class OwnCodeLacks(ModelLoadError):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of latent attention (`models.latent`)."""
+
+    queries: int | None  # of the latent that queries are made from; None: of the hidden state
+    latent: int  # of the one that is stored
+    plain: int  # dimensions of a query that are not rotated
+    rotated: int
+    values: int  # of a head
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder. One immutable value; parts that need less take the fields they need."""
 
@@ -52,6 +63,7 @@ class ModelConfig:
     embedding_scale: float | None = None  # of embeddings as they enter the first layer
     norm_offset: float = 0.0  # added to the weights of all norms
     local_rope: RopeConfig | None = None  # in layers with a window; None: as in the others
+    latent: LatentConfig | None = None  # of latent attention, whose head_dim is that of what is stored
     sinks: bool = False  # each head has a score of one key more, whose value is zero
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

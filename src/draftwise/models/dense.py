@@ -29,6 +29,8 @@ class DenseDecoder(DecoderModel):
     names = DenseNames()
     sparse: type[SparseWeights] = SparseWeights
     """How the checkpoint keeps experts."""
+    weights: type[LayerWeights] = LayerWeights
+    """What a layer is made of."""
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
@@ -46,7 +48,7 @@ class DenseDecoder(DecoderModel):
         vocab, hidden = config.vocab_size, config.hidden_size
         self._embedding = plan.tensor(self.names.embedding, (vocab, hidden))
         self._loaded: list[LayerWeights | None] = [
-            LayerWeights(config, self.names, plan, i, sparse=self.sparse) for i in range(config.num_layers)
+            self.weights(config, self.names, plan, i, sparse=self.sparse) for i in range(config.num_layers)
         ]
         self._loaded_norm = plan.tensor(self.names.final_norm, (hidden,))
         self._loaded_head: Tensor | None
@@ -130,7 +132,7 @@ class DenseDecoder(DecoderModel):
         return logits if cap is None else self._ops.softcap(logits, cap)
 
     def linear_sites(self) -> tuple[LinearSite, ...]:
-        """q, k and v only where their rows stand as the checkpoint has them, and experts not at all."""
+        """q, k and v only where their rows stand as the checkpoint has them; experts and latent attention not at all."""
         config, names = self.config, self.names
         dim, hidden, inner = config.head_dim, config.hidden_size, config.intermediate_size
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
@@ -148,12 +150,13 @@ class DenseDecoder(DecoderModel):
                     (layer.qkv.v, names.v, rows_kv),
                 ):
                     sites.append(site(weight, hidden, (name, rows)))
-            elif config.rope.order(dim) is None:
+            elif isinstance(layer.qkv, Linear) and config.rope.order(dim) is None:
                 parts = [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)]
                 if names.qkv is not None:
                     parts = [(names.qkv, rows_q + 2 * rows_kv)]
                 sites.append(site(layer.qkv, hidden, *parts))
-            sites.append(site(layer.o, rows_q, (names.o, hidden)))
+            if isinstance(layer.o, Linear):
+                sites.append(site(layer.o, rows_q, (names.o, hidden)))
             if isinstance(layer.mlp, DenseMlp):
                 halves = [(names.gate, inner), (names.up, inner)]
                 if names.gate_up is not None:

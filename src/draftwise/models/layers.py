@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +54,19 @@ class DenseNames:
     sinks: str = "model.layers.{i}.self_attn.sinks"
 
 
+class Projections(Protocol):
+    """What is more than one linear layer in front of attention, or behind it."""
+
+    def run(self, ops: Ops, x: Tensor) -> Tensor:
+        """``x`` [T, inputs] -> [T, outputs]."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept for it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SplitQkv:
     """Projections of a layer whose queries and keys are normalised over all heads at once."""
@@ -63,11 +77,11 @@ class SplitQkv:
     q_norm: Norm  # [Hq * D]
     k_norm: Norm  # [Hkv * D]
 
-    def run(self, ops: Ops, hidden: Tensor) -> Tensor:
-        """``hidden`` [T, H] -> [T, (Hq + 2 * Hkv) * D]."""
-        q = ops.rms_norm(ops.linear(hidden, self.q), self.q_norm)
-        k = ops.rms_norm(ops.linear(hidden, self.k), self.k_norm)
-        return ops.concat(ops.concat(q, k), ops.linear(hidden, self.v))
+    def run(self, ops: Ops, x: Tensor) -> Tensor:
+        """``x`` [T, H] -> [T, (Hq + 2 * Hkv) * D]."""
+        q = ops.rms_norm(ops.linear(x, self.q), self.q_norm)
+        k = ops.rms_norm(ops.linear(x, self.k), self.k_norm)
+        return ops.concat(ops.concat(q, k), ops.linear(x, self.v))
 
     @property
     def num_bytes(self) -> int:
@@ -79,10 +93,10 @@ class DenseLayer:
     """One layer's packed weights."""
 
     input_norm: Norm | None  # None: its input is normalised otherwise, or not at all
-    qkv: Linear | SplitQkv  # [(Hq + 2 * Hkv) * D, H]
+    qkv: Linear | Projections  # [(Hq + 2 * Hkv) * D, H]
     q_norm: Norm | None  # [D]
     k_norm: Norm | None  # [D]
-    o: Linear  # [H, Hq * D]
+    o: Linear | Projections  # [H, Hq * D]
     post_norm: Norm
     mlp: Mlp
     window: int | None
@@ -107,7 +121,7 @@ class LayerWeights:
     ) -> None:
         """``input_norm``: whether it has one of its own; ``qkv_inputs``: columns of the q, k and v projections if they
         read more than the hidden size (layers of draft heads); ``sparse``: how experts are kept."""
-        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        hidden, dim = config.hidden_size, config.head_dim
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
 
         def name(pattern: str) -> str:
@@ -141,18 +155,24 @@ class LayerWeights:
             None if pattern is None else plan.tensor(name(pattern), (hidden,))
             for pattern in (names.after_attention, names.after_mlp)
         )
-        self.mlp: DenseWeights | SparseWeights
-        if config.experts is not None and config.experts.layers[i]:
-            self.mlp = sparse(config.experts, names.experts, plan, i, hidden)
-        else:
-            halves = [(names.gate, inner), (names.up, inner)]
-            if names.gate_up is not None:
-                halves = [(names.gate_up, 2 * inner)]
-            gate_up = linear(halves, hidden, config.mlp_bias)
-            down = linear([(names.down, hidden)], inner, config.mlp_bias)
-            self.mlp = DenseWeights(gate_up, down, config.activation)
+        self.mlp = self.declared_mlp(config, names, plan, i, sparse)
         # buffers that old checkpoints carry and everybody recomputes
         plan.ignored.add(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
+
+    @staticmethod
+    def declared_mlp(
+        config: ModelConfig, names: DenseNames, plan: WeightPlan, i: int, sparse: type[SparseWeights]
+    ) -> DenseWeights | SparseWeights:
+        """A layer's MLP or experts."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        if config.experts is not None and config.experts.layers[i]:
+            return sparse(config.experts, names.experts, plan, i, hidden)
+        halves = [(names.gate.format(i=i), inner), (names.up.format(i=i), inner)]
+        if names.gate_up is not None:
+            halves = [(names.gate_up.format(i=i), 2 * inner)]
+        gate_up = declare_linear(plan, halves, hidden, config.mlp_bias)
+        down = declare_linear(plan, [(names.down.format(i=i), hidden)], inner, config.mlp_bias)
+        return DenseWeights(gate_up, down, config.activation)
 
     def pack(self, ops: Ops, plan: WeightPlan, eps: float, window: int | None) -> DenseLayer:
         def norm(name: str, dims: Tensor | None = None) -> Norm | None:
@@ -243,7 +263,7 @@ class LayerPass:
         """
         ops = self.ops
         packed = layer.qkv
-        qkv = packed.run(ops, hidden) if isinstance(packed, SplitQkv) else ops.linear(hidden, packed)
+        qkv = ops.linear(hidden, packed) if isinstance(packed, Linear) else packed.run(ops, hidden)
         apart, heads, place = self.attention.apart, self.heads, None
         if apart is not None:
             place = apart.queries(qkv.shape[0], heads.num_heads, heads.head_dim, qkv.dtype)
@@ -252,7 +272,8 @@ class LayerPass:
         attended = ops.attention(
             q, entries, self.attention, self.heads, self.scale, layer.window, self.softcap, layer.sinks
         )
-        added = ops.linear(attended, layer.o)
+        behind = layer.o
+        added = ops.linear(attended, behind) if isinstance(behind, Linear) else behind.run(ops, attended)
         if layer.after_attention is not None:
             added = ops.rms_norm(added, layer.after_attention)
         hidden = ops.add_rms_norm(added, residual, layer.post_norm)

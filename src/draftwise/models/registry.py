@@ -9,6 +9,8 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.config import RawConfig
 
 _MODELS: dict[str, str | type[DecoderModel]] = {
+    "DeepseekV2ForCausalLM": "draftwise.models.deepseek:DeepseekV2Model",
+    "DeepseekV3ForCausalLM": "draftwise.models.deepseek:DeepseekV3Model",
     "Gemma2ForCausalLM": "draftwise.models.gemma2:Gemma2Model",
     "Gemma3ForCausalLM": "draftwise.models.gemma3:Gemma3TextModel",
     "Glm4MoeForCausalLM": "draftwise.models.glm4_moe:Glm4MoeModel",

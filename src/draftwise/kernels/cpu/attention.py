@@ -63,6 +63,7 @@ class AttentionCall(ctypes.Structure):
         ("kv_dtype", _I32),
         ("scale", _F32),
         ("softcap", _F32),
+        ("latent", _I32),
         ("sinks", _PTR),
     )
 
@@ -86,6 +87,15 @@ def kv_parts(kv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         "float32 scales, one per token and head",
     )
     return entries, scales
+
+
+def is_latent(entries: Tensor, num_kv_heads: int, dim: int) -> bool:
+    """Whether keys are their own values; the cache must have either heads of both or of keys alone."""
+    require(
+        entries.shape[2] == dim and entries.shape[1] in (num_kv_heads, 2 * num_kv_heads),
+        "a cache of the same heads",
+    )
+    return entries.shape[1] == num_kv_heads
 
 
 def sinks_of(sinks: Tensor | None, heads: int) -> int | None:
@@ -172,7 +182,6 @@ class NativeAttention(AttentionBackend):
         require(
             num_kv_heads > 0 and heads % num_kv_heads == 0, "as many query heads for each head of the cache"
         )
-        require(entries.shape[1:] == (2 * num_kv_heads, dim), "a cache of the same heads")
         if out is None:
             out = torch.empty((rows, heads * dim), dtype=q.dtype)
         require(
@@ -195,6 +204,7 @@ class NativeAttention(AttentionBackend):
             KV_DTYPES[entries.dtype],
             scale,
             softcap or 0.0,
+            is_latent(entries, num_kv_heads, dim),
             sinks_of(sinks, heads),
         )
         self._run(self._pool.pointer, DTYPES[q.dtype], call, view)

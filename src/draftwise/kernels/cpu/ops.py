@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import FUNCTIONS, Experts, HeadShape, LayerNorm, Linear, Norm, Ops, Rope
-from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, kv_parts
+from draftwise.kernels.base import FUNCTIONS, Experts, Heads, HeadShape, LayerNorm, Linear, Norm, Ops, Rope
+from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, is_latent, kv_parts
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
+from draftwise.kernels.cpu.heads import HeadsKernels, NativeHeads
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import DoubledLinear, LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -64,6 +65,7 @@ class RopeCall(ctypes.Structure):
         ("head_dim", _INT),
         ("kv_dtype", _INT),
         ("num_slots", _I64),
+        ("latent", _I64),
     )
 
 
@@ -84,6 +86,7 @@ class NativeOps(Ops):
         self._linear = LinearKernels(library, pool)
         self._attention = NativeAttention(library, pool)
         self._experts = ExpertsKernels(library, pool)
+        self._heads = HeadsKernels(library, pool)
         rows = [_PTR, _PTR, _F32, _PTR, _I64, _I64]
         self._rms_norm = library.function("dw_rms_norm", None, [_PTR, _INT, *rows])
         self._add_rms_norm = library.function(
@@ -232,6 +235,20 @@ class NativeOps(Ops):
         self._silu_mul(self.pool.pointer, self._code, gate_up.data_ptr(), result.data_ptr(), rows, size)
         return result
 
+    def pack_heads(self, weight: Tensor) -> Heads:
+        return self._heads.pack([self._linear.pack(one) for one in weight])
+
+    def heads(self, x: Tensor, weight: Heads, out: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, NativeHeads)
+        if isinstance(x, Symbol):
+            return x.program.heads(x, weight)
+        return self._heads.run(x, weight, out)
+
+    def columns(self, x: Tensor, start: int, count: int) -> Tensor:
+        if isinstance(x, Symbol):
+            return x.program.columns(x, start, count)
+        return super().columns(x, start, count)
+
     def gated(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         if isinstance(gate_up, Symbol):
             return gate_up.program.gated(gate_up, activation)
@@ -361,10 +378,10 @@ class NativeOps(Ops):
         rows, width = qkv.shape
         require(qkv.dtype is self._dtype and qkv.is_contiguous(), "rows of the model's type, side by side")
         require(
-            dim % 2 == 0 and dim <= 1024 and width == (num_q + 2 * num_kv) * dim,
+            dim % 2 == 0 and dim <= 1024 and width == (num_q + entries.shape[1]) * dim,
             "heads of an even size up to 1024",
         )
-        require(entries.shape[1:] == (2 * num_kv, dim), "a cache of the same heads")
+        latent = is_latent(entries, num_kv, dim)
         require(
             rope_rows.dtype is torch.float32
             and rope_rows.is_contiguous()
@@ -390,9 +407,10 @@ class NativeOps(Ops):
             dim,
             KV_DTYPES[entries.dtype],
             entries.shape[0],
+            latent,
         )
         self._rope_write(self.pool.pointer, self._code, call)
-        queries = qkv.view(-1, num_q + 2 * num_kv, dim).narrow(1, 0, num_q)
+        queries = qkv.view(-1, num_q + entries.shape[1], dim).narrow(1, 0, num_q)
         return queries if out is None else out.copy_(queries)
 
     def attention(

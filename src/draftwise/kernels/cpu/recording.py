@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import FUNCTIONS, HeadShape
-from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, kv_parts, sinks_of
+from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, is_latent, kv_parts, sinks_of
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ACTIVATIONS, NativeExperts
+from draftwise.kernels.cpu.heads import NativeHeads
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import Epilogue, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -31,6 +32,7 @@ from draftwise.kernels.routing import Activation
 # dw::OpKind of csrc/program.h
 _GATHER, _COPY, _RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _LINEAR, _ROPE_WRITE, _ATTENTION, _PICK = range(9)
 _CONCAT, _ADD, _CLEAR_FIRST, _EXPERTS, _GATED, _SCALE, _SOFTCAP, _LAYER_NORM, _UNARY, _MUL = range(9, 19)
+_HEADS, _COLUMNS = 19, 20
 
 
 class RecordingError(Exception):
@@ -377,6 +379,37 @@ class Recording:
         )
         return _tensor(out)
 
+    def heads(self, x: object, weight: NativeHeads) -> Tensor:
+        source = _buffer_of(x)
+        require(
+            source.dtype is weight.dtype and source.width == weight.count * weight.inputs, "rows of all heads"
+        )
+        out = self._new(weight.count * weight.outputs, self._dtype)
+        self._kept.append(weight)
+        self._append(
+            _HEADS,
+            x=source.number,
+            out=out.buffer.number,
+            width=source.width,
+            out_width=weight.count * weight.outputs,
+            weight=weight.pointer,
+        )
+        return _tensor(out)
+
+    def columns(self, x: object, start: int, count: int) -> Tensor:
+        source = _buffer_of(x)
+        require(start >= 0 and count > 0 and start + count <= source.width, "columns that there are")
+        out, size = self._new(count, source.dtype), source.dtype.itemsize
+        self._append(
+            _COLUMNS,
+            x=source.number,
+            out=out.buffer.number,
+            width=source.width * size,
+            out_width=count * size,
+            head_dim=start * size,
+        )
+        return _tensor(out)
+
     def qkv_rope_write(
         self,
         qkv: object,
@@ -394,8 +427,7 @@ class Recording:
         packed = _buffer_of(qkv)
         entries, scales = kv_parts(kv)
         require(
-            packed.width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-            and entries.shape[1:] == (2 * heads.num_kv_heads, heads.head_dim),
+            packed.width == (heads.num_heads + entries.shape[1]) * heads.head_dim,
             "rows and a cache of the same heads",
         )
         self._append(
@@ -412,6 +444,7 @@ class Recording:
             kv=self._pointer(entries),
             kv_scales=self._pointer(scales),
             kv_dtype=KV_DTYPES[entries.dtype],
+            epilogue=is_latent(entries, heads.num_kv_heads, heads.head_dim),
         )
         return _tensor(Symbol(self, packed))
 
@@ -444,6 +477,7 @@ class Recording:
             kv=self._pointer(entries),
             kv_scales=self._pointer(scales),
             kv_dtype=KV_DTYPES[entries.dtype],
+            epilogue=is_latent(entries, heads.num_kv_heads, heads.head_dim),
         )
         return _tensor(out)
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.attending import AttendingOps
-from draftwise.kernels.base import HeadShape, Linear, Norm, Rope
+from draftwise.kernels.base import Heads, HeadShape, Linear, Norm, Rope
 from draftwise.kernels.triton import rows
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
@@ -79,6 +79,9 @@ class TritonOps(AttendingOps):
 
     def pack_router(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._pack(weight, bias, None)
+
+    def pack_heads(self, weight: Tensor) -> Heads:
+        raise ModelLoadError("latent attention has no Triton kernels: set DRAFTWISE_KERNELS=torch")
 
     def _pack(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None) -> TritonLinear:
         if scheme is None:

@@ -47,6 +47,7 @@ struct AttentionCall {
   int32_t kv_dtype;
   float scale;
   float softcap;  // scores become cap * tanh(score / cap); 0: none
+  int32_t latent;  // not 0: a key is its own value, `kv` is [slots, Hkv, D] and `kv_scales` [slots, Hkv]
   const float* sinks;  // [Hq] of each head a score of one key more, whose value is zero; or null
 };
 

@@ -91,12 +91,13 @@ struct Work {
         group(call.num_heads / call.num_kv_heads), M(it.tile.count * group),
         rows(batch, it.tile.request, call.window), at(arena, M, padded, it.end - it.begin) {
     queries = (const T*)call.q + (int64_t)(rows.first_row + it.tile.first) * call.ldq + (int64_t)it.head * group * dim;
-    stride = (int64_t)2 * call.num_kv_heads * dim;
+    const int entries = call.latent != 0 ? call.num_kv_heads : 2 * call.num_kv_heads;
+    stride = (int64_t)entries * dim;
     keys = (const S*)call.kv + (int64_t)it.head * dim;
-    values = keys + (int64_t)call.num_kv_heads * dim;
-    scale_stride = (int64_t)2 * call.num_kv_heads;
+    values = call.latent != 0 ? keys : keys + (int64_t)call.num_kv_heads * dim;
+    scale_stride = entries;
     key_scales = SCALED<S> ? call.kv_scales + it.head : nullptr;
-    value_scales = SCALED<S> ? key_scales + call.num_kv_heads : nullptr;
+    value_scales = !SCALED<S> || call.latent != 0 ? key_scales : key_scales + call.num_kv_heads;
   }
 
   const T* query(int m) const { return queries + (int64_t)(m / group) * call.ldq + m % group * dim; }

@@ -94,7 +94,7 @@ void silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t r
 
 void rope_write(Pool* pool, DType dtype, const RopeCall* call) {
   for (int64_t r = 0; r < call->rows; r++) require(call->slots[r] >= 0 && call->slots[r] < call->num_slots, "slot");
-  int64_t width = (int64_t)(call->num_heads + 2 * call->num_kv_heads) * call->head_dim;
+  int64_t width = (int64_t)(call->num_heads + (call->latent != 0 ? 1 : 2) * call->num_kv_heads) * call->head_dim;
   over_rows(pool, call->rows, width,
             [&](int64_t begin, int64_t end) { kernels(dtype).rope_write[call->kv_dtype](call, begin, end); });
 }

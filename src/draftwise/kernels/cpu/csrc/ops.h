@@ -10,7 +10,7 @@
 
 namespace dw {
 
-// One layer's packed q/k/v rows: [Hq * D | Hkv * D | Hkv * D].
+// One layer's packed q/k/v rows: [Hq * D | Hkv * D | Hkv * D]; latent, where keys are their own values, [Hq * D | Hkv * D].
 struct RopeCall {
   void* qkv;             // [rows, (Hq + 2 Hkv) D], q is rotated in place
   const float* rotation;  // [rows, 2, D / 2]: cosines, sines
@@ -24,6 +24,7 @@ struct RopeCall {
   int num_heads, num_kv_heads, head_dim;
   int kv_dtype;
   int64_t num_slots;
+  int64_t latent;  // not 0: `kv` is [slots, Hkv, D], `kv_scales` [slots, Hkv]
 };
 
 // Kernels of one instruction set, on rows [begin, end).

@@ -153,13 +153,14 @@ DW_INLINE void write_entry(const T* x, int8_t* entry, float* scale, int64_t dim)
 template <class T, class S>
 void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
   const int64_t dim = call->head_dim, heads = call->num_heads, kv_heads = call->num_kv_heads;
-  const int64_t width = (heads + 2 * kv_heads) * dim;
+  const int64_t entries = call->latent != 0 ? kv_heads : 2 * kv_heads;
+  const int64_t width = (heads + entries) * dim;
   T normed[MAX_HEAD_DIM], key[MAX_HEAD_DIM];
   for (int64_t r = begin; r < end; r++) {
     T* row = (T*)call->qkv + r * width;
     const float* rotation = call->rotation + r * dim;
-    S* entry = (S*)call->kv + call->slots[r] * 2 * kv_heads * dim;
-    float* scales = call->kv_scales == nullptr ? nullptr : call->kv_scales + call->slots[r] * 2 * kv_heads;
+    S* entry = (S*)call->kv + call->slots[r] * entries * dim;
+    float* scales = call->kv_scales == nullptr ? nullptr : call->kv_scales + call->slots[r] * entries;
     for (int64_t h = 0; h < heads + kv_heads; h++) {
       T* from = row + h * dim;
       T* to = h < heads ? from : key;
@@ -171,7 +172,7 @@ void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
       rotate(from, rotation, to, dim / 2);
       if (h >= heads) write_entry(key, entry + (h - heads) * dim, scales + (h - heads), dim);
     }
-    for (int64_t h = kv_heads; h < 2 * kv_heads; h++)
+    for (int64_t h = kv_heads; h < entries; h++)
       write_entry(row + (heads + h) * dim, entry + h * dim, scales + h, dim);
   }
 }

@@ -7,6 +7,7 @@
 #include "attention_plan.h"
 #include "boundary.h"
 #include "experts.h"
+#include "heads.h"
 #include "ops.h"
 #include "team.h"
 
@@ -29,7 +30,7 @@ void* address(const Program& program, const PassInput& pass, int32_t buffer) {
 AttentionCall attention_call(const Program& program, const ProgramOp& op, const PassInput& pass) {
   return AttentionCall{address(program, pass, op.x), op.kv, op.kv_scales, address(program, pass, op.out), op.width,
                        op.num_heads, op.num_kv_heads, op.head_dim, op.window, op.kv_dtype, op.scale, op.softcap,
-                       (const float*)op.weight};
+                       op.epilogue, (const float*)op.weight};
 }
 
 constexpr int64_t SMALL_BYTES = 4 << 20;  // of weights
@@ -45,7 +46,7 @@ bool share_op(Team* team, const Program& program, const ProgramOp& op, const Pas
     team_do(team, [](void* arg, int part, int parts) { linear_run_part((const LinearCall*)arg, part, parts); }, &call);
     return true;
   }
-  if (op.kind == OP_EXPERTS) {
+  if (op.kind == OP_EXPERTS || op.kind == OP_HEADS) {
     Shares shares{team,
                   [](void* context, int tasks, void (*task)(void*, int), void* arg) {
                     struct Work {
@@ -63,6 +64,11 @@ bool share_op(Team* team, const Program& program, const ProgramOp& op, const Pas
                       team_do((Team*)context, part, &work);
                   },
                   threads};
+    if (op.kind == OP_HEADS) {
+      heads_run(shares, (const Heads*)op.weight, address(program, pass, op.x), op.width, address(program, pass, op.out),
+                op.out_width, rows);
+      return true;
+    }
     experts_route_run(shares, (const Experts*)op.weight, address(program, pass, op.x),
                       (const float*)address(program, pass, op.y), address(program, pass, op.out), rows);
     return true;
@@ -118,7 +124,7 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     case OP_ROPE_WRITE: {
       RopeCall call{at(op.x), (const float*)at(op.y), slots, op.kv, op.kv_scales, (const float*)op.weight,
                     (const float*)op.weight2, op.eps, rows, op.num_heads, op.num_kv_heads, op.head_dim, op.kv_dtype,
-                    op.width};
+                    op.width, op.epilogue};
       rope_write(pool, dtype, &call);
       break;
     }
@@ -164,6 +170,13 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     case OP_MUL:
       mul_rows(pool, dtype, at(op.x), at(op.y), at(op.out), rows, op.width);
       break;
+    case OP_HEADS:
+      heads_run(shares_of(pool), (const Heads*)op.weight, at(op.x), op.width, at(op.out), op.out_width, rows);
+      break;
+    case OP_COLUMNS:
+      for (int64_t r = 0; r < rows; r++)
+        memcpy((char*)at(op.out) + r * op.out_width, (const char*)at(op.x) + r * op.width + op.head_dim, (size_t)op.out_width);
+      break;
     default:
       break;
   }
@@ -172,6 +185,7 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
 // What a pass reads of the largest product.
 int64_t bytes_of(const ProgramOp& op) {
   if (op.kind == OP_LINEAR) return linear_bytes((const Linear*)op.weight);
+  if (op.kind == OP_HEADS) return heads_bytes((const Heads*)op.weight);
   return op.kind == OP_EXPERTS ? experts_step_bytes((const Experts*)op.weight) : 0;
 }
 

@@ -20,8 +20,8 @@ enum OpKind : int32_t {
   OP_ADD_RMS_NORM = 3,  // y += x; out = norm(y)
   OP_SILU_MUL = 4,      // out = silu(gate) * up of x; `width` of out
   OP_LINEAR = 5,        // out = x * weight, epilogue; x rows of `width`, out rows of `out_width` elements of dtype `out_dtype`
-  OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv` of `width` slots
-  OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`
+  OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv` of `width` slots; `epilogue`: latent
+  OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`; `epilogue`: latent
   OP_PICK = 8,          // out = the rows of x that the head wants, `width` bytes each
   OP_CONCAT = 9,        // out = x | y, rows of `width` and `out_width` bytes
   OP_ADD = 10,          // y += x, rows of `width` elements
@@ -33,6 +33,8 @@ enum OpKind : int32_t {
   OP_LAYER_NORM = 16,   // out = (x - mean) / deviation * `weight` + `weight2` (or null), rows of `width` elements
   OP_UNARY = 17,        // out = a Function (`epilogue`) of x, rows of `width` elements
   OP_MUL = 18,          // out = x * y, rows of `width` elements
+  OP_HEADS = 19,        // out = each head of x times a layer of its own (`weight`); rows of `width` and `out_width` elements
+  OP_COLUMNS = 20,      // out = `out_width` bytes of each row of x, of `width` bytes, from byte `head_dim` on
 };
 
 // Mirrored by program.py.
@@ -47,7 +49,7 @@ struct ProgramOp {
   float eps;
   int32_t kv_dtype;
   int64_t width, out_width;
-  const void* weight;   // dw::Linear*, dw::Experts*, table or norm; OP_ATTENTION: sinks or null
+  const void* weight;   // dw::Linear*, dw::Experts*, dw::Heads*, table or norm; OP_ATTENTION: sinks or null
   const void* weight2;  // OP_ROPE_WRITE: norms of q (weight) and k
   void* kv;
   float* kv_scales;  // of an int8 cache
