@@ -132,7 +132,7 @@ class DenseDecoder(DecoderModel):
         return logits if cap is None else self._ops.softcap(logits, cap)
 
     def linear_sites(self) -> tuple[LinearSite, ...]:
-        """q, k and v only where their rows stand as the checkpoint has them; experts and latent attention not at all."""
+        """q, k and v only where their rows stand as the checkpoint has them; no experts, no latent attention."""
         config, names = self.config, self.names
         dim, hidden, inner = config.head_dim, config.hidden_size, config.intermediate_size
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
