@@ -44,13 +44,16 @@ class Drafting:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        chains_only: bool = False,
     ) -> None:
+        """``chains_only``: the target carries recurrent state, and verifies no trees."""
         self._proposers = {GrammarProposer.name: GrammarProposer(), **proposers}
         self.guard = Guard(self._proposers)
         self._storage = storage
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._device = device
+        self._chains_only = chains_only
         self._filled_blocks: dict[str, npt.NDArray[np.bool_]] = {
             name: np.zeros(num_blocks, np.bool_) for name, p in self._proposers.items() if p.has_storage
         }
@@ -276,7 +279,7 @@ class Drafting:
         proposals = list(self._proposers[name].propose(rows))
         if len(proposals) != len(rows):
             raise ValueError(f"{len(proposals)} proposals for {len(rows)} requests")
-        if self._storage.states is not None and not all(proposal.is_chain for proposal in proposals):
+        if self._chains_only and not all(proposal.is_chain for proposal in proposals):
             raise ValueError("a tree for a model that carries recurrent state")
         size, device, foreign = self._vocab_size, self._device, name in self._foreign
         return [

@@ -132,6 +132,7 @@ class LocalExecutor(Executor):
             block_size=block_size,
             vocab_size=self._vocab_size,
             device=device,
+            chains_only=storage.states is not None,
         )
         self.runs: ResidentRuns | None = None  # of steps that stay on the device
         if resident and isinstance(model, GraphedDecoder):
