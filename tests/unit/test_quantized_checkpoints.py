@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.native import native_or_skip
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
-from draftwise.quantization.checkpoint import parse_checkpoint_format
+from draftwise.quantization.parsing import parse_checkpoint_format
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, KV, VOCAB, GROUP = 64, 96, 32, 48, 32
@@ -139,6 +139,84 @@ def fp_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[st
     return {".weight": codes, ".weight_scale": scales.bfloat16()}, codes.float() * scales.bfloat16().float()
 
 
+def scattered_groups(inputs: int, generator: torch.Generator) -> Tensor:
+    """Each input's group, as many inputs in each as ever."""
+    return (torch.randperm(inputs, generator=generator) // GROUP).to(torch.int32)
+
+
+def gptq_as(bits: int, *, act_order: bool) -> Writer:
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        codes, zeros, scales = draw(outputs, inputs, inputs // GROUP, generator)
+        if bits == 8:
+            codes = torch.randint(0, 256, (outputs, inputs), generator=generator)
+            zeros = torch.full_like(zeros, 128)
+            scales = scales / 16
+        groups = (
+            scattered_groups(inputs, generator)
+            if act_order
+            else torch.arange(inputs, dtype=torch.int32) // GROUP
+        )
+        tensors = {
+            ".qweight": pack_words(codes.t().contiguous().t(), bits).t().contiguous(),
+            ".qzeros": pack_words((zeros - 1).t().contiguous(), bits),
+            ".scales": scales.t().contiguous(),
+            ".g_idx": groups,
+            ".bias": torch.zeros(outputs, dtype=torch.float16),  # beside layers that have none
+        }
+        return tensors, (codes - zeros[:, groups.long()]) * scales.float()[:, groups.long()]
+
+    return write
+
+
+def packed_4_scattered(
+    outputs: int, inputs: int, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    codes, _, scales = draw(outputs, inputs, inputs // GROUP, generator)
+    groups = scattered_groups(inputs, generator)
+    tensors = {".weight_packed": pack_words(codes), ".weight_scale": scales, ".weight_g_idx": groups}
+    return tensors, (codes - 8) * scales.float()[:, groups.long()]
+
+
+def packed_8_groups(
+    outputs: int, inputs: int, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    codes = torch.randint(-128, 128, (outputs, inputs), generator=generator)
+    scales = (torch.rand(outputs, inputs // GROUP, generator=generator) * 0.001 + 0.001).half()
+    tensors = {".weight_packed": pack_words(codes + 128, bits=8), ".weight_scale": scales}
+    return tensors, codes * scales.float().repeat_interleave(GROUP, 1)
+
+
+def fp8_blocks(suffix: str) -> Writer:
+    """Blocks of 32 x 48, none of which divides every layer."""
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        codes = (
+            (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        )
+        scales = torch.rand(-(-outputs // 32), -(-inputs // 48), generator=generator) * 0.0004 + 0.0004
+        spread = scales.repeat_interleave(32, 0)[:outputs].repeat_interleave(48, 1)[:, :inputs]
+        return {".weight": codes, suffix: scales}, codes.float() * spread
+
+    return write
+
+
+def fp8_tensor(shape: tuple[int, ...]) -> Writer:
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        codes = (
+            (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        )
+        scale = torch.rand((), generator=generator) * 0.0004 + 0.0004
+        tensors = {".weight": codes, ".weight_scale": scale.view(shape), ".input_scale": torch.ones(shape)}
+        return tensors, codes.float() * scale
+
+    return write
+
+
+def two_forms(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """Layers over 96 inputs (down) in eight bits, the others in four."""
+    return packed_8(outputs, inputs, generator) if inputs == INNER else packed_4(outputs, inputs, generator)
+
+
 def tensors_config(layout: str, rows: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     defaults = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     scheme = {"targets": ["Linear"], "weights": {**defaults, **weights}, "input_activations": rows}
@@ -164,6 +242,57 @@ CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
     "w8a8": (
         int_8,
         tensors_config("int-quantized", PER_TOKEN, num_bits=8, strategy="channel", group_size=None),
+    ),
+    "gptq desc_act": (
+        gptq_as(4, act_order=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+    ),
+    "gptq desc_act in order": (
+        gptq_as(4, act_order=False),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+    ),
+    "gptq 8 bits": (gptq_as(8, act_order=False), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
+    "gptq 8 bits desc_act": (
+        gptq_as(8, act_order=True),
+        {"quant_method": "gptq", "bits": 8, "group_size": GROUP},
+    ),
+    "w4a16 actorder": (packed_4_scattered, tensors_config("pack-quantized", actorder="group")),
+    "w8a16 groups": (packed_8_groups, tensors_config("pack-quantized", num_bits=8)),
+    "fp8 blocks": (fp8_blocks(".weight_scale_inv"), {"quant_method": "fp8", "weight_block_size": [32, 48]}),
+    "fp8 block": (
+        fp8_blocks(".weight_scale"),
+        tensors_config(
+            "float-quantized", FP8_ROWS, type="float", num_bits=8, strategy="block", block_structure=[32, 48]
+        ),
+    ),
+    "fp8 tensor": (fp8_tensor(()), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 tensor [1]": (
+        fp8_tensor((1,)),
+        tensors_config("float-quantized", FP8_ROWS, type="float", num_bits=8, strategy="tensor"),
+    ),
+    "two forms": (
+        two_forms,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["re:.*down_proj$"],
+                    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+                },
+                "group_1": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "group",
+                        "group_size": GROUP,
+                    },
+                },
+            },
+        },
     ),
     "fp8": (
         fp_8,
@@ -251,14 +380,15 @@ def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
     [
         ({"quant_method": "awq", "bits": 3}, "bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "gptq", "bits": 8}, "bits"),
-        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act"),
+        ({"quant_method": "gptq", "bits": 3}, "bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
         (tensors_config("float-quantized", type="float", num_bits=8), "type float with 8 bits by group"),
         (tensors_config("float-quantized", type="float", num_bits=8, strategy="channel"), "fp8 per token"),
-        (tensors_config("pack-quantized", actorder="group"), "actorder"),
-        (tensors_config("pack-quantized", num_bits=8), "8-bit weights by group"),
+        (tensors_config("pack-quantized", actorder="odd"), "actorder"),
+        (tensors_config("pack-quantized", num_bits=8, symmetric=False), "8-bit weights by group"),
         (tensors_config("int-quantized", None, num_bits=8, strategy="channel"), "activations"),
         ("gptq", "no object"),
     ],
@@ -311,13 +441,38 @@ def test_rows_may_be_rounded_over_weights_as_they_are(
         assert 0 < float((logits[name] - logits[None]).abs().max()) < 0.1 * scale
 
 
-def test_scattered_groups_are_found(tmp_path: Path) -> None:
+def test_groups_that_there_are_not(tmp_path: Path) -> None:
     quantized, _ = write(tmp_path, "gptq")
-    from safetensors.torch import load_file
-
     tensors = load_file(quantized / "model.safetensors")
-    order = tensors["model.layers.1.mlp.down_proj.g_idx"]
-    order[0], order[40] = 1, 0
+    tensors["model.layers.1.mlp.down_proj.g_idx"][0] = 99
     save_file(tensors, quantized / "model.safetensors")
-    with pytest.raises(ModelLoadError, match="desc_act"):
+    with pytest.raises(ModelLoadError, match="groups 0 to 99 of inputs, of which there are 3"):
+        load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
+
+
+def test_a_bias_that_says_something_is_not_dropped(tmp_path: Path) -> None:
+    """Zeros beside a layer without bias are let go; anything else is a tensor that the model does not have."""
+    quantized, _ = write(tmp_path, "gptq desc_act in order")
+    tensors = load_file(quantized / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.bias"][3] = 1
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"does not have: model\.layers\.0\.self_attn\.o_proj\.bias"):
+        load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
+
+
+def test_eight_bits_with_zero_points_are_named(tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "gptq 8 bits")
+    tensors = load_file(quantized / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.qzeros"][0, 0] += 1
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="asymmetric"):
+        load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
+
+
+def test_parts_of_one_layer_in_two_forms_are_named(tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "two forms")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*(down|up)_proj$"]
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="in different forms"):
         load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))

@@ -114,8 +114,8 @@ def _copy_file(file: Path, names: Mapping[str, str], targets: Mapping[str, Tenso
     touched = 0
     for name, stored in names.items():
         dest = targets[name]
-        if dest.ndim == 0:
-            dest.copy_(handle.get_tensor(stored))
+        if dest.numel() == 1:  # files write one number with and without dimensions
+            dest.copy_(handle.get_tensor(stored).reshape(dest.shape))
             continue
         row_bytes = max(1, dest[0].numel() * dest.element_size())
         step = max(1, _WINDOW_BYTES // row_bytes)

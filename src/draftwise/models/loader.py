@@ -15,7 +15,7 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
-from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, shorten
+from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, read_rows, shorten
 from draftwise.models.config import ModelConfig, OwnCodeLacks, token_ids
 from draftwise.models.general.config import parse_general
 from draftwise.models.general.loading import load_general
@@ -249,13 +249,15 @@ def _check(
     missing = sorted(targets.keys() - entries.keys())
     if missing:
         raise ModelLoadError(f"{folder}: tensors are missing: {shorten(missing)}")
-    surplus = sorted(entries.keys() - targets.keys() - ignored)
+    surplus = sorted(
+        name for name in entries.keys() - targets.keys() - ignored if not _adds_nothing(entries, name)
+    )
     if surplus:
         raise ModelLoadError(f"{folder}: tensors that this architecture does not have: {shorten(surplus)}")
     wrong = [
         f"{name} has shape {list(entries[name].shape)}, expected {list(target.dest.shape)}"
         for name, target in targets.items()
-        if entries[name].shape != tuple(target.dest.shape)
+        if not _same_shape(entries[name].shape, tuple(target.dest.shape))
     ]
     if wrong:
         raise ModelLoadError(f"{folder}: {'; '.join(wrong[:4])}")
@@ -263,3 +265,16 @@ def _check(
     if odd:
         kinds = ", ".join(sorted({entries[name].dtype for name in odd}))
         raise ModelLoadError(f"{folder}: tensors stored as {kinds} are not supported: {shorten(odd)}")
+
+
+def _same_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """One number is one, with dimensions or without."""
+    return stored == wanted or prod(stored) == prod(wanted) == 1
+
+
+def _adds_nothing(entries: Mapping[str, TensorEntry], name: str) -> bool:
+    """Whether a tensor is the bias of zeros that writers of GPTQ put beside layers that have none."""
+    base = name.removesuffix(".bias")
+    if base == name or f"{base}.qweight" not in entries:
+        return False
+    return not bool(read_rows(entries[name], name, 0, entries[name].shape[0]).any())

@@ -12,7 +12,8 @@ from draftwise.models.gguf.config import METHOD, config_of
 from draftwise.models.gguf.reader import is_gguf, read_gguf
 from draftwise.models.gguf.tensors import GgufFormat, scan_gguf
 from draftwise.models.text_part import PART_OF, text_config, text_tensors
-from draftwise.quantization.checkpoint import CheckpointFormat, parse_checkpoint_format
+from draftwise.quantization.checkpoint import CheckpointFormat
+from draftwise.quantization.parsing import parse_checkpoint_format
 
 
 def read_raw(place: Path) -> dict[str, Any]:

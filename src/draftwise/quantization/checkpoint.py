@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +105,42 @@ def _nibbles(words: Tensor, order: Sequence[int] = tuple(range(8))) -> Tensor:
     return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
 
 
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """[..., n] int32 -> [..., n, 32 / bits] uint8, lowest bits first."""
+    if bits == 4:
+        return _nibbles(words)
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & 255).to(torch.uint8)
+
+
+def scattered(codes: Tensor, scales: Tensor, zeros: Tensor, of_input: Tensor) -> QuantizedWeight:
+    """A layer whose groups are of inputs that do not lie together ("act order"): kernels have no such codes, so that it
+    becomes floats.
+
+    Args:
+        codes: [out, in]; scales, zeros: [out, groups]; of_input: [in] each input's group.
+
+    Raises:
+        ModelLoadError: a group that there is not.
+    """
+    index = of_input.to(torch.int64)
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < scales.shape[1]:
+        found = f"{int(index.min())} to {int(index.max())}"
+        raise ModelLoadError(f"groups {found} of inputs, of which there are {scales.shape[1]}")
+    values = codes.float()
+    values -= zeros.float()[:, index]
+    values *= scales.float()[:, index]
+    return QuantizedWeight.of_values(values)
+
+
+def _eight_bits(codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> QuantizedWeight:
+    """Codes 0..255 [out, in] in groups; zero points of 128 alone, for kernels have no others."""
+    if bool((zeros != 128).any()):
+        raise ModelLoadError("eight bits with zero points (asymmetric) are not supported")
+    signed = (codes.to(torch.int16) - 128).to(torch.int8).contiguous()
+    return QuantizedWeight(8, signed, scales.float().contiguous(), None, group)
+
+
 def _groups(inputs: int, group: int) -> int:
     if inputs % group != 0 or group % 8 != 0:
         raise ModelLoadError(f"groups of {group} do not divide {inputs} inputs")
@@ -142,35 +177,41 @@ class AwqFormat(CheckpointFormat):
 
 @dataclass(frozen=True)
 class GptqFormat(CheckpointFormat):
-    """AutoGPTQ and GPTQModel, 4 bits. Frantar et al. 2022, "GPTQ"."""
+    """AutoGPTQ and GPTQModel, 4 or 8 bits. Frantar et al. 2022, "GPTQ"."""
 
     group_size: int  # -1: all inputs
     zero_offset: int  # 1: zero points are stored less one (every writer but "gptq_v2")
-    bits = 4
-    name = "gptq, 4 bits"
+    bits: int = 4
     marker = ".qweight"
 
+    @property
+    def name(self) -> str:
+        return f"gptq, {self.bits} bits"
+
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
-        if outputs % 8 != 0:
-            raise ModelLoadError(f"{outputs} outputs are not a multiple of 8")
+        per_word = 32 // self.bits
+        if outputs % per_word != 0:
+            raise ModelLoadError(f"{outputs} outputs are not a multiple of {per_word}")
         groups = _groups(inputs, self._group(inputs))
         return {
-            ".qweight": RawTensor((inputs // 8, outputs), torch.int32, _INT32),
-            ".qzeros": RawTensor((groups, outputs // 8), torch.int32, _INT32),
+            ".qweight": RawTensor((inputs // per_word, outputs), torch.int32, _INT32),
+            ".qzeros": RawTensor((groups, outputs // per_word), torch.int32, _INT32),
             ".scales": RawTensor((groups, outputs), torch.float32, _SCALES),
             ".g_idx": RawTensor((inputs,), torch.int32, _INT32),
         }
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         group = self._group(inputs)
-        expected = torch.arange(inputs, dtype=torch.int32) // group
-        if not torch.equal(raw[".g_idx"], expected):
-            raise ModelLoadError("GPTQ with desc_act (groups of scattered inputs) is not supported")
-        codes = _nibbles(raw[".qweight"].t().contiguous()).view(outputs, inputs)
-        zeros = _nibbles(raw[".qzeros"]).view(-1, outputs).to(torch.int16) + self.zero_offset
+        codes = unpacked(raw[".qweight"].t().contiguous(), self.bits).view(outputs, inputs)
+        zeros = unpacked(raw[".qzeros"], self.bits).view(-1, outputs).to(torch.int16) + self.zero_offset
+        scales, of_input = raw[".scales"].t(), raw[".g_idx"]
+        if not torch.equal(of_input, torch.arange(inputs, dtype=torch.int32) // group):
+            return scattered(codes, scales, zeros.t(), of_input)
+        if self.bits == 8:
+            return _eight_bits(codes, scales, zeros.t(), group)
         if int(zeros.max()) > 15:  # 15 + 1, from a writer that means 0 ... or 16: they do not agree
             raise ModelLoadError("a GPTQ zero point of 16 is not supported")
-        return _grouped(codes, raw[".scales"].t(), zeros.to(torch.uint8).t(), group)
+        return _grouped(codes, scales, zeros.to(torch.uint8).t(), group)
 
     def _group(self, inputs: int) -> int:
         return inputs if self.group_size == -1 else self.group_size
@@ -187,9 +228,13 @@ class PackedFormat(CheckpointFormat):
     bits: int
     group_size: int | None  # None: all inputs
     symmetric: bool
+    scattered: bool = False  # inputs of a group stand anywhere: ".weight_g_idx" says where
     dynamic = False
     marker = ".weight_packed"
-    optional = (".weight_shape", ".weight_g_idx")
+
+    @property
+    def optional(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (".weight_shape",) if self.scattered else (".weight_shape", ".weight_g_idx")
 
     @property
     def name(self) -> str:
@@ -204,19 +249,30 @@ class PackedFormat(CheckpointFormat):
         }
         if not self.symmetric:
             found[".weight_zero_point"] = RawTensor((-(-outputs // per_word), groups), torch.int32, _INT32)
+        if self.scattered:
+            found[".weight_g_idx"] = RawTensor((inputs,), torch.int32, (*_INT32, "I64"))
         return found
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         words, scales = raw[".weight_packed"], raw[".weight_scale"]
         if self.bits == 8:
-            stored = (words.unsqueeze(-1) >> torch.tensor([0, 8, 16, 24], dtype=torch.int32)) & 255
-            codes = (stored.view(outputs, -1)[:, :inputs] - 128).clamp_(min=-127)
+            stored = unpacked(words, 8).view(outputs, -1)[:, :inputs]
+            if self.group_size is not None:
+                eights = torch.full(scales.shape, 128, dtype=torch.int16)
+                if self.scattered:
+                    return scattered(stored, scales, eights, raw[".weight_g_idx"])
+                return _eight_bits(stored, scales, eights, self.group_size)
+            codes = (stored.to(torch.int16) - 128).clamp_(min=-127)
             return QuantizedWeight(8, codes.to(torch.int8), scales[:, 0])
         codes = _nibbles(words).view(outputs, -1)[:, :inputs]
         zeros = None
         if not self.symmetric:
             # packed along the outputs: word [o, g] holds zero points 8 o .. 8 o + 7
             zeros = _nibbles(raw[".weight_zero_point"]).transpose(1, 2).reshape(-1, scales.shape[1])[:outputs]
+        if self.scattered:
+            return scattered(
+                codes, scales, torch.full(scales.shape, 8) if zeros is None else zeros, raw[".weight_g_idx"]
+            )
         return _grouped(codes, scales, zeros, self.group_size or -(-inputs // 8) * 8)
 
 
@@ -271,97 +327,3 @@ def _grouped(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) ->
         None if zeros is None else zeros.contiguous(),
         group,
     )
-
-
-# -------------------------------------------------------------------------------------------- the configuration
-
-
-def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
-    """The format that ``quantization_config`` of a config.json describes.
-
-    Raises:
-        ModelLoadError: One that is not supported; says what about it.
-    """
-    if not isinstance(raw, Mapping):
-        raise ModelLoadError(f"quantization_config is no object: {raw!r}")
-    method = str(raw.get("quant_method", "unknown"))
-    if method == "awq":
-        _expect(raw, method, "bits", 4)
-        _expect(raw, method, "version", "gemm", default="gemm")
-        return AwqFormat(_integer(raw, method, "group_size", 128))
-    if method == "gptq":
-        _expect(raw, method, "bits", 4)
-        if raw.get("desc_act"):
-            raise _unsupported(method, "desc_act (groups of scattered inputs)")
-        written = str(raw.get("checkpoint_format", "gptq")).lower()
-        if written not in ("gptq", "gptq_v2"):
-            raise _unsupported(method, f"checkpoint_format {written!r}")
-        return GptqFormat(_integer(raw, method, "group_size", 128), 0 if written == "gptq_v2" else 1)
-    if method == "compressed-tensors":
-        return _compressed_tensors(raw)
-    raise _unsupported(method, "this method")
-
-
-def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
-    method = "compressed-tensors"
-    groups = raw.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _unsupported(method, "anything but one config group")
-    (scheme,) = groups.values()
-    if list(scheme.get("targets", ["Linear"])) != ["Linear"]:
-        raise _unsupported(method, f"targets {scheme['targets']}")
-    weights, rows = scheme.get("weights") or {}, scheme.get("input_activations")
-    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
-    if kind == "float" and bits == 8:
-        return _fp8(raw, scheme, rows or {}, strategy)
-    if kind != "int" or bits not in (4, 8):
-        raise _unsupported(method, f"weights of type {kind} with {bits} bits")
-    if weights.get("actorder") not in (None, "weight", "static"):
-        raise _unsupported(method, f"actorder {weights['actorder']!r}")
-    layout = str(raw.get("format", scheme.get("format")))
-    symmetric = bool(weights.get("symmetric", True))
-    if layout == "pack-quantized" and rows is None:
-        if strategy == "channel" and (bits == 4 or symmetric):
-            return PackedFormat(bits, None, symmetric)
-        if strategy == "group" and bits == 4:
-            return PackedFormat(4, int(weights["group_size"]), symmetric)
-    if layout == "int-quantized" and bits == 8 and symmetric and strategy == "channel":
-        if rows is None:
-            raise _unsupported(method, "int-quantized weights without quantised activations")
-        if rows.get("dynamic") and rows.get("num_bits") == 8 and rows.get("strategy") == "token":
-            return Int8Format()
-        raise _unsupported(method, "activations that are not quantised per token as they come")
-    raise _unsupported(method, f"{bits}-bit weights by {strategy} in format {layout}")
-
-
-def _fp8(
-    raw: Mapping[str, Any], scheme: Mapping[str, Any], rows: Mapping[str, Any], strategy: Any
-) -> CheckpointFormat:
-    method = "compressed-tensors"
-    layout = raw.get("format", scheme.get("format"))
-    if layout != "float-quantized" or strategy != "channel":
-        raise _unsupported(method, f"weights of type float with 8 bits by {strategy} in format {layout}")
-    per_token = rows.get("dynamic") and rows.get("strategy") == "token"
-    if not per_token or rows.get("type") != "float" or rows.get("num_bits") != 8:
-        raise _unsupported(method, "fp8 weights whose activations are not fp8 per token as they come")
-    return Fp8Format()
-
-
-def _unsupported(method: str, what: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"quantised checkpoint ({method}): {what} is not supported; supported are awq and gptq with 4 bits (gptq "
-        "without desc_act), compressed-tensors w4a16, w8a16 and w8a8 (int8 or fp8)"
-    )
-
-
-def _expect(raw: Mapping[str, Any], method: str, name: str, value: Any, default: Any = None) -> None:
-    found = raw.get(name, default)
-    if (found.lower() if isinstance(found, str) else found) != value:
-        raise _unsupported(method, f"{name} {found!r}")
-
-
-def _integer(raw: Mapping[str, Any], method: str, name: str, default: int) -> int:
-    value = raw.get(name, default)
-    if not isinstance(value, int) or (value != -1 and value < 8):
-        raise _unsupported(method, f"{name} {value!r}")
-    return value

@@ -39,11 +39,23 @@ class QuantizedWeight:
             return
         assert self.group is not None and self.scales.shape == (outputs, -(-inputs // self.group))
         if self.bits == 8:
-            assert self.codes.dtype is torch.int8 and self.zeros is None and self.offsets is None
+            assert self.codes.dtype in (torch.int8, FP8) and self.zeros is None and self.offsets is None
             return
         assert self.bits == 4 and self.codes.dtype is torch.uint8
         assert self.zeros is None or self.zeros.shape == self.scales.shape
         assert self.offsets is None or (self.zeros is None and self.offsets.shape == self.scales.shape)
+
+    @staticmethod
+    def of_values(values: Tensor) -> QuantizedWeight:
+        """Any weight [out, in] float32, each input a group of its own: of forms that no kernel has codes for, which
+        take it as floats."""
+        ones = torch.full(values.shape, 9, dtype=torch.uint8)
+        return QuantizedWeight(4, ones, values, None, 1)
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether kernels of integers may have it: not, if its groups are smaller than theirs."""
+        return not self.is_fp8 and (self.group is None or self.group % 8 == 0)
 
     @property
     def is_fp8(self) -> bool:

@@ -122,7 +122,7 @@ class NativeOps(Ops):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        if weight.is_fp8 or (self._dtype is torch.float32 and not dynamic):
+        if not weight.is_codes or (self._dtype is torch.float32 and not dynamic):
             return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
         if weight.is_wide:
             inner = self._linear.pack_quantized(

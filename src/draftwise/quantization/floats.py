@@ -1,0 +1,66 @@
+"""Checkpoints whose weights are fp8 (e4m3) with few scales. Kernels take them as floats, but for one scale per output
+(`checkpoint.Fp8Format`), and rows as they are: scales of activations are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
+from draftwise.quantization.weights import FP8, QuantizedWeight
+
+_SCALES = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class Fp8BlockFormat(CheckpointFormat):
+    """Blocks of (usually) 128 x 128 weights that share a scale: DeepSeek-V3, Qwen3-FP8 (``weight_scale_inv``, which a
+    weight is multiplied by), compressed-tensors "block" (``weight_scale``)."""
+
+    block_outputs: int
+    block_inputs: int
+    suffix: str  # of the scales
+    bits = None
+    name = "fp8 in blocks"
+    optional = (".input_scale", ".activation_scale")
+
+    @property
+    def marker(self) -> str:
+        return self.suffix
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        blocks = (-(-outputs // self.block_outputs), -(-inputs // self.block_inputs))
+        return {
+            ".weight": RawTensor((outputs, inputs), FP8, ("F8_E4M3",)),
+            self.suffix: RawTensor(blocks, torch.float32, _SCALES),
+        }
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        scales = raw[self.suffix].repeat_interleave(self.block_outputs, 0)[:outputs]
+        return QuantizedWeight(8, raw[".weight"], scales.contiguous(), None, self.block_inputs)
+
+
+@dataclass(frozen=True)
+class Fp8TensorFormat(CheckpointFormat):
+    """One scale for a whole weight."""
+
+    suffix: str  # of the scales
+    bits = None
+    name = "fp8, one scale"
+    optional = (".input_scale", ".activation_scale")
+
+    @property
+    def marker(self) -> str:
+        return self.suffix
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        return {
+            ".weight": RawTensor((outputs, inputs), FP8, ("F8_E4M3",)),
+            self.suffix: RawTensor((), torch.float32, _SCALES),
+        }
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        return QuantizedWeight(8, raw[".weight"], raw[self.suffix].view(1).expand(outputs).contiguous())

@@ -1,0 +1,61 @@
+"""Checkpoints whose layers have several forms: groups of layers, each told by targets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftwise.errors import ModelLoadError
+from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
+from draftwise.quantization.scheme import Scheme
+from draftwise.quantization.weights import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class GroupsFormat(CheckpointFormat):
+    """compressed-tensors with several config groups. A layer belongs to the first group one of whose targets is its
+    name, a pattern for it (``re:...``), or, failing these, its class (``Linear``)."""
+
+    groups: tuple[tuple[tuple[str, ...], CheckpointFormat], ...]
+    bits = None
+    marker = ""
+
+    @property
+    def name(self) -> str:
+        return " and ".join(dict.fromkeys(form.name for _, form in self.groups))
+
+    def of(self, bases: Sequence[str], names: Collection[str]) -> CheckpointFormat | None:
+        forms = {self._form_of(base) for base in bases}
+        quantised = {form for form in forms if form is not None and form.of(bases[:1], names) is not None}
+        if len(forms) > 1 and quantised:
+            raise ModelLoadError(
+                f"{', '.join(bases)} are quantised in different forms; that is not supported"
+            )
+        form = next(iter(forms))
+        return None if form is None else form.of(bases, names)
+
+    def _form_of(self, base: str) -> CheckpointFormat | None:
+        for targets, form in self.groups:
+            for target in targets:
+                pattern = target.removeprefix("re:")
+                if target.startswith("re:") and re.match(pattern, base):
+                    return form
+                if base == target or base.endswith(f".{target}"):
+                    return form
+        return next((form for targets, form in self.groups if "Linear" in targets), None)
+
+    def unneeded(self, bases: Sequence[str]) -> set[str]:
+        return set().union(*(form.unneeded(bases) for _, form in self.groups))
+
+    def check_scheme(self, scheme: Scheme, name: str | None) -> None:
+        for _, form in self.groups:
+            form.check_scheme(scheme, name)
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        raise AssertionError("a layer's own format is asked")
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        raise AssertionError("a layer's own format is asked")

@@ -1,0 +1,139 @@
+"""``quantization_config`` of a config.json: which form a checkpoint's quantised layers have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftwise.errors import ModelLoadError
+from draftwise.quantization.checkpoint import (
+    AwqFormat,
+    CheckpointFormat,
+    Fp8Format,
+    GptqFormat,
+    Int8Format,
+    PackedFormat,
+)
+from draftwise.quantization.floats import Fp8BlockFormat, Fp8TensorFormat
+from draftwise.quantization.grouped import GroupsFormat
+
+
+def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
+    """The format that ``quantization_config`` of a config.json describes.
+
+    Raises:
+        ModelLoadError: One that is not supported; says what about it.
+    """
+    if not isinstance(raw, Mapping):
+        raise ModelLoadError(f"quantization_config is no object: {raw!r}")
+    method = str(raw.get("quant_method", "unknown"))
+    if method == "awq":
+        _expect(raw, method, "bits", 4)
+        _expect(raw, method, "version", "gemm", default="gemm")
+        return AwqFormat(_integer(raw, method, "group_size", 128))
+    if method == "gptq":
+        bits = raw.get("bits")
+        if bits not in (4, 8):
+            raise _unsupported(method, f"bits {bits!r}")
+        written = str(raw.get("checkpoint_format", "gptq")).lower()
+        if written not in ("gptq", "gptq_v2"):
+            raise _unsupported(method, f"checkpoint_format {written!r}")
+        return GptqFormat(_integer(raw, method, "group_size", 128), 0 if written == "gptq_v2" else 1, bits)
+    if method == "fp8":
+        return _hf_fp8(raw)
+    if method == "compressed-tensors":
+        return _compressed_tensors(raw)
+    raise _unsupported(method, "this method")
+
+
+def _hf_fp8(raw: Mapping[str, Any]) -> CheckpointFormat:
+    """DeepSeek's and Qwen's: blocks, each with a scale; or one scale for a tensor."""
+    block = raw.get("weight_block_size")
+    if block is None:
+        return Fp8TensorFormat(".weight_scale")
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or not all(type(n) is int and n > 0 for n in block)
+    ):
+        raise _unsupported("fp8", f"weight_block_size {block!r}")
+    return Fp8BlockFormat(block[0], block[1], ".weight_scale_inv")
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _unsupported("compressed-tensors", "a configuration without config_groups")
+    found = []
+    for scheme in groups.values():
+        targets = scheme.get("targets", ["Linear"])
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise _unsupported("compressed-tensors", f"targets {targets!r}")
+        found.append((tuple(targets), _scheme(raw, scheme)))
+    # of one form it is enough to see which layers have its tensors
+    return found[0][1] if len(found) == 1 else GroupsFormat(tuple(found))
+
+
+def _scheme(raw: Mapping[str, Any], scheme: Mapping[str, Any]) -> CheckpointFormat:
+    method = "compressed-tensors"
+    weights, rows = scheme.get("weights") or {}, scheme.get("input_activations")
+    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    if kind == "float" and bits == 8:
+        return _fp8(raw, scheme, rows or {}, strategy)
+    if kind != "int" or bits not in (4, 8):
+        raise _unsupported(method, f"weights of type {kind} with {bits} bits")
+    if weights.get("actorder") not in (None, False, True, "weight", "static", "group"):
+        raise _unsupported(method, f"actorder {weights['actorder']!r}")
+    anywhere = weights.get("actorder") in ("group", True)
+    layout = str(scheme.get("format") or raw.get("format"))
+    symmetric = bool(weights.get("symmetric", True))
+    if layout == "pack-quantized" and rows is None:
+        if strategy == "channel" and (bits == 4 or symmetric):
+            return PackedFormat(bits, None, symmetric)
+        if strategy == "group" and (bits == 4 or symmetric):
+            return PackedFormat(bits, int(weights["group_size"]), symmetric, anywhere)
+    if layout == "int-quantized" and bits == 8 and symmetric and strategy == "channel":
+        if rows is None:
+            raise _unsupported(method, "int-quantized weights without quantised activations")
+        if rows.get("dynamic") and rows.get("num_bits") == 8 and rows.get("strategy") == "token":
+            return Int8Format()
+        raise _unsupported(method, "activations that are not quantised per token as they come")
+    raise _unsupported(method, f"{bits}-bit weights by {strategy} in format {layout}")
+
+
+def _fp8(
+    raw: Mapping[str, Any], scheme: Mapping[str, Any], rows: Mapping[str, Any], strategy: Any
+) -> CheckpointFormat:
+    method = "compressed-tensors"
+    layout = scheme.get("format") or raw.get("format")
+    if layout == "float-quantized" and strategy == "tensor":
+        return Fp8TensorFormat(".weight_scale")
+    block = (scheme.get("weights") or {}).get("block_structure")
+    if layout == "float-quantized" and strategy == "block" and isinstance(block, list) and len(block) == 2:
+        return Fp8BlockFormat(block[0], block[1], ".weight_scale")
+    if layout != "float-quantized" or strategy != "channel":
+        raise _unsupported(method, f"weights of type float with 8 bits by {strategy} in format {layout}")
+    per_token = rows.get("dynamic") and rows.get("strategy") == "token"
+    if not per_token or rows.get("type") != "float" or rows.get("num_bits") != 8:
+        raise _unsupported(method, "fp8 weights whose activations are not fp8 per token as they come")
+    return Fp8Format()
+
+
+def _unsupported(method: str, what: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"quantised checkpoint ({method}): {what} is not supported; supported are awq with 4 bits, gptq with 4 and 8, "
+        "fp8 (one scale, or one for each block), compressed-tensors w4a16, w8a16 and w8a8 (int8 or fp8), and GGUF files"
+    )
+
+
+def _expect(raw: Mapping[str, Any], method: str, name: str, value: Any, default: Any = None) -> None:
+    found = raw.get(name, default)
+    if (found.lower() if isinstance(found, str) else found) != value:
+        raise _unsupported(method, f"{name} {found!r}")
+
+
+def _integer(raw: Mapping[str, Any], method: str, name: str, default: int) -> int:
+    value = raw.get(name, default)
+    if not isinstance(value, int) or (value != -1 and value < 8):
+        raise _unsupported(method, f"{name} {value!r}")
+    return value
