@@ -4,7 +4,8 @@ taken in turns; medians, and ratios to the family's code.
 
     python benchmarks/any_model.py [FOLDER] [--dtype bfloat16] [--rounds 15] [--json]
 
-FOLDER: a Llama checkpoint; without it, the embedded model. `benchmarks/make_model.py` writes one of 1.1 billion parameters.
+FOLDER: a Llama checkpoint; without it, the embedded model. `benchmarks/make_model.py` writes one of 1.1 billion
+parameters.
 """
 
 from __future__ import annotations
