@@ -95,7 +95,8 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
         wanted = [_greedy(made.model, prompt) for prompt in prompts()]
         assert llm._engine is not None
         model = llm._engine.model
-        assert wrapper or (model.state_spec() is not None) == (kind in recurrent_kinds.KINDS)
+        recurrent = {kind, f"{kind}_text"} & recurrent_kinds.KINDS
+        assert wrapper or (model.state_spec() is not None) == bool(recurrent)
         for name, speculation in METHODS.items():
             if name == "tree" and model.state_spec() is not None:
                 with pytest.raises(RequestError, match="recurrent state"):
