@@ -1,8 +1,9 @@
-"""MTP layers with experts, as GLM-4.5's checkpoints carry them: drafts of the very layers, the text of the target."""
+"""MTP layers with experts, as GLM-4.5 and DeepSeek-V3 carry them: drafts of the very layers, the text of the target."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,32 +18,50 @@ SIZES = {
     "intermediate_size": 40,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
-    "use_qk_norm": True,
     "eos_token_id": None,
     "pad_token_id": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Glm4Moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "use_qk_norm": True},
+    "DeepseekV3": {
+        **SIZES,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+    },
 }
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
     """A target of two layers and one MTP layer, whose decoder layer is made as the target's second one."""
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Glm4MoeConfig(**SIZES)).eval()
-    target = tmp_path_factory.mktemp("glm")
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    target = tmp_path_factory.mktemp(family)
     model.save_pretrained(target)
     tensors = load_file(target / "model.safetensors")
     layer = {name: value for name, value in tensors.items() if name.startswith("model.layers.1.")}
     for name, value in layer.items():
         tensors[name.replace("layers.1.", "layers.2.")] = value + 0.05 * torch.randn_like(value)
-    h = SIZES["hidden_size"]
-    assert isinstance(h, int)
+    h = config.hidden_size
     for part in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"model.layers.2.{part}.weight"] = 1 + 0.2 * torch.randn(h)
     tensors["model.layers.2.eh_proj.weight"] = 0.3 * torch.randn(h, 2 * h)
@@ -50,16 +69,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def mtp_drafts(folder: Path, tokens: list[int], count: int) -> list[int]:
-    """What the layer drafts behind a text, computed over the whole text each time with Transformers' modules."""
+def mtp_drafts(family: str, folder: Path, tokens: list[int], count: int) -> list[int]:
+    """What the layer drafts behind a text, computed over the whole text each time with Transformers' modules. The
+    feature of the next row is DeepSeek's after the last norm, GLM's before it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tensors = load_file(folder / "model.safetensors")
     part = {
         n.removeprefix("model.layers.2."): v for n, v in tensors.items() if n.startswith("model.layers.2.")
     }
-    inner = transformers.AutoModelForCausalLM.from_config(
-        transformers.Glm4MoeConfig(**{**SIZES, "num_hidden_layers": 1, "first_k_dense_replace": 0})
-    ).eval()
+    settings = {**FAMILIES[family], "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    config = getattr(transformers, f"{family}Config")(**settings)
+    inner = transformers.AutoModelForCausalLM.from_config(config).eval()
     layer = inner.model.layers[0]
     stack = torch.stack
     experts = [f"mlp.experts.{e}." for e in range(4)]
@@ -71,7 +91,7 @@ def mtp_drafts(folder: Path, tokens: list[int], count: int) -> list[int]:
     layer.load_state_dict(state)
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * part[name + ".weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * part[name + ".weight"]
 
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
     text, drafts = list(tokens), []
@@ -87,12 +107,13 @@ def mtp_drafts(folder: Path, tokens: list[int], count: int) -> list[int]:
             rope = model.model.rotary_emb(x[None], positions)
             mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
             out = layer(x[None], attention_mask=mask, position_embeddings=rope).view(len(x), -1)
-            drafts.append(int((norm(out[-1], "shared_head.norm") @ head.T).argmax()))
-            rows = torch.cat((rows, out[-1:]))
+            normed = norm(out[-1:], "shared_head.norm")
+            drafts.append(int((normed @ head.T).argmax()))
+            rows = torch.cat((rows, normed if family == "DeepseekV3" else out[-1:]))
     return drafts
 
 
-def test_the_text_is_the_targets_and_drafts_are_the_layers(folder: Path) -> None:
+def test_the_text_is_the_targets_and_drafts_are_the_layers(family: str, folder: Path) -> None:
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     prompt = [(5 + 11 * i) % 61 for i in range(14)]
     with LLM(
@@ -110,7 +131,7 @@ def test_the_text_is_the_targets_and_drafts_are_the_layers(folder: Path) -> None
         known, steps = len(prompt), 0
         for step in runs["mtp"].outputs[0].trace or ():
             if step.draft_tokens:
-                wanted = mtp_drafts(folder, [*prompt, *drafted][:known], len(step.draft_tokens))
+                wanted = mtp_drafts(family, folder, [*prompt, *drafted][:known], len(step.draft_tokens))
                 assert list(step.draft_tokens) == wanted
                 steps += 1
             known += len(step.token_ids)

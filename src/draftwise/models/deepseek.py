@@ -8,7 +8,6 @@ from typing import Any
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.routing import Routing
-from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.config import (
     LatentConfig,
     ModelConfig,
@@ -44,10 +43,6 @@ class DeepseekV3Model(DenseDecoder):
         experts = deepseek_experts({**defaults, **raw}, experts=256)
         interleaved = bool(raw.get("rope_interleave", True))
         return latent_config(raw, architecture, max_model_len, experts, interleaved=interleaved)
-
-    def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        spec = KVLayerSpec((("latent", (1, self.config.head_dim)),))
-        return (spec,) * self.config.num_layers
 
 
 class DeepseekV2Model(DeepseekV3Model):

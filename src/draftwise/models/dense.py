@@ -16,7 +16,7 @@ from draftwise.kernels.base import HeadShape, Linear, Ops, Rope
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, LinearSite, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
-from draftwise.models.layers import DenseNames, LayerPass, LayerWeights, SplitQkv, packed_rope
+from draftwise.models.layers import DenseNames, LayerPass, LayerWeights, SplitQkv, layer_spec, packed_rope
 from draftwise.models.mlp import DenseMlp, SparseWeights
 from draftwise.models.rope import RopeConfig
 from draftwise.models.weights import WeightPlan
@@ -97,8 +97,7 @@ class DenseDecoder(DecoderModel):
         return packed_rope(self._ops, rope, self.config.head_dim, self.config.max_model_len)
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)
-        return (spec,) * self.config.num_layers
+        return (layer_spec(self.config),) * self.config.num_layers
 
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
         ops = self._ops

@@ -27,7 +27,6 @@ from draftwise.models.weights import QuantizedLinear, WeightPlan
 
 _EPS = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
-_ATTENTION = "model.layers.{i}.self_attn."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class LatentWeights(LayerWeights):
         assert config.latent is not None and input_norm and qkv_inputs is None
         sizes, hidden, heads = config.latent, config.hidden_size, config.num_heads
         self._sizes, self._heads, self._interleaved = sizes, heads, config.rope.interleaved
-        at = _ATTENTION.format(i=i)
+        at = names.q.format(i=i).removesuffix("q_proj.weight")
 
         def linear(name: str, rows: int, columns: int) -> LoadedLinear:
             return declare_linear(plan, [(f"{at}{name}.weight", rows)], columns)

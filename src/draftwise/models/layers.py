@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.config import ModelConfig
 from draftwise.models.mlp import (
     EXPERT_NAMES,
@@ -213,6 +214,13 @@ class LayerWeights:
             after_attention=norm("after_attention"),
             after_mlp=norm("after_mlp"),
         )
+
+
+def layer_spec(config: ModelConfig) -> KVLayerSpec:
+    """What a layer stores per token."""
+    if config.latent is not None:
+        return KVLayerSpec((("latent", (1, config.head_dim)),))
+    return KVLayerSpec.dense(config.num_kv_heads, config.head_dim)
 
 
 def packed_rope(ops: Ops, rope: RopeConfig, head_dim: int, length: int) -> Rope:

@@ -29,6 +29,7 @@ from draftwise.models.heads.eagle import EagleOptions
 from draftwise.models.heads.eagle3 import Eagle3Options, default_feature_layers
 from draftwise.models.heads.tensors import HeadTensors
 from draftwise.models.heads.vocabulary import target_ids_of
+from draftwise.models.layers import LayerWeights
 from draftwise.models.mlp import ExpertNames
 from draftwise.models.registry import resolve_model
 
@@ -123,14 +124,15 @@ def head_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
 
 def sparse_layers(
     raw: RawConfig, tensors: HeadTensors, num_layers: int
-) -> tuple[ModelConfig, ExpertNames] | None:
-    """The shape of MTP layers that have experts, and what their tensors are called: as the target's family says, whose
-    config the settings then are. None: they have none, or nobody knows the family.
+) -> tuple[ModelConfig, ExpertNames, type[LayerWeights]] | None:
+    """The shape of MTP layers that have experts, what the experts' tensors are called, and what the layers are made
+    of: as the target's family says, whose config the settings then are. None: they have none, or nobody knows the
+    family.
 
     Raises:
         ModelLoadError: the family refuses the settings.
     """
-    if not any(".mlp.experts." in name for name in tensors) or any("kv_a_proj" in name for name in tensors):
+    if not any(".mlp.experts." in name for name in tensors):
         return None
     if not raw.get("architectures"):
         return None
@@ -152,7 +154,7 @@ def sparse_layers(
         sliding_window=(None,) * num_layers,
         experts=replace(config.experts, layers=(True,) * num_layers),
     )
-    return own, replace(names, **prefix)
+    return own, replace(names, **prefix), family.weights
 
 
 def _head_dim(raw: RawConfig, tensors: HeadTensors) -> int | None:

@@ -38,6 +38,7 @@ from draftwise.models.heads.medusa import MedusaHeads, medusa_shape, rename_medu
 from draftwise.models.heads.mtp import MtpHead
 from draftwise.models.heads.mtp_names import mtp_form, renamer
 from draftwise.models.heads.tensors import HeadTensors, scan_head
+from draftwise.models.layers import LayerWeights
 from draftwise.models.paths import resolve_path
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import parse_scheme
@@ -227,7 +228,13 @@ def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
     with _named(folder):
         check_target(raw, link)
         count = number_of_layers(tensors)
-        config, experts = sparse_layers(raw, tensors, count) or (layer_config(raw, tensors, count), None)
+        config, experts, weights = sparse_layers(raw, tensors, count) or (
+            layer_config(raw, tensors, count),
+            None,
+            LayerWeights,
+        )
+        if config.latent is not None:  # DeepSeek's own layers
+            form = replace(form, normed_feature=True)
         lent = {
             part for part in ("embed_tokens", "lm_head") if compare and own and _is_copy(found, tensors, part)
         }
@@ -242,6 +249,7 @@ def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
             own_embedding="embed_tokens" in brought,
             own_head="lm_head" in brought,
             experts=experts,
+            weights=weights,
         )
         if compare:
             _check_shared(tensors, config.num_layers)

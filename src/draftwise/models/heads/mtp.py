@@ -25,7 +25,7 @@ from draftwise.models.config import ModelConfig
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.heads.mtp_names import MtpForm
-from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights, packed_rope
+from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights, layer_spec, packed_rope
 from draftwise.models.mlp import ExpertNames, load_linear
 from draftwise.models.weights import WeightPlan
 from draftwise.types import StepInput, TargetOutput
@@ -56,9 +56,11 @@ class MtpHead(HeadModel):
         own_embedding: bool = False,
         own_head: bool = False,
         experts: ExpertNames | None = None,
+        weights: type[LayerWeights] = LayerWeights,
     ) -> None:
         """Declare the parameters. ``own_embedding``, ``own_head``: whether the first layer brings its own, which all
-        layers then use. ``experts``: names of the experts' tensors, if layers have some.
+        layers then use. ``experts``: names of the experts' tensors, if layers have some. ``weights``: what a
+        layer is made of.
 
         Raises:
             ModelLoadError: the layers are for a target of another hidden size.
@@ -91,7 +93,7 @@ class MtpHead(HeadModel):
         ]
         self._projections = [plan.linear([(f"{i}.proj.weight", hidden)], 2 * hidden) for i in range(count)]
         names = HEAD_NAMES if experts is None else replace(HEAD_NAMES, experts=experts)
-        self._loaded = [LayerWeights(config, names, plan, i) for i in range(config.num_layers)]
+        self._loaded = [weights(config, names, plan, i) for i in range(config.num_layers)]
         self._loaded_head = plan.tensor("0.lm_head.weight", (link.vocab_size, hidden)) if own_head else None
         self._weight_bytes = plan.num_bytes
         self._plan = plan
@@ -122,8 +124,7 @@ class MtpHead(HeadModel):
         del self._norms, self._projections, self._loaded, self._loaded_head, self._plan
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)
-        return (spec,) * self.config.num_layers
+        return (layer_spec(self.config),) * self.config.num_layers
 
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         return pick_rows(output.hidden, rows)
@@ -131,7 +132,8 @@ class MtpHead(HeadModel):
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         ops, form, mtp = self._ops, self.form, self._layers[depth]
         rope = ops.rope_rows(self._rope, batch.positions)
-        layers = LayerPass(ops, self._heads, self.config.head_dim**-0.5, rope, batch.slots, batch.attention)
+        scale = self.config.attn_scale or self.config.head_dim**-0.5
+        layers = LayerPass(ops, self._heads, scale, rope, batch.slots, batch.attention)
         embedded = ops.embedding(batch.token_ids, self._embedding)
         if form.zero_first:  # of the row of token 1, which stands at position 0
             embedded = ops.clear_first(embedded, batch.positions)
