@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from tests.fakes.architectures import save, small
 from tests.fakes.lora import ATTENTION, merge, save_adapter
 from tests.fakes.tiny import save_llama
 from tests.native import native_or_skip
@@ -185,6 +186,30 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
         mixed = texts(engine.generate(PROMPTS[:2], GREEDY, lora_request=[None, LoRARequest("a", 1, path)]))
     assert found == expected and found != plain
     assert mixed == [plain[0], expected[1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [("jamba", ("in_proj", "x_proj", "out_proj", "q_proj")), ("bloom", ("query_key_value", "dense"))],
+)
+def test_several_adapters_where_rows_are_not_computed_in_order(
+    kind: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Modules with recurrent state, and attention of a model's own, are computed request by request."""
+    save(small(kind, initializer_range=0.3), tmp_path / "model")
+    paths = [save_adapter(tmp_path / f"a{i}", tmp_path / "model", i, modules=modules) for i in (1, 2)]
+    expected = []
+    for i in (1, 2):
+        merged = merge(tmp_path / "model", tmp_path / f"a{i}", tmp_path / f"merged{i}")
+        with LLM(merged, **OPTIONS) as engine:
+            expected.append(texts(engine.generate(PROMPTS, GREEDY)))
+    with LLM(str(tmp_path / "model"), enable_lora=True, **OPTIONS) as engine:
+        plain = texts(engine.generate(PROMPTS, GREEDY))
+        one, other = (LoRARequest(f"a{i}", i, path) for i, path in enumerate(paths, 1))
+        which = ([one, other, None] * len(PROMPTS))[: len(PROMPTS)]
+        found = texts(engine.generate(PROMPTS, GREEDY, lora_request=which))
+    assert plain != expected[0] != expected[1]
+    assert found == [[*expected, plain][i % 3][i] for i in range(len(PROMPTS))]
 
 
 # --------------------------------------------------------------------------------------------- places for adapters

@@ -54,6 +54,9 @@ class DecoderModel(ABC):
     """Whether a row's hidden states and logits are the same bits in any batch, chunk or tree."""
     capturable: bool = True
     """Whether a pass asks nothing of the host, if its operations do not."""
+    rows_in_order: bool = True
+    """Whether its linear layers are given all rows of a pass at once, in their order; else several adapters need a pass
+    each."""
     pads: bool = False
     """Whether passes fill up batches with rows that go to `KVStorage.spare_slot`: storage for it must have one."""
 

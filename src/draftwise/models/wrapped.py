@@ -17,6 +17,7 @@ class WrappedDecoder(DecoderModel):
         self.dtype = inner.dtype
         self.device = inner.device
         self.same_bits = inner.same_bits
+        self.rows_in_order = inner.rows_in_order
         self.capturable = inner.capturable
 
     @classmethod

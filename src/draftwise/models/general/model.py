@@ -21,7 +21,7 @@ from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.modules import PackedLinear
 from draftwise.models.general.parts import body_of
 from draftwise.models.general.recurrence import Recurrence
-from draftwise.models.general.ways import Part, Way
+from draftwise.models.general.ways import Interface, Part, Way
 from draftwise.types import StepInput, TargetOutput
 
 
@@ -52,6 +52,7 @@ class GeneralDecoder(DecoderModel):
         self.way = way
         tensors = tuple(tensor for unit in units for tensor in unit.tensors)
         self._states = StateSpec(tensors) if tensors else None
+        self.rows_in_order = isinstance(way, Interface) and not tensors
         self._positions: Tensor | None = None  # [T] of the pass that runs
         self._captured: dict[int, list[Tensor]] = {}  # [B * n, H] of each part of the pass
         self._wanted: frozenset[int] = frozenset()

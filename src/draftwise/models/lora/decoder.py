@@ -98,14 +98,17 @@ class AdaptedDecoder(WrappedDecoder):
             if logits:
                 return self.inner.forward_logits(batch, kv, rows, capture)
             return self.inner.forward(batch, kv, capture), None
-        if all(adapters):
+        groups = self._groups(np.asarray(adapters))
+        if len(groups) == 1:
             output = self._with_adapters(batch, kv, capture)
         else:
-            which = np.asarray(adapters) > 0
-            halves = [part_of(batch, ~which), part_of(batch, which)]
-            (first, at), (second, other) = halves
-            plain = self.inner.forward(first, kv, capture)
-            output = _joined(plain, at, self._with_adapters(second, kv, capture), other)
+            found: list[tuple[TargetOutput, Tensor]] = []
+            for which in groups:
+                part, at = part_of(batch, which)
+                assert part.adapters is not None
+                run = self._with_adapters if any(part.adapters) else self.inner.forward
+                found.append((run(part, kv, capture), at))
+            output = _joined(found)
         if not logits:
             return output, None
         chosen = output.hidden
@@ -114,6 +117,14 @@ class AdaptedDecoder(WrappedDecoder):
         # by the plain model's own operation, of which a row's result is its own
         empty = chosen.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         return output, self.inner.logits(chosen) if len(chosen) else empty
+
+    def _groups(self, adapters: npt.NDArray[np.int64]) -> list[npt.NDArray[np.bool_]]:
+        """Requests [R] that are computed in one pass: without an adapter, and with adapters."""
+        if self.inner.rows_in_order:
+            groups = [adapters == 0, adapters > 0]
+        else:
+            groups = [adapters == slot for slot in np.unique(adapters)]
+        return [which for which in groups if which.any()]
 
     def _with_adapters(self, batch: StepInput, kv: KVStorage, capture: Sequence[int]) -> TargetOutput:
         assert batch.adapters is not None
@@ -166,11 +177,15 @@ def part_of(batch: StepInput, which: npt.NDArray[np.bool_]) -> tuple[StepInput, 
     return part, rows
 
 
-def _joined(first: TargetOutput, at: Tensor, second: TargetOutput, other: Tensor) -> TargetOutput:
-    def join(x: Tensor, y: Tensor) -> Tensor:
-        out = x.new_empty((len(x) + len(y), x.shape[1]))
-        out[at], out[other] = x, y
+def _joined(parts: Sequence[tuple[TargetOutput, Tensor]]) -> TargetOutput:
+    """Results of parts of a batch, with their rows in the whole, as those of the whole."""
+    total = sum(len(rows) for _, rows in parts)
+
+    def join(found: list[Tensor]) -> Tensor:
+        out = found[0].new_empty((total, found[0].shape[1]))
+        for (_, rows), x in zip(parts, found, strict=True):
+            out[rows] = x
         return out
 
-    captured = {layer: join(x, second.captured[layer]) for layer, x in first.captured.items()}
-    return TargetOutput(join(first.hidden, second.hidden), captured)
+    captured = {layer: join([o.captured[layer] for o, _ in parts]) for layer in parts[0][0].captured}
+    return TargetOutput(join([output.hidden for output, _ in parts]), captured)
