@@ -21,6 +21,7 @@ from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.llama import LlamaModel
 from draftwise.models.loader import load_model
 from draftwise.quantization.parsing import parse_checkpoint_format
 
@@ -439,6 +440,49 @@ def test_rows_may_be_rounded_over_weights_as_they_are(
     scale = float(logits[None].abs().max())
     for name in logits.keys() - {None}:
         assert 0 < float((logits[name] - logits[None]).abs().max()) < 0.1 * scale
+
+
+GENERAL = {
+    **CONFIG, "architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 16, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def as_general(folder: Path, **changes: Any) -> Path:
+    """A folder's model as one of a family without code of ours, whose tensors have the same names."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **GENERAL, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq desc_act", "w4a16 with zeros", "w8a8", "fp8 blocks", "two forms"]
+)
+def test_models_of_transformers_take_the_same_numbers(tmp_path: Path, name: str) -> None:
+    quantized, plain = (as_general(folder) for folder in write(tmp_path, name))
+    ops = TorchOps(torch.float32, CPU)
+    tokens = [RowInput([3, 9, 1, 7, 5], 0, torch.arange(8, dtype=torch.int32).numpy())]
+    found = []
+    for folder in (quantized, plain):
+        model = load_model(folder, dtype=torch.float32, device=CPU, ops=ops)
+        assert type(model).__name__ == "GeneralDecoder" or not isinstance(model, LlamaModel)
+        kv = KVStorage(model.kv_layout(), 8, 4, torch.float32, CPU)
+        with torch.inference_mode():
+            found.append(model.forward_logits(build_step_input(tokens, 4, CPU), kv)[1])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_models_of_transformers_name_what_is_wrong(tmp_path: Path) -> None:
+    quantized = as_general(write(tmp_path, "gptq")[0])
+    tensors = load_file(quantized / "model.safetensors")
+    broken = dict(tensors)
+    del broken["model.layers.0.mlp.up_proj.scales"]
+    save_file(broken, quantized / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"tensors are missing: model\.layers\.0\.mlp\.up_proj\.scales"):
+        load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
+    broken = {**tensors, "model.layers.0.mlp.up_proj.scales": torch.ones(2, 2)}
+    save_file(broken, quantized / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"up_proj\.scales has shape \[2, 2\], expected \[2, 96\]"):
+        load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
 
 
 def test_groups_that_there_are_not(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from draftwise.models.config import ModelConfig, OwnCodeLacks, token_ids
 from draftwise.models.general.config import parse_general
 from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
-from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.lora.merged import with_adapter
 from draftwise.models.paths import resolve_path
@@ -109,10 +108,6 @@ def load_model(
             "that are kept rounded"
         )
     if is_general(cls):
-        if layout is not None and not is_gguf(folder):
-            raise ModelLoadError(
-                f"{folder}: quantised checkpoints of {config.architecture} are not supported"
-            )
         if quantization_cache is not None:
             raise ConfigError(
                 f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.config import transformers_config
 from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts
+from draftwise.models.general.filling import build_filled
 from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
@@ -31,8 +33,8 @@ from draftwise.models.general.nodes import CannotAssemble
 from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
-from draftwise.models.gguf.general import build_from_gguf
 from draftwise.models.gguf.reader import is_gguf
+from draftwise.models.source import checkpoint_format, scan
 
 logger = logging.getLogger("draftwise")
 
@@ -47,7 +49,7 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool =
         ModelLoadError: it cannot be served; says what about it.
     """
     register()
-    model = _from_gguf(folder, config, ops) if is_gguf(folder) else _from_folder(folder, config, ops)
+    model = _loaded(folder, config, ops)
     try:
         try:
             with quiet():
@@ -57,15 +59,28 @@ def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool =
                 "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
                 config.architecture, error,
             )  # fmt: skip
-            return _prepared(_from_folder(folder, config, ops), config, ops, rounded, assemble=False)
+            return _prepared(_loaded(folder, config, ops), config, ops, rounded, assemble=False)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
 
 
-def _from_gguf(path: Path, config: ModelConfig, ops: Ops) -> Any:
+def _loaded(folder: Path, config: ModelConfig, ops: Ops) -> Any:
+    """By Transformers itself, where it reads the checkpoint as it is."""
+    layout = checkpoint_format(folder)
+    if not is_gguf(folder) and layout is None:
+        return _from_folder(folder, config, ops)
+    if layout is not None:
+        logger.info("%s: layers stored as %s become floats: %s runs on Transformers' code",
+                    folder, layout.name, config.architecture)  # fmt: skip
     raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
+    try:
+        cls, own = _class_and_config(replace(config, raw=raw))
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
+    # of a GGUF file the layers' numbers are read, whatever their type
+    kept = None if is_gguf(folder) else layout
     with quiet():
-        model = build_from_gguf(path, config, transformers_config(raw), ops.dtype)
+        model = build_filled(folder, scan(folder), kept, cls, own, ops.dtype, whole=is_gguf(folder))
     return model.eval().to(ops.device)
 
 
