@@ -84,6 +84,7 @@ def build_engine(
         quantization=config.quantization,
         quantization_cache=_quantization_cache(config),
         batch_invariant=config.batch_invariant,
+        adapters=config.enable_lora,
     )
     if config.enable_lora:
         model = AdaptedDecoder(model)

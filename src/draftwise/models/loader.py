@@ -20,6 +20,7 @@ from draftwise.models.config import ModelConfig, OwnCodeLacks, token_ids
 from draftwise.models.general.config import parse_general
 from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
+from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.lora.merged import with_adapter
 from draftwise.models.paths import resolve_path
@@ -66,6 +67,7 @@ def load_model(
     quantization_cache: Path | None = None,
     batch_invariant: bool = False,
     adapter: str | None = None,
+    adapters: bool = False,
     ops: Ops | None = None,
 ) -> DecoderModel:
     """Load a model. Peak memory is the weights, as the kernels pack them, plus the largest layer or some 20 MiB:
@@ -82,6 +84,7 @@ def load_model(
         quantization_cache: folder in which rounded weights are kept, see `models.rounded`; None: they are not.
         batch_invariant: a row's bits may not depend on the rows computed with it; see `kernels.select.default_ops`.
         adapter: folder or hub id of a LoRA adapter that is merged into the weights; None: none.
+        adapters: requests will have adapters of their own (`models.lora`).
         ops: the kernels to run on; None: `kernels.select.default_ops`.
 
     Raises:
@@ -112,7 +115,8 @@ def load_model(
             raise ConfigError(
                 f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
             )
-        return load_general(folder, config, ops, rounded=scheme is not None)
+        stored = (layout, scan(folder)) if layout is not None or is_gguf(folder) else None
+        return load_general(folder, config, ops, rounded=scheme is not None, adapters=adapters, stored=stored)
     entries = scan(folder)
     if adapter is not None:
         entries = with_adapter(entries, adapter)

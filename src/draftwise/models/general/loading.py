@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -17,7 +17,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.base import DecoderModel
-from draftwise.models.checkpoint import shorten
+from draftwise.models.checkpoint import TensorEntry, shorten
 from draftwise.models.config import ModelConfig
 from draftwise.models.general.assembling import WrongAssembly, assembled
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCausal, Probe, register, taking
@@ -34,41 +34,55 @@ from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.reader import is_gguf
-from draftwise.models.source import checkpoint_format, scan
+from draftwise.quantization.checkpoint import CheckpointFormat
 
 logger = logging.getLogger("draftwise")
 
 
-def load_general(folder: Path, config: ModelConfig, ops: Ops, *, rounded: bool = False) -> DecoderModel:
+def load_general(
+    folder: Path,
+    config: ModelConfig,
+    ops: Ops,
+    *,
+    rounded: bool = False,
+    adapters: bool = False,
+    stored: tuple[CheckpointFormat | None, Mapping[str, TensorEntry]] | None = None,
+) -> DecoderModel:
     """Load a causal model of Transformers: one whose attention goes through its attention interface, or that keeps
     keys and values in a cache it is given.
 
-    ``rounded``: ``ops`` packs weights in few bits.
+    ``rounded``: ``ops`` packs weights in few bits. ``adapters``: requests will have adapters, whose places are the
+    model's own modules: it is not put together from our operations. ``stored``: the tensors of a checkpoint that
+    Transformers does not read as it is, and how its quantised layers lie there; None: it reads it.
 
     Raises:
         ModelLoadError: it cannot be served; says what about it.
     """
     register()
-    model = _loaded(folder, config, ops)
+    model = _loaded(folder, config, ops, stored)
     try:
         try:
             with quiet():
-                return _prepared(model, config, ops, rounded)
+                return _prepared(model, config, ops, rounded, assemble=not adapters)
         except WrongAssembly as error:
             logger.warning(
                 "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
                 config.architecture, error,
             )  # fmt: skip
-            return _prepared(_loaded(folder, config, ops), config, ops, rounded, assemble=False)
+            return _prepared(_loaded(folder, config, ops, stored), config, ops, rounded, assemble=False)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
 
 
-def _loaded(folder: Path, config: ModelConfig, ops: Ops) -> Any:
-    """By Transformers itself, where it reads the checkpoint as it is."""
-    layout = checkpoint_format(folder)
-    if not is_gguf(folder) and layout is None:
+def _loaded(
+    folder: Path,
+    config: ModelConfig,
+    ops: Ops,
+    stored: tuple[CheckpointFormat | None, Mapping[str, TensorEntry]] | None,
+) -> Any:
+    if stored is None:
         return _from_folder(folder, config, ops)
+    layout, entries = stored
     if layout is not None:
         logger.info("%s: layers stored as %s become floats: %s runs on Transformers' code",
                     folder, layout.name, config.architecture)  # fmt: skip
@@ -80,7 +94,7 @@ def _loaded(folder: Path, config: ModelConfig, ops: Ops) -> Any:
     # of a GGUF file the layers' numbers are read, whatever their type
     kept = None if is_gguf(folder) else layout
     with quiet():
-        model = build_filled(folder, scan(folder), kept, cls, own, ops.dtype, whole=is_gguf(folder))
+        model = build_filled(folder, entries, kept, cls, own, ops.dtype, whole=is_gguf(folder))
     return model.eval().to(ops.device)
 
 
