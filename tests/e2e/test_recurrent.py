@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,6 +235,17 @@ def test_memory_of_states_is_planned(folders: dict[str, Folders]) -> None:
         assert len(token_ids(llm.generate(PROMPTS, params("ngram")))) == 9
     with LLM(folders["mamba"].target, **base, max_num_seqs=200, num_kv_blocks=9) as llm:
         assert llm._engine.kv_cache_bytes >= 200 * one  # type: ignore[union-attr]
+
+
+def test_a_model_that_cuts_long_passes_itself(tmp_path: Path) -> None:
+    """xLSTM cuts them, with a cache that it makes for them; here they are cut by request."""
+    save(small("xlstm", max_inference_chunksize=16), tmp_path / "model")
+    prompt = random_prompts(1, seed=5, low=40, high=41)
+    found = []
+    for rows in (64, 16):
+        with LLM(str(tmp_path / "model"), **OPTIONS, max_num_batched_tokens=rows) as llm:
+            found.append(token_ids(llm.generate(prompt, params())))
+    assert found[0] == found[1]
 
 
 class Branches(Proposer):

@@ -247,6 +247,8 @@ def _units(model: Any, vocab_size: int) -> list[Unit]:
     """The modules that carry a state from token to token beside keys and values. An empty list also if the
     model wants to know more of its cache than such modules do: the check will tell whether it has a state."""
     tokens = torch.tensor([sample(vocab_size, 13, seed=6)], device=model.device)
+    if hasattr(model.config, "max_inference_chunksize"):
+        model.config.max_inference_chunksize = 1 << 30  # xLSTM: a pass of many rows is cut by us, by request
     try:
         units = find_units(model, lambda: model(input_ids=tokens, use_cache=False))
         # Some hand states on from layer to layer, if they are asked to.
