@@ -153,7 +153,8 @@ def table(outcomes: list[Outcome], what: str) -> str:
     reasons: dict[str, list[str]] = {}
     for found in outcomes:
         if found.way == "refused":
-            words = found.words.split("cannot be served: ")[-1].split(" has ", 1)[-1]
+            words = found.words.split("cannot be served: ")[-1]
+            words = "layers of " + words.split(" has layers of ")[1] if " has layers of " in words else words
             reasons.setdefault(words.replace("|", "/").replace("\n", " "), []).append(found.kind)
     lines = [
         f"Transformers {transformers.__version__} has {len(outcomes)} kinds of {what}. "

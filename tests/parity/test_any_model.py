@@ -45,8 +45,8 @@ def test_equal_or_refused(kind: str, tmp_path: Path) -> None:
     assert kind not in EQUAL or found.way != "refused", found.words
 
 
-_SOME = ("gemma3", "llama4", "mistral3", "qwen2_audio", "qwen2_5_vl")
-"""Wrappers that differ: masks of their own, a whole causal model inside, sound, M-RoPE."""
+_SOME = ("paligemma", "gemma3", "llama4", "mistral3", "qwen2_audio", "qwen2_5_vl")
+"""Wrappers that differ: read in both directions, masks of their own, a whole causal model inside, sound, M-RoPE."""
 
 
 @pytest.mark.parametrize(

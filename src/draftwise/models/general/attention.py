@@ -123,6 +123,8 @@ class Probe:
 
     def __init__(self) -> None:
         self.calls: list[LayerCall] = []
+        self.not_causal: set[str] = set()
+        """Classes of layers that say so themselves, whatever their masks are: Transformers' kernels may go by it."""
         self._windows: list[int | ModelLoadError | None] = []  # of masks, by number; what is wrong with one
 
     def mask(self, mask_function: Callable[..., Any], q_length: int, kv_length: int, **others: Any) -> Tensor:
@@ -146,8 +148,8 @@ class Probe:
         if query.ndim != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
             raise ModelLoadError(f"{name} attends to something else than the tokens of the pass")
         _refuse_unknown(name, options)
-        if getattr(module, "is_causal", True) is False:  # kernels other than ours would go by it
-            raise NotCausal(f"{name} reads a prompt in both directions: it is no causal model")
+        if getattr(module, "is_causal", True) is False:
+            self.not_causal.add(name)
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads or value.shape[1] != kv_heads or key.shape[3] != query.shape[3]:
             raise ModelLoadError(f"{name} has {heads} heads of queries over {kv_heads} and {value.shape[1]}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
@@ -281,7 +281,26 @@ def _probed(model: Any, vocab_size: int) -> tuple[list[LayerCall], list[nn.Linea
     positions = torch.arange(tokens.shape[1], device=model.device)[None]
     with taking(probe), LinearUse(model) as use, _explained():
         model(input_ids=tokens, position_ids=positions, use_cache=False)
+    if probe.not_causal and getattr(model, "_supports_sdpa", False):
+        _check_causal(model, tokens, probe.not_causal)
     return probe.calls, use.exchangeable
+
+
+def _check_causal(model: Any, tokens: Tensor, names: set[str]) -> None:
+    """Layers say that they are not causal. Masks of plain attention may be so all the same; but a model that means it
+    reads a prompt in both directions on Transformers' default kernels, which are handed no mask.
+
+    Raises:
+        NotCausal: a first token's logits depend on the tokens behind it.
+    """
+    _attend_with(model, "sdpa")
+    with _explained():
+        whole = model(input_ids=tokens, use_cache=False).logits[0, 0].float()
+        alone = model(input_ids=tokens[:, :1], use_cache=False).logits[0, 0].float()
+    if not torch.allclose(whole, alone, rtol=1e-2, atol=1e-2 * float(whole.std())):
+        raise NotCausal(
+            f"{', '.join(sorted(names))} reads a prompt in both directions: it is no causal model"
+        )
 
 
 def _probed_cache(model: Any, config: ModelConfig) -> tuple[tuple[KVLayerSpec, ...], list[nn.Linear]]:
