@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 _ALWAYS = ("llama", "qwen3", "gemma2")
 _KINDS = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-    "gemma2", "gemma3_text", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "falcon", "glm4_moe", "gpt_oss",
+    "deepseek_v2", "glm4_moe", "gemma2", "gemma3_text", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "falcon", "glm4_moe", "gpt_oss",
     "granite", "smollm3",
 )  # fmt: skip
 _TINY = 1e-3  # of logits
