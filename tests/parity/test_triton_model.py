@@ -20,8 +20,10 @@ from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import LinearTiling
 from draftwise.kernels.triton.ops import TritonOps
 from draftwise.kv.storage import KVStorage
+from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
+from tests.fakes.architectures import save, small
 from tests.fakes.tiny import VOCAB, save_llama
 from tests.unit.test_quantized_checkpoints import write
 
@@ -52,6 +54,21 @@ def run(folder: str, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
             DEVICE,
         )
         return prefill, model.logits(model.forward(second, kv).hidden)
+
+
+@pytest.mark.parametrize("kind", ["granite", "gpt_neox"])
+def test_models_that_are_put_together(kind: str, tmp_path: Path) -> None:
+    """Scales and serial residuals; layer norms, biases, a rotated part of each head and parallel residuals."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    save(small(kind, vocab_size=VOCAB, head_dim=8, num_key_value_heads=1, **sizes), tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, device=DEVICE, ops=triton_ops())
+    assert isinstance(model, AssembledDecoder)
+    del model
+    folder = str(tmp_path)
+    for actual, expected in zip(
+        run(folder, triton_ops()), run(folder, TorchOps(torch.float32, DEVICE)), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_prompts_and_a_tree_as_plain_torch_has_them(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class Assembler:
         bias = None
         if any(b is not None for b in biases):
             pairs = zip(weights, biases, strict=True)
-            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
+            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b.to(w) for w, b in pairs])
         pack = self._ops.pack_gate_up if paired else self._ops.pack_linear
         handle = pack(weight.detach().contiguous(), None if bias is None else bias.detach().contiguous())
         self.num_bytes += handle.num_bytes
@@ -366,7 +366,7 @@ class Assembler:
             handle = (
                 self._ops.pack_head(head.contiguous())
                 if bias is None
-                else self._ops.pack_linear(head.contiguous(), bias.detach())
+                else self._ops.pack_linear(head.contiguous(), bias.detach().to(head))
             )
         del head
         packed(self._head)

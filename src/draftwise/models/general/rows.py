@@ -37,7 +37,7 @@ class Rows:
 
     def times(self, factor: Tensor) -> Rows:
         """``factor`` broadcasts with the tensor, which keeps its shape."""
-        own = factor.float().expand(self.index.shape)
+        own = factor.detach().float().cpu().expand(self.index.shape)
         other = None if self.other_factor is None else self.other_factor * own
         return replace(self, factor=own if self.factor is None else self.factor * own, other_factor=other)
 

@@ -39,7 +39,7 @@ class Rules(Graph):
     def __init__(self, positions: Tensor) -> None:
         super().__init__(positions.shape[0])
         self._values: Any = WeakTensorKeyDictionary()
-        self._positions = positions
+        self._positions = positions.cpu()
 
     def put(self, tensor: Tensor, value: Value) -> None:
         self._values[tensor] = value
@@ -122,7 +122,7 @@ class Rules(Graph):
         """A table of learned positions; the ids may begin anywhere."""
         if ids.numel() != self._count or out.ndim < 2:
             return
-        shift = ids.flatten() - self._positions
+        shift = ids.flatten().cpu() - self._positions
         if bool((shift == shift[0]).all()) and shift[0] >= 0:
             node = Embed(table.shape[1], table[int(shift[0]) :], by_position=True)
             self.put(out, self.fresh(node, out.shape, out.ndim - 2))
@@ -158,6 +158,7 @@ class Rules(Graph):
         node, at = self.node(x)
         if node.width != shape[0]:
             raise CannotAssemble("it normalises heads with their mean")
+        weight, bias = (None if part is None else part.detach().float().cpu() for part in (weight, bias))
         made = LayerNorm(node.width, node, eps, weight, bias)
         return [self.fresh(made, x.index.shape, at), *[Unknown("it uses the deviations of a norm")] * 2]
 
@@ -216,14 +217,14 @@ class Rules(Graph):
     def _plus(self, x: Rows, constant: Tensor) -> Value:
         """``constant``: the same for all rows."""
         node, at = self.node(x)
-        values = constant.detach().float().expand(x.index.shape).movedim(at, 0).reshape(self._count, -1)
+        values = constant.detach().float().cpu().expand(x.index.shape).movedim(at, 0).reshape(self._count, -1)
         if not bool((values == values[0]).all()):
             raise CannotAssemble("it adds something that depends on the position")
         bias = values[0].to(constant.dtype)
         if isinstance(node, Linear | LayerNorm):
-            made: Node = replace(node, bias=bias if node.bias is None else node.bias + bias)
+            made: Node = replace(node, bias=bias if node.bias is None else node.bias.cpu() + bias)
         elif isinstance(node, Embed):
-            made = replace(node, table=node.table + bias)
+            made = replace(node, table=node.table + bias.to(node.table.device))
         else:
             raise CannotAssemble("it adds a constant")
         return self.fresh(self.once(made, bias, of=node), x.index.shape, at)

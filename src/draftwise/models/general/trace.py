@@ -197,4 +197,4 @@ def _trace(decoder: GeneralDecoder, way: Interface, last: int) -> Traced:
         states = torch.zeros((len(spread), hidden.width), dtype=decoder.dtype, device=decoder.device)
         tracer.put_node(states, given, 0)
         logits = tracer.node_of(decoder.logits(states))
-    return Traced(hidden, entering, given, logits, positions)
+    return Traced(hidden, entering, given, logits, positions.cpu())
