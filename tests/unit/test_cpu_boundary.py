@@ -13,7 +13,7 @@ import pytest
 from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu import attention, build, experts, library, ops, program, trees
+from draftwise.kernels.cpu import attention, build, experts, handles, library, program, trees
 from draftwise.propose.lookup import suffix_native
 from draftwise.sampling.state import DRAW
 
@@ -25,7 +25,7 @@ MIRRORS = {
     "ExpertsSetting": ctypes.sizeof(experts.Setting),
     "PassInput": ctypes.sizeof(program._PassInput),
     "ProgramOp": ctypes.sizeof(program.Operation),
-    "RopeCall": ctypes.sizeof(ops.RopeCall),
+    "RopeCall": ctypes.sizeof(handles.RopeCall),
     "SuffixDraft": ctypes.sizeof(suffix_native.DraftStruct),
     "SuffixLimits": ctypes.sizeof(suffix_native.LimitsStruct),
     "TreeOutput": ctypes.sizeof(trees.TreeOutput),

@@ -14,7 +14,8 @@ from torch import Tensor
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.recording import Recording, RecordingError
+from draftwise.kernels.cpu.recording import Recording
+from draftwise.kernels.cpu.tape import RecordingError
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.heads.recorded import RecordedHead, recorded_head

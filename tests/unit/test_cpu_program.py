@@ -17,7 +17,8 @@ from torch import Tensor
 
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.recording import Recording, RecordingError
+from draftwise.kernels.cpu.recording import Recording
+from draftwise.kernels.cpu.tape import RecordingError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.llama import LlamaModel

@@ -16,57 +16,18 @@ from draftwise.kernels.base import FUNCTIONS, Experts, Heads, HeadShape, LayerNo
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, NativeAttention, is_latent, kv_parts
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
+from draftwise.kernels.cpu.handles import NativeNorm, NativeRope, RopeCall, norm_parts, result_of
 from draftwise.kernels.cpu.heads import HeadsKernels, NativeHeads
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import DoubledLinear, LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.recording import Symbol
+from draftwise.kernels.cpu.recording import recording_of
+from draftwise.kernels.cpu.tape import Symbol
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch
 
 _PTR, _INT, _I64, _F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-
-
-class NativeNorm(Norm):
-    """``weight`` [H] float32, ``eps``."""
-
-    __slots__ = ("eps", "weight")
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = eps
-
-
-class NativeRope(Rope):
-    """``table`` [positions, 2, D / 2] float32: cosines, sines."""
-
-    __slots__ = ("table",)
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-
-
-class RopeCall(ctypes.Structure):
-    """``dw::RopeCall`` of ``csrc/ops.h``."""
-
-    _fields_ = (
-        ("qkv", _PTR),
-        ("rotation", _PTR),
-        ("slots", _PTR),
-        ("kv", _PTR),
-        ("kv_scales", _PTR),
-        ("q_norm", _PTR),
-        ("k_norm", _PTR),
-        ("eps", _F32),
-        ("rows", _I64),
-        ("num_heads", _INT),
-        ("num_kv_heads", _INT),
-        ("head_dim", _INT),
-        ("kv_dtype", _INT),
-        ("num_slots", _I64),
-        ("latent", _I64),
-    )
 
 
 class NativeOps(Ops):
@@ -156,13 +117,13 @@ class NativeOps(Ops):
 
     def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(token_ids, Symbol):
-            return token_ids.program.gather(token_ids, table)
+            return recording_of(token_ids).gather(token_ids, table)
         return self._rows_of(table, token_ids, out)
 
     def _rows_of(self, table: Tensor, index: Tensor, out: Tensor | None) -> Tensor:
         require(table.is_contiguous() and index.dtype is torch.int64, "a contiguous table and int64 ids")
         count = index.shape[0]
-        result = _result(out, (count, *table.shape[1:]), table.dtype)
+        result = result_of(out, (count, *table.shape[1:]), table.dtype)
         row_bytes = table.stride(0) * table.element_size()
         ids = index.contiguous()
         self._gather(table.data_ptr(), table.shape[0], ids.data_ptr(), result.data_ptr(), count, row_bytes)
@@ -173,19 +134,19 @@ class NativeOps(Ops):
             return self.linear(self.concat(x, x), weight.inner, out)
         assert isinstance(weight, NativeLinear)
         if isinstance(x, Symbol):
-            return x.program.linear(x, weight)
+            return recording_of(x).linear(x, weight)
         return self._linear.run(x, weight, out)
 
     def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         assert isinstance(norm, NativeNorm)
         if isinstance(x, Symbol):
-            return x.program.rms_norm(x, norm.weight, norm.eps)
+            return recording_of(x).rms_norm(x, norm.weight, norm.eps)
         require(
             x.dtype is self._dtype and norm.weight.numel() == x.shape[-1],
             "rows of the model's type, as wide as the norm",
         )
         x = x.contiguous()
-        result = _result(out, x.shape, x.dtype)
+        result = result_of(out, x.shape, x.dtype)
         width = x.shape[-1]
         rows = x.numel() // width
         self._rms_norm(
@@ -203,7 +164,7 @@ class NativeOps(Ops):
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         assert isinstance(norm, NativeNorm)
         if isinstance(x, Symbol):
-            return x.program.add_rms_norm(x, residual, norm.weight, norm.eps)
+            return recording_of(x).add_rms_norm(x, residual, norm.weight, norm.eps)
         require(
             x.dtype is residual.dtype is self._dtype
             and residual.is_contiguous()
@@ -212,7 +173,7 @@ class NativeOps(Ops):
         )
         require(x.ndim == 2 and norm.weight.numel() == x.shape[1], "rows as wide as the norm")
         x = x.contiguous()
-        result = _result(out, x.shape, x.dtype)
+        result = result_of(out, x.shape, x.dtype)
         self._add_rms_norm(
             self.pool.pointer,
             self._code,
@@ -227,11 +188,11 @@ class NativeOps(Ops):
 
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(gate_up, Symbol):
-            return gate_up.program.silu_mul(gate_up)
+            return recording_of(gate_up).silu_mul(gate_up)
         require(gate_up.dtype is self._dtype and gate_up.ndim == 2, "rows of the model's type")
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        result = _result(out, (rows, size), gate_up.dtype)
+        result = result_of(out, (rows, size), gate_up.dtype)
         self._silu_mul(self.pool.pointer, self._code, gate_up.data_ptr(), result.data_ptr(), rows, size)
         return result
 
@@ -241,23 +202,23 @@ class NativeOps(Ops):
     def heads(self, x: Tensor, weight: Heads, out: Tensor | None = None) -> Tensor:
         assert isinstance(weight, NativeHeads)
         if isinstance(x, Symbol):
-            return x.program.heads(x, weight)
+            return recording_of(x).heads(x, weight)
         return self._heads.run(x, weight, out)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.columns(x, start, count)
+            return recording_of(x).columns(x, start, count)
         return super().columns(x, start, count)
 
     def gated(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         if isinstance(gate_up, Symbol):
-            return gate_up.program.gated(gate_up, activation)
+            return recording_of(gate_up).gated(gate_up, activation)
         require(gate_up.dtype is self._dtype, "rows of the model's type")
         return self._experts.gated(gate_up, activation, out)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.scale(x, factor)
+            return recording_of(x).scale(x, factor)
         require(x.dtype in (self._dtype, torch.float32), "rows of the model's type, or float32")
         require(x.is_contiguous() and x.ndim == 2, "rows side by side")
         self._scale_rows(self.pool.pointer, DTYPES[x.dtype], x.data_ptr(), factor, *x.shape)
@@ -265,7 +226,7 @@ class NativeOps(Ops):
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.softcap(x, cap)
+            return recording_of(x).softcap(x, cap)
         require(x.dtype is torch.float32 and x.is_contiguous() and x.ndim == 2, "rows of float32")
         self._softcap_rows(self.pool.pointer, x.data_ptr(), cap, *x.shape)
         return x
@@ -273,7 +234,7 @@ class NativeOps(Ops):
     def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
         assert isinstance(norm, LayerNorm)
         if isinstance(x, Symbol):
-            return x.program.layer_norm(x, norm.weight, norm.bias, norm.eps)
+            return recording_of(x).layer_norm(x, norm.weight, norm.bias, norm.eps)
         require(x.dtype is self._dtype and x.ndim == 2, "rows of the model's type")
         require(norm.weight.numel() == x.shape[-1], "rows as wide as the norm")
         x = x.contiguous()
@@ -293,7 +254,7 @@ class NativeOps(Ops):
 
     def unary(self, x: Tensor, function: str) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.unary(x, function)
+            return recording_of(x).unary(x, function)
         require(
             x.dtype in (self._dtype, torch.float32) and x.ndim == 2, "rows of the model's type, or float32"
         )
@@ -305,7 +266,7 @@ class NativeOps(Ops):
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.mul(x, y)
+            return recording_of(x).mul(x, y)
         require(
             x.dtype is y.dtype is self._dtype and x.shape == y.shape and x.ndim == 2,
             "rows of one shape and type",
@@ -318,7 +279,7 @@ class NativeOps(Ops):
     def experts(self, x: Tensor, scores: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
         assert isinstance(experts, NativeExperts)
         if isinstance(x, Symbol):
-            return x.program.experts(x, scores, experts)
+            return recording_of(x).experts(x, scores, experts)
         return self._experts.run(x, *self._experts.route(scores, experts), experts, out)
 
     def mix_experts(
@@ -329,22 +290,22 @@ class NativeOps(Ops):
 
     def copy(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.copy(x)
+            return recording_of(x).copy(x)
         return super().copy(x, out)
 
     def concat(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.concat(x, y)
+            return recording_of(x).concat(x, y)
         return super().concat(x, y, out)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.add(x, residual)
+            return recording_of(x).add(x, residual)
         return super().add(x, residual)
 
     def clear_first(self, x: Tensor, positions: Tensor) -> Tensor:
         if isinstance(x, Symbol):
-            return x.program.clear_first(x, positions)
+            return recording_of(x).clear_first(x, positions)
         return super().clear_first(x, positions)
 
     # ---------------------------------------------------------------------------------------- attention
@@ -353,7 +314,7 @@ class NativeOps(Ops):
         """``positions`` [T] int64 -> [T, 2, D / 2] float32: cosines, sines."""
         assert isinstance(rope, NativeRope)
         if isinstance(positions, Symbol):
-            return positions.program.gather(positions, rope.table)
+            return recording_of(positions).gather(positions, rope.table)
         return self._rows_of(rope.table, positions, out)
 
     def qkv_rope_write(
@@ -368,12 +329,12 @@ class NativeOps(Ops):
         out: Tensor | None = None,
     ) -> Tensor:
         entries, scales = kv_parts(kv)
-        q_weight, q_eps = _norm_parts(q_norm)
-        k_weight, k_eps = _norm_parts(k_norm)
+        q_weight, q_eps = norm_parts(q_norm)
+        k_weight, k_eps = norm_parts(k_norm)
         eps = q_eps if q_norm is not None else k_eps
         require(q_norm is None or k_norm is None or q_eps == k_eps, "one epsilon for both norms")
         if isinstance(qkv, Symbol):
-            return qkv.program.qkv_rope_write(qkv, heads, rope_rows, kv, slots, q_weight, k_weight, eps)
+            return recording_of(qkv).qkv_rope_write(qkv, heads, rope_rows, kv, slots, q_weight, k_weight, eps)
         num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
         rows, width = qkv.shape
         require(qkv.dtype is self._dtype and qkv.is_contiguous(), "rows of the model's type, side by side")
@@ -426,7 +387,7 @@ class NativeOps(Ops):
         out: Tensor | None = None,
     ) -> Tensor:
         if isinstance(q, Symbol):
-            return q.program.attention(q, kv, heads, scale, window, softcap, sinks)
+            return recording_of(q).attention(q, kv, heads, scale, window, softcap, sinks)
         kv_heads = heads.num_kv_heads
         return self._attention.run(
             q,
@@ -445,22 +406,5 @@ class NativeOps(Ops):
     def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
         assert isinstance(head, NativeLinear)
         if isinstance(hidden, Symbol):
-            return hidden.program.linear(hidden, head, dtype=torch.float32)
+            return recording_of(hidden).linear(hidden, head, dtype=torch.float32)
         return self._linear.run(hidden, head, out, dtype=torch.float32)
-
-
-def _result(out: Tensor | None, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=dtype)
-    require(
-        out.shape == tuple(shape) and out.dtype is dtype and out.is_contiguous(),
-        "a contiguous result of its own shape and type",
-    )
-    return out
-
-
-def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float]:
-    if norm is None:
-        return None, 0.0
-    assert isinstance(norm, NativeNorm)
-    return norm.weight, norm.eps
