@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.words import shorten
 
 _INDEX = "model.safetensors.index.json"
 _WINDOW_BYTES = 16 << 20
@@ -89,12 +90,6 @@ def read_rows(entry: TensorEntry, name: str, start: int, end: int) -> Tensor:
             return found
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{entry.file} cannot be read: {error}") from error
-
-
-def shorten(names: list[str], limit: int = 8) -> str:
-    """A list for a message: the first few names, and how many more."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def _copy_rows(source: RowSource, dest: Tensor) -> None:

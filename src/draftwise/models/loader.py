@@ -15,7 +15,7 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
-from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, read_rows, shorten
+from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, read_rows
 from draftwise.models.config import ModelConfig, OwnCodeLacks, token_ids
 from draftwise.models.general.config import parse_general
 from draftwise.models.general.loading import load_general
@@ -30,6 +30,7 @@ from draftwise.models.source import checkpoint_format, read_raw, scan
 from draftwise.models.text_part import PART_OF
 from draftwise.models.unfollowed import Watched, refuse_unfollowed
 from draftwise.models.weights import WeightPlan
+from draftwise.models.words import shorten
 from draftwise.quantization.scheme import parse_scheme
 
 logger = logging.getLogger("draftwise")

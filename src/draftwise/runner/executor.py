@@ -19,7 +19,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.lifetime import computing
 from draftwise.models.base import DecoderModel
 from draftwise.models.lora.decoder import AdaptedDecoder
-from draftwise.models.lora.peft import LowRank
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.propose.base import Proposer
 from draftwise.runner.batch import StepRow, assemble
 from draftwise.runner.drafting import Drafting

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import ParamSpec
 
 from draftwise import lifetime
-from draftwise.models.lora.peft import LowRank
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
 from draftwise.types import StepPlan, StepResult

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.models.checkpoint import TensorEntry, copy_tensors, shorten
+from draftwise.models.checkpoint import TensorEntry, copy_tensors
 from draftwise.models.weights import release_freed_memory
+from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
 
 _EXPERTS = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")

@@ -17,7 +17,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.base import DecoderModel
-from draftwise.models.checkpoint import TensorEntry, shorten
+from draftwise.models.checkpoint import TensorEntry
 from draftwise.models.config import ModelConfig
 from draftwise.models.general.assembling import WrongAssembly, assembled
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCausal, Probe, register, taking
@@ -34,6 +34,7 @@ from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.reader import is_gguf
+from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
 
 logger = logging.getLogger("draftwise")

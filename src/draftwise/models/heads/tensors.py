@@ -18,9 +18,9 @@ from draftwise.models.checkpoint import (
     read_json,
     scan_checkpoint,
     scan_file,
-    shorten,
 )
 from draftwise.models.weights import WeightPlan
+from draftwise.models.words import shorten
 
 logger = logging.getLogger("draftwise")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from draftwise.errors import ConfigError
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.models.lora.ops import AdaptedOps, PackedAdapter
-from draftwise.models.lora.peft import LowRank
 from draftwise.models.recorded import RecordedDecoder
 from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import AttentionBatch, StateRows, StepInput, TargetOutput

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.models.checkpoint import TensorEntry, read_rows, shorten
-from draftwise.models.lora.peft import LowRank, read_adapter
+from draftwise.models.checkpoint import TensorEntry, read_rows
+from draftwise.models.lora.low_rank import LowRank
+from draftwise.models.lora.peft import read_adapter
+from draftwise.models.words import shorten
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
 from draftwise.models.base import LinearSite
-from draftwise.models.checkpoint import shorten
-from draftwise.models.lora.peft import LowRank
+from draftwise.models.lora.low_rank import LowRank
+from draftwise.models.words import shorten
 
 
 @dataclass(frozen=True, slots=True)

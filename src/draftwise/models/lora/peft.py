@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from draftwise.errors import ModelLoadError
-from draftwise.models.checkpoint import read_json, shorten
+from draftwise.models.checkpoint import read_json
 from draftwise.models.heads.tensors import HeadTensors, scan_head
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.models.paths import resolve_path
+from draftwise.models.words import shorten
 
 _KEY = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight$")
 _REFUSED = {
@@ -32,19 +31,6 @@ _REFUSED = {
     "alora_invocation_tokens": "activated LoRA (adapters that begin inside a text)",
 }
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What is added to one linear layer: ``y += scale * B (A x)``."""
-
-    down: Tensor  # A [r, inputs], as stored
-    up: Tensor  # B [outputs, r]
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
 
 
 def read_adapter(path: str, *, max_rank: int | None = None) -> dict[str, LowRank]:

@@ -10,7 +10,7 @@ namespace {
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
 DW_INLINE vf gelu_tanh(vf x) {
   vf inner = fma(x * x * x, splat(0.044715f), x) * 0.7978845608028654f;
-  return 0.5f * x * (tanh(inner) + 1.0f);
+  return x * 0.5f * (tanh(inner) + 1.0f);
 }
 
 DW_INLINE vf gated_lanes(Activation kind, float alpha, float limit, vf gate, vf up) {
@@ -84,7 +84,7 @@ DW_INLINE vf erf(vf x) {
 DW_INLINE vf function_lanes(Function function, vf x) {
   switch (function) {
     case FN_SILU: return silu(x);
-    case FN_GELU: return 0.5f * x * (erf(x * 0.7071067811865476f) + 1.0f);
+    case FN_GELU: return x * 0.5f * (erf(x * 0.7071067811865476f) + 1.0f);
     case FN_GELU_TANH: return gelu_tanh(x);
     case FN_RELU: return select(x < splat(0.0f), splat(0.0f), x);
     case FN_TANH: return tanh(x);
