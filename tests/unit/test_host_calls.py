@@ -14,6 +14,7 @@ from tests.native import native_or_skip
 
 from draftwise import LLM, SamplingParams
 from draftwise.bench.workloads import code_prompts
+from draftwise.models.recorded import RecordedDecoder
 
 STEPS = 12
 
@@ -65,3 +66,25 @@ def calls_of(method: str, requests: int) -> float:
         assert len(updates) == requests and all(update.num_new for update in updates)
     llm.close()
     return count / STEPS
+
+
+def test_all_drafts_of_a_step_are_one_call_of_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token there would be the same drafts, at a multiple of the time."""
+    native_or_skip()
+    answered: list[bool] = []
+    chains = RecordedDecoder.draft_chains
+
+    def counted(self: RecordedDecoder, *args: Any) -> Any:
+        found = chains(self, *args)
+        answered.append(found is not None)
+        return found
+
+    monkeypatch.setattr(RecordedDecoder, "draft_chains", counted)
+    with LLM(
+        speculative_config={"method": "draft_model", "num_speculative_tokens": 3},
+        speculation_control="static",
+    ) as llm:
+        llm.generate(
+            "def main(", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False
+        )
+    assert len(answered) >= 3 and all(answered)
