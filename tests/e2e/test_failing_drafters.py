@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftwise import LLM, SamplingParams
-from draftwise.runner.executor import LocalExecutor
+from draftwise.runner.local import LocalExecutor
 from tests.e2e.conftest import token_ids
 from tests.fakes.faulty_proposer import BAD, Fault, FaultyProposer, raising, wrong_proposals
 from tests.fakes.tiny import VOCAB, TinyModels

@@ -16,7 +16,7 @@ SPINE = (
     "draftwise.sampling",
     "draftwise.runner.batch",
     "draftwise.runner.drafting",
-    "draftwise.runner.executor",
+    "draftwise.runner.local",
     "draftwise.runner.outcome",
     "draftwise.runner.rows",
     "draftwise.propose.base",

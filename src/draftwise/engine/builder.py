@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ from draftwise.config import EngineConfig
 from draftwise.config.extraction import transfer_folder
 from draftwise.cpus import default_threads
 from draftwise.engine.adapters import Adapters
+from draftwise.engine.cache_size import cache_blocks, kv_dtype, state_memory, step_widths
 from draftwise.engine.core import EngineCore
-from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor, end_tokens
-from draftwise.engine.states import StatePlan, check_drafters, plan_states
+from draftwise.engine.states import check_drafters, plan_states
 from draftwise.errors import ConfigError
 from draftwise.graphs.setup import GraphSetup, backend_for, capturable
-from draftwise.kernels.resident import resident_bytes
 from draftwise.kernels.select import native_reason
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
@@ -36,7 +34,8 @@ from draftwise.models.tokenizer import load_tokenizer
 from draftwise.propose.base import Proposer, ProposerContext
 from draftwise.propose.grammar import GrammarProposer
 from draftwise.propose.registry import resolve_proposer
-from draftwise.runner.executor import Executor, LocalExecutor
+from draftwise.runner.executor import Executor
+from draftwise.runner.local import LocalExecutor
 from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 from draftwise.structured.grammars import Grammars
@@ -45,8 +44,6 @@ from draftwise.verify.select import default_rules
 
 logger = logging.getLogger("draftwise")
 
-_CPU_CACHE_LIMIT = 4 << 30
-"""Bytes of K/V cache on a CPU, at most, unless the user asks for more."""
 _FLOAT32_LIMIT = 1 << 30
 """Models under this many bytes in float32 run in float32 on a CPU when dtype is "auto"."""
 
@@ -91,7 +88,7 @@ def build_engine(
     max_model_len = model.config.max_model_len
     graphs = _graphs(config, model, device)
     if graphs is not None:
-        model = graphs.target(model, _widths(config))
+        model = graphs.target(model, step_widths(config))
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(
@@ -99,13 +96,13 @@ def build_engine(
             revision=config.tokenizer_revision or config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-    states = plan_states(config, model, config.max_num_seqs or 64, _state_memory(config, device))
+    states = plan_states(config, model, config.max_num_seqs or 64, state_memory(config, device))
     num_seqs = (config.max_num_seqs or 64) if states is None else states.slots
     proposers = _load_proposers(config, model, tokenizer, max_model_len, device, graphs, num_seqs)
     if graphs is not None:
         logger.info("graphs to be captured: %s", graphs)
     check_drafters({d.method: d for d in config.drafters}, proposers)
-    num_blocks, cache_bytes = _num_blocks(
+    num_blocks, cache_bytes = cache_blocks(
         config, model, list(proposers.values()), max_model_len, device, graphs, states
     )
     capacity = num_blocks * config.block_size
@@ -119,7 +116,7 @@ def build_engine(
         else:
             max_model_len = capacity
     scratch = max((p.target_scratch_blocks() for p in proposers.values()), default=0)
-    cache_dtype = _cache_dtype(config, model)
+    cache_dtype = kv_dtype(config, model)
     storage = KVStorage(
         model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device, spare=model.pads,
         states=None if states is None else states.store(device),
@@ -280,11 +277,6 @@ def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> 
     )
 
 
-def _widths(config: EngineConfig) -> list[int]:
-    """Rows of a request in a step: 1, or a root with the drafts of a configured drafter."""
-    return sorted({1, *(1 + spec.num_speculative_tokens for spec in config.speculative)})
-
-
 def _quantization_cache(config: EngineConfig) -> Path | None:
     if config.quantization_cache is None:
         return None
@@ -293,83 +285,6 @@ def _quantization_cache(config: EngineConfig) -> Path | None:
 
         return default_cache()
     return Path(config.quantization_cache).expanduser()
-
-
-def _cache_dtype(config: EngineConfig, model: DecoderModel) -> torch.dtype:
-    """Of the target's K/V cache; those of drafters, which are small, stay as their models compute."""
-    if config.kv_cache_dtype == "auto":
-        return model.dtype
-    dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
-    return dtype
-
-
-def _num_blocks(
-    config: EngineConfig,
-    model: DecoderModel,
-    proposers: Sequence[Proposer],
-    max_model_len: int,
-    device: torch.device,
-    graphs: GraphSetup | None,
-    states: StatePlan | None,
-) -> tuple[int, int]:
-    """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
-    ConfigError if none fits."""
-    block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, _cache_dtype(config, model))
-    block_bytes += sum(p.memory_per_block() for p in proposers)
-    block_bytes = max(block_bytes, 1)  # of a model without attention
-    fixed = sum(p.memory_fixed() for p in proposers) + (0 if states is None else states.nbytes)
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks, config.num_kv_blocks * block_bytes + fixed
-    # More than every sequence at full length is never used.
-    useful = (config.max_num_seqs or 64) * -(-max_model_len // config.block_size)
-    if config.kv_cache_memory is not None:
-        blocks = (config.kv_cache_memory - fixed) // block_bytes
-        if blocks < 1:
-            scratch = f"; drafters and recurrent states need {fixed} bytes besides" if fixed else ""
-            raise ConfigError(
-                f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, "
-                f"which takes {block_bytes} bytes{scratch}"
-            )
-    elif device.type == "cuda":
-        plan = plan_gpu(
-            model,
-            utilization=config.gpu_memory_utilization,
-            rows=config.max_num_batched_tokens,
-            logit_rows=(config.max_num_seqs or 64) * _widths(config)[-1],
-            block_size=config.block_size,
-            block_bytes=block_bytes,
-            fixed=fixed,
-            drafter_bytes=sum(p.memory_static() for p in proposers) + _resident_bytes(config, model),
-            num_graphs=0 if graphs is None else graphs.count,
-            most_blocks=useful,
-        )
-        blocks = plan.num_blocks
-    else:
-        memory = _free_memory() - fixed
-        blocks = max(1, min(useful, memory // block_bytes))
-    return blocks, blocks * block_bytes + fixed
-
-
-def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:
-    """What steps that stay on a GPU take besides."""
-    if not config.async_scheduling:
-        return 0
-    return resident_bytes(config.max_num_seqs or 64, _widths(config)[-1] - 1, model.config.vocab_size)
-
-
-def _free_memory() -> int:
-    """Bytes the cache may take on a CPU when the user does not say."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_CACHE_LIMIT, available // 4)
-
-
-def _state_memory(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes that recurrent states may take: half of the cache's; None: the user says how many blocks there are."""
-    if config.num_kv_blocks is not None:
-        return None
-    if config.kv_cache_memory is None and device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
-    return (config.kv_cache_memory or _free_memory()) // 2
 
 
 def _synthetic(config: EngineConfig) -> SyntheticAcceptance | None:

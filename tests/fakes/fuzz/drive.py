@@ -19,7 +19,8 @@ from draftwise.engine.builder import Engine, build_engine
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.llm import engine_stats
 from draftwise.engine.outputs import EngineStats
-from draftwise.runner.executor import Executor, LocalExecutor
+from draftwise.runner.executor import Executor
+from draftwise.runner.local import LocalExecutor
 from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.types import StepPlan, StepResult
 from tests.fakes.fake_executor import LateExecutor

@@ -23,7 +23,8 @@ from draftwise.graphs.setup import GraphSetup
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.heads.eagle import Eagle3Proposer
-from draftwise.runner.executor import Executor, LocalExecutor
+from draftwise.runner.executor import Executor
+from draftwise.runner.local import LocalExecutor
 from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request

@@ -1,0 +1,103 @@
+"""How large the caches of an engine are: blocks of keys and values, and recurrent states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from draftwise.config import EngineConfig
+from draftwise.engine.gpu_memory import plan_gpu
+from draftwise.engine.states import StatePlan
+from draftwise.errors import ConfigError
+from draftwise.graphs.setup import GraphSetup
+from draftwise.kernels.resident import resident_bytes
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.propose.base import Proposer
+
+_CPU_CACHE_LIMIT = 4 << 30
+"""Bytes of K/V cache on a CPU, at most, unless the user asks for more."""
+
+
+def cache_blocks(
+    config: EngineConfig,
+    model: DecoderModel,
+    proposers: Sequence[Proposer],
+    max_model_len: int,
+    device: torch.device,
+    graphs: GraphSetup | None,
+    states: StatePlan | None,
+) -> tuple[int, int]:
+    """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
+    ConfigError if none fits."""
+    block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, kv_dtype(config, model))
+    block_bytes += sum(p.memory_per_block() for p in proposers)
+    block_bytes = max(block_bytes, 1)  # of a model without attention
+    fixed = sum(p.memory_fixed() for p in proposers) + (0 if states is None else states.nbytes)
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks, config.num_kv_blocks * block_bytes + fixed
+    # More than every sequence at full length is never used.
+    useful = (config.max_num_seqs or 64) * -(-max_model_len // config.block_size)
+    if config.kv_cache_memory is not None:
+        blocks = (config.kv_cache_memory - fixed) // block_bytes
+        if blocks < 1:
+            scratch = f"; drafters and recurrent states need {fixed} bytes besides" if fixed else ""
+            raise ConfigError(
+                f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, "
+                f"which takes {block_bytes} bytes{scratch}"
+            )
+    elif device.type == "cuda":
+        plan = plan_gpu(
+            model,
+            utilization=config.gpu_memory_utilization,
+            rows=config.max_num_batched_tokens,
+            logit_rows=(config.max_num_seqs or 64) * step_widths(config)[-1],
+            block_size=config.block_size,
+            block_bytes=block_bytes,
+            fixed=fixed,
+            drafter_bytes=sum(p.memory_static() for p in proposers) + _resident_bytes(config, model),
+            num_graphs=0 if graphs is None else graphs.count,
+            most_blocks=useful,
+        )
+        blocks = plan.num_blocks
+    else:
+        memory = _free_memory() - fixed
+        blocks = max(1, min(useful, memory // block_bytes))
+    return blocks, blocks * block_bytes + fixed
+
+
+def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:
+    """What steps that stay on a GPU take besides."""
+    if not config.async_scheduling:
+        return 0
+    return resident_bytes(config.max_num_seqs or 64, step_widths(config)[-1] - 1, model.config.vocab_size)
+
+
+def _free_memory() -> int:
+    """Bytes the cache may take on a CPU when the user does not say."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_CPU_CACHE_LIMIT, available // 4)
+
+
+def state_memory(config: EngineConfig, device: torch.device) -> int | None:
+    """Bytes that recurrent states may take: half of the cache's; None: the user says how many blocks there are."""
+    if config.num_kv_blocks is not None:
+        return None
+    if config.kv_cache_memory is None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return (config.kv_cache_memory or _free_memory()) // 2
+
+
+def kv_dtype(config: EngineConfig, model: DecoderModel) -> torch.dtype:
+    """Of the target's K/V cache; those of drafters, which are small, stay as their models compute."""
+    if config.kv_cache_dtype == "auto":
+        return model.dtype
+    dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
+    return dtype
+
+
+def step_widths(config: EngineConfig) -> list[int]:
+    """Rows of a request in a step: 1, or a root with the drafts of a configured drafter."""
+    return sorted({1, *(1 + spec.num_speculative_tokens for spec in config.speculative)})

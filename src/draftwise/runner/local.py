@@ -1,0 +1,363 @@
+"""The executor of one process: target and drafters beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.kernels.cpu.columns import own_packer
+from draftwise.kv.storage import KVStorage
+from draftwise.lifetime import computing
+from draftwise.models.base import DecoderModel
+from draftwise.models.lora.decoder import AdaptedDecoder
+from draftwise.models.lora.low_rank import LowRank
+from draftwise.propose.base import Proposer
+from draftwise.runner.batch import StepRow, assemble
+from draftwise.runner.drafting import Drafting
+from draftwise.runner.executor import Executor
+from draftwise.runner.launched import Launched
+from draftwise.runner.outcome import Outcome, committed_rows, drafting, row_result
+from draftwise.runner.resident import Flight, ResidentRuns
+from draftwise.runner.rows import BlockTables, Row
+from draftwise.runner.verifying import Verifying
+from draftwise.sampling.logprobs import token_logprobs
+from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.state import SamplingState
+from draftwise.structured.grammars import Grammars
+from draftwise.types import (
+    EMPTY_PROPOSAL,
+    NewRequest,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Verification,
+)
+from draftwise.verify.base import BatchRules
+from draftwise.verify.rates import SyntheticAcceptance
+
+T = TypeVar("T")
+
+
+class LocalExecutor(Executor):
+    """Target and drafters in this process."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        storage: KVStorage,
+        proposers: Mapping[str, Proposer],
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        synthetic: SyntheticAcceptance | None = None,
+        rules: BatchRules | None = None,
+        grammars: Grammars | None = None,
+        resident: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``grammars``: makes the cursors of requests with structured outputs; without it there may be none.
+        ``rules``: kernels that verify; None: torch does. ``resident``: let steps stay on the device where they can, if
+        the model's passes are captured; steps then cannot be timed one by one."""
+        self._model = model
+        self._storage = storage
+        self._block_size = block_size
+        self._device = device
+        self._verifying = Verifying(storage, rules, synthetic)
+        self._grammars = grammars
+        self._clock = clock
+        self._vocab_size = model.config.vocab_size
+        # Native kernels have threads of their own. What torch does besides is small, and a second torch thread that
+        # waits for more spins on a core the kernels want: with a busy neighbour, a softmax of 10 us took 10 ms.
+        self._torch_threads = 1 if model.same_bits and device.type == "cpu" else None
+        self._rows: dict[int, Row] = {}
+        self._tables = BlockTables()
+        self._packer = own_packer(device)
+        self._drafting = Drafting(
+            proposers,
+            storage,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=self._vocab_size,
+            device=device,
+            chains_only=storage.states is not None,
+        )
+        self.runs: ResidentRuns | None = None  # of steps that stay on the device
+        if resident and isinstance(model, GraphedDecoder):
+            self.runs = ResidentRuns(
+                model,
+                proposers,
+                self._drafting,
+                self._rows,
+                block_size=block_size,
+                synthetic=synthetic,
+                forced=None if rules is None else rules.forced,
+            )
+            if device.type == "cuda" and not self.runs.prepare():
+                self.runs = None
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.runs is not None:
+            return self.launch(plan).finish()
+        return self._here(lambda: self._execute(plan))
+
+    def launch(self, plan: StepPlan) -> Launched:
+        runs = self.runs
+        if runs is None:
+            return Launched(self.execute(plan))
+        flight = self._here(lambda: self._launch(plan, runs))
+        if isinstance(flight, StepResult):
+            return Launched(flight)
+        return Launched(finish=lambda: self._here(lambda: runs.finish(flight)))
+
+    def _launch(self, plan: StepPlan, runs: ResidentRuns) -> Flight | StepResult:
+        """Let the step be one of a resident run, if it may; else execute it."""
+        if runs.continues(plan):
+            fresh = {p.rid: self._rows[p.rid].num_blocks for p in plan.rows if p.new_block_ids}
+            self._apply(plan)
+            return runs.launch(plan, fresh)
+        runs.end()
+        if plan.new or any(p.num_new != 1 for p in plan.rows):
+            return self._execute(plan)
+        self._apply(plan)
+        return runs.launch(plan, {}) if runs.begin(plan) else self._execute(plan, applied=True)
+
+    def _here(self, run: Callable[[], T]) -> T:
+        """Run something with this executor's device and number of threads.
+
+        Raises ProgramEnding at the end of the program."""
+        if not torch.is_inference_mode_enabled():  # whoever takes many steps enters it once
+            with torch.inference_mode():
+                return self._here(run)
+        with computing():
+            if self._device.type == "cuda" and self._device.index is not None:
+                # of this thread, which need not be the one that loaded the models
+                torch.cuda.set_device(self._device)
+            if self._torch_threads is None:
+                return run()
+            before = torch.get_num_threads()
+            if before == self._torch_threads:
+                return run()
+            torch.set_num_threads(self._torch_threads)
+            try:
+                return run()
+            finally:
+                torch.set_num_threads(before)
+
+    def _execute(self, plan: StepPlan, *, applied: bool = False) -> StepResult:
+        if not applied:
+            self._apply(plan)
+        if not plan.rows:
+            return self._nothing(plan)
+        start = self._clock()
+        states = self._storage.states is not None
+        batch = assemble(
+            plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on, self._packer, states
+        )
+        if batch is None:
+            return self._nothing(plan)
+        steps = batch.steps
+        built = self._clock()
+        output, logits = self._model.forward_logits(
+            batch.input, self._storage, batch.rows, self._drafting.capture_layers
+        )
+        forwarded = self._clock()
+        prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
+        for i, first, n in batch.prompt:
+            prompt[i] = self._prompt_logprobs(output.hidden, steps[i], first, n)
+        if self._drafting.observes:
+            self._drafting.observe([s.row for s in steps], batch.input, output)
+        decided = self._verifying.verify(logits, batch)
+        answers: list[Outcome] = decided
+        if len(decided) < len(steps):
+            answers = [None] * len(steps)
+            for i, answer in zip(batch.owners, decided, strict=True):
+                answers[i] = answer
+        for i in [i for i, step in enumerate(steps) if step.row.error is not None]:
+            answers[i] = steps[i].row.error
+        read: list[tuple[Row, int, Sequence[int]]] = []
+        if self._drafting.observes:
+            read = [
+                (s.row, s.row.num_computed, committed_rows(s, answer, first))
+                for s, answer, first in zip(steps, answers, batch.starts, strict=False)
+                if s.planned.follow
+            ]
+        outcomes = [self._commit_row(s, answer) for s, answer in zip(steps, answers, strict=True)]
+        followed = 0.0
+        if read:
+            before = self._clock()
+            self._drafting.committed(read)
+            followed = self._clock() - before
+        transferred = self._transfer(steps, outcomes) if self._drafting.transfers else {}
+        self._drafting.compact()
+        verified = self._clock()
+
+        self._drafting.propose(drafting(steps, outcomes))
+        drafted = self._clock()
+        rows = [
+            row_result(s, outcome, prompt.get(i), transferred.get(i))
+            for i, (s, outcome) in enumerate(zip(steps, outcomes, strict=True))
+        ]
+        return StepResult(
+            step=plan.step,
+            rows=tuple(rows),
+            input_time=built - start,
+            forward_time=forwarded - built,
+            verify_time=verified - forwarded - followed,
+            draft_time=drafted - verified + followed,
+            draft_forward_time=self._drafting.take_forward_time(),
+            drafter_failures=self._drafting.take_failures(),
+        )
+
+    def _nothing(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, (), drafter_failures=self._drafting.take_failures())
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        if not isinstance(self._model, AdaptedDecoder):
+            super().load_adapter(slot, adapter)
+            return
+        model = self._model
+        self._here(lambda: model.load(slot, adapter))
+
+    def drop_adapter(self, slot: int) -> None:
+        if isinstance(self._model, AdaptedDecoder):
+            self._model.drop(slot)
+
+    def forget(self) -> None:
+        self._drafting.forget()
+
+    def close(self) -> None:
+        if self.runs is not None:
+            with suppress(Exception):  # a broken device has said so before
+                self._here(self.runs.end)  # nothing is on its way to memory that goes
+        self._rows.clear()
+
+    # ------------------------------------------------------------------------------------- applying diffs
+
+    def _apply(self, plan: StepPlan) -> None:
+        for rid, kept in plan.trimmed:
+            row = self._rows[rid]
+            row.trim(kept)
+            self._drafting.trimmed(row)
+        for rid in plan.removed:
+            gone = self._rows.pop(rid, None)
+            if gone is not None:
+                self._drafting.removed(gone)
+                self._tables.close(gone.line)
+        for new in plan.new:
+            row = self._add(new)
+            self._drafting.admitted(row)
+        for planned in plan.rows:
+            if planned.new_block_ids:
+                self._rows[planned.rid].add_blocks(planned.new_block_ids)
+                self._drafting.fresh_blocks(planned.new_block_ids)
+
+    def _add(self, new: NewRequest) -> Row:
+        assert isinstance(new.sampling, SamplingParams)
+        tokens = np.empty(new.max_total + 64, np.int32)
+        tokens[: len(new.token_ids_np)] = new.token_ids_np
+        row = Row(
+            rid=new.rid,
+            tokens_np=tokens,
+            num_tokens=len(new.token_ids_np),
+            num_prompt=new.num_prompt,
+            max_total=new.max_total,
+            num_computed=new.num_computed,
+            state=SamplingState(
+                new.sampling,
+                seed=new.seed,
+                sample_index=new.sample_index,
+                token_ids_np=new.token_ids_np,
+                num_prompt=new.num_prompt,
+                vocab_size=self._vocab_size,
+                device=self._device,
+                stop_token_ids=new.stop_token_ids,
+                bad_words_ids=new.bad_words_ids,
+            ),
+            speculation=new.speculation,
+            stop_token_ids=new.stop_token_ids,
+            prompt_logprobs=new.prompt_logprobs,
+            tables=self._tables,
+            line=self._tables.open(),
+            adapter=new.adapter,
+        )
+        row.add_blocks(new.block_ids)
+        if new.sampling.structured_outputs is not None:
+            assert self._grammars is not None, "admitted without a way to follow its grammar"
+            output_ids = new.token_ids_np[new.num_prompt :].tolist()
+            try:
+                row.grammar = self._grammars.cursor(new.sampling, output_ids)
+            except Exception as error:  # it was checked, but so much memory need not be there a second time
+                row.error = error
+        self._rows[new.rid] = row
+        return row
+
+    # ------------------------------------------------------------------------------------ logits
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, step: StepRow, first: int, count: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Logprobs of prompt tokens num_computed + 1 ...: the row of token j predicts token j + 1."""
+        row = step.row
+        assert row.prompt_logprobs is not None
+        low = row.num_computed + 1
+        targets = row.tokens_np[low : low + count].tolist()
+        entries: list[TokenLogprobs] = []
+        # In slices, so that a long chunk times a large vocabulary does not need gigabytes.
+        for i in range(0, count, 256):
+            part = hidden[first + i : first + min(i + 256, count)]
+            entries.extend(
+                token_logprobs(self._model.logits(part), targets[i : i + 256], row.prompt_logprobs)
+            )
+        return tuple(entries)
+
+    # -------------------------------------------------------------------------------------------- commit
+
+    def _commit_row(self, step: StepRow, answer: Outcome) -> Outcome:
+        """Take in what was decided of a request, or that a chunk was computed; answers what came of it."""
+        row, planned, _ = step
+        row.proposal = EMPTY_PROPOSAL
+        base = row.num_computed + planned.num_new
+        if answer is None:
+            row.num_computed = base
+            return None
+        if isinstance(answer, Exception):
+            return answer
+        path, token_ids, _ = answer
+        for fill in row.fill.values():
+            if fill.drafts:
+                self._drafting.accepted(row, len(path), base)
+                break
+        # Nodes 0, 1, ... stand where they belong.
+        if path and path[-1] != len(path) - 1 and not self._verifying.compacts(row):
+            self._drafting.move(row, path, base)
+        row.num_computed = base + len(path)
+        row.append(token_ids)
+        row.state.commit(token_ids)
+        if row.grammar is not None:
+            try:
+                row.grammar.commit(token_ids)
+            except Exception as error:  # a rule that does not look at the target, such as "synthetic"
+                return error
+        return answer
+
+    def _transfer(
+        self, steps: Sequence[StepRow], outcomes: list[Outcome]
+    ) -> dict[int, Mapping[str, object] | None]:
+        """What came of prompts, by step row; where that fails, so does the request: in ``outcomes``."""
+        found: dict[int, Mapping[str, object] | None] = {}
+        for i, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
+            if isinstance(outcome, Verification):
+                try:
+                    found[i] = self._drafting.transfer(step.row)
+                except Exception as error:  # a full disk, say: the request fails, and nobody else
+                    outcomes[i] = error
+        return found
