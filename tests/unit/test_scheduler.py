@@ -406,3 +406,20 @@ def test_chunks_of_a_prompt_follow_each_other_ahead() -> None:
     assert [plan[0].num_new for plan in plans] == [16, 16, 16, 16, 1, 1]
     assert request.output_ids() == expected_output(request.tokens_np[:64].tolist(), 3)
     assert calls == len(plans) + 1 + (len(engine.executor.plans) - len(plans))
+
+
+def test_who_finds_no_room_ahead_holds_nobody_else_up() -> None:
+    """Two requests fill all four blocks, and the first needs a fifth one while its step is still on its way. It sits
+    that plan out, the second does not; then the first, which came first, takes the second one's place."""
+    engine = Engine(blocks=4, rows=16, caching=False, ahead=True)
+    engine.add(7, 4)
+    engine.add(5, 3)
+    while engine.core.has_work:
+        engine.core.step()
+        engine.core.check_integrity()
+    plans = [rows_of(plan) for plan in engine.executor.plans if plan.rows]
+    assert [sorted(plan) for plan in plans] == [[0, 1], [0, 1], [1], [0], [0], [1]]
+    assert engine.scheduler.num_preemptions == 1
+    for request in engine.requests:
+        prompt = request.tokens_np[: request.num_prompt].tolist()
+        assert request.output_ids() == expected_output(prompt, request.max_total - request.num_prompt)
