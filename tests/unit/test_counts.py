@@ -81,6 +81,38 @@ def test_totals_are_sums_over_steps_and_finished_requests() -> None:
     assert totals.drafter_failures == {"mtp.propose": 2 * steps, "mtp.observe": steps}
 
 
+def test_a_finished_requests_speculation_stays_in_the_totals() -> None:
+    kv = KVManager(64, 4, True)
+    scheduler = Scheduler(SchedulerConfig(8, 64, True), kv, StaticController(), lambda: 0.0)
+    core = EngineCore(scheduler, FakeExecutor(64, 4, 1, 64), lambda: 0.0)
+    requests = []
+    for rid, tokens in enumerate([6, 17]):  # the first ends long before the second
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        ids = np.arange(5 + rid, dtype=np.int32) % 5
+        requests.append(
+            Request(
+                rid,
+                ids,
+                params,
+                Speculation("fake", 3),
+                max_total=len(ids) + tokens,
+                seed=0,
+                arrival_time=0.0,
+            )
+        )
+        core.add(requests[-1])
+    drafts = []
+    while core.has_work:
+        core.step()
+        drafts.append(core.speculation_counts().num_drafts)
+    expected = SpeculationCounts()
+    for request in requests:
+        assert request.counts.num_drafts > 0
+        expected.merge(request.counts)
+    assert core.speculation_counts() == core.totals.speculation == expected
+    assert drafts == sorted(drafts), "what a request did is not lost when it ends"
+
+
 def test_time_in_passes_is_taken_once() -> None:
     passes = HeadPasses.__new__(HeadPasses)
     passes._time = 3.0
