@@ -20,7 +20,7 @@ from draftwise.sampling.noise import NoiseKey, gumbel, row_key
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, DrawKind, Proposal, Verification, chain
-from draftwise.verify.base import VerifyRequest
+from draftwise.verify.base import VerifyColumns, VerifyRequest
 from draftwise.verify.batch import verify_batch
 from draftwise.verify.native import NativeRules
 
@@ -113,6 +113,20 @@ def test_decides_like_torch(vocab: int, isa: Isa) -> None:
                 assert one == other, (request.rule, request.state.params, request.proposal.draw)
             kept += sum(len(v.path) for v in got if isinstance(v, Verification))
         assert kept > 40  # or the proposals were all but useless
+
+
+@pytest.mark.parametrize("short", ["states", "proposals", "first_rows", "rules"])
+def test_columns_of_unequal_length_never_reach_the_kernel(short: str) -> None:
+    logits, requests = make_step(7, seed=1, count=4)
+    columns = VerifyColumns(
+        [request.state for request in requests],
+        [request.proposal for request in requests],
+        [request.first_row for request in requests],
+        [request.rule for request in requests],
+    )
+    cut = columns._replace(**{short: getattr(columns, short)[:-1]})
+    with pytest.raises(ValueError, match="columns of the same length"):
+        rules().decide(logits, cut)
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from draftwise.models.heads.base import pick_rows
+from draftwise.propose.base import DraftRow
 from draftwise.propose.heads.features import FeatureSource
+from draftwise.propose.heads.passes import HeadDraft
 from draftwise.propose.heads.state import MANY_FEATURES, FeatureQueue, Features, Piece, joined
-from draftwise.types import TargetOutput
+from draftwise.types import Speculation, TargetOutput
 
 SIZE = 3
 
@@ -135,3 +137,13 @@ def test_features_that_could_not_be_computed() -> None:
         _ = features.value
     assert source.wait(step(2, 0), np.array([1], np.int32), []).value.shape == (1, SIZE)
     assert head.calls == 2
+
+
+def test_tokens_of_rows_are_known_ones_then_drafts() -> None:
+    known_np = np.asarray([5, 6, 7, 8], np.int32)
+    row = DraftRow(0, known_np, 2, 4, 4, Speculation("mtp", 4), None, None, 0)  # type: ignore[arg-type]
+    draft = HeadDraft(row, 4, [11, 12, 13])
+    assert draft.tokens_of(1, 3).tolist() == [6, 7], "known tokens alone, and none behind them"
+    assert draft.tokens_of(2, 4).tolist() == [7, 8]
+    assert draft.tokens_of(2, 6).tolist() == [7, 8, 11, 12]
+    assert draft.tokens_of(5, 7).tolist() == [12, 13]
