@@ -11,8 +11,6 @@ import pytest
 # Before transformers or tokenizers are imported: no test reaches for the network or forks a tokenizer pool.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Engines draft what they are asked for, unless a test asks for more: it must not depend on how busy the machine is.
-os.environ["DRAFTWISE_SPECULATION_CONTROL"] = "static"
 # Without a GPU, Triton kernels run in Triton's interpreter; it must know before triton is imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -38,6 +38,7 @@ def make_llm(tiny: TinyModels) -> Iterator[Callable[..., LLM]]:
             "device": "cpu",
             "skip_tokenizer_init": True,
             "block_size": 4,
+            "speculation_control": "static",  # draft what is asked for, however busy the machine is
             "num_kv_blocks": 512,
         }
         if "num_kv_blocks" in options or "kv_cache_memory" in options:

@@ -38,7 +38,7 @@ async def engine(tiny: TinyModels, **options: Any) -> AsyncIterator[AsyncLLM]:
         block_size=4,
         num_kv_blocks=options.pop("num_kv_blocks", 256),
         speculative_config={"method": "draft_model", "model": tiny.near, "num_speculative_tokens": 3},
-        **options,
+        **({"speculation_control": "static"} | options),
     )
     try:
         yield llm

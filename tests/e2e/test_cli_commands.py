@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +45,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> t
     assert main.main([*arguments, *SMALL]) == code
     captured = capsys.readouterr()
     return captured.out, captured.err
+
+
+def assert_narrow(text: str) -> None:
+    """A terminal of 80 columns folds no line."""
+    assert [line for line in text.splitlines() if len(line) > 80] == []
 
 
 def generate_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -133,9 +139,17 @@ def test_a_folder_that_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path:
     assert err.count("\n") == 1 and str(tmp_path) in err
 
 
-def test_chat_on_a_base_model_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    _, err = run(capsys, "chat", "hello", code=2)
-    assert err.count("\n") == 1
+def test_chat_works_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text, err = run(capsys, "chat", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0")
+    (same,) = generate_json(capsys, "def add(a, b):", "--max-tokens", "8", "--temperature", "0")
+    assert text == same["outputs"][0]["text"] + "\n" and "8 tokens" in err
+
+
+def test_chat_on_a_base_model_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(embedded_path("target"), base, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    _, err = run(capsys, "chat", "hello", "--model", str(base), code=2)
+    assert err.count("\n") == 1, err
     assert "no chat template" in err and "draftwise generate" in err and "--chat-template" in err
 
 
@@ -175,8 +189,9 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert [m["method"] for m in facts["methods"]] == ["none", "mtp", "draft_model", "ngram", "suffix"]
     assert all(m["equal_tokens"] for m in facts["methods"])
     text, _ = run(capsys, "demo", "--rounds", "1", "--max-tokens", "16")
-    assert "class Queue" in text and "plain" in text and "yes" in text
+    assert "def main():" in text and "plain" in text and "yes" in text
     assert facts["text"].strip()[:8] in text
+    assert_narrow(text)
 
 
 def test_bench_latency(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +208,7 @@ def test_bench_latency(capsys: pytest.CaptureFixture[str]) -> None:
     table, note = run(capsys, "bench", "latency", *small, "--methods", "ngram", "--temperatures", "0")
     assert "plain" in table and "ngram" in table and "draft_model" not in table
     assert "2/2" in table and "kernels: " in note
+    assert_narrow(table)
 
 
 def test_bench_throughput(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +218,9 @@ def test_bench_throughput(capsys: pytest.CaptureFixture[str]) -> None:
         (n, m) for n in (1, 4) for m in ("none", "mtp", "draft_model", "ngram", "suffix")
     ]
     assert rows[0]["scaling"] == 1 and rows[5]["scaling"] > 1
-    assert "requests" in run(capsys, "bench", "throughput", *small, "--methods", "none")[0]
+    table = run(capsys, "bench", "throughput", *small, "--methods", "none")[0]
+    assert "requests" in table
+    assert_narrow(table)
 
 
 def test_bench_accept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,6 +238,7 @@ def test_bench_accept(capsys: pytest.CaptureFixture[str]) -> None:
             assert row["mean_acceptance_length"] == pytest.approx(1 + sum(accepted))
             assert list(accepted) == sorted(accepted, reverse=True)
     everything = run(capsys, "bench", "accept", *small, "--workloads", "copy")[0]
+    assert_narrow(everything)
     assert all(name in everything for name in ("copy", "draft_model", "eagle3", "medusa", "mtp", "hybrid"))
 
 

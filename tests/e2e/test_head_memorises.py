@@ -39,7 +39,14 @@ def greedy(**more: Any) -> SamplingParams:
 def texts(tiny: TinyModels) -> list[tuple[list[int], list[int]]]:
     """Prompts, and what the target says behind them."""
     prompts = random_prompts(TEXTS, seed=61, low=16, high=28)
-    with LLM(tiny.target, dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_blocks=64) as llm:
+    with LLM(
+        tiny.target,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        num_kv_blocks=64,
+        speculation_control="static",
+    ) as llm:
         outputs = llm.generate(prompts, greedy())
     return [
         (p["prompt_token_ids"], list(o.outputs[0].token_ids)) for p, o in zip(prompts, outputs, strict=True)

@@ -382,7 +382,14 @@ def structured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     weights = random_weights(shape, seed=6, scale=0.05)
     folder = save_head(tmp_path_factory.mktemp("structured") / "head", shape, weights)
     spec = {"method": "eagle3", "model": folder, "num_speculative_tokens": 4}
-    with LLM(path, num_kv_blocks=256, max_model_len=512, speculative_config=spec, keep_trace=True) as llm:
+    with LLM(
+        path,
+        num_kv_blocks=256,
+        max_model_len=512,
+        speculative_config=spec,
+        keep_trace=True,
+        speculation_control="static",
+    ) as llm:
         yield llm
 
 

@@ -45,7 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Te
 @pytest.fixture(scope="module")
 def fitted_folder(tmp_path_factory: pytest.TempPathFactory, tiny: TinyModels) -> str:
     """Heads that know what the target says to the prompts of seed 41."""
-    with LLM(tiny.target, dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_blocks=64) as llm:
+    with LLM(
+        tiny.target,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        num_kv_blocks=64,
+        speculation_control="static",
+    ) as llm:
         outputs = llm.generate(random_prompts(8, seed=41), GREEDY)
     texts = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
     return save_medusa(tmp_path_factory.mktemp("fitted"), fitted(tiny.target, texts), HEADS)

@@ -55,7 +55,9 @@ class Gate:
 
 @asynccontextmanager
 async def gated() -> AsyncIterator[tuple[AsyncLLM, Gate]]:
-    async with AsyncLLM(device="cpu", dtype="float32", num_kv_blocks=512) as llm:
+    async with AsyncLLM(
+        device="cpu", dtype="float32", num_kv_blocks=512, speculation_control="static"
+    ) as llm:
         processor = llm._engine.processor
         gate = processor.tokenizer = Gate(processor.tokenizer)
         try:
@@ -273,7 +275,7 @@ def test_a_large_schema_is_gone_through_in_a_thread(monkeypatch: pytest.MonkeyPa
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
     folder = make_tiny_chat(tmp_path_factory.mktemp("chat"))
-    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=256)
+    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=256, speculation_control="static")
     yield llm
     llm.close()
 

@@ -1,4 +1,4 @@
-"""README and quickstart say what is true: their examples run, and print what they say they print.
+"""README and guides say what is true: their examples run as a user would run them, and print what they promise.
 
 ``python tests/e2e/test_readme.py`` writes the outputs of today into the README's ``text`` blocks.
 """
@@ -19,7 +19,11 @@ import pytest
 from draftwise.cli.env import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs/guides/quickstart.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs/guides/quickstart.md",
+    ROOT / "docs/algorithms/structured-output.md",
+]
 
 FENCE = re.compile(
     r"(?P<skip><!-- not run: [^\n]*-->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -59,6 +63,8 @@ def shell_environment(tmp_path: Path) -> dict[str, str]:
     env["PATH"] = f"{bin_folder}{os.pathsep}{env['PATH']}"
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
     env["OMP_NUM_THREADS"] = "1"
+    changed = sorted(name for name in env if name.startswith("DRAFTWISE_"))
+    assert not changed, f"these change the defaults that a reader has: {changed}"
     return env
 
 
@@ -106,7 +112,7 @@ def test_shell_examples(page: Path, tmp_path: Path) -> None:
             command = f"{command} {SMALL.get(command, '')}"
             run(["bash", "-euo", "pipefail", "-c", command], tmp_path)
             ran += 1
-    assert ran >= 3
+    assert ran >= 3 or "```sh" not in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -138,13 +144,6 @@ def test_the_demo_script_as_it_stands() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "plain" in done.stdout and "draft_model" in done.stdout
-
-
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
 
 
 def write_outputs() -> None:

@@ -33,7 +33,9 @@ class Watched:
 def test_what_is_over_a_limit_is_never_tokenized() -> None:
     limits = {"max_stop_strings": 2, "max_prompt_chars": 1000}
     template = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
-    with LLM(device="cpu", dtype="float32", num_kv_blocks=64, request_limits=limits) as llm:
+    with LLM(
+        device="cpu", dtype="float32", num_kv_blocks=64, request_limits=limits, speculation_control="static"
+    ) as llm:
         assert llm._engine is not None
         processor = llm._engine.processor
         watched = processor.tokenizer = Watched(processor.tokenizer)
@@ -51,7 +53,7 @@ def test_what_is_over_a_limit_is_never_tokenized() -> None:
 
 def test_samples_of_a_prompt_share_its_preparation() -> None:
     """Twice as many samples are not twice as much of it: what is tokenized is so once."""
-    with LLM(device="cpu", dtype="float32", num_kv_blocks=64) as llm:
+    with LLM(device="cpu", dtype="float32", num_kv_blocks=64, speculation_control="static") as llm:
         assert llm._engine is not None
         processor = llm._engine.processor
         watched = processor.tokenizer = Watched(processor.tokenizer)
@@ -91,7 +93,7 @@ EXTREMES: list[dict[str, Any]] = [
 def test_values_at_the_edges_are_served(method: str) -> None:
     """Whatever is let in gives tokens and finite log-probabilities, with every kind of draft."""
     common = {"max_tokens": 5, "logprobs": 0, "ignore_eos": True, "speculation": {"method": method}}
-    with LLM(device="cpu", num_kv_blocks=256) as llm:
+    with LLM(device="cpu", num_kv_blocks=256, speculation_control="static") as llm:
         params = [SamplingParams(**common | fields) for fields in EXTREMES]
         outputs = llm.generate(["import os\n"] * len(params), params)
         for fields, output in zip(EXTREMES, outputs, strict=True):
@@ -102,7 +104,7 @@ def test_values_at_the_edges_are_served(method: str) -> None:
 
 
 def test_half_a_character_of_utf_16_is_no_text() -> None:
-    with LLM(device="cpu", num_kv_blocks=64) as llm:
+    with LLM(device="cpu", num_kv_blocks=64, speculation_control="static") as llm:
         with pytest.raises(RequestError, match="no text that can be encoded"):
             llm.generate("half \ud800")
         with pytest.raises(RequestError, match="no text that can be encoded"):
@@ -113,7 +115,7 @@ def test_half_a_character_of_utf_16_is_no_text() -> None:
 
 
 def test_trees_are_looked_at_before_they_are_read() -> None:
-    with LLM(device="cpu", num_kv_blocks=64) as llm:
+    with LLM(device="cpu", num_kv_blocks=64, speculation_control="static") as llm:
         for tree, words in (
             ([[0]] * 1_000_000, "1000000 nodes"),
             ([[0] * 1_000_000], "1000000 ranks"),

@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=256, max_num_seqs=2)
+    engine = AsyncLLM(
+        folder, dtype="float32", device="cpu", num_kv_blocks=256, max_num_seqs=2, speculation_control="static"
+    )
     yield engine
     wait_until(lambda: engine.stats().num_running == 0)
     engine.check_integrity()
@@ -337,7 +339,7 @@ def test_draining_ends_at_last(scripted: Callable[..., ScriptedEngine]) -> None:
 
 
 def test_a_real_engine_dies(folder: str) -> None:
-    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=64)
+    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=64, speculation_control="static")
 
     def explode(*_: object) -> None:
         raise RuntimeError("device lost")

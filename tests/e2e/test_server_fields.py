@@ -26,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(folder: str) -> Iterator[RunningServer]:
-    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=64, max_num_seqs=4)
+    llm = AsyncLLM(
+        folder, dtype="float32", device="cpu", num_kv_blocks=64, max_num_seqs=4, speculation_control="static"
+    )
     with RunningServer(llm) as running:
         yield running
     llm.check_integrity()
@@ -81,7 +83,9 @@ def test_a_prompt_that_is_too_long_is_said_in_openais_words(server: RunningServe
 
 
 def test_a_prompt_that_is_too_long_for_the_cache(folder: str) -> None:
-    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=2, block_size=16)
+    llm = AsyncLLM(
+        folder, dtype="float32", device="cpu", num_kv_blocks=2, block_size=16, speculation_control="static"
+    )
     with RunningServer(llm) as server:
         found = error(server, "/v1/completions", prompt="x" * 100)
         assert found["code"] == "context_length_exceeded" and "maximum context length" in found["message"]
@@ -166,7 +170,14 @@ def test_tokens_as_ids(server: RunningServer) -> None:
 
 def test_prefixes_are_shared_by_all_or_by_none(server: RunningServer, folder: str) -> None:
     assert error(server, "/v1/completions", prompt="x", cache_salt="mine")["param"] == "cache_salt"
-    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=16, enable_prefix_caching=False)
+    llm = AsyncLLM(
+        folder,
+        dtype="float32",
+        device="cpu",
+        num_kv_blocks=16,
+        enable_prefix_caching=False,
+        speculation_control="static",
+    )
     with RunningServer(llm) as alone:
         assert complete(alone, prompt="x", cache_salt="mine")["text"]
     llm.close()

@@ -38,7 +38,9 @@ def hostile() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = make_tiny_chat(tmp_path_factory.mktemp("chat"), max_position_embeddings=256)
-    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=256, max_num_seqs=8)
+    llm = AsyncLLM(
+        folder, dtype="float32", device="cpu", num_kv_blocks=256, max_num_seqs=8, speculation_control="static"
+    )
     with RunningServer(llm, body_timeout=0.5, header_timeout=0.5, request_timeout=60.0) as running:
         yield running
     assert llm.is_alive

@@ -19,7 +19,12 @@ from tests.fakes.lora import merge, save_adapter
 from tests.fakes.running_server import RunningServer
 from tests.fakes.tiny_chat import make_tiny_chat
 
-OPTIONS: dict[str, Any] = {"num_kv_blocks": 64, "num_threads": 1, "dtype": "float32"}
+OPTIONS: dict[str, Any] = {
+    "num_kv_blocks": 64,
+    "num_threads": 1,
+    "dtype": "float32",
+    "speculation_control": "static",
+}
 ASK = {"prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 

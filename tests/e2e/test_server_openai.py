@@ -24,6 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         device="cpu",
         num_kv_blocks=512,
         speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        speculation_control="static",
     )
     with RunningServer(llm) as running:
         yield running

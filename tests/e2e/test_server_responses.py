@@ -51,7 +51,7 @@ def scripted(folder: str) -> Iterator[Callable[..., tuple[ScriptedEngine, Any]]]
 
 @pytest.fixture(scope="module")
 def client(folder: str) -> Iterator[Any]:
-    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=128)
+    llm = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=128, speculation_control="static")
     with (
         RunningServer(llm) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=256)
+    engine = AsyncLLM(folder, dtype="float32", device="cpu", num_kv_blocks=256, speculation_control="static")
     yield engine
     engine.close()
 

@@ -61,7 +61,12 @@ def make_llm() -> Iterator[Callable[..., LLM]]:
 
     def make(**options: Any) -> LLM:
         """Engines are kept by their options: loading costs more than a test."""
-        base: dict[str, Any] = {"num_kv_blocks": 512, "max_model_len": 512, "keep_trace": True}
+        base: dict[str, Any] = {
+            "num_kv_blocks": 512,
+            "max_model_len": 512,
+            "keep_trace": True,
+            "speculation_control": "static",
+        }
         name = repr(sorted(options.items()))
         if name not in made:
             made[name] = LLM(**(base | {"speculative_config": DRAFTERS} | options))
@@ -352,7 +357,9 @@ def test_streaming(make_llm: Callable[..., LLM]) -> None:
 
     async def work() -> str:
         pieces = []
-        async with AsyncLLM(num_kv_blocks=64, speculative_config=DRAFTERS) as llm:
+        async with AsyncLLM(
+            num_kv_blocks=64, speculative_config=DRAFTERS, speculation_control="static"
+        ) as llm:
             async for output in llm.generate(PROMPTS[0], params("draft_model", output_kind="delta")):
                 pieces.append(output.outputs[0].text)
         return "".join(pieces)

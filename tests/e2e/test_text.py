@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 def llm() -> Iterator[LLM]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with LLM(num_kv_blocks=512, keep_trace=True) as engine:
+    with LLM(num_kv_blocks=512, keep_trace=True, speculation_control="static") as engine:
         yield engine
         engine.check_integrity()
         assert engine.stats().num_used_blocks == 0
@@ -107,10 +107,13 @@ def test_samples_and_logprobs_have_text(llm: LLM) -> None:
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
-def test_chat_on_a_base_model_says_what_to_do(llm: LLM) -> None:
+def test_chat_on_a_base_model_says_what_to_do(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "user", "content": "hello"}]
-    with pytest.raises(RequestError, match=r"no chat template .* use generate"):
-        llm.chat(messages)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.get_tokenizer(), "chat_template", None)
+        with pytest.raises(RequestError, match=r"no chat template .* use generate"):
+            llm.chat(messages)
+    assert llm.chat(messages, GREEDY.replace(max_tokens=4))[0].prompt == "hello"
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     output = llm.chat(messages, GREEDY.replace(max_tokens=4), chat_template=template)[0]
     assert output.prompt == "# user: hello\n"
@@ -127,7 +130,7 @@ def test_empty_prompt(llm: LLM) -> None:
 
 def test_streamed_text_is_the_text() -> None:
     async def main() -> None:
-        async with AsyncLLM(num_kv_blocks=256) as llm:
+        async with AsyncLLM(num_kv_blocks=256, speculation_control="static") as llm:
             full = ""
             async for output in llm.generate(PROMPT, GREEDY):
                 full = output.outputs[0].text

@@ -63,7 +63,7 @@ class Checkpoints:
             max_model_len=32,
             max_num_batched_tokens=32,
             speculative_config=config,
-            **options,
+            **({"speculation_control": "static"} | options),
         ) as llm:
             found = [llm.generate(self.prompts, params) for params in PARAMS]
         return [[tuple(output.outputs[0].token_ids) for output in outputs] for outputs in found]

@@ -37,6 +37,7 @@ def test_fifty_heldout_prompts_have_the_same_text_with_every_method(name: str) -
         max_num_seqs=16,
         enable_prefix_caching=False,
         speculative_config=drafters,
+        speculation_control="static",
         **FORMATS[name],
     ) as llm:
         assert llm.guarantees.same_bits

@@ -167,7 +167,7 @@ def test_greedy_text_is_the_same_with_and_without_speculation(isa: Isa, dtype: t
         {"method": "ngram", "num_speculative_tokens": 5},
     ]
     name = str(dtype).removeprefix("torch.")
-    with LLM(dtype=name, device="cpu", speculative_config=drafters) as llm:
+    with LLM(dtype=name, device="cpu", speculative_config=drafters, speculation_control="static") as llm:
         assert llm.guarantees.same_bits and llm.guarantees.same_seed_same_text
 
         def run(prompts: list[str], method: str) -> list[tuple[int, ...]]:
@@ -187,6 +187,6 @@ def test_greedy_text_is_the_same_with_and_without_speculation(isa: Isa, dtype: t
 
 def test_the_torch_path_promises_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTWISE_KERNELS", "torch")
-    with LLM(device="cpu") as llm:
+    with LLM(device="cpu", speculation_control="static") as llm:
         assert not llm.guarantees.same_bits
         assert any("torch" in reason for reason in llm.guarantees.reasons)

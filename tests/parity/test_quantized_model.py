@@ -24,7 +24,7 @@ def greedy(llm: LLM, prompts: list[str], method: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("quantization", ["int8", "int8_weight_only", "int4", "int4_weight_only"])
 def test_same_text_with_and_without_speculation(quantization: str) -> None:
     native_or_skip()
-    with LLM(quantization=quantization) as llm:
+    with LLM(quantization=quantization, speculation_control="static") as llm:
         assert llm.guarantees.same_bits
         alone = [greedy(llm, [prompt], "none")[0] for prompt in PROMPTS]
         assert greedy(llm, PROMPTS, "none") == alone
@@ -39,17 +39,22 @@ def test_the_draft_model_has_a_format_of_its_own() -> None:
     from draftwise.config.embedded import embedded_path
 
     drafter = {"method": "draft_model", "model": str(embedded_path("draft")), "num_speculative_tokens": 3}
-    with LLM() as plain, LLM(speculative_config={**drafter, "quantization": "int8_dynamic"}) as llm:
+    with (
+        LLM(speculation_control="static") as plain,
+        LLM(
+            speculative_config={**drafter, "quantization": "int8_dynamic"}, speculation_control="static"
+        ) as llm,
+    ):
         assert greedy(llm, PROMPTS[:2], "draft_model") == greedy(plain, PROMPTS[:2], "none")
 
 
 def test_what_a_format_needs() -> None:
     native_or_skip()
     with pytest.raises(ConfigError, match="int4_weight_only needs dtype bfloat16"):
-        LLM(quantization="int4_weight_only", dtype="float32")
+        LLM(quantization="int4_weight_only", dtype="float32", speculation_control="static")
     with pytest.raises(ConfigError, match="int8_dynamic needs the native kernels"):
-        LLM(quantization="int8", dtype="float16")
-    with LLM(quantization="int4", dtype="float32") as llm:
+        LLM(quantization="int8", dtype="float16", speculation_control="static")
+    with LLM(quantization="int4", dtype="float32", speculation_control="static") as llm:
         assert llm.guarantees.same_bits
 
 
@@ -58,4 +63,4 @@ def test_what_a_format_needs() -> None:
 )
 def test_unknown_formats(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
-        LLM(quantization=name)
+        LLM(quantization=name, speculation_control="static")

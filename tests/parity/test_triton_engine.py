@@ -77,6 +77,7 @@ def outputs(
         speculative_config=drafters,
         keep_trace=True,
         batch_invariant=batch_invariant,
+        speculation_control="static",
     ) as llm:
         assert llm.guarantees.same_bits is (batch_invariant and (interpreted() or SHOWN_ON_DEVICES))
         done = llm.generate(prompts, params)

@@ -126,6 +126,7 @@ def test_an_engine_speculates_on_them_without_a_change_of_tokens(
             skip_tokenizer_init=True,
             num_kv_blocks=32,
             speculative_config=speculation,
+            speculation_control="static",
         ) as llm:
             prompt = {"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5, 6]}
             done = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))

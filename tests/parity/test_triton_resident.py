@@ -47,7 +47,7 @@ def outputs(
         max_num_batched_tokens=16,
         compilation_config={"cudagraph_mode": "FULL"},
         speculative_config=drafter,
-        **options,
+        **({"speculation_control": "static"} | options),
     ) as llm:
         for params in asked:
             done = llm.generate(PROMPTS, params)

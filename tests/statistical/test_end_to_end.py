@@ -155,6 +155,7 @@ def outputs_follow(
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
             {"method": "synthetic", "num_speculative_tokens": 3},
         ],
+        speculation_control="static",
     ) as llm:
         if controller is not None:
             assert llm._engine is not None

@@ -14,7 +14,7 @@ PROMPTS = [[5 + (7 * i + j) % 200 for j in range(24)] for i in range(3)]
 
 def test_perplexity_is_that_of_the_logprobs() -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM() as llm:
+    with LLM(speculation_control="static") as llm:
         value, count = perplexity(llm, PROMPTS[:1])
         out = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)[0]
     assert out.prompt_logprobs is not None
@@ -31,7 +31,10 @@ def test_formats_stay_near_the_weights() -> None:
     native_or_skip()
     seen: list[str] = []
     rows = quality(
-        lambda name: LLM(quantization=name), lambda _: PROMPTS, ["none", "int8", "int4_g32"], seen.append
+        lambda name: LLM(quantization=name, speculation_control="static"),
+        lambda _: PROMPTS,
+        ["none", "int8", "int4_g32"],
+        seen.append,
     )
     assert seen == [row.format for row in rows] == ["none", "int8", "int4_g32"]
     assert rows[0].increase == 0

@@ -1,4 +1,4 @@
-"""Messages whose content is a list: text is rendered, an image is an error and no place that nothing fills."""
+"""Messages whose content is a list: texts are joined by line ends, an image is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tokenizer:
     chat_template = "there is one"
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        return " ".join(part["text"] for message in messages for part in message["content"])
+        return "|".join(message["content"] for message in messages)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         return list(text.encode())
@@ -29,10 +29,20 @@ def render(content: list[Any]) -> dict[str, Any]:
 
 
 def test_text_is_rendered() -> None:
-    assert (
-        render([{"type": "text", "text": "what is"}, {"type": "text", "text": "this"}])["prompt"]
-        == "what is this"
-    )
+    parts = [{"type": "text", "text": "what is"}, "this"]
+    assert render(parts)["prompt"] == "what is\nthis"
+
+
+def test_the_messages_that_were_given_stay_as_they_are() -> None:
+    parts: list[Any] = [{"type": "text", "text": "a"}]
+    render(parts)
+    assert parts == [{"type": "text", "text": "a"}]
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 3}, 3, None])
+def test_a_part_without_text_is_an_error(part: Any) -> None:
+    with pytest.raises(RequestError, match="part of content"):
+        render([part])
 
 
 @pytest.mark.parametrize("part", [

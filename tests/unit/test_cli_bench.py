@@ -17,6 +17,7 @@ from draftwise.bench.plot import draw_accept
 from draftwise.bench.throughput import throughput
 from draftwise.bench.workloads import WORKLOADS, Workload, make_workload
 from draftwise.cli.report import output_as_dict, statistics_line
+from draftwise.cli.tables import table
 from draftwise.engine.outputs import (
     CompletionOutput,
     EngineStats,
@@ -233,3 +234,21 @@ def test_output_as_dict_is_json() -> None:
     facts = json.loads(json.dumps(output_as_dict(output_of([1, 2], DRAFTED))))
     assert facts["outputs"][0]["token_ids"] == [1, 2]
     assert facts["metrics"]["speculation"]["num_accepted_tokens_per_pos"] == [2, 1, 0]
+
+
+def test_a_table_of_the_widest_numbers_fits_a_terminal() -> None:
+    columns = [
+        "temp",
+        "<method",
+        "tokens\nper s",
+        "speed\n-up",
+        "accept.\nlength",
+        "first\ntoken",
+        "per\ntoken",
+    ]
+    cells = ["0.85", "parallel_drafting", "123456", "12.34x", "12.34", "12345.67 ms", "123.45 ms"]
+    lines = table(
+        "a title that is longer than a terminal is wide " * 3, columns, ["over them", cells]
+    ).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].split() == [*cells[:5], "12345.67", "ms", "123.45", "ms"] and lines[-2] == "over them"

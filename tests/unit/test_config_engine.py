@@ -340,7 +340,7 @@ def test_importing_config_needs_no_torch() -> None:
 
 
 def test_speculation_is_controlled_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DRAFTWISE_SPECULATION_CONTROL")
+    monkeypatch.delenv("DRAFTWISE_SPECULATION_CONTROL", raising=False)
     assert resolve_engine_config(device="cpu").speculation_control == "adaptive"
     monkeypatch.setenv("DRAFTWISE_SPECULATION_CONTROL", "static")
     assert resolve_engine_config(device="cpu").speculation_control == "static"

@@ -142,6 +142,7 @@ class Checkpoints:
             "max_num_seqs": 3,
             "max_model_len": 64,
             "max_num_batched_tokens": 64,
+            "speculation_control": "static",
             "speculative_config": config,
         }
         return LLM(self.target, **(base | options))

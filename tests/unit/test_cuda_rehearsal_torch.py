@@ -53,7 +53,7 @@ def said(target: str, config: dict[str, Any], device: str, **options: Any) -> li
         max_model_len=64,
         max_num_batched_tokens=64,
         speculative_config=config,
-        **options,
+        **({"speculation_control": "static"} | options),
     ) as llm:
         return [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, PARAMS)]
 

@@ -228,7 +228,12 @@ def test_text_is_the_folders_with_and_without_drafts(
     ):
         config = None if drafter is None else {"model": drafter, "num_speculative_tokens": 3}
         with LLM(
-            str(model), skip_tokenizer_init=True, speculative_config=config, num_kv_blocks=32, num_threads=1
+            str(model),
+            skip_tokenizer_init=True,
+            speculative_config=config,
+            num_kv_blocks=32,
+            num_threads=1,
+            speculation_control="static",
         ) as llm:
             outputs = llm.generate(prompts, GREEDY)
             texts.append([output.outputs[0].token_ids for output in outputs])
@@ -366,7 +371,7 @@ def test_a_byte_level_tokenizer_splits_as_the_original(tmp_path: Path) -> None:
         assert found.encode(text) == [0, *ids]
         assert found.decode(ids) == text
     assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
-    with LLM(str(tmp_path / "m.gguf"), num_kv_blocks=16, num_threads=1) as llm:
+    with LLM(str(tmp_path / "m.gguf"), num_kv_blocks=16, num_threads=1, speculation_control="static") as llm:
         assert llm.generate("def main(", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text
 
 

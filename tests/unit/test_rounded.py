@@ -131,11 +131,12 @@ def test_the_engines_option(folder: str, tmp_path: Path, monkeypatch: pytest.Mon
         quantization_cache="auto",
         skip_tokenizer_init=True,
         num_kv_blocks=8,
+        speculation_control="static",
     ) as llm:
         assert llm.guarantees.same_bits
     assert len(list((tmp_path / "draftwise" / "quantized").iterdir())) == 1
     with pytest.raises(ConfigError, match=r"quantization_cache.*quantization="):
-        LLM(folder, device="cpu", quantization_cache="auto")
+        LLM(folder, device="cpu", quantization_cache="auto", speculation_control="static")
 
 
 def test_weight_bytes_are_what_is_kept(folder: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from draftwise.train import demo
 from draftwise.train.acceptance import measure_acceptance
 from draftwise.train.demo_args import options_from
-from draftwise.train.demo_export import export_model
+from draftwise.train.demo_export import CHAT_TEMPLATE, export_model
 from draftwise.train.demo_model import DemoLlama
 from draftwise.train.demo_optim import orthogonalize
 from draftwise.train.demo_recipe import (
@@ -140,6 +140,7 @@ def test_exported_logits_equal_transformers(tmp_path: Path, library: Path) -> No
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     text = "def f(self):\n    return  {'é': 1}\n"
     assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded.chat_template == CHAT_TEMPLATE
     assert loaded.eos_token_id == 0
 
 
@@ -201,3 +202,16 @@ def test_shipped_models(name: str, limit: int) -> None:
 def test_shipped_models_share_their_tokenizer() -> None:
     files = [(ASSETS / name / "tokenizer.json").read_bytes() for name in ("target", "draft")]
     assert files[0] == files[1]
+
+
+def test_the_shipped_chat_template_is_the_recipes_and_writes_code_below_code() -> None:
+    messages = [
+        {"role": "user", "content": "def add(a, b):\n\n"},
+        {"role": "assistant", "content": "    return a + b"},
+        {"role": "user", "content": "def sub(a, b):"},
+    ]
+    for name in ("target", "draft"):
+        assert (ASSETS / name / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
+        tokenizer = transformers.AutoTokenizer.from_pretrained(ASSETS / name)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text == "def add(a, b):\n    return a + b\ndef sub(a, b):"

@@ -98,7 +98,12 @@ def greedy(target: Path, out: Path | None, method: str) -> list[int]:
     if out is not None:
         spec = {"method": method, "model": str(out), "num_speculative_tokens": 3}
     with LLM(
-        str(target), dtype="float32", max_model_len=96, num_kv_blocks=32, speculative_config=spec
+        str(target),
+        dtype="float32",
+        max_model_len=96,
+        num_kv_blocks=32,
+        speculative_config=spec,
+        speculation_control="static",
     ) as llm:
         (answer,) = llm.generate([TEXT[:60]], SamplingParams(temperature=0, max_tokens=16))
         if out is not None:

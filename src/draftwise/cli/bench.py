@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from draftwise.cli.errors import UsageError
 from draftwise.cli.numbers import positive, temperature
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import note, print_json, progress
+from draftwise.cli.tables import WIDTH, positions, table
 
 if TYPE_CHECKING:
     from draftwise import LLM
@@ -105,8 +107,9 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``draftwise bench KIND``."""
     options = engine_kwargs(args)
-    if args.kind == "accept":  # acceptance of what a method drafts, not of what is left where it pays
+    if args.kind != "throughput":  # what a method does whenever it is asked, not what is left where it pays
         options.setdefault("speculation_control", "static")
+    if args.kind == "accept":
         chosen = ("model", "speculative_config", "speculative_method", "speculative_model")
         if all(options.get(name) is None for name in chosen):
             options["speculative_config"] = _everything()
@@ -120,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**options) as llm:
         methods = _methods(llm, args.methods)
-        rows, table = args.measure(args, llm, methods)
+        rows, drawn = args.measure(args, llm, methods)
         config = llm.config
         if args.json:
             settings = {
@@ -139,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
                 }
             )
         else:
-            _print(table)
+            _print(drawn)
     return 0
 
 
@@ -151,7 +154,7 @@ def _methods(llm: LLM, asked: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(asked)) if asked else loaded
 
 
-def _latency(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, Any]:
+def _latency(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, str]:
     from draftwise.bench.latency import latency
 
     prompts = code_prompts(llm.get_tokenizer(), args.prompts, args.prompt_tokens, args.seed)
@@ -167,29 +170,32 @@ def _latency(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[An
             rounds=args.rounds,
             advance=advance,
         )
-    title = f"{len(prompts)} prompts of {args.prompt_tokens} tokens, {args.output_tokens} generated, one at a time"
-    table = _table(
-        title,
-        "temperature", "method", "tokens/s", "speed-up", "acceptance length", "first token", "per token",
-        "host per step", "tokens equal",
+    drawn = table(
+        f"{len(prompts)} prompts of {args.prompt_tokens} tokens, {args.output_tokens} generated, one at a time; "
+        f"{_drafts(llm)}",
+        [
+            "temp", "<method", "tokens\nper s", "speed\n-up", "accept.\nlength", "first\ntoken", "per\ntoken",
+            "host,\nper step", "tokens\nequal",
+        ],
+        [
+            [
+                f"{row.temperature:g}",
+                _shown(row.method),
+                f"{row.tokens_per_second:.0f}",
+                _ratio(row.speedup),
+                _number(row.mean_acceptance_length),
+                _ms(row.ttft),
+                _ms(row.itl),
+                _ms(row.host_time_per_step),
+                "" if row.equal_tokens is None else f"{row.equal_prompts}/{row.num_samples}",
+            ]
+            for row in rows
+        ],
     )  # fmt: skip
-    for row in rows:
-        equal = "" if row.equal_tokens is None else f"{row.equal_prompts}/{row.num_samples}"
-        table.add_row(
-            f"{row.temperature:g}",
-            _shown(row.method),
-            f"{row.tokens_per_second:.0f}",
-            _ratio(row.speedup),
-            _number(row.mean_acceptance_length),
-            _ms(row.ttft),
-            _ms(row.itl),
-            _ms(row.host_time_per_step),
-            equal,
-        )
-    return rows, table
+    return rows, drawn
 
 
-def _throughput(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, Any]:
+def _throughput(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, str]:
     from draftwise.bench.throughput import throughput
 
     concurrency = sorted(set(args.concurrency))
@@ -205,31 +211,30 @@ def _throughput(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple
             rounds=args.rounds,
             advance=advance,
         )
-    title = f"prompts of {args.prompt_tokens} tokens, {args.output_tokens} generated, temperature {args.temperature:g}"
-    table = _table(
-        title,
-        "requests",
-        "method",
-        "tokens/s",
-        "against one",
-        "against plain",
-        "acceptance length",
-        "host per step",
-    )
-    for row in rows:
-        table.add_row(
-            str(row.concurrency),
-            _shown(row.method),
-            f"{row.tokens_per_second:.0f}",
-            _ratio(row.scaling),
-            _ratio(row.speedup),
-            _number(row.mean_acceptance_length),
-            _ms(row.host_time_per_step),
-        )
-    return rows, table
+    drawn = table(
+        f"prompts of {args.prompt_tokens} tokens, {args.output_tokens} generated, temperature "
+        f"{args.temperature:g}; {_drafts(llm)}",
+        [
+            "requests", "<method", "tokens\nper s", "against\none", "against\nplain", "accept.\nlength",
+            "host,\nper step",
+        ],
+        [
+            [
+                str(row.concurrency),
+                _shown(row.method),
+                f"{row.tokens_per_second:.0f}",
+                _ratio(row.scaling),
+                _ratio(row.speedup),
+                _number(row.mean_acceptance_length),
+                _ms(row.host_time_per_step),
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    return rows, drawn
 
 
-def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, Any]:
+def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, str]:
     from draftwise.bench.accept import accept
 
     tokenizer = llm.get_tokenizer()
@@ -249,29 +254,36 @@ def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any
             output_tokens=args.output_tokens,
             advance=advance,
         )
-    title = f"{args.prompts} prompts each, {args.output_tokens} generated, temperature {args.temperature:g}"
-    table = _table(
-        title,
-        "workload", "method", "acceptance length", "tokens/step", "accepted at position", "drafting/step",
-        "target/step", "speed-up",
+    lines: list[list[str] | str] = []
+    for workload in dict.fromkeys(row.workload for row in rows):
+        lines.append(f"{workload}: {WORKLOADS.get(workload, '')}".rstrip(": "))
+        lines += [
+            [
+                _shown(row.method),
+                _number(row.mean_acceptance_length),
+                f"{row.tokens_per_step:.2f}",
+                positions(row.acceptance_per_position),
+                _ms(row.draft_time_per_step),
+                _ms(row.forward_time_per_step),
+                _ratio(row.speedup),
+            ]
+            for row in rows
+            if row.workload == workload
+        ]
+    drawn = table(
+        f"{args.prompts} prompts of each kind, {args.output_tokens} generated, temperature {args.temperature:g}",
+        [
+            "<method", "accept.\nlength", "tokens\n/step", "<accepted at\nposition 1, 2, ..", "drafting\n/step",
+            "target\n/step", "speed\n-up",
+        ],
+        lines,
     )  # fmt: skip
-    for row in rows:
-        table.add_row(
-            row.workload,
-            _shown(row.method),
-            _number(row.mean_acceptance_length),
-            f"{row.tokens_per_step:.2f}",
-            " ".join(f"{rate:.2f}" for rate in row.acceptance_per_position),
-            _ms(row.draft_time_per_step),
-            _ms(row.forward_time_per_step),
-            _ratio(row.speedup),
-        )
     if args.plot is not None:
         from draftwise.bench.plot import draw_accept
 
         draw_accept(rows, args.plot)
         note(f"drawn in {args.plot}")
-    return rows, table
+    return rows, drawn
 
 
 def _variants(llm: LLM, methods: Sequence[str], shapes: Sequence[str]) -> list[str]:
@@ -321,26 +333,19 @@ def _ms(value: float | None) -> str:
     return "" if value is None else f"{1000 * value:.2f} ms"
 
 
-def _table(title: str, *columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    text_columns = ("method", "workload", "accepted at position")
-    for name in columns:
-        table.add_column(name, justify="left" if name in text_columns else "right")
-    return table
+def _drafts(llm: LLM) -> str:
+    if llm.config.speculation_control == "static":
+        return "every method drafts in every step"
+    return "methods draft where the controller finds that it pays"
 
 
-def _print(table: Any) -> None:
-    import sys
-
-    from rich.console import Console
-
-    # A pipe has no width: do not fold the table to rich's guess of 80 columns.
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+def _print(table: str) -> None:
+    print(table, flush=True)
     facts = environment()
     cpu = facts["cpu"]
     where = (
         ", ".join(facts["gpus"]) or f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads"
     )
-    note(f"{where}; kernels: {facts['kernels']}; ratios are of medians, methods alternate within the run")
+    kernels = textwrap.wrap(f"kernels: {facts['kernels']}", WIDTH)
+    for line in ("", where, *kernels, "ratios are of medians; methods alternate within the run"):
+        note(line)

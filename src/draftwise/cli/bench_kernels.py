@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from draftwise.cli.env import environment
 from draftwise.cli.numbers import positive
 from draftwise.cli.report import note, print_json, progress
+from draftwise.cli.tables import table
 
 _TEXT = "native linear layers of a 1.1 B model: what 1, 2, ... rows cost, against what the machine allows"
 
@@ -40,8 +40,6 @@ def add_parser(kinds: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry it out."""
-    from rich.console import Console
-    from rich.table import Table
 
     from draftwise.bench.kernels import FORMATS, bench_kernels
 
@@ -65,28 +63,26 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    table = Table(title="linear layers of one pass, 1.1 B parameters", title_justify="left")
-    for name in (
-        "format",
-        "rows",
-        "time",
-        "against 1 row",
-        "weights read",
-        "arithmetic",
-        "share of roofline",
-    ):
-        table.add_column(name, justify="left" if name == "format" else "right")
-    for row in report.rows:
-        table.add_row(
-            row.format if row.rows == 1 else "",
-            str(row.rows),
-            f"{1000 * row.seconds:.1f} ms",
-            "" if row.against_one is None else f"{row.against_one:.2f}x",
-            f"{row.read_rate / 1e9:.1f} GB/s",
-            f"{row.operation_rate / 1e9:.0f} Gop/s",
-            f"{row.share:.2f}",
+    print(
+        table(
+            "linear layers of one pass, 1.1 B parameters",
+            [
+                "<format", "rows", "time", "against\n1 row", "weights\nread", "arithmetic", "share of\nroofline",
+            ],
+            [
+                [
+                    row.format if row.rows == 1 else "",
+                    str(row.rows),
+                    f"{1000 * row.seconds:.1f} ms",
+                    "" if row.against_one is None else f"{row.against_one:.2f}x",
+                    f"{row.read_rate / 1e9:.1f} GB/s",
+                    f"{row.operation_rate / 1e9:.0f} Gop/s",
+                    f"{row.share:.2f}",
+                ]
+                for row in report.rows
+            ],
         )
-    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    )  # fmt: skip
     peaks = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in report.peaks.items())
     note(
         f"{report.isa}, {report.threads} threads; in this run memory reads {report.bandwidth / 1e9:.1f} GB/s, "

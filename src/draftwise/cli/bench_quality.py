@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from draftwise.bench.quality import FORMATS
@@ -11,6 +10,7 @@ from draftwise.cli.env import environment
 from draftwise.cli.numbers import positive
 from draftwise.cli.options import add_engine_options, engine_kwargs
 from draftwise.cli.report import print_json, progress
+from draftwise.cli.tables import table
 
 _TEXT = "perplexity on held-out code with the weights rounded to each format"
 
@@ -39,9 +39,6 @@ def add_parser(kinds: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry it out."""
-    from rich.console import Console
-    from rich.table import Table
-
     from draftwise import LLM
     from draftwise.bench.quality import quality
     from draftwise.bench.workloads import code_prompts
@@ -62,14 +59,18 @@ def run(args: argparse.Namespace) -> int:
             {"benchmark": "quality", "settings": settings, "environment": environment(), "results": results}
         )
         return 0
-    table = Table(title=f"perplexity over {rows[0].num_tokens} tokens of held-out code", title_justify="left")
-    for name in ("format", "perplexity", "increase"):
-        table.add_column(name, justify="left" if name == "format" else "right")
-    for row in rows:
-        table.add_row(
-            "as loaded" if row.format == "none" else row.format,
-            f"{row.perplexity:.3f}",
-            "" if row.increase is None or row.format == "none" else f"{100 * row.increase:+.2f} %",
+    print(
+        table(
+            f"perplexity over {rows[0].num_tokens} tokens of held-out code",
+            ["<format", "perplexity", "increase"],
+            [
+                [
+                    "as loaded" if row.format == "none" else row.format,
+                    f"{row.perplexity:.3f}",
+                    "" if row.increase is None or row.format == "none" else f"{100 * row.increase:+.2f} %",
+                ]
+                for row in rows
+            ],
         )
-    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    )
     return 0

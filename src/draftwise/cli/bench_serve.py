@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from draftwise.cli.env import environment
 from draftwise.cli.errors import UsageError
 from draftwise.cli.numbers import positive, temperature
 from draftwise.cli.report import note, print_json, progress
+from draftwise.cli.tables import table
 
 if TYPE_CHECKING:
     from draftwise.bench.serve import ServeReport
@@ -236,35 +236,34 @@ async def _first_model(target: Any) -> str:
 
 
 def _print(result: ServeReport, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in ("", "mean", "p50", "p90", "p95", "p99"):
-        table.add_column(name, justify="left" if not name else "right")
-    for label, value in (
+    parts = (
         ("first token", result.ttft),
         ("per token", result.tpot),
         ("between chunks", result.itl),
         ("whole request", result.e2e),
-    ):
-        if value is not None:
-            table.add_row(label, *(f"{1000 * seconds:.1f} ms" for seconds in value.as_dict().values()))
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(table)
-    console.print(
+    )
+    print(
+        table(
+            title,
+            ["<", "mean", "p50", "p90", "p95", "p99"],
+            [
+                [label, *(f"{1000 * seconds:.1f} ms" for seconds in value.as_dict().values())]
+                for label, value in parts
+                if value is not None
+            ],
+        )
+    )
+    print(
         f"{result.request_rate:.2f} requests/s, {result.token_rate:.0f} output tokens/s "
         f"({result.output_tokens} tokens in {result.seconds:.2f} s), {result.num_failed} failed"
     )
     if result.goodput is not None and result.attainment is not None:
         limits = ", ".join(f"{name} {1000 * limit:g} ms" for name, limit in result.sla.items())
-        console.print(
-            f"goodput {result.goodput:.2f} requests/s ({100 * result.attainment:.1f} % within {limits})"
-        )
+        print(f"goodput {result.goodput:.2f} requests/s ({100 * result.attainment:.1f} % within {limits})")
     if result.acceptance is not None:
         a = result.acceptance
         positions = " ".join(f"{rate:.2f}" for rate in a["acceptance_per_position"])
-        console.print(
+        print(
             f"mean acceptance length {a['mean_acceptance_length']:.2f}, by position {positions} "
             "(from the server's /metrics: other clients are in it)"
         )

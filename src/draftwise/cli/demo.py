@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import print_json
+from draftwise.cli.tables import table
 
 if TYPE_CHECKING:
     from draftwise import LLM, RequestOutput
@@ -15,15 +16,26 @@ if TYPE_CHECKING:
 
 BOOLEANS = ENGINE_BOOLEANS
 
-PROMPT = """class Queue:
-    def __init__(self):
-        self.items = []
+PROMPT = """def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument('-v', '--verbose', action='store_true',
+                        help='print more')
+    parser.add_argument('-q', '--quiet',"""
 
-    def put(self, item):
-        self.items.append(item)
 
-    def get(self):
-        return"""
+_WHAT = {
+    "none": "nothing: a token a step",
+    "mtp": "a layer on the target",
+    "eagle3": "a layer on the target",
+    "eagle": "a layer on the target",
+    "medusa": "heads on the target",
+    "draft_model": "a smaller model",
+    "ngram": "look-up in this text",
+    "suffix": "look-up, earlier texts",
+    "early_exit": "the target's first half",
+    "hybrid": "look-up, then a model",
+}
+"""What stands behind a method, in a few words for the table."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -47,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     from draftwise import LLM
 
     start = time.perf_counter()
-    with LLM(keep_trace=True, **engine_kwargs(args)) as llm:
+    options = engine_kwargs(args)
+    options.setdefault("speculation_control", "static")  # what each method does, not when it pays
+    with LLM(keep_trace=True, **options) as llm:
         loaded = time.perf_counter() - start
         methods = ["none", *(spec.method for spec in llm.config.drafters)]
         outputs, seconds = _generate(llm, methods, args)
@@ -107,7 +121,6 @@ def _show(
     llm: LLM, prompt: str, outputs: dict[str, RequestOutput], seconds: dict[str, float], loaded: float
 ) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
@@ -119,25 +132,28 @@ def _show(
     shown = default if default in outputs else list(outputs)[-1]
     console.print(f"\nWith {shown}; [green]green[/green] tokens were guessed by the drafter and confirmed:\n")
     console.print(_coloured(llm, outputs[shown]))
-    table = Table(title="\nThe same text, greedily", title_justify="left")
-    for column, justify in (
-        ("method", "left"), ("tokens/s", "right"), ("speed-up", "right"), ("target steps", "right"),
-        ("mean acceptance length", "right"), ("same tokens", "right"),
-    ):  # fmt: skip
-        table.add_column(column, justify="right" if justify == "right" else "left")
+    lines = []
     for row in facts["methods"]:
         speculation = row["speculation"]
         length = speculation["mean_acceptance_length"]
-        table.add_row(
-            "plain" if row["method"] == "none" else row["method"],
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
-            str(sum(speculation["steps_by_method"].values())),
-            "" if length is None else f"{length:.2f}",
-            "yes" if row["equal_tokens"] else "NO",
+        lines.append(
+            [
+                "plain" if row["method"] == "none" else row["method"],
+                _WHAT.get(row["method"], ""),
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['speedup']:.2f}x",
+                str(sum(speculation["steps_by_method"].values())),
+                "" if length is None else f"{length:.2f}",
+                "yes" if row["equal_tokens"] else "NO",
+            ]
         )
-    console.print(table)
-    console.print('\nNext: draftwise generate "def main(" --temperature 0    draftwise bench latency')
+    columns = ["<method", "<what guesses", "tokens\nper s", "speed\n-up", "target\nsteps"]
+    columns += ["accept.\nlength", "same\ntext"]
+    print("\n" + table("The same text, by every method:", columns, lines))
+    print(
+        "\naccept. length: tokens from one step of the target in which drafts were checked.\n"
+        'Next: draftwise generate "def main(" --temperature 0\n      draftwise bench latency'
+    )
 
 
 def _coloured(llm: LLM, output: RequestOutput) -> Any:

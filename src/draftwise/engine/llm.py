@@ -274,12 +274,31 @@ class _Progress:
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
-def _refuse_media(content: object) -> None:
-    """Templates of models that read images would write a place for one that nothing fills. Raises RequestError."""
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+def _flat(content: object) -> object:
+    """Content as templates expect it: a list of text parts becomes their texts, a line each; anything else stays.
+
+    A part that is no text raises RequestError: a template would write a place for an image that nothing fills.
+
+    >>> _flat([{"type": "text", "text": "what is"}, "this"])
+    'what is\\nthis'
+    """
+    if not isinstance(content, list):
+        return content
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping):
+            raise RequestError(f"messages: a part of content is a text or a mapping, got {shown(part)}")
+        kind = part.get("type", "text")
         if kind not in _TEXT_PARTS:
             raise RequestError(f"messages: content of type {shown(kind)} is not supported, only text")
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise RequestError("messages: a part of content of type text needs text")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def chat_prompt(
@@ -304,8 +323,10 @@ def chat_prompt(
         if not isinstance(message, Mapping) or "role" not in message:
             raise RequestError(f"a message is a mapping with 'role' and 'content', got {shown(message)}")
     check_messages(limits, messages, tools, max_model_len)
-    for message in messages:
-        _refuse_media(message.get("content"))
+    messages = [
+        {**m, "content": _flat(m["content"])} if isinstance(m.get("content"), list) else dict(m)
+        for m in messages
+    ]
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "this model has no chat template (it is a base model): use generate with a plain prompt, or pass "
@@ -315,7 +336,7 @@ def chat_prompt(
 
     try:
         text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
+            messages,
             tools=None if tools is None else [dict(t) for t in tools],
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,

@@ -15,6 +15,18 @@ from .demo_model import DemoLlama
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ (message.content or "").rstrip("\\n") }}
+{%- if not loop.last %}{{ "\\n" }}{% endif -%}
+{%- endfor -%}
+"""
+"""The demo model continues Python and knows of no roles: a conversation is its messages, one below the other.
+
+Line ends at the end of a message are left out: the model writes them itself.
+Example: user "def add(a, b):", assistant "    return a + b", user "def sub(a, b):" are three lines of code.
+"""
+
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -64,6 +76,7 @@ def export_model(
             },
         },
     )
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     _write_json(folder / "generation_config.json", {"eos_token_id": EOS_ID, "do_sample": False})
     if provenance is not None:
         _write_json(folder / "provenance.json", provenance)
