@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,24 @@ def small(kind: str, *, wrapper: bool = False, **sizes: Any) -> Small:
             raise CannotMake(f"{type(error).__name__}: {error}") from error
     if kind in recurrent_kinds.KINDS:
         recurrent_kinds.make_loud(model)
+    _make_choosy(model)
     return Small(architecture, config, model.float().eval())
+
+
+_ROUTERS = re.compile(r"(^|\.)(router|gate|classifier)(\.\w+)*\.weight$")
+_CORRECTIONS = re.compile(r"(correction_bias|expert_bias)$")
+_MOST_EXPERTS = 16
+
+
+def _make_choosy(model: Any) -> None:
+    """Routers that prefer some experts to others: models are made with weights near zero, or zeros, where each gets the
+    same, and with corrections of zero, which nobody would miss."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            router = _ROUTERS.search(name) and tensor.ndim == 2 and 1 < len(tensor) <= _MOST_EXPERTS
+            if router or _CORRECTIONS.search(name):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
 
 
 def save(made: Small, folder: Path) -> None:

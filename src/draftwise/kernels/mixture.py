@@ -75,15 +75,7 @@ def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
         Experts [T, num_chosen] int64 and their weights, float32.
     """
     count = routing.num_experts
-    wide = scores[:, :count].float()
-    shares = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
-    judged = shares if correction is None else shares + correction
-    if routing.top_groups < routing.groups:
-        in_groups = judged.view(len(judged), routing.groups, -1)
-        of_groups = in_groups.topk(routing.group_rank, dim=-1).values.sum(-1)
-        kept = torch.zeros_like(of_groups, dtype=torch.bool)
-        kept.scatter_(1, _best(of_groups, routing.top_groups), True)
-        judged = in_groups.masked_fill(~kept[:, :, None], -torch.inf).view_as(judged)
+    shares, judged = judged_shares(scores[:, :count].float(), routing, correction)
     chosen = _best(judged, routing.top_k)
     weights = shares.gather(1, chosen)
     if routing.normalise:
@@ -94,6 +86,20 @@ def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
     ones = torch.ones_like(weights[:, :1])
     share = ones if routing.shared == "plain" else scores[:, count:].float().sigmoid()
     return torch.cat((chosen, torch.full_like(chosen[:, :1], count)), 1), torch.cat((weights, share), 1)
+
+
+def judged_shares(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What experts get and what they are chosen by: ``scores`` [T, E] float32 -> [T, E] each, the second with the
+    correction, and -inf for experts of groups that are not taken."""
+    shares = scores.softmax(-1) if routing.scoring == "softmax" else scores.sigmoid()
+    judged = shares if correction is None else shares + correction
+    if routing.top_groups < routing.groups:
+        in_groups = judged.view(len(judged), routing.groups, -1)
+        of_groups = in_groups.topk(routing.group_rank, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(of_groups, dtype=torch.bool)
+        kept.scatter_(1, _best(of_groups, routing.top_groups), True)
+        judged = in_groups.masked_fill(~kept[:, :, None], -torch.inf).view_as(judged)
+    return shares, judged
 
 
 def _best(values: Tensor, count: int) -> Tensor:

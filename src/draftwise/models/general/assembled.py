@@ -90,6 +90,7 @@ class AssembledParts:
     embedding: Tensor | None
     num_bytes: int
     num_linears: int
+    num_mixtures: int
 
 
 class AssembledDecoder(DecoderModel):

@@ -22,6 +22,7 @@ from draftwise.models.general.nodes import (
     Given,
     LayerNorm,
     Linear,
+    Mixture,
     Mul,
     Node,
     Norm,
@@ -60,6 +61,8 @@ class Assembler:
         self._rotations: list[Rotation] = []
         self.num_bytes = 0
         self.num_linears = 0
+        self.num_mixtures = 0
+        self._free: Callable[[int], None] = lambda _: None
         self.embedding: Tensor | None = None
 
     # ------------------------------------------------------------------------------------------ what to do
@@ -98,7 +101,7 @@ class Assembler:
         lower = {
             Embed: self._embed, Linear: self._linear, Select: self._select, Norm: self._norm, Scale: self._scale,
             Unary: self._unary, LayerNorm: self._layer_norm, Mul: self._mul, Add: self._add, Attend: self._attend,
-            Given: self._given,
+            Given: self._given, Mixture: self._mixture,
         }.get(type(node))  # fmt: skip
         if lower is None:
             raise CannotAssemble(f"a {type(node).__name__.lower()} stands where no operation takes it")
@@ -221,6 +224,26 @@ class Assembler:
     def _add(self, node: Add) -> Plan:
         return Plan(node, (node.a, node.b), lambda: self._adding(node))
 
+    def _mixture(self, node: Mixture) -> Plan:
+        x, scores = node.x, node.scores
+
+        def make() -> Run:
+            weight, bias = scores.weight.detach(), scores.bias
+            dtype = self._ops.dtype
+            router = self._ops.pack_router(
+                weight.to(dtype).contiguous(), None if bias is None else bias.detach().to(weight).to(dtype)
+            )
+            experts = node.experts.pack(self._ops, node.routing, node.correction)
+            for parameter in node.experts.module.parameters():
+                self._free(id_of(parameter))
+            self.num_bytes += router.num_bytes + experts.num_bytes
+            self.num_mixtures += 1
+            return lambda work: work.ops.experts(
+                work.results[x], work.ops.logits(work.results[scores.x], router), experts
+            )
+
+        return Plan(node, (x, scores.x), make, (scores,))
+
     # ------------------------------------------------------------------------------------------ attention
 
     def _attend(self, node: Attend) -> Plan:
@@ -325,6 +348,7 @@ class Assembler:
 
     def make(self, free: Callable[[int], None]) -> AssembledParts:
         """Pack everything; ``free`` is told of weights that nobody wants any more, by their `id_of`."""
+        self._free = free
         kept = {id_of(plan.node.table) for plan in self._plans if isinstance(plan.node, Embed)}
         users: dict[int, list[Linear]] = {}  # of each weight, as often as it will be packed
         for each in (*(one for plan in self._plans for one in plan.layers), self._head):
@@ -380,7 +404,7 @@ class Assembler:
             entering.setdefault(node, []).append(number)
         return AssembledParts(
             steps[: self._body], steps[self._body :], traced.hidden, traced.given, self._head.x, handle, self._tail,
-            ropes, entering, self.embedding, self.num_bytes, self.num_linears,
+            ropes, entering, self.embedding, self.num_bytes, self.num_linears, self.num_mixtures,
         )  # fmt: skip
 
     def _adding(self, node: Add) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.general.assembler import Assembler
 from draftwise.models.general.check import Reference, check
+from draftwise.models.general.experts import Stack
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.plans import id_of
 from draftwise.models.general.rotations import frequencies
@@ -28,16 +30,22 @@ class WrongAssembly(Exception):
 
 
 def assembled(
-    model: Any, decoder: GeneralDecoder, way: Interface, reference: Reference, rounded: bool
+    model: Any,
+    decoder: GeneralDecoder,
+    way: Interface,
+    reference: Reference,
+    rounded: bool,
+    stacks: Mapping[nn.Module, Stack],
 ) -> DecoderModel:
-    """The model out of our operations. ``decoder`` runs on its code; ``rounded``: weights get few bits.
+    """The model out of our operations. ``decoder`` runs on its code; ``rounded``: weights get few bits; ``stacks``: its
+    mixtures of experts.
 
     Raises:
         CannotAssemble: our operations do not compute it. Nothing has changed then.
         WrongAssembly: it gives other numbers. The model's weights are gone.
     """
     config, ops, calls = decoder.config, decoder.ops, way.calls
-    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, trace(decoder, way))
+    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, trace(decoder, way, stacks))
     maker.plan()
     owners: dict[int, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -53,6 +61,6 @@ def assembled(
         check(found, reference, exchanged=True, rounded=rounded)
     except ModelLoadError as error:
         raise WrongAssembly(str(error)) from error
-    logger.info("%s runs on own operations: %d attention layers, %d linear layers",
-                config.architecture, len(calls), parts.num_linears)  # fmt: skip
+    logger.info("%s runs on own operations: %d attention layers, %d linear layers, %d mixtures of experts",
+                config.architecture, len(calls), parts.num_linears, parts.num_mixtures)  # fmt: skip
     return recorded(found, ops)

@@ -8,7 +8,7 @@ compared with each of the forms that our kernels know, and a module that is none
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -102,7 +102,40 @@ class PackedExperts(nn.Module):
         return self._ops.mix_experts(rows, chosen, weights.float(), self.packed).view(x.shape)
 
 
-def exchange_experts(model: nn.Module, calls: dict[nn.Module, Call], ops: Ops) -> int:
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A module whose form is understood, and the names of its arguments."""
+
+    module: nn.Module
+    form: Form
+    names: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """Experts."""
+        return len(_tensor(self.module, "down_proj"))
+
+    def pack(self, ops: Ops, routing: Routing, correction: Tensor | None = None) -> Experts:
+        """On our kernels, expert by expert. ``routing`` without the activation."""
+        layers = []
+        for e in range(self.count):
+            up, up_bias = self.form.gate_up(self.module, e)
+            down, down_bias = self.form.down(self.module, e)
+            layers.append(
+                (ops.pack_gate_up(up.contiguous(), up_bias), ops.pack_linear(down.contiguous(), down_bias))
+            )
+        return ops.pack_experts(layers, replace(routing, activation=self.form.activation), correction)
+
+
+def stacks_of(calls: dict[nn.Module, Call]) -> dict[nn.Module, Stack]:
+    """The modules whose form is understood."""
+    found = ((module, call, recognised(module, call)) for module, call in calls.items())
+    return {module: Stack(module, form, call.names) for module, call, form in found if form is not None}
+
+
+def exchange_experts(
+    model: nn.Module, calls: dict[nn.Module, Call], stacks: dict[nn.Module, Stack], ops: Ops
+) -> int:
     """Pack the experts whose form is understood and put them in their places, one module after the other.
 
     Returns:
@@ -111,24 +144,14 @@ def exchange_experts(model: nn.Module, calls: dict[nn.Module, Call], ops: Ops) -
     total = 0
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     for parent, name, child in places:
-        call = calls.get(child)
-        form = None if call is None else recognised(child, call)
-        if call is None or form is None:
+        stack = stacks.get(child)
+        if stack is None:
             continue
-        count = len(_tensor(child, "down_proj"))
-        layers = []
-        for e in range(count):
-            up, up_bias = form.gate_up(child, e)
-            down, down_bias = form.down(child, e)
-            layers.append(
-                (ops.pack_gate_up(up.contiguous(), up_bias), ops.pack_linear(down.contiguous(), down_bias))
-            )
-        routing = Routing(count, call.chosen.shape[1], activation=form.activation)
-        packed = ops.pack_experts(layers, routing)
+        packed = stack.pack(ops, Routing(stack.count, calls[child].chosen.shape[1]))
         total += packed.num_bytes
         for parameter in child.parameters():
             parameter.data = torch.empty(0)
-        setattr(parent, name, PackedExperts(ops, packed, call.names))
+        setattr(parent, name, PackedExperts(ops, packed, stack.names))
     return total
 
 

@@ -24,7 +24,7 @@ from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCaus
 from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.config import transformers_config
-from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts
+from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts, stacks_of
 from draftwise.models.general.filling import build_filled
 from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
@@ -152,13 +152,14 @@ def _prepared(
         with ExpertsUse(model) as mixtures:
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
         decoder, linears = _served(model, config, ops, reference, units)
+        stacks = stacks_of(mixtures.calls)
         if assemble and isinstance(decoder.way, Interface) and not units:
             try:
-                return assembled(model, decoder, decoder.way, reference, rounded)
+                return assembled(model, decoder, decoder.way, reference, rounded, stacks)
             except CannotAssemble as error:
                 logger.info("%s runs on Transformers' code: %s", config.architecture, error)
         head = model.get_output_embeddings()
-        packed = exchange(model, linears, ops, head) + exchange_experts(model, mixtures.calls, ops)
+        packed = exchange(model, linears, ops, head) + exchange_experts(model, mixtures.calls, stacks, ops)
         decoder.renew()
         check(decoder, reference, exchanged=True, rounded=rounded)
     rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}

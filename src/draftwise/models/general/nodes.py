@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+from draftwise.kernels.routing import Routing
+from draftwise.models.general.experts import Stack
+
 
 class CannotAssemble(Exception):
     """The model does something that our operations do not compute; it runs on its own code then."""
@@ -113,6 +116,17 @@ class Mul(Node):
 class Add(Node):
     a: Node
     b: Node
+
+
+@dataclass(eq=False, slots=True)
+class Mixture(Node):
+    """Rows of ``x`` through those of ``experts`` that ``scores`` choose; ``correction`` [E] float32 or None."""
+
+    x: Node
+    scores: Linear
+    experts: Stack
+    routing: Routing
+    correction: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -19,9 +19,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Depends on the tokens in a way that has no name here."""
+    """Depends on the tokens in a way that has no name here. ``of``: on the results of these nodes, if they are few, and
+    on these ``constants``: small tensors and numbers."""
 
     why: str
+    of: frozenset[Node] = frozenset()
+    constants: tuple[Tensor | float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

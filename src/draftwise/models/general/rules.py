@@ -33,13 +33,19 @@ _COPIES = frozenset({"_to_copy", "clone", "contiguous", "detach", "lift_fresh", 
 _FUNCTIONS = frozenset({"silu", "relu", "tanh", "sigmoid"})
 
 
-class Rules(Graph):
-    """``positions`` [T]: those of the rows."""
+_FEW = 16  # nodes and constants that something unknown may depend on to be told apart
+_SMALL = 4096  # numbers of a constant that may be one of routing
 
-    def __init__(self, positions: Tensor) -> None:
+
+class Rules(Graph):
+    """``positions`` [T]: those of the rows. ``widths``: of linear layers whose results are kept as numbers."""
+
+    def __init__(self, positions: Tensor, widths: frozenset[int] = frozenset()) -> None:
         super().__init__(positions.shape[0])
         self._values: Any = WeakTensorKeyDictionary()
         self._positions = positions.cpu()
+        self._widths = widths
+        self.numbers: dict[Linear, Tensor] = {}  # [T, width] float32
 
     def put(self, tensor: Tensor, value: Value) -> None:
         self._values[tensor] = value
@@ -60,8 +66,10 @@ class Rules(Graph):
         try:
             found = self._rule(name, func, args, kwargs, out)
         except CannotAssemble as error:
-            found = Unknown(str(error))
+            found = self._lost(str(error), tree_flatten((args, kwargs))[0])
         outputs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        if isinstance(found, Rows):
+            self._keep(found, outputs[0])
         values = found if isinstance(found, list) else [found] * len(outputs)
         for tensor, value in zip(outputs, values, strict=True):
             self.put(tensor, value)
@@ -71,7 +79,7 @@ class Rules(Graph):
         values = [self._values.get(x) if isinstance(x, Tensor) else None for x in args]
         for value in self._all(args):
             if isinstance(value, Unknown):
-                return value
+                raise CannotAssemble(value.why)
         if name not in ("mean", "add", "mul"):  # what is squared for a norm may be squared for its own sake
             values = [self._squared(v) if isinstance(v, Stat) and v.step == "square" else v for v in values]
         first: Value | None = values[0] if values else None
@@ -88,6 +96,31 @@ class Rules(Graph):
             raise CannotAssemble(f"it computes {name}")
         result: Value | list[Value] = rule(name, values, args, kwargs, out)
         return result
+
+    def _lost(self, why: str, inputs: list[Any]) -> Unknown:
+        """What is computed from ``inputs`` in a way that has no name."""
+        of: set[Node] = set()
+        constants: dict[int, Tensor | float] = {}
+        for each in inputs:
+            value = self._values.get(each) if isinstance(each, Tensor) else None
+            if isinstance(value, Unknown):
+                of |= value.of
+                constants |= {id(constant): constant for constant in value.constants}
+            elif isinstance(value, Rows | Stat):
+                of.add(value.node if isinstance(value, Rows) else value.rows.node)
+            elif isinstance(each, float) or (isinstance(each, Tensor) and each.numel() <= _SMALL):
+                constants[id(each)] = each
+        return Unknown(why, frozenset(of if len(of) <= _FEW else ()), tuple(constants.values())[-_FEW:])
+
+    def _keep(self, rows: Rows, out: Tensor) -> None:
+        """The numbers that a linear layer gave."""
+        node, size = rows.node, rows.index.numel()
+        if not isinstance(node, Linear) or node.width not in self._widths or node in self.numbers:
+            return
+        if rows.plain and size == self._count * node.width:
+            numbers = torch.empty(size)
+            numbers[rows.index.flatten()] = out.detach().float().cpu().flatten()
+            self.numbers[node] = numbers.view(self._count, node.width)
 
     def _all(self, args: Any) -> list[Value]:
         found = (self._values.get(x) for x in tree_flatten(args)[0] if isinstance(x, Tensor))

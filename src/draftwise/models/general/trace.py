@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,11 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwise.kernels.base import FUNCTIONS
 from draftwise.models.general.attention import LayerCall, plain_attention
+from draftwise.models.general.check import sample
+from draftwise.models.general.experts import Stack
+from draftwise.models.general.mixing import following
 from draftwise.models.general.model import GeneralDecoder
-from draftwise.models.general.nodes import Attend, CannotAssemble, Given, Node
-from draftwise.models.general.rows import Rows, Tokens, Unknown
+from draftwise.models.general.nodes import Attend, CannotAssemble, Given, Linear, Node
+from draftwise.models.general.rows import Rows, Tokens, Unknown, Value
 from draftwise.models.general.rules import Rules
 from draftwise.models.general.ways import Interface
+
+_ROUTED = 40  # rows from which a routing is told
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,13 @@ class Traced:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the operations inside of it. ``positions`` [T]: those of the rows."""
+    """Follows the operations inside of it. ``positions`` [T]: those of the rows. ``widths``: of linear layers whose
+    results ``numbers`` will hold, [T, width] float32."""
 
-    def __init__(self, positions: Tensor) -> None:
+    def __init__(self, positions: Tensor, widths: frozenset[int] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rules = Rules(positions)
+        self._rules = Rules(positions, widths)
+        self.numbers: Mapping[Linear, Tensor] = self._rules.numbers
         self.paused = False
 
     def put_tokens(self, tensor: Tensor) -> None:
@@ -68,6 +76,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, Rows):
             with suppress(CannotAssemble):
                 self._rules.put(tensor, self._rules.unary(value, function))
+
+    def held(self, tensor: Tensor) -> Value | None:
+        """What is known of it; None: it depends on no token."""
+        return self._rules.held(tensor)
 
     def node_of(self, tensor: Tensor) -> Node:
         """Raises CannotAssemble if what the tensor holds is no node."""
@@ -163,15 +175,17 @@ def _explained() -> Iterator[None]:
         raise CannotAssemble(f"its code fails: {type(error).__name__}: {error}") from error
 
 
-def trace(decoder: GeneralDecoder, way: Interface) -> Traced:
-    """Watch ``decoder`` compute a few rows and their logits.
+def trace(
+    decoder: GeneralDecoder, way: Interface, stacks: Mapping[nn.Module, Stack] = MappingProxyType({})
+) -> Traced:
+    """Watch ``decoder`` compute a few rows and their logits. ``stacks``: its mixtures of experts.
 
     Raises:
         CannotAssemble: it does something that has no node.
     """
     for last in (decoder.config.max_model_len - 1, 333, 40):  # a config may say more positions than there are
         try:
-            return _trace(decoder, way, min(last, decoder.config.max_model_len - 1))
+            return _trace(decoder, way, min(last, decoder.config.max_model_len - 1), stacks)
         except _OutOfRange as error:
             why = str(error)
     raise CannotAssemble(why)
@@ -181,14 +195,17 @@ class _OutOfRange(Exception):
     """A position is beyond a table."""
 
 
-def _trace(decoder: GeneralDecoder, way: Interface, last: int) -> Traced:
-    spread = sorted({min(p, last) for p in (0, 1, 2, 7, 40, 333, 4093, last)})
+def _trace(decoder: GeneralDecoder, way: Interface, last: int, stacks: Mapping[nn.Module, Stack]) -> Traced:
+    spread = sorted({min(p, last) for p in (0, 1, 2, 7, 40, 333, 4093, last)} | _more(last, stacks))
     positions = torch.tensor(spread, device=decoder.device)
-    tokens = torch.zeros(len(spread), dtype=torch.int64, device=decoder.device)
-    tracer = Tracer(positions)
+    tokens = torch.tensor(sample(decoder.config.vocab_size, len(spread), seed=8), device=decoder.device)
+    tracer = Tracer(positions, frozenset(stack.count for stack in stacks.values()))
     tracer.put_tokens(tokens)
     functions = _functions(decoder.modules())
-    with _explained(), torch.inference_mode(False), torch.no_grad(), _naming(functions, tracer), tracer:
+    with (
+        _explained(), torch.inference_mode(False), torch.no_grad(),
+        _naming(functions, tracer), following(stacks, tracer), tracer,
+    ):  # fmt: skip
         part = way.part(tokens, positions, _Taking(tracer, way.calls))
         output = decoder.compute([part], len(spread), range(decoder.num_blocks + 1))
         hidden = tracer.node_of(output.hidden)
@@ -198,3 +215,8 @@ def _trace(decoder: GeneralDecoder, way: Interface, last: int) -> Traced:
         tracer.put_node(states, given, 0)
         logits = tracer.node_of(decoder.logits(states))
     return Traced(hidden, entering, given, logits, positions.cpu())
+
+
+def _more(last: int, stacks: Mapping[nn.Module, Stack]) -> set[int]:
+    """Positions of rows from which a routing is told."""
+    return set(range(0, last, max(1, last // _ROUTED))) if stacks else set()
