@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jsonschema
@@ -456,3 +457,36 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(bad) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "invalid regex" in error and "unclosed group" in error
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0, "seed": 7}])
+def test_a_grammar_behind_free_text(make_llm: Callable[..., LLM], changes: dict[str, Any]) -> None:
+    """As behind reasoning. The mark is a line's end, which the draft model foresees: the free text ends inside
+    accepted drafts, and the first tokens of the answer are accepted with it."""
+    llm = make_llm()
+    free = {"structured_outputs": {**STRUCTURE, "after": "\n"}, "max_tokens": 160, **changes}
+    prompts = ["import os\nimport re\nimport", "from x import y\nfrom", "import sys\nimport"]
+    plain = llm.generate(prompts, params("none", **free))
+    crossed = 0
+    for method in METHODS:
+        outputs = llm.generate(prompts, params(method, **free))
+        assert ids(outputs) == ids(plain), method
+        for output in outputs:
+            for step in output.outputs[0].trace or ():
+                text = [llm.get_tokenizer().decode([t]) for t in step.token_ids[: len(step.accepted_nodes)]]
+                crossed += any(a.endswith("\n") and b[:1] == "{" for a, b in pairwise(text))
+    for output in plain:
+        _, mark, answer = output.outputs[0].text.partition("\n")
+        if mark:
+            jsonschema.validate(json.loads(answer), SCHEMA)
+    assert crossed > 0, "no free text ended inside an accepted draft"
+
+
+def test_free_text_comes_back_after_preemption(make_llm: Callable[..., LLM]) -> None:
+    free = {"structured_outputs": {**STRUCTURE, "after": ["\n", ":"], "opened_by": " "}, "max_tokens": 128}
+    prompts = [PROMPTS[i % 3] + f"{i} = " for i in range(8)]
+    plain = make_llm().generate(prompts, params("none", **free))
+    tight = make_llm(num_kv_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=24)
+    outputs = tight.generate(prompts, params("draft_model", **free))
+    assert ids(outputs) == ids(plain)
+    assert sum(o.metrics.num_preemptions for o in outputs) > 0

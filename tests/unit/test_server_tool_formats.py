@@ -12,12 +12,22 @@ from hypothesis import strategies as st
 
 from draftwise.errors import ConfigError
 from draftwise.server.call_reader import CallReader, JsonScan
-from draftwise.server.tool_formats import PARSERS, CallPiece, ForcedParser, Found, ToolParser, parser_class
+from draftwise.server.tool_formats import CallPiece, ForcedParser, Found, ToolParser
+from draftwise.server.tool_parsers import PARSERS, parser_class
 
 CUTS = st.lists(st.integers(0, 500), max_size=12)
 F, G = '{"a": "}\\\\\\"]"}', '{"b": [1, {}]}'
 ONE = [("f", F)]
 TWO = [*ONE, ("g", G)]
+TAGGED = [("f", '{"a": "x"}'), ("g", "{}")]
+DS, DSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DC, DSEP, DE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+def glm(**values: str) -> str:
+    return "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in values.items())
+
+
 FOUND = [
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {F}}}</tool_call>', "", ONE),
     ("llama3_json", f'{{"name": "f", "parameters": {F}}}', "", ONE),
@@ -36,6 +46,42 @@ FOUND = [
     ),
     ("mistral", f"Now \n[TOOL_CALLS]f{F}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{G}", "Now", TWO),
     ("mistral", f"[TOOL_CALLS]f[ARGS] {F} ", "", ONE),
+    ("granite", f'<|tool_call|>[{{"name": "f", "arguments": {F}}}]', "", ONE),
+    ("phi4_mini_json", f'functools[{{"name": "f", "arguments": {F}}}]', "", ONE),
+    ("deepseek_v31", f"Hm\n{DS}{DC}f{DSEP}{F}{DE}{DC}g{DSEP}{G}{DE}{DSE}", "Hm", TWO),
+    ("deepseek_v3", f"{DS}{DC}function{DSEP}f\n```json\n{F}\n```{DE}{DSE}", "", ONE),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        f"{F}<|tool_call_end|><|tool_call_begin|>functions.g:1 <|tool_call_argument_begin|>{G}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "",
+        TWO,
+    ),
+    ("openai", f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{F}<|call|>", "", ONE),
+    (
+        "openai",
+        f"<|channel|>commentary to=functions.f<|message|>{F}<|call|><|start|>assistant"
+        f"<|channel|>commentary to=functions.g <|message|>{G}",
+        "",
+        TWO,
+    ),
+    ("glm45", f"So\n<tool_call>f\n{glm(a='x')}\n</tool_call>\n<tool_call>g</tool_call>", "So", TAGGED),
+    ("glm47", f"<tool_call>f{glm(a='x')}</tool_call><tool_call>g</tool_call>", "", TAGGED),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call><function=g></function></tool_call>",
+        "",
+        TAGGED,
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n</invoke>\n'
+        '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        "",
+        TAGGED,
+    ),
 ]
 TEXT = [
     ("hermes", "a <tool_call>x</tool_call> b"),
@@ -49,7 +95,34 @@ TEXT = [
     ("mistral", '[TOOL_CALLS][{"name": "f"'),
     ("mistral", "[TOOL_CALLS]f[ARGS]{broken}"),
     ("mistral", "a [TOOL_CAL"),
+    ("deepseek_v31", f"{DS} none"),
+    ("deepseek_v31", f"{DS}{DC}f {{}}"),
+    ("deepseek_v31", f"{DS}{DC}f{DE} text"),
+    ("deepseek_v31", f"{DC}{DSEP}{{}}"),
+    ("deepseek_v31", f"{DS}{DC}f{DSEP}[1]"),
+    ("kimi_k2", "<|tool_calls_section_begin|>"),
+    ("openai", "<|channel|>final<|message|>yes"),
+    ("openai", "<|channel|>commentary to=functions.f yes"),
+    ("openai", "<|channel|>commentary to=" + "f" * 600),
+    ("glm45", "a <tool_call>{x} b"),
+    ("glm45", "<tool_call>"),
+    ("glm45", '<tool_call>{"name": "f"}</tool_call>'),
+    ("qwen3_coder", "<tool_call><fun"),
+    ("minimax_m2", "<minimax:tool_call>no</minimax:tool_call>"),
 ]
+
+
+TEXTS = st.one_of(
+    st.text(alphabet='[TOL_CAS]{}"<|>;x \n\\', max_size=40),
+    st.lists(
+        st.sampled_from(
+            [DS, DSE, DC, DSEP, DE, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+             "</arg_value>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|channel|>", "f", "{",
+             "}", "<|message|>", "commentary to=", "<minimax:tool_call>", '<invoke name="f">', "</invoke>", " "]
+        ),
+        max_size=10,
+    ).map("".join),
+)  # fmt: skip
 
 
 def pieces_of(parser: ToolParser, text: str, cuts: list[int]) -> Found:
@@ -100,7 +173,7 @@ def test_what_is_no_call_stays_text(name: str, text: str, cuts: list[int]) -> No
     assert calls == [] and "".join(shown.split()) == "".join(text.split())
 
 
-@given(st.sampled_from(sorted(PARSERS)), st.text(alphabet='[TOL_CAS]{}"<|>;x \n\\', max_size=40), CUTS)
+@given(st.sampled_from(sorted(PARSERS)), TEXTS, CUTS)
 def test_no_text_is_lost(name: str, text: str, cuts: list[int]) -> None:
     shown, calls = fed(name, text, cuts)
     assert calls or "".join(shown.split()) == "".join(text.split())
@@ -232,3 +305,50 @@ def test_ends_of_json(value: Any, rest: str, cuts: list[int]) -> None:
 def test_names() -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama3_json'"):
         parser_class("llama3-json")
+
+
+def test_values_between_tags_have_the_types_of_the_schema() -> None:
+    properties = {
+        "text": {"type": "string"},
+        "both": {"type": ["string", "null"]},
+        "many": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "list": {"type": "array"},
+        "flag": {"type": "boolean"},
+        "pick": {"enum": ["1", "2"]},
+        "count": {"type": "integer"},
+    }
+    values = {
+        "text": "5", "both": "null", "many": "7", "list": '[1, "a"]', "flag": "true", "pick": "1", "count": "five",
+        "other": '{"a": 1}', "free": 'say "hi"\\n',
+    }  # fmt: skip
+    text = f"<tool_call>f\n{glm(**values)}\n</tool_call>"
+    schemas = {"f": {"type": "object", "properties": properties}}
+    for cuts in ([], list(range(len(text)))):
+        ((name, arguments),) = fed("glm45", text, cuts, schemas=schemas)[1]
+        assert name == "f"
+        assert json.loads(arguments) == {
+            "text": "5", "both": None, "many": 7, "list": [1, "a"], "flag": True, "pick": "1", "count": "five",
+            "other": {"a": 1}, "free": 'say "hi"\\n',
+        }  # fmt: skip
+
+
+def test_text_between_tags_goes_on_as_it_comes() -> None:
+    schemas = {"f": {"properties": {"a": {"type": "string"}}}}
+    parser = parser_class("qwen3_coder")(schemas=schemas)
+    assert parser.push("<tool_call>\n<function=f>\n<parameter=a>\n") == [
+        CallPiece(0, "f", "{"),
+        CallPiece(0, None, '"a": "'),
+    ]
+    assert parser.push('one "two"\n') == [CallPiece(0, None, 'one \\"two\\"')]
+    assert parser.push("three") == [CallPiece(0, None, "\\nthree")]
+    assert parser.push("\n</parameter>\n</function>") == [CallPiece(0, None, '"')]
+    assert parser.finish() == [CallPiece(0, None, "}")]
+
+
+def test_a_call_between_tags_that_is_cut_short() -> None:
+    parser = parser_class("glm45")()
+    found = parser.push("<tool_call>f<arg_key>a</arg_key><arg_value>[1, 2") + parser.finish()
+    assert put_together(found) == ("", [("f", '{"a": [1, 2')])
+    parser = parser_class("glm45")()
+    found = parser.push("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>oops") + parser.finish()
+    assert put_together(found) == ("oops", [("f", '{"a": 1}')])

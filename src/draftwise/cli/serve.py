@@ -13,7 +13,8 @@ from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kw
 from draftwise.config.coerce import boolean
 from draftwise.config.lora import parse_modules
 from draftwise.errors import ConfigError
-from draftwise.server.tool_formats import PARSERS
+from draftwise.server.reasoning import REASONING_PARSERS
+from draftwise.server.tool_parsers import PARSERS
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
@@ -112,6 +113,11 @@ def add_parser(subparsers: Subparsers) -> None:
     add("access-log", "log every request's path and status", _boolean, metavar="BOOL")
     add("log-level", f"{', '.join(LOG_LEVELS)} (info)", metavar="LEVEL")
     add("tool-call-parser", f"how the model writes tool calls: {', '.join(PARSERS)} (hermes)", metavar="NAME")
+    add(
+        "reasoning-parser",
+        f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)} (none: it is part of the text)",
+        metavar="NAME",
+    )
     # vLLM needs this to find tool calls; here they are always found.
     hidden = {"help": argparse.SUPPRESS}
     parser.add_argument("--enable-auto-tool-choice", dest="auto_tool_choice", type=_boolean, **hidden)  # type: ignore[arg-type]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json as _json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from draftwise.errors import RequestError, shown, suggest
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a pair of UTF-16, which has no bytes
+_MOST_MARKS, _LONGEST_MARK = 8, 64
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -25,6 +28,10 @@ class StructuredOutputs:
     more of it is forced. ``whitespace_pattern``: a regex for a run of optional whitespace in JSON; by default at
     most 40 characters, for models are known to go on with whitespace for ever where a grammar lets them.
 
+    ``after``: a text, or several, behind the first of which all this holds: ``"</think>"`` lets a model reason freely
+    before it answers, and the output cannot end before. ``opened_by``: only if the output begins with this, such as
+    ``"<think>"``; an output that begins otherwise follows the grammar from its start.
+
     Raises `RequestError` naming the field. Whether a schema, regex or grammar can be compiled is found out when
     the request is admitted.
     """
@@ -36,6 +43,8 @@ class StructuredOutputs:
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    after: tuple[str, ...] | None = None
+    opened_by: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -62,6 +71,29 @@ class StructuredOutputs:
             raise RequestError(f"structured_outputs: {name} goes with json or json_object only")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError("structured_outputs: disable_any_whitespace contradicts whitespace_pattern")
+        self._check_marks()
+
+    def _check_marks(self) -> None:
+        given: Any = self.after
+        if given is not None:
+            after = (given,) if isinstance(given, str) else given
+            if not isinstance(after, Iterable) or isinstance(after, (bytes, Mapping)):
+                raise _invalid("after", after, "a text or a list of texts")
+            after = tuple(after)
+            if not 0 < len(after) <= _MOST_MARKS or not all(map(_is_mark, after)):
+                valid = f"1 to {_MOST_MARKS} texts of 1 to {_LONGEST_MARK} characters"
+                raise _invalid("after", after, valid)
+            object.__setattr__(self, "after", after)
+        if self.opened_by is not None:
+            if not _is_mark(self.opened_by):
+                raise _invalid("opened_by", self.opened_by, f"a text of 1 to {_LONGEST_MARK} characters")
+            if self.after is None:
+                raise RequestError("structured_outputs: opened_by needs after")
+
+    @property
+    def inner(self) -> StructuredOutputs:
+        """The grammar alone, without what may stand before it."""
+        return self if self.after is None else replace(self, after=None, opened_by=None)
 
     @property
     def kind(self) -> GrammarKind:
@@ -105,6 +137,10 @@ class StructuredOutputs:
                     f"structured_outputs: unknown field {shown(name)}{suggest(str(name), cls.__dataclass_fields__)}"
                 )
         return cls(**value)
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_MARK and not _SURROGATE.search(value)
 
 
 def _schema_text(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,8 +17,9 @@ from draftwise.server.generation import Generation
 from draftwise.server.logprobs import chat_logprobs, prompt_logprobs
 from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
+from draftwise.server.reader import AnswerReader, Reading, joined, reading_of
 from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
-from draftwise.server.tool_formats import CallPiece, Found, ToolParser, parser_class
+from draftwise.server.tool_parsers import parser_class
 from draftwise.server.tools import (
     ToolPlan,
     delta_of,
@@ -27,7 +28,7 @@ from draftwise.server.tools import (
     template_calls,
     whole_calls,
 )
-from draftwise.server.trace import Tracer
+from draftwise.server.trace import Tracer, token_sources
 
 
 async def chat(context: Context, request: Request, body: ChatBody) -> Response:
@@ -40,10 +41,13 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
     structured = None if plan.schema is None else {"json": plan.schema, "disable_any_whitespace": True}
 
     def prepare() -> Prepared:
-        # Marks of calls that are special tokens would not be in the text otherwise.
-        marked = plan.parse and parser_class(context.config.tool_call_parser).special_tokens
+        prompt, answer.reading = _render(context, body, plan)
+        # Marks that are special tokens would not be in the text otherwise.
+        marked = answer.reading.special_tokens or (
+            plan.parse and parser_class(context.config.tool_call_parser).special_tokens
+        )
         params = chat_params(body, context.config, structured, special_tokens=marked)
-        return [_render(context, body, plan)], params
+        return [prompt], answer.reading.params(params)
 
     answer = _Answer(context, body, model, plan)
     with forced_call_errors(plan):
@@ -53,7 +57,7 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
             prepare,
             num_samples=body.n or 1,
             request_id=answer.id,
-            keep_trace=bool(body.return_trace),
+            keep_trace=body.keep_trace,
             operation="chat",
         )
     if body.stream:
@@ -65,8 +69,8 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
     return await context.work(size_of(outputs), lambda: JSONResponse(answer.whole(outputs)))
 
 
-def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
-    """The prompt. Raises APIError, RequestError."""
+def _render(context: Context, body: ChatBody, plan: ToolPlan) -> tuple[dict[str, Any], Reading]:
+    """The prompt, and how what follows it is read. Raises APIError, RequestError."""
     context.check_salt(body.cache_salt)
     options = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
@@ -80,18 +84,19 @@ def _render(context: Context, body: ChatBody, plan: ToolPlan) -> dict[str, Any]:
                 "continue_final_message",
             )
         options["continue_final_message"] = True
+    messages = plain_messages(body.messages)
     prompt = context.render_chat(
-        plain_messages(body.messages),
+        messages,
         tools=plan.shown,
         chat_template=body.chat_template,
         template_options=checked_options(options),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
     )
+    reading = reading_of(context, prompt, messages[-1] if body.continue_final_message else None)
     if body.add_special_tokens:
         prompt["prompt_token_ids"] = context.encode(prompt["prompt"], name="messages")
-    return context.truncated(
-        prompt, body.truncate_prompt_tokens, body.max_completion_tokens or body.max_tokens
-    )
+    limit = body.max_completion_tokens or body.max_tokens
+    return context.truncated(prompt, body.truncate_prompt_tokens, limit), reading
 
 
 _RESERVED = frozenset(
@@ -134,6 +139,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         elif content is not None and not isinstance(content, str):
             raise bad_request("messages: content must be text or a list of parts", "messages")
         plain = {**message, "content": content if content is not None else ""}
+        if isinstance(thought := message.get("reasoning"), str):  # templates know the older name
+            plain.setdefault("reasoning_content", thought)
         if "tool_calls" in plain:
             plain["tool_calls"] = template_calls(plain["tool_calls"])
         out.append(plain)
@@ -148,6 +155,7 @@ class _Answer:
         self._context = context
         self._body = body
         self._plan = plan
+        self.reading = Reading()  # until the prompt is known
         self._model = model
         self._created = int(time.time())
         self._tracer = Tracer(context.token_text)
@@ -164,7 +172,7 @@ class _Answer:
             "created": self._created,
             "model": self._model,
             "choices": [self._choice(c) for c in output.outputs],
-            "usage": usage_of(outputs),
+            "usage": self._details(usage_of(outputs), (c.token_ids for c in output.outputs)),
         }
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = list(output.prompt_token_ids)
@@ -177,13 +185,13 @@ class _Answer:
         return answer
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        text, calls = completion.text, list[dict[str, Any]]()
-        parser = self._new_parser()
-        if parser is not None:
-            text, pieces = _sorted([*parser.push(text), *parser.finish()])
-            calls = whole_calls(pieces)
+        reader = self._new_reader()
+        thoughts, text, pieces = joined([*reader.push(completion.text), *reader.finish()])
+        calls = whole_calls(pieces)
         text = self._echo + text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if thoughts and self._body.include_reasoning:
+            message |= _reasoning(thoughts)
         finish = completion.finish_reason
         if calls:
             message["tool_calls"] = calls
@@ -198,11 +206,21 @@ class _Answer:
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(completion.token_ids)
+        if self._body.return_token_sources:
+            choice["token_sources"] = token_sources(completion.trace, len(completion.token_ids))
         return choice
 
-    def _new_parser(self) -> ToolParser | None:
+    def _new_reader(self) -> AnswerReader:
         kind = parser_class(self._context.config.tool_call_parser)
-        return self._plan.parser(kind, only_one=self._body.parallel_tool_calls is False)
+        tools = self._plan.parser(kind, only_one=self._body.parallel_tool_calls is False)
+        return AnswerReader(self.reading.parser(), tools)
+
+    def _details(self, usage: dict[str, Any], answers: Iterable[Sequence[int]]) -> dict[str, Any]:
+        """``usage`` with the tokens of ``answers`` that are reasoning."""
+        if self.reading.reasoning is None:
+            return usage
+        count = sum(self.reading.count(ids, self._context.token_text) for ids in answers)
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or completion.logprobs is None:
@@ -228,11 +246,12 @@ class _Answer:
         with_usage = options is not None and options.include_usage
         running = options is not None and options.continuous_usage_stats
         # Chunks of text and nothing else, which nearly all are, go a shorter way.
-        short = not (body.return_trace or body.return_token_ids or running or body.logprobs) and not (
-            self._plan.parse or self._plan.schema is not None
-        )
+        per_token = body.return_token_ids or body.return_token_sources
+        read = self._plan.parse or self._plan.schema is not None or self.reading.reasoning is not None
+        short = not (body.keep_trace or per_token or running or body.logprobs or read)
         texts: dict[int, TextEvents] = {}
-        parsers: dict[int, ToolParser | None] = {}
+        readers: dict[int, AnswerReader] = {}
+        ids: dict[int, list[int]] = {}  # of answers with reasoning
         begun: set[int] = set()
         done: set[int] = set()
         prompt_tokens = completion_tokens = cached = 0
@@ -256,10 +275,11 @@ class _Answer:
                     yield texts[index](text)
                     continue
                 delta: dict[str, Any] = {}
-                if index not in parsers:
-                    parsers[index] = self._new_parser()
-                if (parser := parsers[index]) is not None:
-                    text, finish = _parse(parser, completion, delta)
+                if read:
+                    if index not in readers:
+                        readers[index] = self._new_reader()
+                    text, finish = self._read(readers[index], completion, delta)
+                    ids.setdefault(index, []).extend(completion.token_ids)
                 if index not in begun:
                     text = self._echo + text
                 if text:
@@ -277,13 +297,15 @@ class _Answer:
                     choice["logprobs"] = self._logprobs(completion)
                 if body.return_token_ids:
                     choice["token_ids"] = list(completion.token_ids)
+                if body.return_token_sources:
+                    choice["token_sources"] = token_sources(completion.trace, len(completion.token_ids))
                 if finish is not None:
                     done.add(index)
                     choice["stop_reason"] = completion.stop_reason
                 chunk: dict[str, Any] = {**head, "choices": [choice]}
                 if body.return_trace:
                     chunk["trace"] = self._tracer.steps(index, completion.trace)
-                elif not (delta or finish or choice["logprobs"] or body.return_token_ids):
+                elif not (delta or finish or choice["logprobs"] or per_token):
                     continue  # a step that completed no character
                 if output.finished and body.return_metrics and len(done) == len(output.outputs):
                     chunk["metrics"] = output.metrics.as_dict()
@@ -293,28 +315,31 @@ class _Answer:
                     chunk["usage"] = None
                 yield event(chunk)
         if with_usage:
-            yield event({**head, "choices": [], "usage": usage(prompt_tokens, completion_tokens, cached)})
+            counts = self._details(usage(prompt_tokens, completion_tokens, cached), ids.values())
+            yield event({**head, "choices": [], "usage": counts})
         yield DONE
 
+    def _read(
+        self, reader: AnswerReader, completion: CompletionOutput, delta: dict[str, Any]
+    ) -> tuple[str, str | None]:
+        """Put what is new of reasoning and calls into ``delta``; (text, finish reason)."""
+        found = reader.push(completion.text)
+        finish = completion.finish_reason
+        if finish is not None:
+            found += reader.finish()
+            if reader.num_calls and finish == "stop":
+                finish = "tool_calls"
+        thoughts, text, pieces = joined(found)
+        if thoughts and self._body.include_reasoning:
+            delta |= _reasoning(thoughts)
+        if pieces:
+            delta["tool_calls"] = [delta_of(piece) for piece in pieces]
+        return text, finish
 
-def _parse(parser: ToolParser, completion: CompletionOutput, delta: dict[str, Any]) -> tuple[str, str | None]:
-    """Put what is new of calls into ``delta``; (text, finish reason)."""
-    found = parser.push(completion.text)
-    finish = completion.finish_reason
-    if finish is not None:
-        found += parser.finish()
-        if parser.num_calls and finish == "stop":
-            finish = "tool_calls"
-    text, pieces = _sorted(found)
-    if pieces:
-        delta["tool_calls"] = [delta_of(piece) for piece in pieces]
-    return text, finish
 
-
-def _sorted(found: Found) -> tuple[str, list[CallPiece]]:
-    """Text and calls: in chat completions they have no order between them."""
-    text = "".join(part for part in found if isinstance(part, str))
-    return text, [part for part in found if isinstance(part, CallPiece)]
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names: DeepSeek's, which older clients and vLLM know, and the newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _texts(head: dict[str, Any], index: int, with_usage: bool) -> TextEvents:

@@ -18,7 +18,7 @@ from draftwise.server.logprobs import CompletionLogprobs, prompt_logprobs
 from draftwise.server.params import completion_params
 from draftwise.server.protocol import CompletionBody
 from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
-from draftwise.server.trace import Tracer
+from draftwise.server.trace import Tracer, token_sources
 
 
 async def completions(context: Context, request: Request, body: CompletionBody) -> Response:
@@ -39,7 +39,7 @@ async def completions(context: Context, request: Request, body: CompletionBody) 
         prepare,
         num_samples=len(prompts) * (body.n or 1),
         request_id=answer.id,
-        keep_trace=bool(body.return_trace),
+        keep_trace=body.keep_trace,
     )
     if body.stream:
         return EventStream(answer.chunks(generation), generation.close)
@@ -125,6 +125,8 @@ class _Answer:
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(output.prompt_token_ids)
             choice["token_ids"] = list(ids)
+        if self._body.return_token_sources:
+            choice["token_sources"] = token_sources(completion.trace, len(ids))
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
@@ -167,8 +169,9 @@ class _Answer:
         forms: dict[int, CompletionLogprobs] = {}
         # Chunks of text and nothing else, which nearly all are, go a shorter way.
         short = not (
-            body.return_trace or body.return_token_ids or running or self._hide or body.logprobs is not None
+            body.keep_trace or body.return_token_ids or running or self._hide or body.logprobs is not None
         )
+        per_token = body.return_token_ids or body.return_token_sources
         texts: dict[int, TextEvents] = {}
         done: set[int] = set()
         echoed: set[int] = set()
@@ -208,6 +211,8 @@ class _Answer:
                     choice["logprobs"] = form.generated(completion.token_ids, completion.logprobs)
                 if body.return_token_ids:
                     choice["token_ids"] = list(ids)
+                if body.return_token_sources:
+                    choice["token_sources"] = token_sources(completion.trace, len(ids))
                 if finish is not None:
                     done.add(index)
                     choice["finish_reason"] = "length" if self._hide else finish
@@ -215,7 +220,7 @@ class _Answer:
                 chunk: dict[str, Any] = {**head, "choices": [choice]}
                 if body.return_trace:
                     chunk["trace"] = self._tracer.steps(index, completion.trace)
-                elif not (choice["text"] or finish or choice["logprobs"] or body.return_token_ids):
+                elif not (choice["text"] or finish or choice["logprobs"] or per_token):
                     continue  # a step that completed no character
                 if (
                     output.finished

@@ -9,7 +9,8 @@ from draftwise.config.lora import LoRARequest
 from draftwise.cpus import processors
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.hosts import check_hosts
-from draftwise.server.tool_formats import parser_class
+from draftwise.server.reasoning import reasoning_class
+from draftwise.server.tool_parsers import parser_class
 
 DEFAULT_MODEL_NAME = "draftwise-demo"
 """What the embedded model is called in answers."""
@@ -67,6 +68,7 @@ class ServerConfig:
     chat_template: str | None = None  # text of a Jinja template; None: the model's
     trust_request_chat_template: bool = False
     tool_call_parser: str = "hermes"  # the form in which the model writes tool calls
+    reasoning_parser: str | None = None  # the form in which it marks its reasoning; None: reasoning is text
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector (OTLP over HTTP)
     lora_modules: tuple[LoRARequest, ...] = ()  # loaded before the server listens
     log_interval: float = 10.0  # between log lines of statistics; 0: none
@@ -121,5 +123,7 @@ class ServerConfig:
             )
         check_hosts(self.allowed_hosts)
         parser_class(self.tool_call_parser)
+        if self.reasoning_parser is not None:
+            reasoning_class(self.reasoning_parser)
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials: needs named origins, not '*'")

@@ -93,6 +93,14 @@ class SamplingBody(GeneratingBody):
     request_id: StrictStr | None = Field(None, max_length=256)
     return_token_ids: StrictBool | None = None
     return_trace: StrictBool | None = Field(None, description="the draft tree of every step")
+    return_token_sources: StrictBool | None = Field(
+        None, description="of every token: who drafted it and at which position, or why nobody did"
+    )
+
+    @property
+    def keep_trace(self) -> bool:
+        """Whether the engine has to remember the steps."""
+        return bool(self.return_trace or self.return_token_sources)
 
 
 SAMPLING_FIELDS = (
@@ -128,6 +136,7 @@ class ChatBody(SamplingBody):
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     reasoning_effort: StrictStr | None = None
+    include_reasoning: StrictBool = Field(True, description="false: reasoning is left out of the answer")
     documents: Objects | None = Field(None, description="a variable of the chat template")
     add_special_tokens: StrictBool = Field(False, description="in front of what the chat template wrote")
     echo: StrictBool = Field(

@@ -8,7 +8,9 @@ from typing import Any
 from draftwise.server.chat import plain_messages
 from draftwise.server.context import new_id
 from draftwise.server.errors import bad_request
-from draftwise.server.tool_formats import CallPiece, Found, ToolParser
+from draftwise.server.reader import AnswerReader, Part
+from draftwise.server.reasoning import Thought
+from draftwise.server.tool_formats import CallPiece
 from draftwise.server.tools import ToolPlan, new_call_id, plan_tools
 
 Event = tuple[str, dict[str, Any]]
@@ -20,12 +22,13 @@ def input_messages(
 ) -> list[dict[str, Any]]:
     """Instructions and input as chat messages. Raises APIError.
 
-    Calls belong to the assistant's message before them, as in chat completions. Example: the items message (assistant,
-    "Let me see"), function_call, function_call, function_call_output are one message with two ``tool_calls`` and one of
-    role "tool".
+    Calls belong to the assistant's message before them, as in chat completions, and reasoning to the one behind it.
+    Example: the items reasoning, message (assistant, "Let me see"), function_call, function_call, function_call_output
+    are one message with ``reasoning_content`` and two ``tool_calls``, and one of role "tool".
     """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of functions, by call id
+    thoughts = ""  # of the assistant's next message
     if instructions:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
@@ -35,11 +38,15 @@ def input_messages(
         if kind == "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
             messages.append({"role": role, "content": item.get("content")})
+            if thoughts and role == "assistant":
+                messages[-1]["reasoning_content"], thoughts = thoughts, ""
         elif kind == "function_call":
             call_id, name, arguments = (_text(item, field) for field in ("call_id", "name", "arguments"))
             names[call_id] = name
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
+                if thoughts:
+                    messages[-1]["reasoning_content"], thoughts = thoughts, ""
             function = {"name": name, "arguments": arguments}
             messages[-1].setdefault("tool_calls", []).append(
                 {"id": call_id, "type": "function", "function": function}
@@ -50,6 +57,8 @@ def input_messages(
                 raise bad_request(f"input: no function_call has the call_id {call_id[:80]!r}", "input")
             message = {"role": "tool", "tool_call_id": call_id, "name": names[call_id]}
             messages.append({**message, "content": item.get("output")})
+        elif kind == "reasoning":
+            thoughts = _thoughts(item)
         elif kind == "item_reference":
             raise bad_request(
                 "input: nothing is stored here that could be referred to: send the item", "input"
@@ -57,6 +66,19 @@ def input_messages(
         else:
             raise bad_request(f"input: items of type {str(kind)[:80]!r} are not supported", "input")
     return plain_messages(messages)
+
+
+def _thoughts(item: Mapping[str, Any]) -> str:
+    """Reasoning as text: its content, or else its summary. Raises APIError."""
+    for field in ("content", "summary"):
+        parts = item.get(field)
+        if parts:
+            if not isinstance(parts, list) or not all(
+                isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
+            ):
+                raise bad_request(f"input: {field} of reasoning is a list of parts with text", "input")
+            return "\n".join(part["text"] for part in parts)
+    return ""
 
 
 def _text(item: Mapping[str, Any], field: str) -> str:
@@ -108,36 +130,71 @@ class OutputItems:
     """Items of one answer. ``push`` and ``finish`` return the events that tell of what is new; ``output`` holds the
     items that are complete.
 
-    Without tools there is one message, open from the start; with them a message begins with its first character, and
-    ends where a call begins. Calls tell of their arguments as they grow.
+    Without tools and reasoning there is one message, open from the start; with them a message begins with its first
+    character, and ends where a call begins. Calls tell of their arguments as they grow.
     """
 
-    def __init__(self, parser: ToolParser | None) -> None:
-        """``parser``: who finds the calls (None: there are none)."""
+    def __init__(self, reader: AnswerReader | None) -> None:
+        """``reader``: who finds calls and reasoning (None: there are none)."""
         self.output: list[dict[str, Any]] = []
-        self._parser = parser
-        self._open: dict[str, Any] | None = None  # the item that grows: a message, or a call
+        self._reader = reader
+        self._open: dict[str, Any] | None = None  # the item that grows: reasoning, a message, or a call
         self._pieces: list[str] = []
 
     def begin(self) -> list[Event]:
-        return self._open_message() if self._parser is None else []
+        return self._open_message() if self._reader is None else []
 
     def push(self, text: str) -> list[Event]:
-        return self._push_text(text) if self._parser is None else self._push_found(self._parser.push(text))
+        return self._push_text(text) if self._reader is None else self._push_found(self._reader.push(text))
 
     def finish(self, cut: bool) -> list[Event]:
         """The text ended; ``cut``: before it was complete."""
         events: list[Event] = []
-        if self._parser is not None:
-            events += self._push_found(self._parser.finish())
-        if self._open is None and not self.output:
+        if self._reader is not None:
+            events += self._push_found(self._reader.finish())
+        if self._open is None and all(item["type"] == "reasoning" for item in self.output):
             events += self._open_message()
         return events + self._close("incomplete" if cut else "completed")
 
     def _close(self, status: str) -> list[Event]:
         if self._open is None:
             return []
+        if self._open["type"] == "reasoning":
+            return self._close_reasoning(status)
         return self._close_message(status) if self._open["type"] == "message" else self._close_call(status)
+
+    # ------------------------------------------------------------------------------------------ reasoning
+
+    def _push_thought(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or self._open["type"] != "reasoning":
+            events = self._close("completed")
+            item = {
+                "id": new_id("rs"),
+                "type": "reasoning",
+                "status": "in_progress",
+                "summary": [],
+                "content": [],
+            }
+            events.append(self._added(item))
+            part = {"type": "reasoning_text", "text": ""}
+            events.append(
+                ("response.content_part.added", {**self._place(), "content_index": 0, "part": part})
+            )
+        self._pieces.append(text)
+        return [
+            *events,
+            ("response.reasoning_text.delta", {**self._place(), "content_index": 0, "delta": text}),
+        ]
+
+    def _close_reasoning(self, status: str) -> list[Event]:
+        text, place = "".join(self._pieces), {**self._place(), "content_index": 0}
+        part = {"type": "reasoning_text", "text": text}
+        return [
+            ("response.reasoning_text.done", {**place, "text": text}),
+            ("response.content_part.done", {**place, "part": part}),
+            self._done(status, content=[part]),
+        ]
 
     # ------------------------------------------------------------------------------------------- messages
 
@@ -189,10 +246,13 @@ class OutputItems:
 
     # ---------------------------------------------------------------------------------------------- calls
 
-    def _push_found(self, found: Found) -> list[Event]:
+    def _push_found(self, found: Sequence[Part]) -> list[Event]:
         events: list[Event] = []
         for part in found:
-            events += self._push_text(part) if isinstance(part, str) else self._push_call(part)
+            if isinstance(part, Thought):
+                events += self._push_thought(part.text)
+            else:
+                events += self._push_text(part) if isinstance(part, str) else self._push_call(part)
         return events
 
     def _push_call(self, piece: CallPiece) -> list[Event]:

@@ -4,7 +4,7 @@ conversation so far with every request."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,10 +17,12 @@ from draftwise.server.errors import bad_request
 from draftwise.server.generation import Generation
 from draftwise.server.params import responses_params
 from draftwise.server.protocol import ResponsesBody
+from draftwise.server.reader import AnswerReader, Reading, reading_of
 from draftwise.server.response_items import OutputItems, input_messages, response_tools
 from draftwise.server.sse import EventStream, event, unless_gone
-from draftwise.server.tool_formats import parser_class
-from draftwise.server.tools import ToolPlan, forced_call_errors
+from draftwise.server.tool_formats import ToolParser
+from draftwise.server.tool_parsers import parser_class
+from draftwise.server.tools import forced_call_errors
 
 
 async def responses(context: Context, request: Request, body: ResponsesBody) -> Response:
@@ -37,12 +39,14 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
     options = _template_options(body)
 
     def prepare() -> Prepared:
-        params = responses_params(body, plan.schema, special_tokens=plan.parse and parser.special_tokens)
         messages = input_messages(body.instructions, body.input)
-        return [context.render_chat(messages, tools=plan.shown, template_options=options)], params
+        prompt = context.render_chat(messages, tools=plan.shown, template_options=options)
+        reading = reading_of(context, prompt, None)
+        answer.read(reading, plan.parser(parser, only_one=body.parallel_tool_calls is False))
+        marked = reading.special_tokens or (plan.parse and parser.special_tokens)
+        return [prompt], reading.params(responses_params(body, plan.schema, special_tokens=marked))
 
-    items = OutputItems(plan.parser(parser, only_one=body.parallel_tool_calls is False))
-    answer = _Answer(body, model, plan, items)
+    answer = _Answer(body, model, context.token_text)
     with forced_call_errors(plan):
         generation = await context.start(
             request, body, prepare, num_samples=1, request_id=answer.id, operation="chat"
@@ -54,10 +58,10 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
     finally:
         generation.close()
     completion = outputs[0].outputs[0]
-    items.begin()
-    items.push(completion.text)
-    items.finish(completion.finish_reason == "length")
-    return JSONResponse(answer.whole(outputs[0], len(completion.token_ids)))
+    answer.items.begin()
+    answer.items.push(completion.text)
+    answer.items.finish(completion.finish_reason == "length")
+    return JSONResponse(answer.whole(outputs[0], completion.token_ids))
 
 
 def _template_options(body: ResponsesBody) -> dict[str, Any]:
@@ -74,10 +78,12 @@ def _template_options(body: ResponsesBody) -> dict[str, Any]:
 
 
 class _Answer:
-    def __init__(self, body: ResponsesBody, model: str, plan: ToolPlan, items: OutputItems) -> None:
+    def __init__(self, body: ResponsesBody, model: str, token_text: Callable[[int], str]) -> None:
         self.id = new_id("resp")
+        self.items = OutputItems(None)  # until the prompt is known
+        self._reading = Reading()
+        self._token_text = token_text
         self._body = body
-        self._items = items
         choice = body.tool_choice
         self._base: dict[str, Any] = {
             "id": self.id,
@@ -98,6 +104,12 @@ class _Answer:
             "error": None,
         }
 
+    def read(self, reading: Reading, tools: ToolParser | None) -> None:
+        """How the answer is read. Once, before it begins."""
+        self._reading = reading
+        plain = tools is None and reading.reasoning is None
+        self.items = OutputItems(None if plain else AnswerReader(reading.parser(), tools))
+
     def _begun(self) -> dict[str, Any]:
         more: dict[str, Any] = {
             "status": "in_progress",
@@ -107,19 +119,21 @@ class _Answer:
         }
         return {**self._base, **more}
 
-    def whole(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
+    def whole(self, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any]:
         """The answer, whose items are complete; ``output``: the last one of the generation."""
+        num_tokens = len(token_ids)
+        thought = self._reading.count(token_ids, self._token_text)
         cut = output.outputs[0].finish_reason == "length"
         answer: dict[str, Any] = {
             **self._base,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self._items.output,
+            "output": self.items.output,
             "usage": {
                 "input_tokens": len(output.prompt_token_ids),
                 "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
                 "output_tokens": num_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": thought},
                 "total_tokens": len(output.prompt_token_ids) + num_tokens,
             },
         }
@@ -137,20 +151,24 @@ class _Answer:
 
         yield say("response.created", {"response": self._begun()})
         yield say("response.in_progress", {"response": self._begun()})
-        for one in self._items.begin():
+        for one in self.items.begin():
             yield say(*one)
-        tokens = 0
+        num_tokens = 0
+        ids: list[int] = []  # of an answer with reasoning
+        thinks = self._reading.reasoning is not None
         last: RequestOutput | None = None
-        async for _, output in generation.pieces():
+        async for _, output in generation.outputs() if thinks else generation.pieces():
             if isinstance(output, TextPiece):
                 text, new = output
             else:
                 last, text, new = output, output.outputs[0].text, len(output.outputs[0].token_ids)
-            tokens += new
-            for one in self._items.push(text):
+                if thinks:
+                    ids += output.outputs[0].token_ids
+            num_tokens += new
+            for one in self.items.push(text):
                 yield say(*one)
         assert last is not None
-        for one in self._items.finish(last.outputs[0].finish_reason == "length"):
+        for one in self.items.finish(last.outputs[0].finish_reason == "length"):
             yield say(*one)
-        whole = self.whole(last, tokens)
+        whole = self.whole(last, ids if thinks else range(num_tokens))
         yield say(f"response.{whole['status']}", {"response": whole})

@@ -1,16 +1,17 @@
 """Finding tool calls in a model's text: one parser per form in which models write them.
 
 A parser takes the text in pieces and passes on what is certain: text at once, except for what may be the beginning of a
-call, and calls as they grow. What is no call stays text. Names are those of vLLM's ``--tool-call-parser``.
+call, and calls as they grow. What is no call stays text.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
-from draftwise.errors import ConfigError, suggest
 from draftwise.server.call_reader import CallReader
+from draftwise.server.marks import until
 
 
 class CallPiece(NamedTuple):
@@ -31,9 +32,11 @@ class ToolParser(ABC):
     special_tokens: ClassVar[bool] = False
     """Whether the marks are special tokens, which must then be in the text."""
 
-    def __init__(self, *, only_one: bool = False) -> None:
+    def __init__(self, *, only_one: bool = False, schemas: Mapping[str, Any] | None = None) -> None:
+        """``schemas``: of the arguments, by the name of the function; for forms that do not say what is text."""
         self._held = ""
         self._only_one = only_one
+        self._schemas = schemas or {}
         self._begun = 0  # calls, dropped ones included
         self._reader: CallReader | None = None
 
@@ -83,8 +86,8 @@ class HermesParser(ToolParser):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-    def __init__(self, *, only_one: bool = False) -> None:
-        super().__init__(only_one=only_one)
+    def __init__(self, *, only_one: bool = False, schemas: Mapping[str, Any] | None = None) -> None:
+        super().__init__(only_one=only_one, schemas=schemas)
         self._inside = False  # behind the mark
         self._space = ""  # between the mark and the call
         self._behind = False  # a call ended, and nothing but white space came since
@@ -97,9 +100,9 @@ class HermesParser(ToolParser):
                 if self._behind:
                     self._held = self._held.lstrip()
                     self._behind = not self._held
-                before, found, self._held = _until(self._held, self.OPEN)
-                _say(out, before)
-                if not found:
+                before, found, self._held = until(self._held, (self.OPEN,))
+                say(out, before)
+                if found is None:
                     break
                 self._inside, self._space = True, ""
             if self._reader is None:
@@ -109,7 +112,7 @@ class HermesParser(ToolParser):
                 if not stripped:
                     break
                 if stripped[0] != "{":
-                    _say(out, self.OPEN + self._space)
+                    say(out, self.OPEN + self._space)
                     self._inside = False
                     continue
                 self._reader = CallReader()
@@ -117,7 +120,7 @@ class HermesParser(ToolParser):
             if not self._reader.over:
                 break
             if not self._reader.certain:
-                _say(out, self.OPEN + self._space + self._reader.raw)
+                say(out, self.OPEN + self._space + self._reader.raw)
                 self._reader, self._inside = None, False
                 continue
             if not self._closed():
@@ -145,11 +148,11 @@ class HermesParser(ToolParser):
         held, self._held = self._held, ""
         if self._reader is not None:
             if not self._end(out):
-                _say(out, self.OPEN + self._space + self._reader.raw)
+                say(out, self.OPEN + self._space + self._reader.raw)
         elif self._inside:
-            _say(out, self.OPEN + self._space + held)
+            say(out, self.OPEN + self._space + held)
         elif not self._begun or held.strip():
-            _say(out, held)
+            say(out, held)
         return out
 
 
@@ -162,8 +165,8 @@ class Llama3JsonParser(ToolParser):
 
     TAG = "<|python_tag|>"
 
-    def __init__(self, *, only_one: bool = False) -> None:
-        super().__init__(only_one=only_one)
+    def __init__(self, *, only_one: bool = False, schemas: Mapping[str, Any] | None = None) -> None:
+        super().__init__(only_one=only_one, schemas=schemas)
         self._text = False
         self._before = ""  # what stands before the object that is read
 
@@ -189,7 +192,7 @@ class Llama3JsonParser(ToolParser):
             elif self._reader.broken is not None:
                 self._text = True
             self._reader = None
-        _say(out, self._held)
+        say(out, self._held)
         self._held = ""
         return out
 
@@ -210,9 +213,9 @@ class Llama3JsonParser(ToolParser):
         held, self._held = self._held, ""
         if self._reader is not None:
             if not self._end(out):
-                _say(out, self._before + self._reader.raw)
+                say(out, self._before + self._reader.raw)
         elif not self._begun or held.strip(" \n\r\t;"):
-            _say(out, held)
+            say(out, held)
         return out
 
 
@@ -221,10 +224,11 @@ class MistralParser(ToolParser):
     ``[TOOL_CALLS]name{...}`` with ``[CALL_ID]id`` and ``[ARGS]`` between name and arguments, once per call."""
 
     special_tokens = True
-    MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+    MARK: ClassVar[str] = "[TOOL_CALLS]"
+    ARGS, ID = "[ARGS]", "[CALL_ID]"
 
-    def __init__(self, *, only_one: bool = False) -> None:
-        super().__init__(only_one=only_one)
+    def __init__(self, *, only_one: bool = False, schemas: Mapping[str, Any] | None = None) -> None:
+        super().__init__(only_one=only_one, schemas=schemas)
         self._inside = False  # behind the mark
         self._list = False  # in a list of calls
         self._before = ""  # what stands between the mark, or the call before, and the call that is read
@@ -234,9 +238,9 @@ class MistralParser(ToolParser):
         out: Found = []
         while True:
             if not self._inside:
-                before, found, self._held = _until(self._held, self.MARK)
-                _say(out, before)
-                if not found:
+                before, found, self._held = until(self._held, (self.MARK,))
+                say(out, before)
+                if found is None:
                     break
                 self._inside, self._list, self._before = True, False, self.MARK
             if self._reader is None:
@@ -244,7 +248,7 @@ class MistralParser(ToolParser):
                 if begins is None:
                     break
                 if not begins:  # the list ended, or this is none
-                    _say(out, self._before)
+                    say(out, self._before)
                     self._before, self._inside = "", False
                     continue
             self._read(out)
@@ -252,7 +256,7 @@ class MistralParser(ToolParser):
             if not self._reader.over:
                 break
             if not self._reader.certain:
-                _say(out, self._before + self._reader.raw)
+                say(out, self._before + self._reader.raw)
             self._inside = self._list and self._reader.certain and self._reader.broken is None
             self._reader, self._before = None, ""
             self._held = self._held.lstrip()
@@ -294,11 +298,11 @@ class MistralParser(ToolParser):
         held, self._held = self._held, ""
         if self._reader is not None:
             if not self._end(out):
-                _say(out, self._before + self._reader.raw)
+                say(out, self._before + self._reader.raw)
         elif self._inside and self._before:
-            _say(out, self._before + held)
+            say(out, self._before + held)
         elif not self._begun or held.strip():
-            _say(out, held)
+            say(out, held)
         return out
 
 
@@ -335,36 +339,7 @@ class ForcedParser(ToolParser):
         return out
 
 
-PARSERS: dict[str, type[ToolParser]] = {
-    "hermes": HermesParser,
-    "llama3_json": Llama3JsonParser,
-    "llama4_json": Llama3JsonParser,
-    "mistral": MistralParser,
-}
-
-
-def parser_class(name: str) -> type[ToolParser]:
-    """Raises ConfigError for a name that is not there."""
-    if name not in PARSERS:
-        names = ", ".join(PARSERS)
-        raise ConfigError(f"tool_call_parser: expected one of {names}, got {name!r}{suggest(name, PARSERS)}")
-    return PARSERS[name]
-
-
-def _say(out: Found, text: str) -> None:
+def say(out: Found, text: str) -> None:
+    """Pass on text, if there is any."""
     if text:
         out.append(text)
-
-
-def _until(held: str, mark: str) -> tuple[str, bool, str]:
-    """(text before the mark, whether the mark is there, what is left to look at).
-
-    Without the mark, its possible beginning at the end is left, and white space before that; with it, white space
-    before it is dropped.
-    """
-    at = held.find(mark)
-    if at >= 0:
-        return held[:at].rstrip(), True, held[at + len(mark) :]
-    length = next((n for n in range(min(len(mark) - 1, len(held)), 0, -1) if mark.startswith(held[-n:])), 0)
-    cut = len(held[: len(held) - length].rstrip())
-    return held[:cut], False, held[cut:]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftwise.errors import LimitError, RequestError
@@ -23,12 +23,13 @@ class ToolPlan:
     parse: bool = False
     schema: Mapping[str, Any] | None = None
     forced: str | None = None
+    schemas: Mapping[str, Any] = field(default_factory=dict)  # of arguments, by name
 
     def parser(self, kind: type[ToolParser], *, only_one: bool) -> ToolParser | None:
         """Who finds the calls in an answer; None: there are none to be found. ``kind``: the form of the model's own."""
         if self.schema is not None:
             return ForcedParser(self.forced)
-        return kind(only_one=only_one) if self.parse else None
+        return kind(only_one=only_one, schemas=self.schemas) if self.parse else None
 
 
 def plan_tools(tools: Sequence[Any] | None, choice: Any) -> ToolPlan:
@@ -52,7 +53,7 @@ def plan_tools(tools: Sequence[Any] | None, choice: Any) -> ToolPlan:
     if choice == "none":
         return ToolPlan()
     if choice in (None, "auto"):
-        return ToolPlan(shown=tools, parse=True)
+        return ToolPlan(shown=tools, parse=True, schemas=names)
     if choice == "required":
         calls = [
             {

@@ -22,9 +22,7 @@ def step_as_dict(step: StepTrace, index: int, start: int, text: TokenText) -> di
     X "recovered" 1.
     """
     accepted = step.accepted_nodes
-    last = accepted[-1] if accepted else -1
-    rejected = last in step.draft_parents  # the path ended above a node: its children were refused
-    own = "target" if not step.draft_tokens else "recovered" if rejected else "bonus"
+    own = _own(step)
     return {
         "index": index,
         "method": step.method,
@@ -44,6 +42,28 @@ def step_as_dict(step: StepTrace, index: int, start: int, text: TokenText) -> di
             for i, token in enumerate(step.token_ids)
         ],
     }
+
+
+def _own(step: StepTrace) -> str:
+    """What the target's own token at the end of a step is."""
+    last = step.accepted_nodes[-1] if step.accepted_nodes else -1
+    rejected = last in step.draft_parents  # the path ended above a node: its children were refused
+    return "target" if not step.draft_tokens else "recovered" if rejected else "bonus"
+
+
+def token_sources(trace: Sequence[StepTrace] | None, num_tokens: int) -> list[dict[str, Any] | None]:
+    """Of each of ``num_tokens`` tokens {source, method, position}, as in `step_as_dict`; ``method``: who drafted in its
+    step. None of tokens behind the last step that is remembered.
+
+    Example: of a step of the method ngram, drafted A, accepted it, then X: draft, ngram, 0; bonus, ngram, 1.
+    """
+    out: list[dict[str, Any] | None] = []
+    for step in trace or ():
+        method = step.method if step.draft_tokens else "none"
+        for i in range(len(step.token_ids)):
+            source = "draft" if i < len(step.accepted_nodes) else _own(step)
+            out.append({"source": source, "method": method, "position": i})
+    return [*out[:num_tokens], *[None] * (num_tokens - len(out))]
 
 
 class Tracer:

@@ -66,5 +66,9 @@ class GrammarBackend(ABC):
         all, or takes too long."""
 
     @abstractmethod
+    def token_bytes(self) -> Sequence[bytes]:
+        """The bytes that each of the ``num_tokens`` tokens stands for; empty: none. Long work."""
+
+    @abstractmethod
     def has(self, spec: StructuredOutputs) -> bool:
         """Whether `compile` has it at hand."""

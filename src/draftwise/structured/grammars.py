@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.structured import StructuredOutputs
+from draftwise.structured.after import AfterGrammar, Marks, TokenBytes
 from draftwise.structured.base import Grammar, GrammarBackend
 from draftwise.structured.cursor import Cursor, Vocabulary
 
 DEFAULT_DRAFTS = 8
 """Forced tokens proposed per step where no drafter is loaded."""
+_KEPT_MARKS = 16
+"""Sets of marks whose tokens are known: a stranger may invent any number."""
 
 
 class Grammars:
@@ -35,11 +39,16 @@ class Grammars:
         self._seconds = seconds
         self._made: tuple[GrammarBackend, Vocabulary] | None = None
         self._lock = Lock()
+        self._token_bytes: TokenBytes | None = None
+        self._marks: OrderedDict[tuple[tuple[str, ...], str | None], Marks] = OrderedDict()
+        self._marks_lock = Lock()
 
     def is_ready(self, spec: StructuredOutputs) -> bool:
         """Whether `compile` would take no time."""
         made = self._made  # without the lock, which is held for long while the backend is made
-        return made is not None and made[0].has(spec)
+        if made is None or not made[0].has(spec.inner):
+            return False
+        return spec.after is None or (spec.after, spec.opened_by) in self._marks
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         """Compile a grammar. Who holds it makes sure that `cursor` takes no time.
@@ -48,15 +57,31 @@ class Grammars:
             RequestError: it is invalid, or this engine cannot serve it: no tokenizer, no end-of-sequence token.
             ConfigError: the library is not installed, or cannot use the tokenizer.
         """
-        return self._made_once()[0].compile(spec)
+        backend = self._made_once()[0]
+        inner = backend.compile(spec.inner)
+        return inner if spec.after is None else AfterGrammar(inner, self._marks_of(spec, backend))
+
+    def _marks_of(self, spec: StructuredOutputs, backend: GrammarBackend) -> Marks:
+        assert spec.after is not None
+        with self._marks_lock:
+            key = (spec.after, spec.opened_by)
+            marks = self._marks.get(key)
+            if marks is None:
+                if self._token_bytes is None:
+                    self._token_bytes = TokenBytes(backend.token_bytes())
+                marks = self._marks[key] = Marks(spec.after, spec.opened_by, self._token_bytes)
+                while len(self._marks) > _KEPT_MARKS:
+                    self._marks.popitem(last=False)
+            else:
+                self._marks.move_to_end(key)
+            return marks
 
     def cursor(self, params: SamplingParams, output_ids: Sequence[int] = ()) -> Cursor:
         """A cursor behind ``output_ids``, for a request whose ``structured_outputs`` was compiled."""
         assert params.structured_outputs is not None
-        backend, vocabulary = self._made_once()
         return Cursor(
-            backend.compile(params.structured_outputs).matcher(),
-            vocabulary,
+            self.compile(params.structured_outputs).matcher(),
+            self._made_once()[1],
             ignore_eos=params.ignore_eos,
             output_ids=output_ids,
         )

@@ -60,6 +60,7 @@ class LlguidanceBackend(GrammarBackend):
             ) from None
         # A model may have rows that its tokenizer does not know (padding), or, rarely, the other way round.
         self.num_tokens = max(vocab_size, len(tokenizer))
+        self._num_named = len(tokenizer)
         text = json.loads(tokenizer.backend_tokenizer.to_str())
         text["padding"] = text["truncation"] = None
         try:
@@ -104,6 +105,12 @@ class LlguidanceBackend(GrammarBackend):
             del self._under_way[spec]
         own.set_result(grammar)
         return grammar
+
+    def token_bytes(self) -> Sequence[bytes]:
+        return [
+            self._tokenizer.decode_bytes([token]) if token < self._num_named else b""
+            for token in range(self.num_tokens)
+        ]
 
     def has(self, spec: StructuredOutputs) -> bool:
         with self._lock:

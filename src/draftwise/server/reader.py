@@ -1,0 +1,105 @@
+"""Reading an answer as it comes: reasoning first, then text and calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from draftwise.sampling.params import SamplingParams
+from draftwise.server.context import Context
+from draftwise.server.reasoning import ReasoningParser, Start, Thought, reasoning_class
+from draftwise.server.tool_formats import CallPiece, ToolParser
+
+Part = str | Thought | CallPiece
+
+
+class AnswerReader:
+    """Divides one answer. Without parsers everything is text."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._tools is None else self._tools.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """The next piece: what is certain, in its order."""
+        if self._reasoning is None:
+            return self._text(text)
+        return self._divided(self._reasoning.push(text))
+
+    def finish(self) -> list[Part]:
+        """The text ended."""
+        out = [] if self._reasoning is None else self._divided(self._reasoning.finish())
+        return out if self._tools is None else [*out, *self._tools.finish()]
+
+    def _divided(self, parts: Sequence[str | Thought]) -> list[Part]:
+        out: list[Part] = []
+        for part in parts:
+            if isinstance(part, Thought):
+                out.append(part)
+            else:
+                out += self._text(part)
+        return out
+
+    def _text(self, text: str) -> list[Part]:
+        if self._tools is None:
+            return [text] if text else []
+        return list(self._tools.push(text))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of a request are read: made when its prompt is known."""
+
+    reasoning: type[ReasoningParser] | None = None
+    start: Start = "unknown"
+    special_tokens: bool = (
+        False  # marks are special tokens, which are left out of a text that does not ask for them
+    )
+
+    def parser(self) -> ReasoningParser | None:
+        return None if self.reasoning is None else self.reasoning(self.start)
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """``params`` whose grammar holds for the answer and not for the reasoning before it."""
+        spec = params.structured_outputs
+        if spec is None or spec.after is not None or self.reasoning is None:
+            return params
+        marks = self.reasoning.grammar_marks(self.start)
+        return params.replace(structured_outputs=dataclasses.replace(spec, **marks)) if marks else params
+
+    def count(self, token_ids: Sequence[int], text: Callable[[int], str]) -> int:
+        """How many of an answer's tokens are reasoning, its marks included. ``text``: of a token."""
+        parser = self.parser()
+        if parser is None:
+            return 0
+        thinks = False
+        for i, token in enumerate(token_ids):
+            found = parser.push(text(token))
+            thinks = thinks or any(isinstance(part, Thought) for part in found)
+            if parser.over:
+                return i + 1 if thinks else 0
+        return len(token_ids)
+
+
+def joined(parts: Sequence[Part]) -> tuple[str, str, list[CallPiece]]:
+    """(reasoning, text, calls): in chat completions they have no order between them."""
+    thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+    text = "".join(part for part in parts if isinstance(part, str))
+    return thoughts, text, [part for part in parts if isinstance(part, CallPiece)]
+
+
+def reading_of(context: Context, prompt: Mapping[str, Any], continued: Mapping[str, Any] | None) -> Reading:
+    """``prompt``: rendered; ``continued``: the message that the answer goes on with, if it does."""
+    if context.config.reasoning_parser is None:
+        return Reading()
+    kind = reasoning_class(context.config.reasoning_parser)
+    start = kind.start_of(
+        prompt["prompt"], None if continued is None else str(continued.get("content") or "")
+    )
+    special = set(getattr(context.tokenizer, "all_special_tokens", ()))
+    return Reading(kind, start, any(mark in special for mark in kind.marks))
