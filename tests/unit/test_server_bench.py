@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from draftwise.bench.http_client import HttpError, Target
-from draftwise.bench.plot_serve import LoadPoint, check_serve_plot, draw_serve, serve_svg, ticks
+from draftwise.bench.plot_serve import LoadPoint, draw_serve, serve_svg
 from draftwise.bench.serve import Record, arrivals, bench_serve, distribution, parse_counters, report
+from draftwise.charts import check_svg, ticks
 from draftwise.cli.bench_serve import parse_sla
 from draftwise.cli.errors import UsageError
 from draftwise.errors import ConfigError
@@ -109,4 +110,4 @@ def test_a_plot_of_what_failed_is_still_a_plot(tmp_path: Path) -> None:
     assert "<circle" in serve_svg([failed], "clients") and "p50" not in serve_svg([failed], "clients")
     for wrong in (tmp_path / "a.png", tmp_path / "no" / "a.svg"):
         with pytest.raises(ConfigError, match="--plot"):
-            check_serve_plot(wrong)
+            check_svg(wrong)

@@ -7,9 +7,9 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from draftwise.bench.accept import AcceptRow
+from draftwise.charts import COLOURS
 from draftwise.errors import ConfigError
 
-COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#65a30d", "#be185d", "#475569")
 _PANELS: tuple[tuple[str, Callable[[AcceptRow], float]], ...] = (
     ("tokens per step", lambda row: row.tokens_per_step),
     ("speed against plain decoding", lambda row: row.speedup),

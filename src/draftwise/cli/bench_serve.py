@@ -120,14 +120,15 @@ def _json(rate: float | None) -> float | str | None:
 def run(args: argparse.Namespace) -> int:
     """Carry it out."""
     from draftwise.bench.http_client import HttpError, Target
-    from draftwise.bench.plot_serve import LoadPoint, check_serve_plot, draw_serve
+    from draftwise.bench.plot_serve import LoadPoint, draw_serve
     from draftwise.bench.serve import bench_serve
+    from draftwise.charts import check_svg
 
     target = Target.parse(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
     sla = parse_sla(args.goodput)
     loads = _loads(args)
     if args.plot is not None:
-        check_serve_plot(args.plot)
+        check_svg(args.plot)
     prompts = _prompts(args)
 
     async def main() -> list[ServeReport]:

@@ -1,0 +1,107 @@
+"""Lines over one axis, panel below panel, as SVG text without any library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from draftwise.errors import ConfigError
+
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#65a30d", "#be185d", "#475569")
+Line = tuple[str, list[tuple[float, float]]]
+"""A name and points (x, y), x and y from 0 on."""
+Panel = tuple[str, Sequence[Line]]
+"""A title and its lines; lines without a point are left out."""
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 180, 64, 110, 34, 36
+_DOTS = 40
+"""Points up to which each has a dot with its numbers."""
+
+
+def check_svg(path: Path, flag: str = "--plot") -> None:
+    """Raise ConfigError for a file that cannot be drawn; before anything is measured."""
+    if path.suffix != ".svg":
+        raise ConfigError(f"{flag} {path}: expected a name that ends in .svg")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
+
+
+def write_svg(text: str, path: Path, flag: str = "--plot") -> None:
+    """Raises ConfigError if the file cannot be written."""
+    check_svg(path, flag)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+
+
+def lines_svg(panels: Sequence[Panel], axis: str, labels: Sequence[tuple[float, str]] | None = None) -> str:
+    """The chart. ``axis``: what stands to the right below. ``labels``: (x, word) along the axis; None: round
+    numbers."""
+    tall = _TOP + _HEIGHT + _BOTTOM
+    width, height = _LEFT + _WIDTH + _RIGHT, tall * len(panels)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    xs = [x for _, lines in panels for _, line in lines for x, _ in line]
+    xs += [x for x, _ in labels or ()]
+    most = max([*xs, 0.0]) or 1.0
+    if labels is None:
+        marks = ticks(most)
+        most = marks[-1]
+        labels = [(x, f"{x:g}") for x in marks]
+    for i, (title, lines) in enumerate(panels):
+        parts += _panel(i * tall + _TOP, title, [line for line in lines if line[1]], most, labels, axis)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def ticks(most: float) -> list[float]:
+    """Up to six round numbers from 0 to at least ``most``. Example: 7.3 is 0, 2, 4, 6, 8."""
+    if most <= 0:
+        return [0.0, 1.0]
+    size = 10.0 ** math.floor(math.log10(most / 5))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor * 5 >= most)
+    return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
+
+
+def _panel(
+    top: float, title: str, lines: Sequence[Line], most: float, labels: Sequence[tuple[float, str]], axis: str
+) -> list[str]:
+    heights = ticks(max((y for _, line in lines for _, y in line), default=0.0))
+    bottom = top + _HEIGHT
+
+    def across(x: float) -> float:
+        return round(_LEFT + _WIDTH * x / most, 1)
+
+    def up(y: float) -> float:
+        return round(bottom - _HEIGHT * y / heights[-1], 1)
+
+    parts = [f'<text x="{_LEFT}" y="{top - 12}" font-size="13">{escape(title)}</text>']
+    for tick in heights:
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{up(tick)}" y2="{up(tick)}" stroke="#e5e7eb"/>'
+        )
+        parts.append(f'<text x="{_LEFT - 6}" y="{up(tick) + 4}" text-anchor="end">{tick:g}</text>')
+    for x, word in labels:
+        parts.append(f'<text x="{across(x)}" y="{bottom + 14}" text-anchor="middle">{escape(word)}</text>')
+    parts.append(f'<text x="{_LEFT + _WIDTH}" y="{bottom + 28}" text-anchor="end">{escape(axis)}</text>')
+    named: list[float] = []
+    # From the lowest end up: names of lines that end close together are moved apart.
+    for colour, (name, line) in sorted(zip(COLOURS, lines, strict=False), key=lambda pair: pair[1][1][-1][1]):
+        ordered = sorted(line)
+        path = " ".join(f"{across(x)},{up(y)}" for x, y in ordered)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        for x, y in ordered if len(ordered) <= _DOTS else ():
+            parts.append(
+                f'<circle cx="{across(x)}" cy="{up(y)}" r="3" fill="{colour}">'
+                f"<title>{escape(name)}: {y:.4g} at {x:g}</title></circle>"
+            )
+        place = min([up(ordered[-1][1]) + 4, *(other - 13 for other in named[-1:])])
+        named.append(place)
+        parts.append(
+            f'<text x="{across(ordered[-1][0]) + 8}" y="{place}" fill="{colour}">{escape(name)}</text>'
+        )
+    return parts

@@ -1,0 +1,1 @@
+"""What steps take on a device, what traffic looks like, and how many replicas it needs."""

@@ -1,0 +1,312 @@
+"""How many replicas, which method, how many drafts: a state machine that is told what was seen and answers what to do.
+
+It has no clock, reads no file and starts nothing, so that its decisions are a function of its observations alone. The
+formulas for replicas are NVIDIA Dynamo's; what is drafted and what is accepted are in the rates it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from draftwise.errors import ConfigError
+from draftwise.plan.capacity import Capacity, Rates
+from draftwise.plan.predictors import Predictor, predictor
+
+ENGINES, PREFILL, DECODE = "engines", "prefill", "decode"
+_HISTORY = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One interval. None or NaN: not known, which is something else than zero.
+
+    ``requests``: that arrived; ``isl``, ``osl``: their mean lengths; ``ttft``, ``itl``: means of those who got tokens,
+    seconds; ``queue``: requests that wait at its end; ``accepted_length``: tokens per step that drafted; ``ready``:
+    replicas that serve, by pool; ``warming``: replicas that have served for less than an interval, whose times say
+    little.
+    """
+
+    time: float
+    requests: float | None = None
+    isl: float | None = None
+    osl: float | None = None
+    ttft: float | None = None
+    itl: float | None = None
+    queue: float | None = None
+    kv_usage: float | None = None
+    accepted_length: float | None = None
+    ready: Mapping[str, int] = field(default_factory=dict)
+    warming: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``replicas``: wanted, by pool; ``reasons``: why, in words; ``changed``: whether it differs from the one
+    before."""
+
+    time: float
+    replicas: Mapping[str, int]
+    method: str = "none"
+    drafts: int = 0
+    reasons: tuple[str, ...] = ()
+    changed: bool = False
+    rate: float | None = None
+    """Requests per second that it was made for; None: no traffic was ever seen."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "time": self.time,
+            "replicas": dict(self.replicas),
+            "method": self.method,
+            "drafts": self.drafts,
+            "reasons": list(self.reasons),
+            "changed": self.changed,
+            "rate": self.rate,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """``interval``: seconds between ticks. ``mode``: whole engines, or pools that prefill and decode. ``budget``:
+    devices in all; ``devices``: of a replica of each pool (missing: 1). ``least``: replicas of each pool that are
+    always there. ``margin``: share of what a replica could do that is kept free. ``hold``: ticks for which fewer
+    must have been enough before some are given up. ``most_change``: replicas added or given up in one tick, per
+    pool. ``dynamo``: the rule of Dynamo's planner: no queue, no hysteresis, no margin.
+    """
+
+    interval: float = 60.0
+    mode: Literal["engines", "pools"] = "engines"
+    budget: int = 8
+    devices: Mapping[str, int] = field(default_factory=dict)
+    least: int = 1
+    margin: float = 0.15
+    hold: int = 5
+    most_change: int = 4
+    predictor: str = "constant"
+    period: int = 1440
+    dynamo: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.interval > 0 and math.isfinite(self.interval)):
+            raise ConfigError(f"interval: expected seconds above 0, got {self.interval:g}")
+        if not 0 <= self.margin < 1:
+            raise ConfigError(f"margin: expected a share from 0 to 1, got {self.margin:g}")
+        if self.least < 0 or self.hold < 0 or self.most_change < 1:
+            raise ConfigError("expected least >= 0, hold >= 0 and most_change >= 1")
+        needed = sum(self.least * self.size(pool) for pool in self.pools)
+        if self.budget < max(needed, 1):
+            raise ConfigError(
+                f"budget: {self.budget} devices are fewer than the {max(needed, 1)} of the least replicas"
+            )
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        return (ENGINES,) if self.mode == "engines" else (PREFILL, DECODE)
+
+    def size(self, pool: str) -> int:
+        """Devices of a replica."""
+        return self.devices.get(pool, 1)
+
+
+def known(value: float | None) -> bool:
+    """Whether a number was observed."""
+    return value is not None and math.isfinite(value)
+
+
+class Planner:
+    """Told of each interval in turn."""
+
+    def __init__(self, config: PlannerConfig, capacity: Capacity) -> None:
+        self.config = config
+        self._capacity = capacity
+        self._predictors: dict[str, Predictor] = {
+            name: predictor(config.predictor if name == "rate" else "constant", config.period)
+            for name in ("rate", "isl", "osl")
+        }
+        self._history: dict[str, list[float]] = {"rate": [], "isl": [], "osl": []}
+        self._corrections = {"prefill": 1.0, "decode": 1.0}
+        self._accepted: float | None = None
+        self._lower: dict[str, list[int]] = {pool: [] for pool in config.pools}
+        self._last: Decision | None = None
+
+    # ------------------------------------------------------------------------------------------- a tick
+
+    def on_tick(self, seen: Observation) -> Decision:
+        """Take in an interval and decide. Never raises for what is observed, whatever it is."""
+        reasons: list[str] = []
+        current = self._current(seen)
+        if not known(seen.requests):
+            # Nobody knows what happened: neither idle nor busy. What runs goes on.
+            return self._decide(seen, current, ["no data: everything stays"], None)
+        assert seen.requests is not None
+        self._remember(seen)
+        if not self._history["isl"] or not self._history["osl"]:
+            return self._decide(seen, self._floors(current), ["no request was seen yet"], None)
+        forecast = {name: self._predictors[name].predict(values) for name, values in self._history.items()}
+        isl, osl = max(forecast["isl"], 1.0), max(forecast["osl"], 1.0)
+        rate = forecast["rate"]
+        if known(seen.queue) and seen.queue and not self.config.dynamo:
+            extra = seen.queue / self.config.interval
+            rate += extra
+            reasons.append(f"{seen.queue:.0f} wait, {extra:.2g}/s more")
+        self._correct(seen, isl, osl)
+        rates = self._capacity(isl, osl, self._corrections["decode"], self._accepted)
+        if not rates.known:
+            reasons.append(f"nothing is known of requests of {isl:.0f} + {osl:.0f} tokens: everything stays")
+            return self._decide(seen, current, reasons, None)
+        needed = self._needed(rate, isl, osl, rates)
+        reasons.append(
+            f"{rate:.3g} requests/s of {isl:.0f} + {osl:.0f} tokens need "
+            + ", ".join(f"{n} {pool}" for pool, n in needed.items())
+        )
+        if rates.late:
+            reasons.append("no setting keeps to the limit per token")
+        target = self._steady(current, needed, reasons)
+        return self._decide(seen, target, reasons, rates, rate)
+
+    def _current(self, seen: Observation) -> dict[str, int]:
+        """What was asked for last; at the beginning, what is there."""
+        if self._last is not None:
+            return dict(self._last.replicas)
+        return {pool: max(seen.ready.get(pool, 0), self.config.least) for pool in self.config.pools}
+
+    def _remember(self, seen: Observation) -> None:
+        assert seen.requests is not None
+        self._history["rate"].append(max(seen.requests, 0.0) / self.config.interval)
+        for name, value in (("isl", seen.isl), ("osl", seen.osl)):
+            # An interval without requests says nothing about their lengths.
+            if known(value) and value and value > 0:
+                self._history[name].append(value)
+        for values in self._history.values():
+            if len(values) > _HISTORY:
+                del values[: _HISTORY // 2]
+
+    def _correct(self, seen: Observation, isl: float, osl: float) -> None:
+        """How much slower than the model the machines are, from times of replicas that are warm."""
+        if seen.warming or not seen.requests:
+            return
+        expected = self._capacity(isl, osl, 1.0, self._accepted)
+        for name, value, model in (
+            ("prefill", seen.ttft, expected.ttft),
+            ("decode", seen.itl, expected.itl),
+        ):
+            if known(value) and value and value > 0 and 0 < model < math.inf:
+                ratio = min(max(value / model, 0.5), 2.0)
+                self._corrections[name] += 0.3 * (ratio - self._corrections[name])
+        if known(seen.accepted_length) and seen.accepted_length and seen.accepted_length >= 1:
+            before = self._accepted if self._accepted is not None else seen.accepted_length
+            self._accepted = before + 0.3 * (seen.accepted_length - before)
+
+    def _needed(self, rate: float, isl: float, osl: float, rates: Rates) -> dict[str, int]:
+        """Replicas by pool.
+
+        Example: 500 requests in 60 s of 3000 + 150 tokens, 40,000 prompt and 1,000 output tokens/s: 25,000 / 40,000
+        -> 1 and 1,250 / 1,000 -> 2.
+        """
+        config = self.config
+        free = 1.0 if config.dynamo else 1.0 - config.margin
+        prompt = rate * isl * min(1.0, self._corrections["prefill"]) / (rates.prompt_tokens * free)
+        output = rate * osl / (rates.output_tokens * free) if rates.output_tokens > 0 else 0.0
+        if config.mode == "engines":
+            return {ENGINES: _up(prompt + output)}
+        return {PREFILL: _up(prompt), DECODE: _up(output)}
+
+    # ------------------------------------------------------------------------------------- what is let through
+
+    def _steady(self, current: dict[str, int], needed: dict[str, int], reasons: list[str]) -> dict[str, int]:
+        """Up at once, down when fewer were enough for some time; not too many at a time."""
+        config = self.config
+        target: dict[str, int] = {}
+        wanted = self._within_budget(self._floors(needed), reasons)
+        for pool in config.pools:
+            now, want = current[pool], wanted[pool]
+            lower = self._lower[pool]
+            if want >= now:
+                lower.clear()
+            elif not config.dynamo:
+                lower.append(want)
+                if len(lower) <= config.hold:
+                    reasons.append(f"{pool}: {want} would do, waiting ({len(lower)} of {config.hold})")
+                    want = now
+                else:
+                    want = max(lower)  # the most that was needed meanwhile
+                    lower.clear()
+            change = max(-config.most_change, min(config.most_change, want - now))
+            if change != want - now:
+                reasons.append(f"{pool}: {change:+d} of {want - now:+d} now")
+            target[pool] = now + change
+        return self._within_budget(target, reasons)
+
+    def _floors(self, replicas: Mapping[str, int]) -> dict[str, int]:
+        return {pool: max(replicas[pool], self.config.least) for pool in self.config.pools}
+
+    def _within_budget(self, replicas: dict[str, int], reasons: list[str]) -> dict[str, int]:
+        """Within the budget, in proportion; floors first.
+
+        Example: 3 and 9 replicas of one device, budget 8, least 1: 1 + 6 * 2 / 10 = 2 and 1 + 6 * 8 / 10 = 5.
+        """
+        config = self.config
+        used = sum(n * config.size(pool) for pool, n in replicas.items())
+        if used <= config.budget:
+            return replicas
+        reasons.append(f"{used} devices wanted, {config.budget} in the budget")
+        least = {pool: min(config.least, n) for pool, n in replicas.items()}
+        left = config.budget - sum(n * config.size(pool) for pool, n in least.items())
+        more = used - sum(n * config.size(pool) for pool, n in least.items())
+        share = max(left, 0) / more if more > 0 else 0.0
+        return {pool: least[pool] + int((n - least[pool]) * share) for pool, n in replicas.items()}
+
+    def _decide(
+        self,
+        seen: Observation,
+        replicas: dict[str, int],
+        reasons: list[str],
+        rates: Rates | None,
+        rate: float | None = None,
+    ) -> Decision:
+        last = self._last
+        if rates is None:
+            method, drafts = (last.method, last.drafts) if last is not None else ("none", 0)
+        else:
+            method, drafts = rates.method, rates.drafts
+        replicas = self._within_budget(replicas, [])
+        changed = last is not None and dict(last.replicas) != replicas
+        self._last = Decision(seen.time, replicas, method, drafts, tuple(reasons), changed, rate)
+        return self._last
+
+    # ------------------------------------------------------------------------------------------- restarts
+
+    def state(self) -> dict[str, Any]:
+        """All that it remembers, for JSON."""
+        return {
+            "history": {name: list(values) for name, values in self._history.items()},
+            "corrections": dict(self._corrections),
+            "accepted": self._accepted,
+            "lower": {pool: list(values) for pool, values in self._lower.items()},
+            "last": None if self._last is None else self._last.as_dict(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. Raises ConfigError if it is of another kind of deployment."""
+        try:
+            if set(state["lower"]) != set(self.config.pools):
+                raise ConfigError(f"planner: its state is of pools {sorted(state['lower'])}")
+            self._history = {n: [float(v) for v in state["history"][n]] for n in ("rate", "isl", "osl")}
+            self._corrections = {n: float(state["corrections"][n]) for n in ("prefill", "decode")}
+            self._accepted = None if state["accepted"] is None else float(state["accepted"])
+            self._lower = {pool: [int(v) for v in state["lower"][pool]] for pool in self.config.pools}
+            last = state["last"]
+            self._last = None if last is None else Decision(**{**last, "reasons": tuple(last["reasons"])})
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"planner: this is no state of a planner: {error!r}") from None
+
+
+def _up(replicas: float) -> int:
+    """Whole replicas. Example: 1.25 is 2, 2.0000001 is 2: a rounding error is no replica."""
+    return max(math.ceil(min(replicas, 1e9) - 1e-6), 0)

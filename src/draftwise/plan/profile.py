@@ -1,0 +1,232 @@
+"""The file that `draftwise profile` writes: what was measured of one model on one machine. Times and acceptance
+apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftwise.adapt.controller import StepShape
+from draftwise.adapt.performance import PerformanceModel
+from draftwise.errors import ConfigError
+from draftwise.plan.acceptance import AcceptanceModel, conditional
+from draftwise.plan.times import Measured
+
+FORMAT, VERSION = "draftwise-profile", 1
+_TRUSTED = 3
+"""Times that a measured median is told to the model, so that it is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """Steps of one size. ``drafts``: asked for per request; ``rows``: verified together, on average; ``context``:
+    tokens in the cache together; ``target``, ``draft``: median seconds; ``steps``: how many were measured."""
+
+    method: str
+    drafts: int
+    requests: int
+    rows: int
+    context: int
+    target: float
+    draft: float
+    steps: int
+
+
+@dataclass(slots=True)
+class Setting:
+    """One format of weights. ``prefill``: (tokens of a prompt, median seconds from an empty cache to the first
+    token)."""
+
+    weights: str
+    kv_tokens: int
+    block_size: int
+    kv_bytes: float
+    prefill: list[tuple[int, float]] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+
+    def has(self, method: str, drafts: int, requests: int, context: int) -> bool:
+        """Whether steps of this size were measured; ``context``: of each request, to within a quarter."""
+        return any(
+            (s.method, s.drafts, s.requests) == (method, drafts, requests)
+            and abs(s.context / s.requests - context) <= context / 4
+            for s in self.steps
+        )
+
+
+@dataclass(slots=True)
+class Profile:
+    """``machine``, ``model``: what it was measured of. ``tried``, ``survived``: kind of text -> method -> per position,
+    drafts whose turn came, and those accepted. ``left``: points that there was no time for."""
+
+    machine: Mapping[str, Any]
+    model: str
+    settings: dict[str, Setting] = field(default_factory=dict)
+    survived: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    drafted: dict[str, dict[str, int]] = field(default_factory=dict)
+    left: int = 0
+    seconds: float = 0.0
+
+    # --------------------------------------------------------------------------------------- what it says
+
+    def setting(self, weights: str | None = None) -> Setting:
+        """By format of weights; None: the only or first one. Raises ConfigError."""
+        if not self.settings:
+            raise ConfigError("profile: nothing was measured yet")
+        if weights is None:
+            return next(iter(self.settings.values()))
+        if weights not in self.settings:
+            raise ConfigError(f"profile: {weights!r} was not measured (there are {', '.join(self.settings)})")
+        return self.settings[weights]
+
+    def times(self, weights: str | None = None) -> Measured:
+        """The performance model that was measured. Raises ConfigError if there is too little."""
+        setting = self.setting(weights)
+        if not setting.prefill or not any(s.method == "none" for s in setting.steps):
+            raise ConfigError(
+                f"profile: of {setting.weights!r} neither prompts nor plain steps may be missing; measure on"
+            )
+        model = PerformanceModel()
+        for sample in setting.steps:
+            shape = StepShape(requests=sample.requests, rows=sample.rows, context=sample.context)
+            for _ in range(_TRUSTED):
+                model.observe_target(shape, sample.target)
+                if sample.draft > 0:
+                    model.observe_draft(sample.method, sample.requests, sample.drafts, 0, False, sample.draft)
+        return Measured(
+            model,
+            sorted(setting.prefill),
+            kv_tokens=setting.kv_tokens,
+            most_requests=max(s.requests for s in setting.steps),
+            most_rows=max(s.rows for s in setting.steps),
+            max_context=max(
+                max(s.context // s.requests for s in setting.steps), max(n for n, _ in setting.prefill)
+            ),
+            methods=sorted({s.method for s in setting.steps if s.method != "none"}),
+        )
+
+    def acceptance(self) -> AcceptanceModel:
+        """What was accepted of what was drafted. Raises ConfigError if nothing was."""
+        rates: dict[str, dict[str, tuple[float, ...]]] = {"": {}}
+        sums: dict[str, tuple[int, list[int]]] = {}
+        for kind, methods in self.survived.items():
+            rates[kind] = {}
+            for method, counts in methods.items():
+                drafted = self.drafted[kind][method]
+                if not drafted or not counts:
+                    continue
+                rates[kind][method] = conditional([n / drafted for n in counts])
+                total, summed = sums.setdefault(method, (0, []))
+                summed += [0] * (len(counts) - len(summed))
+                for j, n in enumerate(counts):
+                    summed[j] += n
+                sums[method] = total + drafted, summed
+        rates[""] = {m: conditional([n / total for n in counts]) for m, (total, counts) in sums.items()}
+        return AcceptanceModel(rates)
+
+    # --------------------------------------------------------------------------------------------- files
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "machine": dict(self.machine),
+            "model": self.model,
+            "seconds": self.seconds,
+            "left": self.left,
+            "settings": {name: asdict(setting) for name, setting in self.settings.items()},
+            "survived": self.survived,
+            "drafted": self.drafted,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all. Raises ConfigError."""
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            raise ConfigError(f"profile: {path} cannot be written: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read one. Raises ConfigError: no file, no profile, another version, or numbers that are none."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"profile: {path} cannot be read: {error}") from None
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ConfigError(f"profile: {path} is none (draftwise profile writes them)")
+        if value.get("version") != VERSION:
+            raise ConfigError(f"profile: {path} has version {value.get('version')!r}, expected {VERSION}")
+        try:
+            settings = {name: _setting(raw) for name, raw in value["settings"].items()}
+            return cls(
+                machine=dict(value["machine"]),
+                model=str(value["model"]),
+                settings=settings,
+                survived={
+                    k: {m: [_count(n) for n in c] for m, c in v.items()} for k, v in value["survived"].items()
+                },
+                drafted={k: {m: _count(n) for m, n in v.items()} for k, v in value["drafted"].items()},
+                left=_count(value["left"]),
+                seconds=float(value["seconds"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"profile: {path} is damaged: {type(error).__name__}: {error}") from None
+
+    def check_of(self, model: str | None, machine: Mapping[str, Any] | None = None) -> None:
+        """Raise ConfigError if it was measured of another model, or on another machine (each if given)."""
+        if model is not None and model != self.model:
+            raise ConfigError(f"profile: it is of model {self.model!r}, not of {model!r}")
+        if machine is not None and dict(machine) != dict(self.machine):
+            other = ", ".join(
+                f"{name} {self.machine.get(name)!r}"
+                for name in machine
+                if machine[name] != self.machine.get(name)
+            )
+            raise ConfigError(f"profile: it was measured on another machine ({other})")
+
+
+def _count(value: Any) -> int:
+    number = int(value)
+    if number < 0:
+        raise ValueError(f"{number} is no count")
+    return number
+
+
+def _seconds(value: Any) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{number} is no time")
+    return number
+
+
+def _setting(raw: Mapping[str, Any]) -> Setting:
+    steps = [
+        StepSample(
+            str(s["method"]),
+            _count(s["drafts"]),
+            max(_count(s["requests"]), 1),
+            _count(s["rows"]),
+            _count(s["context"]),
+            _seconds(s["target"]),
+            _seconds(s["draft"]),
+            _count(s["steps"]),
+        )
+        for s in raw["steps"]
+    ]
+    prefill = [(_count(n), _seconds(t)) for n, t in raw["prefill"]]
+    return Setting(
+        str(raw["weights"]),
+        _count(raw["kv_tokens"]),
+        _count(raw["block_size"]),
+        _seconds(raw["kv_bytes"]),
+        prefill,
+        steps,
+    )

@@ -1,0 +1,139 @@
+"""A device that takes simulated time: what stands behind `Executor.execute` when an engine is simulated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from draftwise.plan.acceptance import AcceptanceModel
+from draftwise.plan.times import StepTimes
+from draftwise.runner.executor import Executor
+from draftwise.types import RowResult, StepPlan, StepResult, chain_parents, new_record
+
+_TOKENS = [(7,) * n for n in range(66)]
+_CHAINS = [chain_parents(n) for n in range(65)]
+_NODES = [tuple(range(n)) for n in range(65)]
+
+
+class Clock:
+    """A time that somebody sets. Calling it answers seconds."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Row:
+    """``known`` tokens, of which ``computed`` have their K/V; ``waiting`` drafts were proposed."""
+
+    __slots__ = ("computed", "drafted_at", "known", "method", "survival", "waiting")
+
+    def __init__(self, known: int, computed: int, method: str, survival: Sequence[float]) -> None:
+        self.known = known
+        self.computed = computed
+        self.method = method
+        self.survival = survival
+        self.waiting = 0
+        self.drafted_at = 0  # tokens known when it drafted last; 0: never
+
+
+class SimulatedExecutor(Executor):
+    """Answers each plan with how many drafts were accepted, and lets the clock run for as long as the step takes.
+
+    Draws are its own, in the order of the rows, so that the same plans with the same seed give the same results.
+    """
+
+    def __init__(self, times: StepTimes, acceptance: AcceptanceModel, clock: Clock, seed: int = 0) -> None:
+        self._times = times
+        self._acceptance = acceptance
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._rows: dict[int, _Row] = {}
+        self.kinds: dict[int, str] = {}
+        """Request -> kind of text; whoever adds requests says it, and it is forgotten when they end."""
+        self.num_steps = 0
+        self.num_rows = 0  # scheduled: tokens of prompts and rows of those who decode
+        self.num_outside = 0  # steps of a size that the times know nothing of
+        self.outside: str | None = None  # why, of the first one
+        self.slowdown = 1.0  # a device that is throttled takes so many times as long
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        rows = self._rows
+        for rid in plan.removed:
+            rows.pop(rid, None)
+        for new in plan.new:
+            method = new.speculation.method
+            kind = self.kinds.get(new.rid, "")
+            survival: Sequence[float] = () if method == "none" else self._acceptance.survival(method, kind)
+            rows[new.rid] = _Row(len(new.token_ids_np), new.num_computed, method, survival)
+        results: list[RowResult] = []
+        requests = verified = context = prompt_rows = 0
+        prompts: list[tuple[int, int]] = []
+        drafting: dict[str, list[int]] = {}  # requests, nodes, tokens to catch up on
+        draw = self._random.random
+        for rid, num_new, num_draft, budget, _, _ in plan.rows:
+            row = rows[rid]
+            start = row.computed
+            if num_new > 1 or start + 1 < row.known:
+                prompts.append((start, start + num_new))
+                prompt_rows += num_new
+                if start + num_new < row.known:
+                    row.computed = start + num_new
+                    row.waiting = 0
+                    results.append(RowResult(rid))
+                    continue
+            else:
+                requests += 1
+                context += start
+                verified += 1 + num_draft
+            accepted = 0
+            if num_draft:
+                survival, u = row.survival, draw()
+                while accepted < num_draft and u < survival[accepted]:
+                    accepted += 1
+            row.computed = start + num_new + accepted
+            row.known += accepted + 1
+            row.waiting = budget
+            results.append(
+                new_record(
+                    RowResult,
+                    (
+                        rid, _TOKENS[accepted + 1], num_draft, accepted, _NODES[accepted], _TOKENS[num_draft],
+                        _CHAINS[num_draft], row.method if num_draft else "none", budget, None, None, None, None,
+                    ),
+                )
+            )  # fmt: skip
+            if budget:
+                late = max(row.known - row.drafted_at - accepted - 1, 0) if row.drafted_at else 0
+                row.drafted_at = row.known
+                entry = drafting.get(row.method)
+                if entry is None:
+                    drafting[row.method] = [1, budget, late]
+                else:
+                    entry[0] += 1
+                    entry[1] = max(entry[1], budget)
+                    entry[2] += late
+        times = self._times
+        forward = times.target_time(requests, verified, context) if requests else 0.0
+        for i, (first, end) in enumerate(prompts):
+            forward += times.prompt_time(first, end, not requests and i == 0)
+        draft = 0.0
+        for method, (count, nodes, late) in drafting.items():
+            draft += times.draft_time(method, count, nodes, late)
+        if requests:
+            why = times.outside(requests, verified, context)
+            if why is not None:
+                self.num_outside += 1
+                self.outside = self.outside or why
+        self.num_steps += 1
+        self.num_rows += verified + prompt_rows
+        forward, draft = forward * self.slowdown, draft * self.slowdown
+        self._clock.now += forward + draft
+        return StepResult(plan.step, tuple(results), forward_time=forward, draft_time=draft)
+
+    def close(self) -> None:
+        self._rows.clear()

@@ -1,0 +1,124 @@
+"""Replicas of a simulated cluster, and who sends requests to which."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from draftwise.errors import ConfigError
+from draftwise.sched.request import Request, RequestUpdate
+from draftwise.simulate.engine import SimulatedEngine
+from draftwise.types import IntArray
+
+State = Literal["starting", "ready", "draining", "failed", "gone"]
+
+
+@dataclass(slots=True)
+class Work:
+    """A request on its way through the cluster. ``done``: output tokens that its user has."""
+
+    index: int
+    isl: int
+    osl: int
+    arrived: float
+    blocks: tuple[int, ...] = ()
+    kind: str = ""
+    done: int = 0
+    first_token: float | None = None
+    moved: int = 0  # times it began again elsewhere
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine of a pool. ``epoch`` changes when it fails, so that what was under way is not believed."""
+
+    number: int
+    pool: str
+    engine: SimulatedEngine
+    state: State
+    since: float  # when it began to cost
+    served_since: float = 0.0
+    until: float | None = None
+    epoch: int = 0
+    busy: bool = False
+    pending: list[RequestUpdate] = field(default_factory=list)  # of the step that runs
+    live: dict[int, tuple[Work, Request]] = field(default_factory=dict)
+    inbox: list[tuple[Work, IntArray]] = field(default_factory=list)  # K/V arrived, no room for it yet
+    load: int = 0  # tokens of those who are here
+    seen: OrderedDict[int, None] = field(
+        default_factory=OrderedDict
+    )  # names of blocks that it may have cached
+    most_seen: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Those that are here, running or waiting."""
+        return len(self.live) + len(self.inbox)
+
+    def remember(self, blocks: Sequence[int]) -> None:
+        """It has read a prompt of these blocks."""
+        for name in blocks:
+            self.seen[name] = None
+            self.seen.move_to_end(name)
+        while len(self.seen) > self.most_seen:
+            self.seen.popitem(last=False)
+
+
+class Router(Protocol):
+    """Chooses among replicas, of which there is at least one."""
+
+    def __call__(self, replicas: Sequence[Replica], work: Work) -> Replica: ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, replicas: Sequence[Replica], work: Work) -> Replica:
+        self._next += 1
+        return replicas[self._next % len(replicas)]
+
+
+class LeastLoaded:
+    """To the one with the fewest requests, then the fewest tokens."""
+
+    def __call__(self, replicas: Sequence[Replica], work: Work) -> Replica:
+        return min(replicas, key=lambda r: (len(r.live) + len(r.inbox), r.load, r.number))
+
+
+class PrefixAware:
+    """To the one where the least is to be done: tokens of the prompt that it has not cached, and half of those that it
+    works on.
+
+    Example: a prompt of 1024 tokens of which an engine with 3000 tokens of load has 512 cached costs 512 + 1500
+    there and 1024 + 500 at one with 1000 and none: the second one.
+    """
+
+    def __call__(self, replicas: Sequence[Replica], work: Work) -> Replica:
+        def cost(replica: Replica) -> tuple[float, int]:
+            hits = 0
+            for name in work.blocks:
+                if name not in replica.seen:
+                    break
+                hits += 1
+            return (max(work.isl - 512 * hits, 0) + replica.load / 2, replica.number)
+
+        return min(replicas, key=cost)
+
+
+ROUTERS: Mapping[str, Callable[[], Router]] = {
+    "round_robin": RoundRobin,
+    "load": LeastLoaded,
+    "prefix": PrefixAware,
+}
+
+
+def router(name: str) -> Router:
+    """A fresh router. Raises ConfigError for an unknown name."""
+    if name not in ROUTERS:
+        raise ConfigError(f"router: unknown {name!r} (known: {', '.join(ROUTERS)})")
+    return ROUTERS[name]()

@@ -1,0 +1,197 @@
+"""Simulated engines and clusters: real scheduler, cache, controller; time is a number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from draftwise.errors import ConfigError
+from draftwise.plan.acceptance import AcceptanceModel
+from draftwise.plan.capacity import ModelCapacity
+from draftwise.plan.operating import Sla
+from draftwise.plan.planner import Planner, PlannerConfig
+from draftwise.plan.times import Polynomial
+from draftwise.plan.traces import Trace, make_trace, poisson_trace
+from draftwise.simulate.cluster import Cluster, ClusterSettings, Failure
+from draftwise.simulate.engine import EngineSettings, Policy, SimulatedEngine, prompt_tokens
+from draftwise.simulate.outcome import Outcome
+
+ACCEPTANCE = AcceptanceModel.constant((0.7, 0.5, 0.2))
+
+
+def run(trace: Trace, policy: Policy | None = None, *, tokens: int = 100_000, **more: object) -> Outcome:
+    engine = more.pop("engine", EngineSettings())
+    settings = more.pop("settings", None)
+    cluster = Cluster(
+        trace,
+        Polynomial(tokens),
+        ACCEPTANCE,
+        policy or Policy(),
+        engine,
+        settings,
+        **more,  # type: ignore[arg-type]
+    )
+    return cluster.run()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_200_requests_in_500_blocks_give_exactly_20_000_tokens(drafts: int, block_size: int) -> None:
+    """planner.md's anchor; then the engine is idle."""
+    trace = make_trace([0.0] * 200, [1000] * 200, [100] * 200)
+    settings = EngineSettings(num_kv_blocks=500, block_size=block_size)
+    policy = Policy("model", drafts) if drafts else Policy()
+    found = run(trace, policy, tokens=500 * block_size, engine=settings)
+    assert (found.tokens, found.num_ended) == (20_000, 200)
+    if drafts:
+        assert found.accepted_length == pytest.approx(2.12, abs=0.04)
+
+
+def test_an_engine_that_is_done_is_idle_and_holds_nothing() -> None:
+    engine = SimulatedEngine(
+        Polynomial(8000), ACCEPTANCE, Policy("model", 3), EngineSettings(num_kv_blocks=500)
+    )
+    for rid in range(5):
+        engine.add(rid, prompt_tokens(100, rid), 20, 0.0)
+    done = 0
+    while engine.core.has_work:
+        done += sum(u.finished for u in engine.step(engine.clock.now))
+        engine.core.check_integrity()
+    assert done == 5 and engine.kv.num_used == 0
+
+
+def test_a_single_request_takes_what_the_times_say() -> None:
+    times = Polynomial(100_000)
+    found = run(make_trace([2.0], [500], [3]))
+    first = times.prompt_time(0, 500, True)
+    second = times.target_time(1, 1, 500) + times.target_time(1, 1, 501)
+    assert found.ttft_np[0] == pytest.approx(first)
+    assert found.e2e_np[0] == pytest.approx(first + second) and found.itl_np[0] == pytest.approx(second / 2)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    trace = poisson_trace(5, 20, 200, 50, spread=0.5)
+    a, b, c = (run(trace, Policy("model", 3, adaptive=True), seed=seed) for seed in (1, 1, 2))
+    assert a.as_dict() == b.as_dict() and a.as_dict() != c.as_dict()
+
+
+def test_drafts_make_it_quicker_where_they_are_accepted_and_the_controller_leaves_them_where_not() -> None:
+    trace = poisson_trace(3, 40, 200, 100)
+    plain, fixed = run(trace), run(trace, Policy("model", 3))
+    assert fixed.itl_np.mean() < 0.7 * plain.itl_np.mean()
+    hopeless = AcceptanceModel.constant((0.0,))
+    times = Polynomial(100_000, draft_ms=5.0)
+
+    def under(policy: Policy) -> float:
+        return float(Cluster(trace, times, hopeless, policy, EngineSettings()).run().itl_np.mean())
+
+    slow, adaptive, none = (
+        under(Policy("model", 3)),
+        under(Policy("model", 3, adaptive=True)),
+        under(Policy()),
+    )
+    assert slow > 1.5 * none and adaptive < 1.1 * none
+
+
+def test_pools_decode_what_was_read_elsewhere_after_the_transfer() -> None:
+    trace = make_trace([0.0], [1000], [10])
+    settings = ClusterSettings(prefill=1, decode=1, bandwidth=1e9, kv_bytes=1e6, latency=0.5)
+    found = run(trace, settings=settings)
+    whole = run(trace)
+    assert found.ttft_np[0] == pytest.approx(whole.ttft_np[0])
+    # 1000 tokens of 1 MB at 1 GB/s and the latency: 1.5 s; 8 tokens behind the last full block are read again.
+    assert found.e2e_np[0] - whole.e2e_np[0] == pytest.approx(1.5, abs=0.05)
+    assert found.tokens == 10
+
+
+def test_everybody_is_served_by_pools_under_load_and_with_little_cache() -> None:
+    trace = poisson_trace(10, 20, 300, 60, spread=0.7)
+    settings = ClusterSettings(prefill=1, decode=2)
+    found = run(trace, Policy("model", 3), tokens=6000, settings=settings)
+    assert found.num_ended == len(trace) and found.tokens == int(trace.osl_np.sum())
+
+
+def test_a_failed_replica_loses_no_request_and_no_token() -> None:
+    trace = poisson_trace(6, 30, 200, 80)
+    failures = (Failure(5.0, 0, 10.0), Failure(12.0, 1, 3.0), Failure(13.0, 0, 1.0))
+    found = run(trace, Policy("model", 3), settings=ClusterSettings(replicas=2, failures=failures))
+    assert found.num_ended == len(trace) and found.tokens == int(trace.osl_np.sum())
+    assert found.num_moved > 0
+    quiet = run(trace, Policy("model", 3), settings=ClusterSettings(replicas=2))
+    assert found.e2e_np.mean() > quiet.e2e_np.mean()
+
+
+def test_a_cluster_that_fails_whole_goes_on_when_it_is_back() -> None:
+    trace = make_trace([0.0, 1.0], [100, 100], [200, 50])
+    found = run(trace, settings=ClusterSettings(failures=(Failure(0.5, 0, 20.0),)))
+    assert found.num_ended == 2 and (found.e2e_np > 19).all()
+    assert found.ttft_np[0] < 0.5 < 19 < found.ttft_np[1]  # the first one's user had tokens before
+
+
+def test_a_request_that_fits_nowhere_is_refused_and_said() -> None:
+    found = run(make_trace([0.0, 0.0], [5000, 100], [10, 10]), tokens=2000)
+    assert (found.num_refused, found.num_ended) == (1, 1) and "KV cache" in (found.refused or "")
+
+
+def test_the_router_that_knows_prefixes_finds_them() -> None:
+    times, isl, osl, blocks = [], [], [], []
+    for i in range(60):
+        times.append(i * 0.25)
+        isl.append(4 * 512 + 40)
+        osl.append(20)
+        blocks.append([100 * (i % 15) + j for j in range(4)])  # fifteen conversations over four replicas
+    trace = make_trace(times, isl, osl, blocks=blocks)
+    by = {
+        name: run(trace, settings=ClusterSettings(replicas=4, router=name))
+        for name in ("prefix", "round_robin")
+    }
+    assert by["prefix"].ttft_np.mean() < 0.75 * by["round_robin"].ttft_np.mean()
+
+
+def test_a_planner_follows_the_load_up_and_down() -> None:
+    up = poisson_trace(12, 600, 500, 60, shape="peak")
+    times, sla = Polynomial(30_000), Sla(ttft=1.0, itl=0.03)
+    planner = Planner(
+        PlannerConfig(interval=10, budget=6, hold=3), ModelCapacity(times, ACCEPTANCE, sla, most_requests=64)
+    )
+    settings = ClusterSettings(replicas=1, startup=10, sla=sla)
+    found = Cluster(
+        up, times, ACCEPTANCE, Policy("model", 3), EngineSettings(max_num_seqs=64), settings, planner=planner
+    ).run()
+    counts = [m.replicas["engines"] for m in found.moments]
+    assert found.num_ended == len(up)
+    assert counts[0] == 1 and max(counts) >= 2 and counts[-1] < max(counts) and max(counts) <= 6
+    most = max(counts) * found.seconds
+    assert found.device_seconds < 0.9 * most
+
+
+def test_times_that_are_no_numbers_end_the_run_with_a_line() -> None:
+    class Broken(Polynomial):
+        def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
+            return math.nan
+
+    with pytest.raises(ConfigError, match="a step takes nan"):
+        Cluster(make_trace([0.0], [10], [10]), Broken(1000), ACCEPTANCE, Policy(), EngineSettings()).run()
+
+
+def test_prompts_share_what_their_blocks_say() -> None:
+    a, b = prompt_tokens(5, 1, (8, 9), 2), prompt_tokens(5, 2, (8, 9), 2)
+    assert a[:4].tolist() == [8, 8, 9, 9] == b[:4].tolist() and a[4] != b[4]
+    assert not np.array_equal(prompt_tokens(5, 1), prompt_tokens(5, 2))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prefill": 1},
+        {"replicas": 0},
+        {"startup": math.nan},
+        {"bandwidth": 0.0},
+        {"failures": (Failure(-1.0, 0),)},
+    ],
+)
+def test_clusters_that_cannot_be(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        ClusterSettings(**wrong)  # type: ignore[arg-type]
