@@ -403,10 +403,10 @@ class TreeShape:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TreeDraws:
+class TreeDraws(NamedTuple):
     """How `DecoderModel.draft_trees` drafts one request's tree of fixed children. A token behind a node scores
-    ``scale * logits + noise_scale * noise``, the noise that of the node's level.
+    ``scale * logits + noise_scale * noise``, the shared noise of (``seed``, ``sample_index``) at the token's position,
+    which is the same for all nodes of a level; ``noise_scale`` 0: there is none.
 
     With a ``shape`` each of its nodes is the token of its rank. Else the tree is EAGLE-2's: on each of ``depth`` levels
     the ``top_k`` nodes of highest probability, by the product of softmax(score) along the path, get ``top_k`` children;
@@ -415,15 +415,15 @@ class TreeDraws:
 
     scale: float = 1.0
     noise_scale: float = 0.0
-    noise: torch.Tensor | None = None  # [levels, V] float32
+    seed: int = 0
+    sample_index: int = 0
     shape: TreeShape | None = None
     top_k: int = 1
     depth: int = 1
     nodes: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedTree:
+class DraftedTree(NamedTuple):
     """Tokens of the target's vocabulary, and parents (-1: the root) that precede them."""
 
     tokens: tuple[int, ...]

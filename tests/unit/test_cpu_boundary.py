@@ -29,7 +29,7 @@ MIRRORS = {
     "SuffixDraft": ctypes.sizeof(suffix_native.DraftStruct),
     "SuffixLimits": ctypes.sizeof(suffix_native.LimitsStruct),
     "TreeOutput": ctypes.sizeof(trees.TreeOutput),
-    "TreeWish": ctypes.sizeof(trees.TreeWish),
+    "TreeWish": trees.WISH.size,
     "VerifyDraw": DRAW.size,
 }
 

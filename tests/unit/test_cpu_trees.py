@@ -91,7 +91,7 @@ def draft_both(
     inputs = [RowInput(row.token_ids_np, 0, table) for row, table in zip(rows, tables, strict=True)]
     batch = build_step_input(inputs, BLOCK, CPU)
     last = (batch.attention.query_start_np[1:] - 1).tolist()
-    draws = native_draws(tasks, vocab_size=VOCAB, method="probabilistic")
+    draws = native_draws(tasks, "probabilistic")
     assert draws is not None
     kv = KVStorage(model.kv_layout(), blocks * len(rows), BLOCK, model.dtype, CPU)
     trees = model.draft_trees(batch, kv, last, draws)

@@ -40,7 +40,7 @@ class TreePlan:
 
     def takes(self, draws: TreeDraws) -> bool:
         """Whether these draws are of this tree."""
-        if draws.noise is not None or draws.shape != self.shape:
+        if draws.noise_scale or draws.shape != self.shape:
             return False
         return self.shape is not None or (draws.top_k == self.top_k and draws.depth <= self.depth)
 

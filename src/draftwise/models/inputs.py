@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.columns import RowPacker, row_packer
 from draftwise.types import AttentionBatch, IntArray, StateRows, StepInput
 
@@ -181,8 +182,19 @@ def pack_rows(
     is_tree_np, ancestors_np = _NO_TREE if count == 1 and not trees else np.zeros(count, np.bool_), None
     if trees:
         ancestors_np = np.zeros(total, np.uint64)
+        below_roots: Sequence[TreeRows] = trees
+        if packer is not None and all(tree.parents is not None for tree in trees):
+            for tree in trees:
+                is_tree_np[tree.request] = True
+            packer.place_trees(
+                [starts[tree.request] for tree in trees],
+                [tree.parents for tree in trees if tree.parents is not None],
+                positions,
+                ancestors_np,
+            )
+            below_roots = ()
         positions_np = positions.numpy()
-        for tree in trees:
+        for tree in below_roots:
             is_tree_np[tree.request] = True
             own = slice(starts[tree.request], starts[tree.request + 1])
             origin = contexts[tree.request] + position_offset
@@ -204,6 +216,77 @@ def pack_rows(
             np.array(tree_starts, np.int32) if has_starts else None,
         ),
         states,
+    )
+
+
+def pack_spans(
+    first: Sequence[int],
+    tokens: Sequence[IntArray],
+    tables: Sequence[IntArray],
+    tokens_at: Sequence[int],
+    tables_at: Sequence[int],
+    block_size: int,
+    device: torch.device,
+    *,
+    position_offset: int = 0,
+    first_keys: Sequence[int] = (),
+    packer: RowPacker | None = None,
+) -> StepInput:
+    """`pack_rows` of what is known of R requests, from some token of each to its last one.
+
+    Args:
+        first: [R] first token of each request that is a row.
+        tokens: [R] known tokens of each, from its first one on, int32.
+        tables: [R] block table of each, int32.
+        tokens_at, tables_at: [R] where these lie in memory; 0: somebody has to look.
+        position_offset, first_keys, packer: as in `pack_rows`.
+
+    Example: tokens 5 6 7 and 8 9, first 1 and 1: rows 6 7 | 9, at keys 1 2 | 1.
+    """
+    stop = [len(own) for own in tokens]
+    if device.type != "cpu":
+        packer = None
+    elif packer is None:
+        packer = row_packer()
+    if packer is None:
+        rows: list[int] = []
+        starts = [0]
+        for own, begin in zip(tokens, first, strict=True):
+            rows += own[begin:].tolist()
+            starts.append(len(rows))
+        return pack_rows(
+            rows,
+            starts,
+            first,
+            Blocks.of(tables),
+            block_size,
+            device,
+            position_offset=position_offset,
+            first_keys=first_keys,
+        )
+    (token_ids, positions, slots), tables_np, start_np, context_np = packer.pack_spans(
+        first,
+        stop,
+        [len(table) for table in tables],
+        [at or address(table) for at, table in zip(tables_at, tables, strict=True)],
+        [at or address(own) for at, own in zip(tokens_at, tokens, strict=True)],
+        block_size,
+        position_offset,
+    )
+    count = len(stop)
+    return StepInput(
+        token_ids,
+        positions,
+        slots,
+        AttentionBatch(
+            start_np,
+            context_np,
+            _NO_TREE if count == 1 else np.zeros(count, np.bool_),
+            tables_np,
+            None,
+            block_size,
+            np.array(first_keys, np.int32) if any(first_keys) else None,
+        ),
     )
 
 

@@ -77,6 +77,11 @@ class DraftRow:
     forced: tuple[int, ...] = ()
     """Tokens that must come next, ``budget`` at most. A proposal of point masses that does not begin with them is
     replaced by them; who knows what follows them may go on behind them."""
+    tokens_at: int = 0
+    """Where ``token_ids_np`` (int32, contiguous) lies in memory, if that is known: native calls are told it of many
+    requests, and asking numpy takes a microsecond. 0: ask (`kernels.cpu.attention.address`)."""
+    blocks_at: int = 0
+    """The same of ``block_table_np``."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +101,8 @@ class DraftRow:
             self.filled,
             self.grammar,
             self.forced,
+            self.tokens_at,
+            self.blocks_at,
         )
 
 

@@ -244,6 +244,8 @@ class Drafting:
                 fill.tokens if fill is not None else 0,
                 row.grammar,
                 forced,
+                row.tokens_at,
+                row.blocks_at,
             )
             group = groups.get(name)
             if group is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from operator import add
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,6 +36,12 @@ class RowPacker:
         self._few: dict[int, tuple[tuple[Tensor, Tensor, Tensor], int]] | None = {} if reuses else None
         self._pack: Callable[..., None] = library.function(
             "dw_pack_rows", None, [_I64, _I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR]
+        )
+        self._pack_spans: Callable[..., None] = library.function(
+            "dw_pack_spans", None, [_I64, _I64, _I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _PTR]
+        )
+        self._place_trees: Callable[..., None] = library.function(
+            "dw_place_trees", None, [_I64, _PTR, _PTR, _I64, _PTR, _PTR]
         )
 
     def pack(
@@ -90,6 +97,85 @@ class RowPacker:
         )
         starts_np: IntArray = np.frombuffer(columns, np.int32, count + 1)
         return rows, tables, starts_np
+
+    def pack_spans(
+        self,
+        first: Sequence[int],
+        stop: Sequence[int],
+        widths: Sequence[int],
+        tables_at: Sequence[int],
+        tokens_at: Sequence[int],
+        block_size: int,
+        offset: int,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], IntArray, IntArray, IntArray]:
+        """`pack` of known tokens, which are said to lie somewhere in memory: what it returns, and keys of the requests'
+        first rows int32 [R].
+
+        Args:
+            first, stop: [R] key of each request's first row, and the key behind its last.
+            widths: [R] blocks of each request.
+            tables_at: [R] where its block ids (int32) lie.
+            tokens_at: [R] where its tokens (int32) lie; that of key 0 first.
+            block_size, offset: as in `pack`.
+        """
+        count, width, total = len(first), max(widths), sum(stop) - sum(first)
+        require(
+            len(stop) == count
+            and len(widths) == count
+            and len(tables_at) == count
+            and len(tokens_at) == count,
+            "columns of the same length",
+        )
+        require(total >= 0 and all(tables_at) and all(tokens_at), "tokens and tables that lie somewhere")
+        columns = array("q", [*first, *stop, *widths, *tables_at, *tokens_at])
+        rows, rows_at = self._rows(total)
+        numbers: IntArray = np.empty(2 * count + 1 + count * width, np.int32)
+        at = address(numbers)
+        self._pack_spans(
+            count,
+            block_size,
+            offset,
+            columns.buffer_info()[0],
+            width,
+            total,
+            rows_at,
+            at + 4 * (2 * count + 1),
+            at,
+            at + 4 * (count + 1),
+        )
+        tables: IntArray = numbers[2 * count + 1 :].reshape(count, width)
+        return rows, tables, numbers[: count + 1], numbers[count + 1 : 2 * count + 1]
+
+    def place_trees(
+        self,
+        roots: Sequence[int],
+        trees: Sequence[Sequence[int]],
+        positions: Tensor,
+        ancestors_np: npt.NDArray[np.uint64],
+    ) -> None:
+        """Write where the rows of trees look: positions of nodes, and ancestors of roots and nodes.
+
+        Args:
+            roots: row of each root, whose position is there.
+            trees: parents of the nodes below each, which are the rows behind it.
+            positions: [T] int64.
+            ancestors_np: [T].
+        """
+        total = len(ancestors_np)
+        require(
+            positions.dtype is torch.int64 and positions.shape == (total,) and positions.is_contiguous(),
+            "a position for each row, in int64",
+        )
+        columns = array("q", [*roots, *map(len, trees)])
+        parents = array("i", [parent for tree in trees for parent in tree])
+        self._place_trees(
+            len(trees),
+            columns.buffer_info()[0],
+            parents.buffer_info()[0],
+            total,
+            positions.data_ptr(),
+            address(ancestors_np),
+        )
 
     def _rows(self, count: int) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
         """Three tensors [count], one behind the other, and where they begin."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,14 @@ from torch import Tensor
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
-from draftwise.models.inputs import Blocks, RowInput, build_step_input, pack_rows
+from draftwise.models.inputs import RowInput, build_step_input, pack_spans
 from draftwise.propose.base import DraftRow
 from draftwise.propose.chains import ChainDraft
 from draftwise.propose.heads.features import FeatureSource
 from draftwise.propose.heads.state import Features, HeadState, Piece, Track, joined
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
+
+T = TypeVar("T")
 
 _PASS_ROWS = 2048
 """Rows of one pass that fills in what is missing: a long prompt is filled in pieces, so that activations stay small."""
@@ -177,62 +179,86 @@ class HeadPasses:
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         """`HeadModel.draft_chains` for these requests, if the head can; what is missing (`missing`) is stored on the
         way."""
+        return self._at_once(
+            rows,
+            states,
+            [row.block_table_np for row in rows],
+            [row.blocks_at for row in rows],
+            lambda batch, features, last: self.head.draft_chains(
+                batch, features, self.kv, last, steps, draws
+            ),
+        )
+
+    def trees(
+        self,
+        rows: Sequence[DraftRow],
+        states: Sequence[HeadState],
+        draws: Sequence[TreeDraws],
+        tables: Sequence[IntArray] | None = None,
+    ) -> list[DraftedTree] | None:
+        """`HeadModel.draft_trees` for these requests, if the head can. ``tables``: their blocks, with scratch ones
+        behind them; None: their own alone."""
+        own = tables is None
+        return self._at_once(
+            rows,
+            states,
+            [row.block_table_np for row in rows] if tables is None else tables,
+            [row.blocks_at if own else 0 for row in rows],
+            lambda batch, features, last: self.head.draft_trees(batch, features, self.kv, last, draws),
+        )
+
+    def _at_once(
+        self,
+        rows: Sequence[DraftRow],
+        states: Sequence[HeadState],
+        tables: Sequence[IntArray],
+        tables_at: Sequence[int],
+        call: Callable[[StepInput, Tensor, list[int] | None], T | None],
+    ) -> T | None:
+        """Let the head do all passes for these requests, the first of them over what is missing; None: it cannot."""
         if self.head.num_depths > 1:
             return None  # what the first depth gives is queued for the next one
         begun = time.perf_counter()
-        tokens: list[int] = []
-        starts = [0]
         firsts: list[int] = []
         first_keys: list[int] = []
         pieces: list[Piece] = []
+        saved: list[tuple[Track, int, tuple[int, int, list[Piece]]]] = []
+        size = 0
+        # What is stored is written down before it is: behind the passes the caches are full of weights, and what is at
+        # hand now would have to be fetched again, at four times the cost.
         for row, state in zip(rows, states, strict=True):
-            track, known_np = state.tracks[0], row.token_ids_np
-            stop = len(known_np)
+            track, stop = state.tracks[0], len(row.token_ids_np)
+            queue = track.queue
             first = self.first_missing(track, stop)
-            tokens += known_np[first:].tolist()
-            starts.append(len(tokens))
             firsts.append(first)
             first_keys.append(track.first_key)
-            pieces += track.queue.of(first - 1, stop - 1)
-        batch = pack_rows(
-            tokens,
-            starts,
-            firsts,
-            Blocks.of([row.block_table_np for row in rows]),
-            self.block_size,
-            self.head.inputs_on,
-            position_offset=-1,
-            first_keys=first_keys,
-            packer=self._packer,
-        )
-        last = None if len(tokens) == len(rows) else [start - 1 for start in starts[1:]]
-        chains = self.head.draft_chains(batch, joined(pieces), self.kv, last, steps, draws)
-        if chains is None:
-            return None
-        for row, state in zip(rows, states, strict=True):
-            state.tracks[0].advance(len(row.token_ids_np))
+            pieces += queue.of(first - 1, stop - 1)
+            size += stop - first
+            saved.append((track, track.next, queue.saved()))
+            track.advance(stop)
+        answer: T | None = None
+        try:
+            batch = pack_spans(
+                firsts,
+                [row.token_ids_np for row in rows],
+                tables,
+                [row.tokens_at for row in rows],
+                tables_at,
+                self.block_size,
+                self.head.inputs_on,
+                position_offset=-1,
+                first_keys=first_keys,
+                packer=self._packer,
+            )
+            last = None if size == len(rows) else (batch.attention.query_start_np[1:] - 1).tolist()
+            answer = call(batch, joined(pieces), last)
+        finally:
+            if answer is None:
+                for track, stored, queue_was in saved:
+                    track.next = stored
+                    track.queue.restore(queue_was)
         self._time += time.perf_counter() - begun
-        return chains
-
-    def trees(
-        self, drafts: Sequence[HeadDraft], tables: Sequence[IntArray], draws: Sequence[TreeDraws]
-    ) -> list[DraftedTree] | None:
-        """`HeadModel.draft_trees` for these requests, if the head can. ``tables``: their blocks, with scratch ones."""
-        if self.head.num_depths > 1:
-            return None
-        start = time.perf_counter()
-        jobs = [
-            Rows(job.input._replace(block_table_np=table), job.features)
-            for job, table in zip([self.missing(draft) for draft in drafts], tables, strict=True)
-        ]
-        batch, features, last = self.batch(jobs)
-        trees = self.head.draft_trees(batch, features, self.kv, last, draws)
-        if trees is None:
-            return None
-        for draft in drafts:
-            draft.state.tracks[0].advance(draft.row.num_tokens)
-        self._time += time.perf_counter() - start
-        return trees
+        return answer
 
     def catch_up(self, drafts: Sequence[HeadDraft]) -> tuple[Tensor, Tensor]:
         """Feed all rows that are missing: logits [R, Vd] and features [R, F] of the last one of each request."""

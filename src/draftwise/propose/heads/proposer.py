@@ -29,7 +29,7 @@ from draftwise.propose.heads.trees import HeadTrees
 from draftwise.propose.resident import ResidentDrafter
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeTask
-from draftwise.propose.trees.native import as_proposal, native_draws
+from draftwise.propose.trees.native import as_proposal, native_draws, static_draws, tree_proposals
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
 
@@ -185,7 +185,7 @@ class HeadProposer(Proposer):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
-        proposals = None if found is None else self._loop(rows, *found)
+        proposals = self._forest(rows) if found is None else self._loop(rows, *found)
         if proposals is not None:
             return proposals
         drafts = [self._start(row) for row in rows]
@@ -222,6 +222,21 @@ class HeadProposer(Proposer):
         self.forward_time += self._passes.take_time()
         drawn, q = chains
         return loop_proposals(drawn.tolist(), self._of_target(q), kind, self.name)
+
+    def _forest(self, rows: Sequence[DraftRow]) -> list[Proposal] | None:
+        """Let the head draft the static trees of all rows, if that is what they want and it can."""
+        draws = static_draws(rows, self._sample_method, self._max_len, self._block_size)
+        if draws is None:
+            return None
+        try:
+            states = [self._states[row.rid] for row in rows]
+        except KeyError:
+            return None
+        trees = self._passes.trees(rows, states, draws)
+        if trees is None:
+            return None
+        self.forward_time += self._passes.take_time()
+        return tree_proposals(trees, self.name)
 
     def _start(self, row: DraftRow) -> HeadDraft | None:
         state = self._states.get(row.rid)
@@ -301,16 +316,13 @@ class HeadProposer(Proposer):
         """Let the head do all levels, if it can and nothing but a choice stands between them."""
         if any(draft.tokens for draft in drafts):
             return False
-        draws = native_draws(
-            tasks,
-            vocab_size=self._vocab_size,
-            method=self._sample_method,
-            vocab_map=self._head.target_ids,
-        )
+        draws = native_draws(tasks, self._sample_method)
         if draws is None:
             return False
         tables = [self._scratch.table(i, draft.row.block_table_np) for i, draft in enumerate(drafts)]
-        trees = self._passes.trees(drafts, tables, draws)
+        trees = self._passes.trees(
+            [draft.row for draft in drafts], [draft.state for draft in drafts], draws, tables
+        )
         if trees is None:
             return False
         for draft, task, tree in zip(drafts, tasks, trees, strict=True):

@@ -118,6 +118,14 @@ class FeatureQueue:
             first = end
         return found
 
+    def saved(self) -> tuple[int, int, list[Piece]]:
+        """For `restore`."""
+        return self.first, self.end, self._pieces.copy()
+
+    def restore(self, saved: tuple[int, int, list[Piece]]) -> None:
+        """As it was when it was saved."""
+        self.first, self.end, self._pieces = saved
+
     def drop(self, start: int) -> None:
         """Forget the features of tokens before ``start``. What is left of many is copied, so that a prompt's are
         freed."""

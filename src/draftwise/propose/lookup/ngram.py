@@ -71,6 +71,7 @@ class _PythonNgrams:
         tokens: Sequence[IntArray],
         known: Sequence[int],
         wanted: Sequence[int],
+        tokens_at: Sequence[int],
     ) -> list[tuple[list[int], int]]:
         out: list[tuple[list[int], int]] = []
         for index, tokens_np, count, length in zip(indexes, tokens, known, wanted, strict=True):
@@ -149,9 +150,11 @@ class NgramProposer(Proposer):
         texts: list[IntArray] = []
         known: list[int] = []
         wanted: list[int] = []
+        places: list[int] = []
         for row in rows:
             tokens_np = row.token_ids_np
-            if tokens_np.dtype != np.int32 or not tokens_np.flags.c_contiguous:
+            at = row.tokens_at
+            if not at and (tokens_np.dtype != np.int32 or not tokens_np.flags.c_contiguous):
                 tokens_np = np.ascontiguousarray(tokens_np, np.int32)
             count = len(tokens_np)
             index = self._indexes.get(row.rid)
@@ -162,11 +165,13 @@ class NgramProposer(Proposer):
             length = row.budget if row.budget < row.max_depth else row.max_depth
             if row.forced:  # look for what followed them
                 length -= len(row.forced)
-                tokens_np = np.concatenate([tokens_np, np.asarray(row.forced, np.int32)])
+                tokens_np, at = np.concatenate([tokens_np, np.asarray(row.forced, np.int32)]), 0
             texts.append(tokens_np)
+            places.append(at)
             wanted.append(length if length > 0 else 0)
         out: list[tuple[Proposal, int]] = []
-        for row, (copied, length) in zip(rows, self._engine.step(indexes, texts, known, wanted), strict=True):
+        found = self._engine.step(indexes, texts, known, wanted, places)
+        for row, (copied, length) in zip(rows, found, strict=True):
             if not copied:
                 out.append((EMPTY_PROPOSAL, 0))
                 continue

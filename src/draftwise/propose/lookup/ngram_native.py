@@ -44,6 +44,7 @@ class NativeNgrams:
         tokens: Sequence[IntArray],
         known: Sequence[int],
         wanted: Sequence[int],
+        tokens_at: Sequence[int],
     ) -> list[tuple[list[int], int]]:
         """What followed the longest suffix of each request's tokens, and the length of that suffix; nothing and 0 where
         none occurred before.
@@ -53,10 +54,11 @@ class NativeNgrams:
             tokens: [n] int32 each.
             known: how many of the tokens are the request's; a grammar forces those behind them.
             wanted: how many to copy, 0 or more.
+            tokens_at: where the tokens lie in memory; 0: look.
         """
         count, width = len(indexes), max(wanted)
         columns = array("q", [index.handle for index in indexes])
-        columns.extend([address(own) for own in tokens])
+        columns.extend([at or address(own) for at, own in zip(tokens_at, tokens, strict=True)])
         columns.extend([*known, *map(len, tokens), *wanted])
         found = array("i", bytes(4 * count * (1 + width)))
         self._step(count, columns.buffer_info()[0], width, found.buffer_info()[0])

@@ -59,7 +59,7 @@ class NativeEngine:
             local.handle,
             global_ and global_.handle,
             output,
-            address(token_ids_np),
+            row.tokens_at or address(token_ids_np),
             len(token_ids_np),
             row.num_prompt,
             limits,
@@ -80,7 +80,7 @@ class NativeEngine:
         columns = array("q")
         columns.extend([local.handle for local in locals_])  # type: ignore[union-attr]
         columns.extend(outputs)
-        columns.extend([address(row.token_ids_np) for row in rows])
+        columns.extend([row.tokens_at or address(row.token_ids_np) for row in rows])
         columns.extend([len(row.token_ids_np) for row in rows])
         columns.extend([row.num_prompt for row in rows])
         budgets = [row.budget for row in rows]

@@ -15,7 +15,7 @@ from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.models.inputs import Blocks, RowInput, build_step_input, pack_rows
+from draftwise.models.inputs import RowInput, build_step_input, pack_spans
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
     ChainDraft,
@@ -31,9 +31,9 @@ from draftwise.propose.chains import (
 from draftwise.propose.models.carried import CarriedStates
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
-from draftwise.propose.trees.native import as_proposal, native_draws
+from draftwise.propose.trees.native import as_proposal, native_draws, static_draws, tree_proposals
 from draftwise.sampling.draw import DraftSampleMethod
-from draftwise.types import IntArray, Proposal
+from draftwise.types import IntArray, Proposal, StepInput
 
 logger = logging.getLogger("draftwise")
 
@@ -139,7 +139,10 @@ class ModelProposer(Proposer, TreeModel):
         found = None
         if self._carried is None:
             found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
-        proposals = None if found is None else self._loop(rows, *found)
+        if found is not None:
+            proposals = self._loop(rows, *found)
+        else:
+            proposals = self._forest(rows) if self._carried is None else None
         if proposals is not None:
             return proposals
         drafts = [self._start(row) for row in rows]
@@ -171,20 +174,11 @@ class ModelProposer(Proposer, TreeModel):
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the model do the whole loop for all rows, if it can."""
-        firsts = [min(self._filled(row), len(row.token_ids_np) - 1) for row in rows]
-        total = sum(map(len, [row.token_ids_np for row in rows])) - sum(firsts)
-        if total > CATCH_UP_ROWS:
+        found = self._spans(rows)
+        if found is None:
             return None
-        tokens: list[int] = []
-        starts = [0]
-        for row, first in zip(rows, firsts, strict=True):
-            tokens += row.token_ids_np[first:].tolist()
-            starts.append(len(tokens))
-        blocks = Blocks.of([row.block_table_np for row in rows])
-        inputs_on, packer = self._model.inputs_on, self._packer
         begun = time.perf_counter()
-        batch = pack_rows(tokens, starts, firsts, blocks, self._block_size, inputs_on, packer=packer)
-        last = None if total == len(rows) else [start - 1 for start in starts[1:]]
+        batch, last = found
         assert self._storage is not None, "allocate comes before propose"
         chains = self._model.draft_chains(batch, self._storage, last, length, loop_draws(rows, kind))
         if chains is None:
@@ -194,6 +188,43 @@ class ModelProposer(Proposer, TreeModel):
         self._loop_stored = length - 1
         drawn, q = chains
         return loop_proposals(drawn.tolist(), q, kind, self.name)
+
+    def _spans(self, rows: Sequence[DraftRow]) -> tuple[StepInput, list[int] | None] | None:
+        """A batch of the known tokens that the model has not read, the last one of each row in any case, and where
+        these last ones stand in it (None: they are all). None: these are too many for one pass."""
+        firsts = [min(row.filled, len(row.token_ids_np) - 1) for row in rows]
+        tokens = [row.token_ids_np for row in rows]
+        total = sum(map(len, tokens)) - sum(firsts)
+        if total > CATCH_UP_ROWS:
+            return None
+        batch = pack_spans(
+            firsts,
+            tokens,
+            [row.block_table_np for row in rows],
+            [row.tokens_at for row in rows],
+            [row.blocks_at for row in rows],
+            self._block_size,
+            self._model.inputs_on,
+            packer=self._packer,
+        )
+        last = None if total == len(rows) else (batch.attention.query_start_np[1:] - 1).tolist()
+        return batch, last
+
+    def _forest(self, rows: Sequence[DraftRow]) -> list[Proposal] | None:
+        """Let the model draft the static trees of all rows, if that is what they want and it can."""
+        draws = static_draws(rows, self._sample_method, self._max_len, self._block_size)
+        found = None if draws is None else self._spans(rows)
+        if draws is None or found is None:
+            return None
+        begun = time.perf_counter()
+        assert self._storage is not None, "allocate comes before propose"
+        batch, last = found
+        trees = self._model.draft_trees(batch, self._storage, last, draws)
+        if trees is None:
+            return None
+        self.forward_time += time.perf_counter() - begun
+        self._looped = {row.rid: len(row.token_ids_np) for row in rows}
+        return tree_proposals(trees, self.name)
 
     def _start(self, row: DraftRow) -> ModelDraft:
         length = longest_chain(row, self._max_len, self._block_size)
@@ -228,7 +259,7 @@ class ModelProposer(Proposer, TreeModel):
         rows = sum(len(d.context_np) - start for d, start in zip(drafts, starts, strict=True))
         if rows > CATCH_UP_ROWS:
             return False
-        draws = native_draws(tasks, vocab_size=self._model.config.vocab_size, method=self._sample_method)
+        draws = native_draws(tasks, self._sample_method)
         if draws is None:
             return False
         begun = time.perf_counter()

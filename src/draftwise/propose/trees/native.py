@@ -5,32 +5,67 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import torch
-
-from draftwise.names import SHARED
 from draftwise.propose.base import DraftRow
 from draftwise.propose.chains import chain_kind
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
-from draftwise.sampling.noise import NoiseKey, gumbel
-from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, TreeShape
+from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, TreeShape, new_record
 
 
-def native_draws(
-    tasks: Sequence[TreeTask],
-    *,
-    vocab_size: int,
-    method: DraftSampleMethod,
-    vocab_map: torch.Tensor | None = None,
-) -> list[TreeDraws] | None:
+def native_draws(tasks: Sequence[TreeTask], method: DraftSampleMethod) -> list[TreeDraws] | None:
     """What `DecoderModel.draft_trees` needs to draft these trees as `draft_trees` would, if it can: nothing stands
     between its passes but a choice of fixed children at a temperature. What min_p, top_k and top_p exclude is chosen
-    last, and only fills up; penalties are the target's alone, as in `chains.alike`.
-
-    ``vocab_size``: the target's."""
+    last, and only fills up; penalties are the target's alone, as in `chains.alike`."""
     if not all(_is_plain(task.row, method) for task in tasks):
         return None
-    return [_native_draw(task, vocab_size, method, vocab_map) for task in tasks]
+    return [_native_draw(task, method) for task in tasks]
+
+
+def static_draws(
+    rows: Sequence[DraftRow], method: DraftSampleMethod, max_len: int, block_size: int
+) -> list[TreeDraws] | None:
+    """`native_draws` of rows as they stand, without a task for each, if all of them want static trees that can be
+    drafted so and whose nodes have room in their own blocks. None: they are not like that."""
+    found: list[TreeDraws] = []
+    tree: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    cut = 0, 0
+    shape: TreeShape | None = None
+    size = 0
+    for row in rows:
+        speculation, state = row.speculation, row.sampling
+        if (
+            speculation.tree is None
+            or speculation.dynamic is not None
+            or state.steers
+            or row.forced
+            or row.grammar is not None
+        ):
+            return None
+        known, budget = len(row.token_ids_np), row.budget
+        slots = len(row.block_table_np) * block_size
+        # as `longest_chain`, whose exceptions are all lengths below 1
+        depth = min(budget, row.max_depth, max_len - known + 1, slots - known + 1)
+        if depth < 1:
+            return None
+        if (
+            shape is None
+            or (budget, depth) != cut
+            or speculation.tree is not tree
+            or speculation.tree_ranks is not ranks
+        ):
+            tree, ranks, cut = speculation.tree, speculation.tree_ranks, (budget, depth)
+            shape = _cut_shape(tree, ranks, budget, depth)
+            size = len(shape.parents)
+        if known + size > slots:
+            return None
+        if state.is_greedy:
+            found.append(new_record(TreeDraws, (1.0, 0.0, 0, 0, shape, 1, 1, 1)))
+            continue
+        if draws_from_q(state, speculation.rule, method):
+            return None
+        found.append(_of_state(row, method, shape))
+    return found
 
 
 def _is_plain(row: DraftRow, method: DraftSampleMethod) -> bool:
@@ -40,31 +75,34 @@ def _is_plain(row: DraftRow, method: DraftSampleMethod) -> bool:
     return not sampled
 
 
-def _native_draw(
-    task: TreeTask, vocab_size: int, method: DraftSampleMethod, vocab_map: torch.Tensor | None
+def _native_draw(task: TreeTask, method: DraftSampleMethod) -> TreeDraws:
+    dynamic = task.row.speculation.dynamic
+    if dynamic is not None:
+        levels = min(task.depth, dynamic.depth)
+        return _of_state(task.row, method, None, dynamic.top_k, levels, task.nodes)
+    speculation = task.row.speculation
+    assert speculation.tree is not None
+    return _of_state(
+        task.row, method, _cut_shape(speculation.tree, speculation.tree_ranks, task.nodes, task.depth)
+    )
+
+
+def _of_state(
+    row: DraftRow,
+    method: DraftSampleMethod,
+    shape: TreeShape | None,
+    top_k: int = 1,
+    depth: int = 1,
+    nodes: int = 1,
 ) -> TreeDraws:
-    row, speculation = task.row, task.row.speculation
-    state, dynamic = row.sampling, speculation.dynamic
-    shape = None
-    levels = task.depth
-    if dynamic is None:
-        assert speculation.tree is not None
-        shape = _cut_shape(speculation.tree, speculation.tree_ranks, task.nodes, task.depth)
-        levels = min(levels, len(shape.parents))
-    else:
-        levels = min(levels, dynamic.depth)
-    scale, noise_scale, noise = 1.0 / state.temperature, 0.0, None
+    """With the request's temperature, and its noise where it reads some."""
+    state = row.sampling
     if chain_kind(row, method) == "coupled":
         # T * (logits / T + g), see `sampling.draw.draft_candidates`
-        scale, noise_scale = 1.0, state.temperature
-        keys = [
-            NoiseKey(state.seed, state.sample_index, SHARED, task.context_len + level)
-            for level in range(levels)
-        ]
-        noise = gumbel(keys, vocab_size, token_ids=vocab_map)
-    if dynamic is None:
-        return TreeDraws(scale, noise_scale, noise, shape)
-    return TreeDraws(scale, noise_scale, noise, None, dynamic.top_k, levels, task.nodes)
+        drawn = 1.0, state.temperature, state.seed, state.sample_index
+    else:
+        drawn = 1.0 / state.temperature, 0.0, 0, 0
+    return new_record(TreeDraws, (*drawn, shape, top_k, depth, nodes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,10 +125,15 @@ def _cut_shape(parents: tuple[int, ...], ranks: tuple[int, ...] | None, nodes: i
     return TreeShape(tuple(kept_parents), tuple(kept_ranks))
 
 
+def tree_proposals(trees: Sequence[DraftedTree], name: str) -> list[Proposal]:
+    """Trees of fixed children, behind no forced tokens."""
+    return [Proposal(tokens, parents, name) if tokens else EMPTY_PROPOSAL for tokens, parents in trees]
+
+
 def as_proposal(task: TreeTask, tree: DraftedTree, name: str) -> Proposal:
     """A tree of fixed children behind the task's forced tokens."""
     before = len(task.forced)
     if not before:
-        return Proposal(tree.tokens, tree.parents, name) if tree.tokens else EMPTY_PROPOSAL
+        return tree_proposals([tree], name)[0]
     parents = (*range(-1, before - 1), *(parent + before for parent in tree.parents))
     return Proposal((*task.forced, *tree.tokens), parents, name)

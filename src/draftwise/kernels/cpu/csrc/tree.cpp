@@ -8,8 +8,10 @@
 #include <numeric>
 
 #include "boundary.h"
+#include "noise.h"
 #include "ops.h"
 #include "program.h"
+#include "sample.h"
 
 namespace dw {
 
@@ -75,14 +77,20 @@ int TreeDraft::children_wanted(int node) const {
   return wanted;
 }
 
-void TreeDraft::take(int index, const float* logits, std::vector<float>& scratch) {
+void TreeDraft::take(int index, const float* logits, std::vector<float>& scratch, std::vector<float>& noise) {
   const int node = open_[(size_t)index];
+  const bool noisy = wish_->noise_scale != 0.0f;
   if (index == 0) {
     level_++;
     level_first_ = (int)nodes_.size();
+    if (noisy) {
+      // Level 1 stands right behind the context: its tokens are drawn at position `context`.
+      const uint64_t key = row_key(wish_->seed, wish_->sample_index, SHARED_NOISE, wish_->context + level_ - 1, -1, 0);
+      noise.resize((size_t)vocab_);
+      sample_kernels().gumbel(key, target_ids_, noise.data(), vocab_);
+    }
   }
-  const float* noise = wish_->noise != nullptr ? wish_->noise + (level_ - 1) * vocab_ : nullptr;
-  best_tokens(logits, noise, wish_->scale, wish_->noise_scale, vocab_, children_wanted(node), scratch, best_);
+  best_tokens(logits, noisy ? noise.data() : nullptr, wish_->scale, wish_->noise_scale, vocab_, children_wanted(node), scratch, best_);
   if (is_static())
     take_static(node, best_);
   else
@@ -206,7 +214,7 @@ static void trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* fir
   const size_t bytes = features ? (size_t)out->feature_bytes : 0;
   const size_t places = 1 + dw::MAX_TREE_ROWS;  // of the features of a request's root and fed nodes
   std::vector<char> store(features ? (size_t)requests * places * bytes : 0);
-  std::vector<float> scratch;
+  std::vector<float> scratch, noise;
   std::vector<dw::TreeDraft> drafts;
   for (int r = 0; r < requests; r++) drafts.emplace_back(&out->wishes[r], out->vocab, out->target_ids);
   dw::LevelRows rows;
@@ -218,7 +226,7 @@ static void trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* fir
     for (int r : going) {
       dw::TreeDraft& draft = drafts[(size_t)r];
       for (size_t i = 0; i < draft.open().size(); i++, row++) {
-        draft.take((int)i, logits + row * out->vocab, scratch);
+        draft.take((int)i, logits + row * out->vocab, scratch, noise);
         if (features) {
           const int64_t from = root && pass.head_index != nullptr ? pass.head_index[row] : row;
           const size_t to = (size_t)r * places + (size_t)(1 + draft.number(draft.open()[i]));

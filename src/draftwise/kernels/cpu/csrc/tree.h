@@ -10,15 +10,17 @@
 namespace dw {
 
 // What one request wants. A static tree has `shape_nodes` nodes, parents first; a dynamic one (shape_nodes 0) follows the
-// drafter's confidence. The score of a token behind a node is scale * logit + noise_scale * noise. Mirrored by trees.py.
+// drafter's confidence. The score of a token behind a node is scale * logit + noise_scale * noise: the shared noise of the
+// token's position, which all nodes of a level read (noise.h). Mirrored by trees.py.
 struct TreeWish {
   const int32_t* shape_parents;  // [shape_nodes] -1: the root
   const int32_t* shape_ranks;    // [shape_nodes] among the best tokens behind the parent
-  const float* noise;            // [levels, vocab], by level, or null
+  uint64_t seed;                 // of the noise
   int64_t context;               // keys before the tree's first node
+  uint32_t sample_index;
   int32_t shape_nodes;
   int32_t top_k, depth, nodes;   // dynamic: nodes expanded per level and children of each; levels; nodes kept
-  float scale, noise_scale;
+  float scale, noise_scale;      // noise_scale 0: there is no noise
 };
 
 // Mirrored by trees.py.
@@ -49,7 +51,8 @@ class TreeDraft {
   // Nodes whose logits come next, in the order in which they are fed; -1: the root.
   const std::vector<int>& open() const { return open_; }
   // Children of the open node number `index`, whose logits these are. Open nodes come in order.
-  void take(int index, const float* logits, std::vector<float>& scratch);
+  // `noise` is the level's: made at the first of them, read at the others.
+  void take(int index, const float* logits, std::vector<float>& scratch, std::vector<float>& noise);
   // After all of them: choose the nodes to feed now. False: the tree is complete.
   bool next_level();
 
