@@ -18,11 +18,11 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.propose.base import Proposer
-from draftwise.runner.batch import StepRow, assemble
+from draftwise.runner.batch import StepBatch, StepRow, assemble
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
-from draftwise.runner.outcome import Outcome, committed_rows, drafting, row_result
+from draftwise.runner.outcome import Outcome, committed_rows, drafting, row_results
 from draftwise.runner.resident import Flight, ResidentRuns
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.runner.verifying import Verifying
@@ -181,16 +181,7 @@ class LocalExecutor(Executor):
             answers = [None] * len(steps)
             for i, answer in zip(batch.owners, decided, strict=True):
                 answers[i] = answer
-        for i in [i for i, step in enumerate(steps) if step.row.error is not None]:
-            answers[i] = steps[i].row.error
-        read: list[tuple[Row, int, Sequence[int]]] = []
-        if self._drafting.observes:
-            read = [
-                (s.row, s.row.num_computed, committed_rows(s, answer, first))
-                for s, answer, first in zip(steps, answers, batch.starts, strict=False)
-                if s.planned.follow
-            ]
-        outcomes = [self._commit_row(s, answer) for s, answer in zip(steps, answers, strict=True)]
+        outcomes, read = self._commit(batch, answers)
         followed = 0.0
         if read:
             before = self._clock()
@@ -202,13 +193,9 @@ class LocalExecutor(Executor):
 
         self._drafting.propose(drafting(steps, outcomes))
         drafted = self._clock()
-        rows = [
-            row_result(s, outcome, prompt.get(i), transferred.get(i))
-            for i, (s, outcome) in enumerate(zip(steps, outcomes, strict=True))
-        ]
         return StepResult(
             step=plan.step,
-            rows=tuple(rows),
+            rows=row_results(steps, outcomes, prompt, transferred),
             input_time=built - start,
             forward_time=forwarded - built,
             verify_time=verified - forwarded - followed,
@@ -321,33 +308,46 @@ class LocalExecutor(Executor):
 
     # -------------------------------------------------------------------------------------------- commit
 
-    def _commit_row(self, step: StepRow, answer: Outcome) -> Outcome:
-        """Take in what was decided of a request, or that a chunk was computed; answers what came of it."""
-        row, planned, _ = step
-        row.proposal = EMPTY_PROPOSAL
-        base = row.num_computed + planned.num_new
-        if answer is None:
-            row.num_computed = base
-            return None
-        if isinstance(answer, Exception):
-            return answer
-        path, token_ids, _ = answer
-        for fill in row.fill.values():
-            if fill.drafts:
-                self._drafting.accepted(row, len(path), base)
-                break
-        # Nodes 0, 1, ... stand where they belong.
-        if path and path[-1] != len(path) - 1 and not self._verifying.compacts(row):
-            self._drafting.move(row, path, base)
-        row.num_computed = base + len(path)
-        row.append(token_ids)
-        row.state.commit(token_ids)
-        if row.grammar is not None:
-            try:
-                row.grammar.commit(token_ids)
-            except Exception as error:  # a rule that does not look at the target, such as "synthetic"
-                return error
-        return answer
+    def _commit(
+        self, batch: StepBatch, answers: Sequence[Outcome]
+    ) -> tuple[list[Outcome], list[tuple[Row, int, Sequence[int]]]]:
+        """Take in what was decided of each request, or that a chunk was computed: what came of it, and what drafters
+        are told (`Drafting.committed`)."""
+        outcomes: list[Outcome] = []
+        read: list[tuple[Row, int, Sequence[int]]] = []
+        drafting, observes = self._drafting, self._drafting.observes
+        for (row, planned, _), answer, start in zip(batch.steps, answers, batch.starts, strict=False):
+            row.proposal = EMPTY_PROPOSAL
+            before, num_new = row.num_computed, planned.num_new
+            base = before + num_new
+            outcome = answer if row.error is None else row.error
+            path: tuple[int, ...] = ()
+            if outcome.__class__ is Verification:
+                path, token_ids, _ = outcome
+                for fill in row.fill.values():
+                    if fill.drafts:
+                        drafting.accepted(row, len(path), base)
+                        break
+                # Nodes 0, 1, ... stand where they belong.
+                if path and path[-1] != len(path) - 1 and not self._verifying.compacts(row):
+                    drafting.move(row, path, base)
+                row.num_computed = base + len(path)
+                row.append(token_ids)
+                row.state.commit(token_ids)
+                if row.grammar is not None:
+                    try:
+                        row.grammar.commit(token_ids)
+                    except Exception as error:  # a rule that does not look at the target, such as "synthetic"
+                        outcome = error
+            elif outcome is None:
+                row.num_computed = base
+            else:
+                outcomes.append(outcome)
+                continue
+            outcomes.append(outcome)
+            if observes and planned.follow:
+                read.append((row, before, committed_rows(start, num_new, path)))
+        return outcomes, read
 
     def _transfer(
         self, steps: Sequence[StepRow], outcomes: list[Outcome]

@@ -12,15 +12,13 @@ Outcome = Verification | Exception | None
 """Of a request in a step: what was committed, why it failed, or None: a chunk of its prompt was computed."""
 
 
-def committed_rows(step: StepRow, answer: Outcome, start: int) -> Sequence[int]:
-    """[n] rows of the batch whose tokens are final now; ``start`` is the request's first one.
+def committed_rows(start: int, num_new: int, path: Sequence[int]) -> Sequence[int]:
+    """[n] rows of the batch whose tokens are final now: ``start`` is the request's first one, ``num_new`` known tokens
+    stand there, the tree behind them, of which ``path`` was accepted.
 
     Example: rows 5.. are one known token and four nodes, of which nodes 1 and 3 were accepted: rows 5, 7 and 9.
     """
-    if isinstance(answer, Exception):
-        return ()
-    first_node = start + step.planned.num_new
-    path = () if answer is None else answer.path
+    first_node = start + num_new
     if not path or path[-1] == len(path) - 1:  # nodes 0, 1, ...
         return range(start, first_node + len(path))
     return [*range(start, first_node), *[first_node + node for node in path]]
@@ -37,35 +35,43 @@ def drafting(steps: Sequence[StepRow], outcomes: Sequence[Outcome]) -> list[tupl
     ]
 
 
-def row_result(
-    step: StepRow,
-    outcome: Outcome,
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None,
-    kv_transfer_params: Mapping[str, object] | None,
-) -> RowResult:
-    """What the scheduler is told, once the request has drafted; ``prompt_logprobs``: of the chunk's tokens."""
-    row, _, proposal = step
-    if outcome is None:
-        return RowResult(row.rid, prompt_logprobs=prompt_logprobs)
-    if isinstance(outcome, Exception):
-        return RowResult(row.rid, error=f"{type(outcome).__name__}: {outcome}")
-    path, token_ids, logprobs = outcome
-    drafts = proposal.tokens
-    return new_record(
-        RowResult,
-        (
-            row.rid,
-            token_ids,
-            len(drafts),
-            len(path),
-            path,
-            drafts,
-            proposal.parents,
-            proposal.method if drafts else "none",
-            len(row.proposal.tokens),
-            logprobs,
-            prompt_logprobs,
-            kv_transfer_params,
-            None,
-        ),
-    )
+def row_results(
+    steps: Sequence[StepRow],
+    outcomes: Sequence[Outcome],
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]],
+    transferred: Mapping[int, Mapping[str, object] | None],
+) -> tuple[RowResult, ...]:
+    """What the scheduler is told, once the requests have drafted. By step row: log-probabilities of a chunk's tokens,
+    and what came of a prompt (`Proposer.transfer`)."""
+    results = []
+    more = bool(prompt_logprobs or transferred)
+    for i, ((row, _, proposal), outcome) in enumerate(zip(steps, outcomes, strict=True)):
+        of_prompt = prompt_logprobs.get(i) if more else None
+        if outcome.__class__ is Verification:
+            path, token_ids, logprobs = outcome
+            drafts = proposal.tokens
+            results.append(
+                new_record(
+                    RowResult,
+                    (
+                        row.rid,
+                        token_ids,
+                        len(drafts),
+                        len(path),
+                        path,
+                        drafts,
+                        proposal.parents,
+                        proposal.method if drafts else "none",
+                        len(row.proposal.tokens),
+                        logprobs,
+                        of_prompt,
+                        transferred.get(i) if more else None,
+                        None,
+                    ),
+                )
+            )
+        elif outcome is None:
+            results.append(RowResult(row.rid, prompt_logprobs=of_prompt))
+        else:
+            results.append(RowResult(row.rid, error=f"{type(outcome).__name__}: {outcome}"))
+    return tuple(results)
