@@ -195,6 +195,18 @@ class Resting(StaticController):
         return 0 if rid in self.resting else super().draft_budget(rid, speculation, batch_size)
 
 
+def test_a_prompt_that_is_filled_in_is_time_in_the_heads_passes(
+    heads: dict[str, tuple[str, ReferenceHead]], make_llm: Callable[..., LLM]
+) -> None:
+    """One token of output: the head reads the prompt's rows, for whoever shares them later, and drafts nothing."""
+    name = next(iter(heads))
+    llm = engine(make_llm, heads[name][0], name.split()[0])
+    llm.generate([{"prompt_token_ids": list(range(1, 60))}], greedy(1))
+    stats = llm.stats()
+    assert stats.speculation.num_drafts == 0
+    assert stats.draft_forward_time > 0
+
+
 @pytest.mark.parametrize("method", SHAPES)
 @pytest.mark.parametrize("steps", [range(4, 12), range(12), range(6, 7)], ids=["later", "prompt", "one"])
 def test_what_a_head_was_not_told_of_leaves_a_gap(
