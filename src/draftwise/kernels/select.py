@@ -12,11 +12,13 @@ import torch
 from draftwise import names
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import Ops
+from draftwise.kernels.split import SplitOps
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kernels.triton.availability import why_not_triton
 
 if TYPE_CHECKING:
     from draftwise.kernels.cpu.pool import ThreadPool
+    from draftwise.kernels.ranks import Ranks
     from draftwise.quantization.scheme import Scheme
 
 logger = logging.getLogger("draftwise")
@@ -31,7 +33,12 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def default_ops(
-    dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None, *, batch_invariant: bool = False
+    dtype: torch.dtype,
+    device: torch.device,
+    scheme: Scheme | None = None,
+    *,
+    batch_invariant: bool = False,
+    ranks: Ranks | None = None,
 ) -> Ops:
     """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise; others where the environment names them
     or something is asked for that only they have.
@@ -39,6 +46,7 @@ def default_ops(
     Args:
         scheme: What linear layers are rounded to as they are packed; plain torch cannot.
         batch_invariant: A row's bits may not depend on the rows that are computed with it.
+        ranks: With whom a model is shared; the operations are then `SplitOps`. None: with nobody.
 
     Raises:
         ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or kernels are needed that cannot be had.
@@ -49,7 +57,7 @@ def default_ops(
     if _wanted() == "triton" or (_wanted() == "auto" and device.type == "cuda" and needed):
         without = why_not_triton(dtype, device)
         if without is None:
-            return _triton(dtype, device, scheme, batch_invariant)
+            return _triton(dtype, device, scheme, batch_invariant, ranks)
         if _wanted() == "triton":
             raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
         raise ConfigError(f"{needed} needs Triton's kernels: {without}")
@@ -57,7 +65,7 @@ def default_ops(
         raise ConfigError(f"{needed} needs Triton's kernels, on a CUDA device")
     reason = native_reason(dtype, device)
     if reason is None:
-        return _native(dtype, scheme)
+        return _native(dtype, scheme, ranks)
     if scheme is not None:
         raise ConfigError(f"quantization: {scheme.name} needs the native kernels: {reason}")
     if _wanted() == "native":
@@ -67,7 +75,16 @@ def default_ops(
             "batch_invariant: plain torch's products round differently for different numbers of rows, and there are no "
             f"native kernels: {reason}"
         )
-    return TorchOps(dtype, device)
+    return TorchOps(dtype, device) if ranks is None else _joined(_SplitTorchOps(dtype, device), ranks)
+
+
+class _SplitTorchOps(SplitOps, TorchOps):
+    """`TorchOps` of one rank of several."""
+
+
+def _joined(ops: SplitOps, ranks: Ranks) -> Ops:
+    ops.join(ranks)
+    return ops
 
 
 def on_triton(device: torch.device) -> bool:
@@ -111,13 +128,25 @@ def _say_once(reason: str) -> None:
     logger.warning("models run on plain torch, not on kernels: %s", reason)
 
 
-def _triton(dtype: torch.dtype, device: torch.device, scheme: Scheme | None, batch_invariant: bool) -> Ops:
+def _triton(
+    dtype: torch.dtype,
+    device: torch.device,
+    scheme: Scheme | None,
+    batch_invariant: bool,
+    ranks: Ranks | None,
+) -> Ops:
     from draftwise.kernels.triton.ops import TritonOps
 
+    if ranks is not None:
+
+        class SplitTritonOps(SplitOps, TritonOps):
+            """`TritonOps` of one rank of several."""
+
+        return _joined(SplitTritonOps(dtype, device, scheme=scheme, batch_invariant=batch_invariant), ranks)
     return TritonOps(dtype, device, scheme=scheme, batch_invariant=batch_invariant)
 
 
-def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:
+def _native(dtype: torch.dtype, scheme: Scheme | None, ranks: Ranks | None) -> Ops:
     from draftwise.kernels.cpu.levels import settle_level
     from draftwise.kernels.cpu.library import native_library
     from draftwise.kernels.cpu.ops import NativeOps
@@ -126,6 +155,15 @@ def _native(dtype: torch.dtype, scheme: Scheme | None) -> Ops:
     assert library is not None
     settle_level(library)
     pool = shared_pool(torch.get_num_threads())
+    if ranks is not None:
+        from draftwise.kernels.cpu.ranks import SplitNativeOps, SplitQuantizedOps
+
+        return _joined(
+            SplitNativeOps(library, pool, dtype)
+            if scheme is None
+            else SplitQuantizedOps(library, pool, dtype, scheme),
+            ranks,
+        )
     if scheme is None:
         return NativeOps(library, pool, dtype)
     from draftwise.kernels.cpu.quantized import QuantizedOps

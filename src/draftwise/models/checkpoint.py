@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.cuts import Cut, Reader, copy_part
 from draftwise.models.words import shorten
 
 _INDEX = "model.safetensors.index.json"
@@ -36,6 +37,7 @@ class TensorEntry:
     dtype: str
     stored: str | None = None  # its name in the file, if it goes by another
     source: RowSource | None = None  # where its values are, if not under its name in a safetensors file
+    cut: Cut | None = None  # the part of it that is read; ``shape`` is then that part's
 
 
 def scan_checkpoint(folder: Path) -> dict[str, TensorEntry]:
@@ -68,14 +70,22 @@ def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tenso
     """
     by_file: dict[Path, list[str]] = {}
     for name, dest in targets.items():
-        source = entries[name].source
+        source, cut = entries[name].source, entries[name].cut
         if source is not None:
-            _copy_rows(source, dest)
+            if cut is None:
+                _copy_rows(source, dest)
+            else:
+                copy_part(_columns_of(source), cut, dest, _WINDOW_BYTES)
             continue
         by_file.setdefault(entries[name].file, []).append(name)
     for file, names in by_file.items():
         try:
-            _copy_file(file, {name: entries[name].stored or name for name in names}, targets)
+            whole = {name: entries[name].stored or name for name in names if entries[name].cut is None}
+            _copy_file(file, whole, targets)
+            for name in names:
+                cut = entries[name].cut
+                if cut is not None:
+                    copy_part(_slices(file, entries[name].stored or name), cut, targets[name], _WINDOW_BYTES)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file} cannot be read: {error}") from error
 
@@ -101,6 +111,22 @@ def _copy_rows(source: RowSource, dest: Tensor) -> None:
     for start in range(0, dest.shape[0], step):
         end = min(start + step, dest.shape[0])
         dest[start:end].copy_(source.rows(start, end))
+
+
+def _slices(file: Path, stored: str) -> Reader:
+    """Rows, and of these some columns, of a tensor of a file; it is mapped anew for each piece, see `_WINDOW_BYTES`."""
+
+    def read(start: int, end: int, *columns: slice) -> Tensor:
+        with safe_open(file, framework="pt") as handle:
+            found: Tensor = handle.get_slice(stored)[(slice(start, end), *columns)]
+            return found
+
+    return read
+
+
+def _columns_of(source: RowSource) -> Reader:
+    """The same of what gives whole rows."""
+    return lambda start, end, *columns: source.rows(start, end)[(slice(None), *columns)]
 
 
 def _copy_file(file: Path, names: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:

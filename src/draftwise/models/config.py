@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwise.errors import ModelLoadError
+from draftwise.kernels.ranks import WHOLE, Part
 from draftwise.kernels.routing import SILU, Activation
 from draftwise.models.mlp import ExpertsConfig
 from draftwise.models.rope import RopeConfig, parse_rope
@@ -65,6 +66,8 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # in layers with a window; None: as in the others
     latent: LatentConfig | None = None  # of latent attention, whose head_dim is that of what is stored
     sinks: bool = False  # each head has a score of one key more, whose value is zero
+    part: Part = WHOLE  # whose heads and inner sizes these are (`models.parts`)
+    kv_copies: int = 1  # ranks that have the same K/V heads
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None  # of the checkpoint, as its config says

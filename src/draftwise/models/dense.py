@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape, Linear, Ops, Rope
+from draftwise.kernels.split import known_table, packed_head, packed_tied_head
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, LinearSite, SharedWeights
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
@@ -46,7 +47,7 @@ class DenseDecoder(DecoderModel):
         self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._scale = config.attn_scale or config.head_dim**-0.5
         vocab, hidden = config.vocab_size, config.hidden_size
-        self._embedding = plan.tensor(self.names.embedding, (vocab, hidden))
+        self._embedding = plan.table(self.names.embedding, vocab, hidden)
         self._loaded: list[LayerWeights | None] = [
             self.weights(config, self.names, plan, i, sparse=self.sparse) for i in range(config.num_layers)
         ]
@@ -56,13 +57,14 @@ class DenseDecoder(DecoderModel):
             self._loaded_head = None
             plan.ignored.add(self.names.head)  # some writers store it twice
         else:
-            self._loaded_head = plan.tensor(self.names.head, (vocab, hidden))
+            self._loaded_head = plan.table(self.names.head, vocab, hidden)
         self._plan = plan
         plan.streams = True
 
     def finish(self) -> None:
         config, ops, plan = self.config, self._ops, self._plan
         plan.fill(self._embedding)
+        known_table(ops, self._embedding, config.vocab_size)
         layers = []
         for i, window in enumerate(config.sliding_window):
             weights = self._loaded[i]
@@ -77,10 +79,10 @@ class DenseDecoder(DecoderModel):
             norm = norm.float() + config.norm_offset
         self._final_norm = ops.pack_norm(norm, config.norm_eps)
         if self._loaded_head is None:
-            self._head = ops.pack_tied_head(self._embedding)
+            self._head = packed_tied_head(ops, self._embedding, config.vocab_size)
         else:
             plan.fill(self._loaded_head)
-            self._head = ops.pack_head(self._loaded_head)
+            self._head = packed_head(ops, self._loaded_head, config.vocab_size)
         del self._loaded_norm, self._loaded_head, self._plan
         products = [w for x in self._layers for w in (x.qkv, x.o, x.mlp)]
         self._weight_bytes = sum(product.num_bytes for product in (*products, self._head))

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.split import summed
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.config import ModelConfig
+from draftwise.models.cuts import BY_INPUTS, Run, Split, by_outputs
 from draftwise.models.mlp import (
     EXPERT_NAMES,
     DenseWeights,
@@ -128,13 +130,16 @@ class LayerWeights:
         def name(pattern: str) -> str:
             return pattern.format(i=i)
 
-        def linear(parts: Sequence[tuple[str, int]], columns: int, bias: bool) -> LoadedLinear:
-            return declare_linear(plan, [(name(pattern), rows) for pattern, rows in parts], columns, bias)
+        def linear(parts: Sequence[tuple[str, int]], columns: int, bias: bool, split: Split) -> LoadedLinear:
+            named = [(name(pattern), rows) for pattern, rows in parts]
+            return declare_linear(plan, named, columns, bias, split)
 
         self.input_norm = plan.tensor(name(names.input_norm), (hidden,)) if input_norm else None
         columns, parts = qkv_inputs or hidden, [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)]
+        kv = Run(rows_kv, config.kv_copies)
+        split = Split(((Run(rows_q),), (kv,), (kv,)))
         if names.qkv is not None:
-            parts = [(names.qkv, rows_q + 2 * rows_kv)]
+            parts, split = [(names.qkv, rows_q + 2 * rows_kv)], Split(((Run(rows_q), kv, kv),))
         order = config.rope.order(dim)
         self._dims = None if order is None else torch.tensor(order)
         self._order = None if self._dims is None else _rows_in_order(self._dims, rows_q, rows_kv)
@@ -142,15 +147,18 @@ class LayerWeights:
         self.wide_norm = config.wide_qk_norm
         assert not (self.wide_norm and order is not None), "no family has both"
         if self.wide_norm:
-            self.q, self.k, self.v = (linear([part], columns, config.qkv_bias) for part in parts)
+            self.q, self.k, self.v = (
+                linear([part], columns, config.qkv_bias, by_outputs(part[1])) for part in parts
+            )
         else:
-            self.qkv = linear(parts, columns, config.qkv_bias)
+            self.qkv = linear(parts, columns, config.qkv_bias, split)
         normed = config.qk_norm or self.wide_norm
         sizes = (rows_q, rows_kv) if self.wide_norm else (dim, dim)
         self.q_norm = plan.tensor(name(names.q_norm), sizes[:1]) if normed else None
         self.k_norm = plan.tensor(name(names.k_norm), sizes[1:]) if normed else None
-        self.o = linear([(names.o, hidden)], rows_q, config.o_bias)
-        self.sinks = plan.tensor(name(names.sinks), (config.num_heads,)) if config.sinks else None
+        self.o = linear([(names.o, hidden)], rows_q, config.o_bias, BY_INPUTS)
+        own = by_outputs(config.num_heads)
+        self.sinks = plan.packed([(name(names.sinks), config.num_heads)], None, own) if config.sinks else None
         self.post_norm = plan.tensor(name(names.post_norm), (hidden,))
         self.after_attention, self.after_mlp = (
             None if pattern is None else plan.tensor(name(pattern), (hidden,))
@@ -169,10 +177,11 @@ class LayerWeights:
         if config.experts is not None and config.experts.layers[i]:
             return sparse(config.experts, names.experts, plan, i, hidden)
         halves = [(names.gate.format(i=i), inner), (names.up.format(i=i), inner)]
+        split = by_outputs(inner, inner)
         if names.gate_up is not None:
-            halves = [(names.gate_up.format(i=i), 2 * inner)]
-        gate_up = declare_linear(plan, halves, hidden, config.mlp_bias)
-        down = declare_linear(plan, [(names.down.format(i=i), hidden)], inner, config.mlp_bias)
+            halves, split = [(names.gate_up.format(i=i), 2 * inner)], Split(((Run(inner), Run(inner)),))
+        gate_up = declare_linear(plan, halves, hidden, config.mlp_bias, split)
+        down = declare_linear(plan, [(names.down.format(i=i), hidden)], inner, config.mlp_bias, BY_INPUTS)
         return DenseWeights(gate_up, down, config.activation)
 
     def pack(self, ops: Ops, plan: WeightPlan, eps: float, window: int | None) -> DenseLayer:
@@ -206,7 +215,7 @@ class LayerWeights:
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            o=linear("o"),
+            o=summed(ops, linear("o")),
             post_norm=post_norm,
             mlp=self.mlp.pack(ops, plan),
             window=window,

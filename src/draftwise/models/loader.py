@@ -12,6 +12,7 @@ import torch
 
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.base import Ops
+from draftwise.kernels.ranks import Part, Ranks
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
@@ -23,6 +24,7 @@ from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.lora.merged import with_adapter
+from draftwise.models.parts import check_divisible, entries_of_rank, of_rank
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint
@@ -70,6 +72,7 @@ def load_model(
     adapter: str | None = None,
     adapters: bool = False,
     ops: Ops | None = None,
+    ranks: Ranks | None = None,
 ) -> DecoderModel:
     """Load a model. Peak memory is the weights, as the kernels pack them, plus the largest layer or some 20 MiB:
     tensors stream from the mapped files into place.
@@ -87,9 +90,11 @@ def load_model(
         adapter: folder or hub id of a LoRA adapter that is merged into the weights; None: none.
         adapters: requests will have adapters of their own (`models.lora`).
         ops: the kernels to run on; None: `kernels.select.default_ops`.
+        ranks: with whom the model is shared: a part of it is loaded. None: with nobody.
 
     Raises:
-        ConfigError: ``quantization`` is unknown, or what it needs is not there.
+        ConfigError: the model cannot be divided among ``ranks``; ``quantization`` is unknown, or what it needs is not
+            there.
         ModelLoadError: not a model, unsupported, quantised, damaged, or its tensors do not fit; names what is wrong.
     """
     folder = resolve_path(path, revision)
@@ -105,7 +110,11 @@ def load_model(
         except ModelLoadError as error:
             raise ModelLoadError(f"{folder}: {error}") from error
     if ops is None:
-        ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant)
+        ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks)
+    part = Part() if ranks is None else ranks.part
+    if part.size > 1:
+        check_divisible(config, own_code=not is_general(cls), kept=quantization_cache is not None)
+        config = of_rank(config, part)
     if adapter is not None and (is_general(cls) or quantization_cache is not None):
         raise ConfigError(
             f"an adapter cannot be merged into {config.architecture} (it runs on Transformers' code), nor into weights "
@@ -127,7 +136,7 @@ def load_model(
             whole,
             config.architecture,
         )
-    plan = WeightPlan(chosen, device, layout, entries.keys())
+    plan = WeightPlan(chosen, device, layout, entries.keys(), part)
     model = declare(folder, config, cls, plan, ops, entries)
     if scheme is not None and quantization_cache is not None and layout is None:
         kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)
@@ -137,7 +146,8 @@ def load_model(
             plan = WeightPlan(chosen, device, layout, entries.keys())
             model = declare(kept, config, cls, plan, ops, entries)
     with torch.no_grad():
-        plan.fill_with(lambda targets: copy_tensors(entries, targets))
+        of_part = entries_of_rank(entries, plan.cuts)
+        plan.fill_with(lambda targets: copy_tensors(of_part, targets))
         try:
             model.finish()
         except ModelLoadError as error:
@@ -165,7 +175,7 @@ def declare(
         raise ModelLoadError(f"{folder}: {error}") from error
     except (RuntimeError, MemoryError, OverflowError) as error:  # torch's words for sizes that cannot be
         raise ModelLoadError(f"{folder}: a model of these sizes cannot be held: {error}") from error
-    _check(folder, entries, plan)
+    _check(folder, entries_of_rank(entries, plan.cuts), plan)
     return model
 
 

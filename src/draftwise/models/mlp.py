@@ -11,6 +11,8 @@ from torch import Tensor
 
 from draftwise.kernels.base import Experts, Linear, Ops
 from draftwise.kernels.routing import SILU, Activation, Routing
+from draftwise.kernels.split import summed, summed_experts
+from draftwise.models.cuts import BY_INPUTS, Split, by_outputs
 from draftwise.models.weights import QuantizedLinear, WeightPlan
 
 LoadedLinear = tuple[Tensor | QuantizedLinear, Tensor | None]
@@ -49,15 +51,23 @@ def load_linear(
 
 
 def declare_linear(
-    plan: WeightPlan, parts: Sequence[tuple[str, int]], columns: int, bias: bool = False
+    plan: WeightPlan,
+    parts: Sequence[tuple[str, int]],
+    columns: int,
+    bias: bool = False,
+    split: Split | None = None,
 ) -> LoadedLinear:
     """Declare a linear layer of parts (name of a weight, rows) stacked row by row. Biases are named like weights, with
-    ``.bias`` for ``.weight``."""
-    weight = plan.linear(parts, columns)
+    ``.bias`` for ``.weight``. With a ``split``, sizes are the rank's own; what is divided by inputs adds its bias on
+    rank 0."""
+    weight = plan.linear(parts, columns, split)
     if not bias:
         return weight, None
     names = [(name.removesuffix(".weight") + ".bias", rows) for name, rows in parts]
-    return weight, plan.packed(names, None)
+    if split is not None and split.inputs and plan.part.rank > 0:
+        plan.ignored.update(name for name, _ in names)
+        return weight, None
+    return weight, plan.packed(names, None, split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +165,9 @@ class SparseWeights:
 
         def declare(patterns: tuple[str, str, str], inner: int, e: int = 0) -> None:
             gate, up, down = (pattern.format(i=i, e=e) for pattern in patterns)
-            pair = declare_linear(plan, [(gate, inner), (up, inner)], hidden)
-            self._layers.append((pair, declare_linear(plan, [(down, hidden)], inner)))
+            halves = by_outputs(inner, inner)
+            pair = declare_linear(plan, [(gate, inner), (up, inner)], hidden, split=halves)
+            self._layers.append((pair, declare_linear(plan, [(down, hidden)], inner, split=BY_INPUTS)))
 
         for e in range(routing.num_experts):
             declare((names.gate, names.up, names.down), config.inner, e)
@@ -175,7 +186,7 @@ class SparseWeights:
             up, down = self._layers.pop()
             packed.append((load_linear(ops, plan, *up, paired=True), load_linear(ops, plan, *down)))
             del up, down
-        experts = ops.pack_experts(packed, self._routing, self._correction)
+        experts = summed_experts(ops, ops.pack_experts(packed, self._routing, self._correction))
         return SparseMlp(ops.pack_router(self._router), experts)
 
 
@@ -192,6 +203,6 @@ class DenseWeights:
         fused = self._activation.kind == "silu"
         gate_up = load_linear(ops, plan, *self._gate_up, paired=fused)
         self._gate_up = None
-        down = load_linear(ops, plan, *self._down)
+        down = summed(ops, load_linear(ops, plan, *self._down))
         self._down = None
         return DenseMlp(gate_up, down, self._activation)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftwise.kernels.ranks import Part
+from draftwise.models.cuts import Cut, Split, scaled, vocabulary_cut
 from draftwise.quantization.checkpoint import CheckpointFormat
 from draftwise.quantization.weights import QuantizedWeight, stack_rows
 
@@ -79,8 +81,12 @@ class WeightPlan:
         device: torch.device,
         layout: CheckpointFormat | None = None,
         names: Collection[str] = (),
+        part: Part | None = None,
     ) -> None:
-        """``layout``: how the checkpoint stores quantised layers, ``names``: its tensors; None: it has none."""
+        """``layout``: how the checkpoint stores quantised layers, ``names``: its tensors; None: it has none. ``part``:
+        of whom the parameters are that are declared as divided; None: of one process that has all."""
+        self.part = part or Part()
+        self.cuts: dict[str, Cut] = {}  # of tensors of which a part is read
         self._layout = layout
         self._names = names
         self._parts: dict[
@@ -107,6 +113,16 @@ class WeightPlan:
         self._parameter(value)
         return value
 
+    def cut(self, name: str, cut: Cut) -> Tensor:
+        """A parameter of its own: the rank's part of a tensor."""
+        if cut.own_shape != cut.shape:
+            self.cuts[name] = cut
+        return self.tensor(name, cut.own_shape)
+
+    def table(self, name: str, total: int, hidden: int) -> Tensor:
+        """The rank's rows of an embedding or output layer [total, hidden]."""
+        return self.cut(name, vocabulary_cut(self.part, total, hidden))
+
     def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype, kind: str) -> Tensor:
         """A parameter of its own in the type that the file has: ``kind`` as safetensors calls it."""
         value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
@@ -119,18 +135,30 @@ class WeightPlan:
         """Whether the checkpoint has a tensor of this name."""
         return name in self._names
 
-    def packed(self, parts: Sequence[tuple[str, int]], columns: int | None) -> Tensor:
-        """Parameters stacked row by row: ``parts`` are (name, rows); ``columns`` None for vectors (biases)."""
+    def packed(
+        self, parts: Sequence[tuple[str, int]], columns: int | None, split: Split | None = None
+    ) -> Tensor:
+        """Parameters stacked row by row: ``parts`` are (name, rows); ``columns`` None for vectors (biases). With a
+        ``split``, rows and columns are the rank's own."""
         total = sum(rows for _, rows in parts)
         value = self._empty((total,) if columns is None else (total, columns))
         start = 0
-        for name, rows in parts:
+        for i, (name, rows) in enumerate(parts):
             self._add(name, value[start : start + rows])
+            if split is not None and self.part.size > 1:
+                whole, ranges = split.outputs(self.part, i, rows)
+                if columns is None:
+                    self.cuts[name] = Cut((whole,), (ranges,))
+                else:
+                    wide, of_columns = split.columns(self.part, columns)
+                    self.cuts[name] = Cut((whole, wide), (ranges, of_columns))
             start += rows
         self._parameter(value)
         return value
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor | QuantizedLinear:
+    def linear(
+        self, parts: Sequence[tuple[str, int]], columns: int, split: Split | None = None
+    ) -> Tensor | QuantizedLinear:
         """As `packed`, for the weights of a linear layer: quantised if the checkpoint has them so.
 
         Raises:
@@ -143,18 +171,44 @@ class WeightPlan:
             self.ignored.update(self._layout.unneeded(bases) - read)
         if layout is None:
             self.linears.append(tuple(parts))
-            return self.packed(parts, columns)
+            return self.packed(parts, columns, split)
         found = []
-        for base, (_, rows) in zip(bases, parts, strict=True):
+        for i, (base, (_, rows)) in enumerate(zip(bases, parts, strict=True)):
             raw = {}
             for suffix, tensor in layout.tensors(rows, columns).items():
                 raw[suffix] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 self.num_bytes += raw[suffix].numel() * raw[suffix].element_size()
                 self._add(base + suffix, raw[suffix], tensor.stored)
+            if split is not None and self.part.size > 1:
+                self._cut_raw(layout, base, (rows, columns), split, i)
             found.append((rows, raw))
         value = QuantizedLinear(layout, columns, found)
         self._parameter(value)
         return value
+
+    def _cut_raw(
+        self, layout: CheckpointFormat, base: str, own: tuple[int, int], split: Split, index: int
+    ) -> None:
+        """Which part of a quantised layer's tensors a rank reads: a dimension that is larger in the whole layer stands
+        for the outputs or inputs that it is divided by.
+
+        Example: AWQ's ``qweight`` [inputs, outputs / 8], divided by outputs in two: 64 x 4 words of 64 x 8.
+        """
+        outputs, rows = split.outputs(self.part, index, own[0])
+        inputs, columns = split.columns(self.part, own[1])
+        mine, whole = layout.tensors(*own), layout.tensors(outputs, inputs)
+        size, ranges = (inputs, columns) if split.inputs else (outputs, rows)
+        for suffix, tensor in whole.items():
+            own_shape = mine[suffix].shape
+            if own_shape == tensor.shape:
+                continue
+            self.cuts[base + suffix] = Cut(
+                tensor.shape,
+                tuple(
+                    ((0, all_),) if all_ == few else scaled(ranges, size, all_, base + suffix)
+                    for few, all_ in zip(own_shape, tensor.shape, strict=True)
+                ),
+            )
 
     def fill_with(self, read: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Who fills: ``read`` gets name -> tensor to fill. Fills everything now unless the model streams."""

@@ -20,12 +20,14 @@ from draftwise.kernels.cpu.experts import ACTIVATIONS, NativeExperts
 from draftwise.kernels.cpu.heads import NativeHeads
 from draftwise.kernels.cpu.linear import Epilogue, NativeLinear
 from draftwise.kernels.cpu.tape import LINEAR, RecordingError, Symbol, Tape, as_tensor, buffer_of
+from draftwise.kernels.ranks import Ranks, vocabulary_step
 from draftwise.kernels.routing import Activation
 
 # dw::OpKind of csrc/program.h
 _GATHER, _COPY, _RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _, _ROPE_WRITE, _ATTENTION, _PICK = range(9)
 _CONCAT, _ADD, _CLEAR_FIRST, _EXPERTS, _GATED, _SCALE, _SOFTCAP, _LAYER_NORM, _UNARY, _MUL = range(9, 19)
 _HEADS, _COLUMNS = 19, 20
+_SUM_RANKS, _GATHER_RANKS, _GATHER_PART = 60, 61, 62
 
 
 class Recording(Tape):
@@ -272,6 +274,56 @@ class Recording(Tape):
             head_dim=start * size,
         )
         return as_tensor(out)
+
+    def sum_ranks(self, x: object, ranks: Ranks) -> Tensor:
+        target = self._changed(x)
+        self._append(
+            _SUM_RANKS,
+            x=target.number,
+            width=target.width,
+            dtype=DTYPES[target.dtype],
+            weight=self._exchange(ranks),
+        )
+        return as_tensor(Symbol(self, target))
+
+    def gather_ranks(self, x: object, total: int, ranks: Ranks) -> Tensor:
+        source = buffer_of(x)
+        step = vocabulary_step(total, ranks.part.size)
+        own = min(step, total - ranks.part.rank * step)
+        require(source.dtype is torch.float32 and source.width == own, "this rank's columns, float32")
+        out = self._new(total, torch.float32)
+        self._append(
+            _GATHER_RANKS,
+            x=source.number,
+            out=out.buffer.number,
+            width=step,
+            out_width=total,
+            weight=self._exchange(ranks),
+        )
+        return as_tensor(out)
+
+    def gather_part(self, index: object, table: Tensor, first: int) -> Tensor:
+        """Rows ``index`` of a table [N, H] that begins with row ``first``; zeros for those that it lacks."""
+        require(table.is_contiguous(), "a contiguous table")
+        width = table.stride(0)
+        out = self._new(width, table.dtype)
+        self._append(
+            _GATHER_PART,
+            x=buffer_of(index).number,
+            out=out.buffer.number,
+            width=width * table.element_size(),
+            out_width=table.shape[0],
+            num_heads=first,
+            weight=self._pointer(table),
+        )
+        return as_tensor(out)
+
+    def _exchange(self, ranks: Ranks) -> int:
+        pointer = getattr(ranks, "pointer", None)
+        if not isinstance(pointer, int):
+            raise RecordingError("these ranks do not exchange through shared memory")
+        self._kept.append(ranks)
+        return pointer
 
     def qkv_rope_write(
         self,

@@ -9,6 +9,7 @@
 #include "experts.h"
 #include "heads.h"
 #include "ops.h"
+#include "ranks.h"
 #include "team.h"
 
 namespace dw {
@@ -176,6 +177,15 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     case OP_COLUMNS:
       for (int64_t r = 0; r < rows; r++)
         memcpy((char*)at(op.out) + r * op.out_width, (const char*)at(op.x) + r * op.width + op.head_dim, (size_t)op.out_width);
+      break;
+    case OP_SUM_RANKS:
+      ranks_sum((Ranks*)op.weight, dtype, at(op.x), rows * op.width);
+      break;
+    case OP_GATHER_RANKS:
+      ranks_gather((Ranks*)op.weight, (const float*)at(op.x), op.width, op.out_width, (float*)at(op.out), rows);
+      break;
+    case OP_GATHER_PART:
+      gather_part_rows(op.weight, op.num_heads, op.out_width, (const int64_t*)at(op.x), at(op.out), rows, op.width);
       break;
     default:
       break;

@@ -35,6 +35,10 @@ enum OpKind : int32_t {
   OP_MUL = 18,          // out = x * y, rows of `width` elements
   OP_HEADS = 19,        // out = each head of x times a layer of its own (`weight`); rows of `width` and `out_width` elements
   OP_COLUMNS = 20,      // out = `out_width` bytes of each row of x, of `width` bytes, from byte `head_dim` on
+  // Of ranks (ranks.h); `weight` is a Ranks*.
+  OP_SUM_RANKS = 60,     // x = the sum over all ranks, rows of `width` elements
+  OP_GATHER_RANKS = 61,  // out = rows of all ranks' x side by side, float32; of `out_width`, each rank's `width` of them
+  OP_GATHER_PART = 62,   // as OP_GATHER from a part of a table, from row `num_heads` on; zeros for ids that are elsewhere
 };
 
 // Mirrored by program.py.
