@@ -109,7 +109,8 @@ def test_users_eagle_with_tensor_parallelism() -> None:
         "enforce_eager": True,
         "async_scheduling": True,
     }
-    refused("tensor_parallel_size", "4", **common, tensor_parallel_size=4, speculative_config=eagle)
+    odd = eagle | {"draft_tensor_parallel_size": 3}
+    refused("draft_tensor_parallel_size", "3", **common, tensor_parallel_size=4, speculative_config=odd)
     config = resolve_engine_config(**common, tensor_parallel_size=1, speculative_config=eagle, device="cpu")
     (spec,) = config.speculative
     assert (spec.method, spec.model, spec.num_speculative_tokens) == ("eagle", "HEAD", 2)
@@ -173,7 +174,8 @@ SERVE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"tensor_parallel_size": "16"}, ("tensor_parallel_size", "16")),
+        ({"tensor_parallel_size": "0"}, ("tensor_parallel_size", "0")),
+        ({"pipeline_parallel_size": "2"}, ("pipeline_parallel_size", "tensor_parallel_size")),
         ({"enable_expert_parallel": True}, ("enable_expert_parallel",)),
         ({"quantization": "ascend"}, ("quantization", "'ascend'")),
         ({"port": "20004"}, ("port", "server")),

@@ -35,11 +35,6 @@ def check_fields(method: str, given: Mapping[str, Any]) -> None:
         method: resolved.
         given: the fields that say something (not None, not False), and their values.
     """
-    ranks = given.get("draft_tensor_parallel_size", 1)
-    if ranks > 1:
-        raise ConfigError(
-            f"speculative_config.draft_tensor_parallel_size: {ranks} is not supported yet; only 1"
-        )
     for name in given:
         methods = _SUFFIX_METHODS if name.startswith("suffix_decoding_") else _ONLY_FOR.get(name, ())
         if methods and method not in methods:

@@ -11,6 +11,7 @@ from draftwise.config.extraction import METHOD as EXTRACTION
 from draftwise.config.extraction import transfer_folder
 from draftwise.config.graphs import LARGEST, SIZES, GraphOptions, compilation, graph_options
 from draftwise.config.limits import RequestLimits
+from draftwise.config.parallel import check_parallel
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError
 from draftwise.quantization.scheme import checked_name
@@ -97,11 +98,14 @@ class EngineConfig:
         to.boolean,
         "plan each step while the one before it runs (speculation_control static unless given)",
     )
-    tensor_parallel_size: int = option(1, to.integer(1), "ranks that share the model; 1")
+    tensor_parallel_size: int = option(1, to.integer(1, 64), "processes that share the model, each a part")
     data_parallel_size: int = option(1, to.integer(1), "replicas of the model; 1")
     pipeline_parallel_size: int = option(1, to.integer(1), "stages of the model; 1")
     distributed_executor_backend: str | None = option(
         None, to.choice("uni", "mp", "ray", "external_launcher"), "where the workers run"
+    )
+    worker_timeout: float = option(
+        300.0, to.number(0, 1e6, open_low=True), "seconds that a step of several processes may take"
     )
     enable_expert_parallel: bool = option(False, to.boolean, "spread experts over ranks")
     quantization: str | None = option(
@@ -181,21 +185,12 @@ class EngineConfig:
         return (*self.speculative, *more)
 
     def _refuse_unsupported(self) -> None:
-        for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not supported yet; only 1")
-        if self.enable_expert_parallel:
-            raise ConfigError("enable_expert_parallel: not supported yet")
+        check_parallel(self)
         if self.quantization_cache is not None and self.quantization == "fp8":
             raise ConfigError("quantization_cache: keeps weights in int8 and int4, not in fp8; leave it out")
         if self.quantization_cache is not None and self.quantization is None:
             raise ConfigError("quantization_cache: keeps weights that quantization= rounds; give that, too")
         transfer_folder(self.kv_transfer_config)
-        if self.distributed_executor_backend in ("ray", "external_launcher"):
-            raise ConfigError(
-                f"distributed_executor_backend: {self.distributed_executor_backend!r} is not supported yet; "
-                "leave it out, or use uni or mp with one rank"
-            )
 
     def _refuse_contradictions(self) -> None:
         _ = self.graphs  # says what contradicts what

@@ -30,6 +30,26 @@ def register_method(name: str, proposer: type[Any] | str) -> None:
     _registered[name] = proposer
 
 
+def third_party_methods() -> tuple[tuple[str, str], ...]:
+    """Methods that were registered from outside, each with the path of its class: for other processes.
+
+    Raises:
+        ConfigError: a class that cannot be imported there (it is in ``__main__``, or in a function).
+    """
+    found = []
+    for name, target in _registered.items():
+        if name in METHODS:
+            continue
+        path = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+        if path.startswith("__main__") or "<locals>" in path:
+            raise ConfigError(
+                f"tensor_parallel_size: method {name!r} ({path}) cannot be imported by the ranks' processes; put its "
+                "class into a module"
+            )
+        found.append((name, path))
+    return tuple(found)
+
+
 def canonical_name(name: str) -> str:
     """The name that an alias stands for; other names are returned as they are."""
     return name if name in _registered else METHOD_ALIASES.get(name, name)

@@ -73,7 +73,9 @@ class SpeculativeConfig:
     )
     model: str | None = option(None, to.string, "the draft model or head: local folder or hub id")
     num_speculative_tokens: int = option(_UNSET, to.integer(1, MAX_TREE_NODES), "draft tokens per step (K)")
-    draft_tensor_parallel_size: int | None = option(None, to.integer(1), "ranks of the draft model; 1")
+    draft_tensor_parallel_size: int | None = option(
+        None, to.integer(1), "ranks of the draft model (the target's)"
+    )
     max_model_len: int | None = option(
         None, to.size(), "the drafter's context; beyond it drafting is skipped"
     )

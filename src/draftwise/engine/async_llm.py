@@ -371,7 +371,7 @@ class AsyncLLM:
     @property
     def is_alive(self) -> bool:
         """Whether requests are accepted."""
-        return self._failure is None and not self._closing
+        return self._failure is None and not self._closing and self._engine.core.executor.failure is None
 
     def get_tokenizer(self) -> Any:
         """The Transformers tokenizer."""

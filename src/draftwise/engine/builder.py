@@ -6,41 +6,25 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.controller import Controller, StaticController
 from draftwise.config import EngineConfig
-from draftwise.config.extraction import transfer_folder
-from draftwise.cpus import default_threads
 from draftwise.engine.adapters import Adapters
-from draftwise.engine.cache_size import cache_blocks, kv_dtype, state_memory, step_widths
 from draftwise.engine.core import EngineCore
+from draftwise.engine.device import Device, build_device, load_engine_tokenizer, make_grammars
+from draftwise.engine.facts import DeviceFacts, Traits
 from draftwise.engine.outputs import Guarantees
-from draftwise.engine.processor import Processor, end_tokens
-from draftwise.engine.states import check_drafters, plan_states
+from draftwise.engine.processor import Processor
+from draftwise.engine.ranks import start_ranks
 from draftwise.errors import ConfigError
-from draftwise.graphs.setup import GraphSetup, backend_for, capturable
-from draftwise.kernels.select import native_reason
 from draftwise.kv.manager import KVManager
-from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.models.loader import load_model
-from draftwise.models.lora.decoder import AdaptedDecoder
-from draftwise.models.tokenizer import load_tokenizer
-from draftwise.propose.base import Proposer, ProposerContext
 from draftwise.propose.grammar import GrammarProposer
-from draftwise.propose.registry import resolve_proposer
 from draftwise.runner.executor import Executor
-from draftwise.runner.local import LocalExecutor
 from draftwise.runner.threaded import ThreadedExecutor
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
-from draftwise.structured.grammars import Grammars
-from draftwise.verify.rates import SyntheticAcceptance
-from draftwise.verify.select import default_rules
 
 logger = logging.getLogger("draftwise")
 
@@ -55,122 +39,59 @@ class Engine:
     config: EngineConfig
     core: EngineCore
     processor: Processor
-    model: DecoderModel
+    device: Device | None  # None: it is in other processes
     guarantees: Guarantees
     kv_cache_bytes: int
     adapters: Adapters
+
+    @property
+    def model(self) -> DecoderModel:
+        """The target, which is in this process."""
+        assert self.device is not None, "the model is in other processes"
+        return self.device.model
 
 
 def build_engine(
     config: EngineConfig, clock: Callable[[], float] = time.perf_counter, *, keep_trace: bool = False
 ) -> Engine:
     """Load everything a config names. Raises ConfigError or ModelLoadError."""
-    assert config.model is not None, "resolve_engine_config names the embedded model"
-    torch.set_num_threads(config.num_threads or default_threads(torch.get_num_threads()))
-    device = torch.device(config.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    model = load_model(
-        config.model,
-        dtype=dtype or _auto_dtype(config, device),
-        device=device,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        max_model_len=config.max_model_len,
-        quantization=config.quantization,
-        quantization_cache=_quantization_cache(config),
-        batch_invariant=config.batch_invariant,
-        adapters=config.enable_lora,
-    )
-    if config.enable_lora:
-        model = AdaptedDecoder(model)
-    max_model_len = model.config.max_model_len
-    graphs = _graphs(config, model, device)
-    if graphs is not None:
-        model = graphs.target(model, step_widths(config))
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        tokenizer = load_tokenizer(
-            config.tokenizer or config.model,
-            revision=config.tokenizer_revision or config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
-    states = plan_states(config, model, config.max_num_seqs or 64, state_memory(config, device))
-    num_seqs = (config.max_num_seqs or 64) if states is None else states.slots
-    proposers = _load_proposers(config, model, tokenizer, max_model_len, device, graphs, num_seqs)
-    if graphs is not None:
-        logger.info("graphs to be captured: %s", graphs)
-    check_drafters({d.method: d for d in config.drafters}, proposers)
-    num_blocks, cache_bytes = cache_blocks(
-        config, model, list(proposers.values()), max_model_len, device, graphs, states
-    )
-    capacity = num_blocks * config.block_size
-    if capacity < max_model_len:
-        if config.max_model_len is not None:
-            logger.warning(
-                "the KV cache has room for %d tokens, max_model_len is %d: longer requests are refused",
-                capacity,
-                max_model_len,
-            )
-        else:
-            max_model_len = capacity
-    scratch = max((p.target_scratch_blocks() for p in proposers.values()), default=0)
-    cache_dtype = kv_dtype(config, model)
-    storage = KVStorage(
-        model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device, spare=model.pads,
-        states=None if states is None else states.store(device),
-    )  # fmt: skip
-    for proposer in proposers.values():
-        proposer.allocate(num_blocks)
-        proposer.use_target_storage(storage)
-    model.prepare(storage, sorted({i for p in proposers.values() for i in p.capture_layers}))
-
-    grammars = Grammars(
-        tokenizer,
-        model.config.vocab_size,
-        end_tokens(model.config, tokenizer),
-        config.request_limits.max_grammar_seconds,
-    )
-    executor: Executor = LocalExecutor(
-        model,
-        storage,
-        proposers,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        device=device,
-        synthetic=_synthetic(config),
-        rules=default_rules(device),
-        grammars=grammars,
-        resident=config.async_scheduling,
-        clock=clock,
-    )
+    device: Device | None = None
+    executor: Executor
+    if config.tensor_parallel_size > 1:
+        executor, facts = start_ranks(config)
+        tokenizer = load_engine_tokenizer(config)
+        grammars = make_grammars(config, facts, tokenizer)
+    else:
+        device = build_device(config, clock)
+        executor, facts = device.executor, device.facts
+        tokenizer, grammars = device.tokenizer, device.grammars
+    recurrent = facts.most_drafts is not None
     if config.async_scheduling:
         executor = ThreadedExecutor(executor)
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=num_seqs,
+            max_num_seqs=facts.num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunked_prefill=config.enable_chunked_prefill,
         ),
         # A prefix's keys are no use without the state behind it.
-        KVManager(num_blocks, config.block_size, config.enable_prefix_caching and states is None),
-        _controller(config, proposers),
+        KVManager(facts.num_blocks, config.block_size, config.enable_prefix_caching and not recurrent),
+        _controller(config, facts.drafters),
         clock,
     )
     processor = Processor(
-        model.config,
+        facts.model,
         tokenizer,
         config.drafters,
-        proposers,
+        facts.drafters,
         default_method=config.default_method,
-        max_model_len=max_model_len,
+        max_model_len=facts.max_model_len,
         seed=config.seed,
         clock=clock,
         keep_trace=keep_trace,
         grammars=grammars,
         limits=config.request_limits,
-        most_drafts=None if states is None else states.drafts,
+        most_drafts=facts.most_drafts,
     )
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")
@@ -179,16 +100,16 @@ def build_engine(
         config=config,
         core=core,
         processor=processor,
-        model=model,
-        guarantees=_guarantees(model, config),
-        kv_cache_bytes=cache_bytes,
+        device=device,
+        guarantees=_guarantees(facts, config),
+        kv_cache_bytes=facts.cache_bytes,
         adapters=Adapters(
             core, enabled=config.enable_lora, most=config.max_loras, max_rank=config.max_lora_rank
         ),
     )
 
 
-def _controller(config: EngineConfig, proposers: Mapping[str, Proposer]) -> Controller:
+def _controller(config: EngineConfig, drafters: Mapping[str, Traits]) -> Controller:
     tables = {
         d.method: d.num_speculative_tokens_per_batch_size
         for d in config.drafters
@@ -196,124 +117,34 @@ def _controller(config: EngineConfig, proposers: Mapping[str, Proposer]) -> Cont
     }
     if config.speculation_control == "static":
         return StaticController(tables)
-    evident = {name for name, proposer in proposers.items() if proposer.evident}
+    evident = {name for name, drafter in drafters.items() if drafter.evident}
     # Who keeps nothing of past tokens, such as Medusa, needs not to be told of them.
-    observing = {name for name, p in proposers.items() if p.observes and p.has_storage}
+    observing = {name for name, d in drafters.items() if d.observes and d.has_storage}
     return AdaptiveController(
         tables, evident | {GrammarProposer.name}, observing, ahead=config.async_scheduling
     )
 
 
-def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | None:
-    """None: the checkpoint's own. On a CPU without native kernels a small model runs in float32: torch's bfloat16
-    products are slower there for few rows, and their rounding depends on the number of rows, so that greedy text would,
-    rarely, differ with and without speculation. float16, which the native kernels lack, becomes float32 likewise."""
-    if device.type != "cpu":
-        return None
-    from draftwise.models.loader import checkpoint_num_parameters, is_quantized_checkpoint, load_config
-
-    assert config.model is not None
-    if config.quantization is not None or is_quantized_checkpoint(config.model, config.revision):
-        return torch.bfloat16
-    own = load_config(config.model, config.revision).dtype
-    if own is not None and native_reason(getattr(torch, own, torch.float16), device) is None:
-        return None
-    return torch.float32 if checkpoint_num_parameters(config.model) * 4 <= _FLOAT32_LIMIT else None
-
-
-def _load_proposers(
-    config: EngineConfig,
-    model: DecoderModel,
-    tokenizer: Any,
-    max_model_len: int,
-    device: torch.device,
-    graphs: GraphSetup | None,
-    num_seqs: int,
-) -> dict[str, Proposer]:
-    proposers: dict[str, Proposer] = {}
-    for spec in config.drafters:
-        context = ProposerContext(
-            speculative=spec,
-            target_config=model.config,
-            target_model=model,
-            block_size=config.block_size,
-            dtype=model.dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=num_seqs,
-            vocab_size=model.config.vocab_size,
-            tokenizer=tokenizer,
-            transfer_folder=transfer_folder(config.kv_transfer_config),
-            target_path=config.model,
-            target_revision=config.revision,
-            graphs=None if spec.enforce_eager else graphs,
-        )
-        proposer = resolve_proposer(spec.method)
-        if spec.speculative_dynamic_tree is not None and not proposer.drafts_dynamic_trees:
-            raise ConfigError(
-                f"speculative_config.speculative_dynamic_tree: method {spec.method!r} drafts no dynamic trees"
-            )
-        proposers[spec.method] = proposer.create(context)
-    return proposers
-
-
-def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> GraphSetup | None:
-    """What is captured; None: nothing is. Kernels that cannot be captured run as they are."""
-    options = config.graphs
-    if config.enforce_eager or options.mode == "none" or config.enable_lora:
-        return None
-    backend = backend_for(device)
-    if backend is None or not capturable(model):
-        return None
-    return GraphSetup(
-        backend,
-        config.block_size,
-        config.max_num_seqs or 64,
-        config.max_num_batched_tokens,
-        model.config.max_model_len,
-        options.sizes,
-        options.largest,
-        options.mode,
-    )
-
-
-def _quantization_cache(config: EngineConfig) -> Path | None:
-    if config.quantization_cache is None:
-        return None
-    if config.quantization_cache == "auto":
-        from draftwise.models.rounded import default_cache
-
-        return default_cache()
-    return Path(config.quantization_cache).expanduser()
-
-
-def _synthetic(config: EngineConfig) -> SyntheticAcceptance | None:
-    for spec in config.drafters:
-        if spec.acceptance_rates is not None:
-            return SyntheticAcceptance(spec.acceptance_rates)
-    return None
-
-
-def _guarantees(model: DecoderModel, config: EngineConfig) -> Guarantees:
+def _guarantees(facts: DeviceFacts, config: EngineConfig) -> Guarantees:
     reasons: list[str] = []
     lossy = [d.rule for d in config.drafters if d.rule in ("typical", "synthetic")]
     if lossy:
         reasons.append(f"rule {lossy[0]!r} changes the distribution")
-    if not model.same_bits and config.batch_invariant:
+    if not facts.same_bits and config.batch_invariant:
         reasons.append(
             "every sum has one order, but that a device computes all rows of a tile alike has not been shown yet"
         )
-    elif not model.same_bits:
+    elif not facts.same_bits:
         reasons.append(
             "plain torch products round differently for different numbers of rows: outputs are equal in distribution, "
             "and equal in text unless two tokens tie within rounding"
         )
-    if model.state_spec() is not None:
+    if facts.most_drafts is not None:
         reasons.append(
             "recurrent state is kept behind every draft and taken up where drafts end; drafts and plain tokens are "
             "computed one by one in the same way"
         )
-    exact = model.same_bits and not lossy
+    exact = facts.same_bits and not lossy
     return Guarantees(lossless=not lossy, same_bits=exact, same_seed_same_text=exact, reasons=tuple(reasons))
 
 

@@ -32,9 +32,7 @@ def cache_blocks(
 ) -> tuple[int, int]:
     """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
     ConfigError if none fits."""
-    block_bytes = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, kv_dtype(config, model))
-    block_bytes += sum(p.memory_per_block() for p in proposers)
-    block_bytes = max(block_bytes, 1)  # of a model without attention
+    block_bytes = bytes_of_block(config, model, proposers)
     fixed = sum(p.memory_fixed() for p in proposers) + (0 if states is None else states.nbytes)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks, config.num_kv_blocks * block_bytes + fixed
@@ -63,9 +61,15 @@ def cache_blocks(
         )
         blocks = plan.num_blocks
     else:
-        memory = _free_memory() - fixed
+        memory = _free_memory() // config.tensor_parallel_size - fixed
         blocks = max(1, min(useful, memory // block_bytes))
     return blocks, blocks * block_bytes + fixed
+
+
+def bytes_of_block(config: EngineConfig, model: DecoderModel, proposers: Sequence[Proposer]) -> int:
+    """Of one block of tokens, of the target and all drafters."""
+    target = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, kv_dtype(config, model))
+    return max(target + sum(p.memory_per_block() for p in proposers), 1)  # 1: of a model without attention
 
 
 def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:

@@ -178,7 +178,7 @@ class EngineCore:
         torch.set_num_threads(1)
         whole = not self._stepping and not self._flights and self.lock.acquire(blocking=False)
         self.lock = threading.RLock()  # nobody else is here to release the old one
-        return whole
+        return self.executor.forked() and whole
 
     def close(self) -> None:
         self.executor.close()

@@ -13,6 +13,7 @@ import numpy as np
 from draftwise.config import RequestLimits, SpeculativeConfig
 from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
+from draftwise.engine.facts import Traits
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.limits import check_params, check_prompt
 from draftwise.engine.states import WHY_NO_TREES
@@ -21,7 +22,6 @@ from draftwise.engine.workers import Lane
 from draftwise.errors import ConfigError, ContextLengthError, RequestError, shown, suggest
 from draftwise.models.base import ModelConfig
 from draftwise.names import DEFAULT_TREE_NODES, MAX_TREE_NODES, RULES
-from draftwise.propose.base import Proposer
 from draftwise.propose.grammar import GrammarProposer
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
 from draftwise.sched.request import Request
@@ -76,7 +76,7 @@ class Processor:
         model_config: ModelConfig,
         tokenizer: Any | None,
         drafters: Sequence[SpeculativeConfig],
-        proposers: Mapping[str, Proposer],
+        proposers: Mapping[str, Traits],
         *,
         default_method: str,
         max_model_len: int,

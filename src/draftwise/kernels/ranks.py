@@ -44,7 +44,7 @@ class Ranks(ABC):
         self.part = part
         self.tables: dict[int, tuple[Tensor, int]] = {}
         """Address of a part of a table -> that part, and how many rows the whole has: a target lends its table to draft
-        heads, which have operations of their own (`SplitOps.split_table`)."""
+        heads, which have operations of their own (`split.known_table`)."""
 
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor:

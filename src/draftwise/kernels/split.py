@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwise.kernels.base import Experts, Linear, Ops
-from draftwise.kernels.ranks import Ranks, vocabulary_step
+from draftwise.kernels.ranks import Part, Ranks, vocabulary_step
 
 
 class Summed(Linear):
@@ -65,20 +65,6 @@ class SplitOps(Ops):
         """Work with these."""
         self.ranks = ranks
 
-    # ---------------------------------------------------------------------------------------------- packing
-
-    def split_table(self, table: Tensor, total: int) -> None:
-        """``table`` [rows, H] is this rank's part of a table of ``total`` rows; `embedding` looks for it there."""
-        self.ranks.tables[table.data_ptr()] = (table, total)
-
-    def pack_split_head(self, weight: Tensor, total: int) -> Linear:
-        """The output layer of ``total`` rows, of which ``weight`` [rows, H] are this rank's."""
-        return SplitHead(super().pack_head(weight), total)
-
-    def pack_split_tied_head(self, table: Tensor, total: int) -> Linear:
-        """The same of an embedding table."""
-        return SplitHead(super().pack_tied_head(table), total)
-
     # ------------------------------------------------------------------------------------------- operations
 
     def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
@@ -130,27 +116,35 @@ class SplitOps(Ops):
         return rows.masked_fill_(~there[:, None], 0.0)
 
 
-def summed(ops: Ops, layer: Linear) -> Linear:
+def summed(part: Part, layer: Linear) -> Linear:
     """The handle of a layer that is divided by inputs."""
-    return Summed(layer) if isinstance(ops, SplitOps) else layer
+    return Summed(layer) if part.size > 1 else layer
 
 
-def summed_experts(ops: Ops, experts: Experts) -> Experts:
+def summed_experts(part: Part, experts: Experts) -> Experts:
     """The handle of experts whose results are terms of a sum."""
-    return SummedExperts(experts) if isinstance(ops, SplitOps) else experts
+    return SummedExperts(experts) if part.size > 1 else experts
 
 
-def packed_head(ops: Ops, weight: Tensor, total: int) -> Linear:
+def packed_head(part: Part, ops: Ops, weight: Tensor, total: int) -> Linear:
     """The output layer of ``total`` tokens, of which ``weight`` [rows, H] is the rank's part."""
-    return ops.pack_split_head(weight, total) if isinstance(ops, SplitOps) else ops.pack_head(weight)
+    packed = ops.pack_head(weight)
+    return SplitHead(packed, total) if part.size > 1 else packed
 
 
-def packed_tied_head(ops: Ops, table: Tensor, total: int) -> Linear:
+def packed_tied_head(part: Part, ops: Ops, table: Tensor, total: int) -> Linear:
     """The same of the embedding table."""
-    return ops.pack_split_tied_head(table, total) if isinstance(ops, SplitOps) else ops.pack_tied_head(table)
+    packed = ops.pack_tied_head(table)
+    return SplitHead(packed, total) if part.size > 1 else packed
 
 
-def known_table(ops: Ops, table: Tensor, total: int) -> None:
-    """Let the operations know that ``table`` [rows, H] is the rank's part of one of ``total`` rows."""
-    if isinstance(ops, SplitOps):
-        ops.split_table(table, total)
+def known_table(part: Part, ops: Ops, table: Tensor, total: int) -> None:
+    """Let operations know that ``table`` [rows, H] is the rank's part of one of ``total`` rows."""
+    if part.size > 1:
+        assert isinstance(ops, SplitOps), "a part of a model runs on operations that know of ranks"
+        ops.ranks.tables[table.data_ptr()] = (table, total)
+
+
+def ranks_of(ops: Ops) -> Ranks | None:
+    """With whom operations work; None: with nobody."""
+    return ops.ranks if isinstance(ops, SplitOps) else None

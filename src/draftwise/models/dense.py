@@ -64,7 +64,7 @@ class DenseDecoder(DecoderModel):
     def finish(self) -> None:
         config, ops, plan = self.config, self._ops, self._plan
         plan.fill(self._embedding)
-        known_table(ops, self._embedding, config.vocab_size)
+        known_table(plan.part, ops, self._embedding, config.vocab_size)
         layers = []
         for i, window in enumerate(config.sliding_window):
             weights = self._loaded[i]
@@ -79,10 +79,10 @@ class DenseDecoder(DecoderModel):
             norm = norm.float() + config.norm_offset
         self._final_norm = ops.pack_norm(norm, config.norm_eps)
         if self._loaded_head is None:
-            self._head = packed_tied_head(ops, self._embedding, config.vocab_size)
+            self._head = packed_tied_head(plan.part, ops, self._embedding, config.vocab_size)
         else:
             plan.fill(self._loaded_head)
-            self._head = packed_head(ops, self._loaded_head, config.vocab_size)
+            self._head = packed_head(plan.part, ops, self._loaded_head, config.vocab_size)
         del self._loaded_norm, self._loaded_head, self._plan
         products = [w for x in self._layers for w in (x.qkv, x.o, x.mlp)]
         self._weight_bytes = sum(product.num_bytes for product in (*products, self._head))

@@ -215,7 +215,7 @@ class LayerWeights:
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            o=summed(ops, linear("o")),
+            o=summed(plan.part, linear("o")),
             post_norm=post_norm,
             mlp=self.mlp.pack(ops, plan),
             window=window,

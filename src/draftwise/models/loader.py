@@ -156,6 +156,19 @@ def load_model(
         return _recorded(model, ops)
 
 
+def check_divided(
+    path: str | Path, size: int, revision: str | None = None, max_model_len: int | None = None
+) -> None:
+    """Raise ConfigError if a model cannot be divided among ``size`` ranks. No weights are read.
+
+    Raises:
+        ModelLoadError: as `load_config`.
+    """
+    config, cls = _read_config(resolve_path(path, revision, weights=False), max_model_len)
+    check_divisible(config, own_code=not is_general(cls), kept=False)
+    of_rank(config, Part(0, size))
+
+
 def declare(
     folder: Path,
     config: ModelConfig,

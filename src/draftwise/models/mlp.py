@@ -186,7 +186,7 @@ class SparseWeights:
             up, down = self._layers.pop()
             packed.append((load_linear(ops, plan, *up, paired=True), load_linear(ops, plan, *down)))
             del up, down
-        experts = summed_experts(ops, ops.pack_experts(packed, self._routing, self._correction))
+        experts = summed_experts(plan.part, ops.pack_experts(packed, self._routing, self._correction))
         return SparseMlp(ops.pack_router(self._router), experts)
 
 
@@ -203,6 +203,6 @@ class DenseWeights:
         fused = self._activation.kind == "silu"
         gate_up = load_linear(ops, plan, *self._gate_up, paired=fused)
         self._gate_up = None
-        down = summed(ops, load_linear(ops, plan, *self._down))
+        down = summed(plan.part, load_linear(ops, plan, *self._down))
         self._down = None
         return DenseMlp(gate_up, down, self._activation)

@@ -12,6 +12,7 @@ import torch
 
 from draftwise.config import SpeculativeConfig
 from draftwise.graphs.setup import GraphSetup
+from draftwise.kernels.ranks import Ranks
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, ModelConfig
 from draftwise.propose.resident import ResidentDrafter
@@ -40,6 +41,7 @@ class ProposerContext:
     target_path: str | None = None  # where the target was loaded from: folder or hub id
     target_revision: str | None = None
     graphs: GraphSetup | None = None  # captures a drafter's passes; None: nothing is captured
+    ranks: Ranks | None = None  # with whom the target is shared; None: with nobody
 
     @property
     def max_draft_len(self) -> int:

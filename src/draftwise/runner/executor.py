@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, EngineDeadError
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.runner.launched import Launched
 from draftwise.types import StepPlan, StepResult
@@ -47,6 +47,15 @@ class Executor(ABC):
 
     def drop_adapter(self, slot: int) -> None:  # noqa: B027
         """Let go of one that no request has; between two steps."""
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why no step can be executed any more, where that shows without trying; None: nothing is known."""
+        return None
+
+    def forked(self) -> bool:
+        """Called in a forked child: whether steps can be executed there."""
+        return True
 
     def forget(self) -> None:  # noqa: B027
         """Let the drafters forget what they learned from past requests; between two steps."""

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import ParamSpec
 
 from draftwise import lifetime
+from draftwise.errors import EngineDeadError
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
@@ -148,6 +149,13 @@ class ThreadedExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        return self.inner.failure
+
+    def forked(self) -> bool:
+        return self.inner.forked()
 
     def forget(self) -> None:
         self._between_steps(self.inner.forget)

@@ -14,6 +14,7 @@ from draftwise.config import SpeculativeConfig
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
+from draftwise.kernels.split import ranks_of
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import ModelConfig, SharedWeights
 from draftwise.models.checkpoint import read_json
@@ -125,7 +126,8 @@ def target_link(
         shared = target.shared_weights()
     except NotImplementedError as error:
         raise ConfigError(f"draft heads: {error}") from error
-    ops = default_ops(dtype, device, parse_scheme(quantization, device=device.type) if quantization else None)
+    scheme = parse_scheme(quantization, device=device.type) if quantization else None
+    ops = default_ops(dtype, device, scheme, ranks=ranks_of(shared.ops))
     if not isinstance(shared.ops, type(ops)) and not isinstance(ops, type(shared.ops)):
         ops = shared.ops  # somebody chose the target's kernels: its output layer is packed for those
     config = target.config

@@ -110,6 +110,7 @@ class ModelProposer(Proposer, TreeModel):
             revision=config.revision,
             quantization=config.quantization,
             adapter=config.lora_path,
+            ranks=context.ranks,
         )
         if config.use_heterogeneous_vocab:
             model = _mapped(model, context)

@@ -1,0 +1,50 @@
+"""An executor whose ranks are processes of their own on this machine.
+
+Every rank gets every plan and computes every step: what is drawn is keyed, so that all come to the same without
+telling each other. Rank 0's result is the host's; of the others it gets a digest.
+"""
+
+from __future__ import annotations
+
+from draftwise.cluster.messages import Answer, Order
+from draftwise.cluster.processes import RankProcesses
+from draftwise.errors import EngineDeadError
+from draftwise.runner.executor import Executor
+from draftwise.types import StepPlan, StepResult
+
+
+class RanksExecutor(Executor):
+    """Speaks to the ranks. They are built already (`RankProcesses.first_answer`)."""
+
+    def __init__(self, processes: RankProcesses) -> None:
+        self._processes = processes
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        answers = self._processes.ask(lambda number: Order(number, "execute", plan))
+        self._check(plan, answers)
+        result = answers[0].result
+        assert result is not None, "rank 0 answers with it"
+        return result
+
+    def _check(self, plan: StepPlan, answers: list[Answer]) -> None:
+        """Raise EngineDeadError if ranks came to different results."""
+        apart = [rank for rank, answer in enumerate(answers) if answer.digest != answers[0].digest]
+        if apart:
+            names = ", ".join(map(str, apart))
+            raise self._processes.part(
+                apart, f"rank {names} came to another result than rank 0 in step {plan.step}"
+            )
+
+    def forget(self) -> None:
+        self._processes.ask(lambda number: Order(number, "forget"))
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        return self._processes.failure
+
+    def forked(self) -> bool:
+        self._processes.forked()
+        return False
+
+    def close(self) -> None:
+        self._processes.close()

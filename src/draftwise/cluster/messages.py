@@ -1,0 +1,65 @@
+"""What goes between the host's process and the ranks', pickled, one message at a time."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
+
+from draftwise.types import RowResult, StepPlan, StepResult
+
+Call = Literal["execute", "forget", "close"]
+
+
+class Order(NamedTuple):
+    """To all ranks alike. ``number`` rises by one with each."""
+
+    number: int
+    call: Call
+    plan: StepPlan | None = None
+
+
+class Answer(NamedTuple):
+    """Of one rank. ``result``: rank 0's alone. ``digest``: of what every rank must have come to."""
+
+    number: int
+    digest: int = 0
+    result: StepResult | None = None
+    error: BaseException | None = None
+    trace: str = ""  # of the error
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message: what a rank is made of. ``setting``: for `cluster.ranking.Work`, whatever it is made of."""
+
+    rank: int
+    size: int
+    seconds: float  # that a rank waits for another
+    meeting: str | None  # where torch.distributed meets; None: memory is shared
+    memory: int | None  # file descriptor of the shared memory
+    log_level: int
+    methods: tuple[tuple[str, str], ...]  # that third parties registered, and where their classes are
+    setting: Any
+
+
+def digest(rows: Sequence[RowResult]) -> int:
+    """Of what a step decided: the same on all ranks, or they have come apart. Times and texts of errors may differ."""
+    decided = [
+        (row.rid, row.token_ids, row.accepted_nodes, row.draft_tokens, row.num_proposed, row.error is None)
+        for row in rows
+    ]
+    return zlib.crc32(repr(decided).encode())
+
+
+def send(channel: Connection, message: object) -> None:
+    """Raises OSError if nobody is there."""
+    channel.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(channel: Connection) -> Any:
+    """Raises EOFError or OSError if nobody is there any more."""
+    return pickle.loads(channel.recv_bytes())

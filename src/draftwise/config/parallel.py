@@ -1,0 +1,49 @@
+"""What several processes that share a model can do, and what they cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from draftwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from draftwise.config.engine import EngineConfig
+
+
+def check_parallel(config: EngineConfig) -> None:
+    """Raise ConfigError for parallel settings that are not supported, or do not go together."""
+    for name, why in (
+        ("pipeline_parallel_size", "layers are not spread over stages; use tensor_parallel_size"),
+        ("data_parallel_size", "there are no replicas yet; start several servers"),
+    ):
+        if getattr(config, name) > 1:
+            raise ConfigError(f"{name}: {getattr(config, name)} is not supported, only 1: {why}")
+    backend, size = config.distributed_executor_backend, config.tensor_parallel_size
+    if backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            f"distributed_executor_backend: {backend!r} is not supported yet; leave it out, or use mp"
+        )
+    if backend == "uni" and size > 1:
+        raise ConfigError(f"distributed_executor_backend: 'uni' is one process, not {size}; use mp")
+    for spec in config.speculative:
+        drafting = spec.draft_tensor_parallel_size
+        if drafting not in (None, 1, size):
+            raise ConfigError(
+                f"speculative_config.draft_tensor_parallel_size: {drafting} is neither 1 nor the target's {size}"
+            )
+        if drafting == 1 and size > 1:
+            raise ConfigError(
+                "speculative_config.draft_tensor_parallel_size: 1 is not supported yet with tensor_parallel_size over "
+                "1; leave it out"
+            )
+    if config.enable_expert_parallel:
+        raise ConfigError("enable_expert_parallel: not supported yet")
+    if size == 1:
+        return
+    for name in ("enable_lora", "quantization_cache"):
+        if getattr(config, name):
+            raise ConfigError(f"{name}: not supported with tensor_parallel_size over 1")
+    if any(spec.method == "extract_hidden_states" for spec in config.speculative):
+        raise ConfigError("method 'extract_hidden_states': not supported with tensor_parallel_size over 1")
+    if config.device.startswith("cuda:"):
+        raise ConfigError(f"device: {config.device} is one device; ranks take one each, say cuda")

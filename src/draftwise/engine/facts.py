@@ -1,0 +1,51 @@
+"""What the host's side of an engine needs to know of the side that computes, which may be in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from draftwise.models.config import ModelConfig
+from draftwise.propose.base import Proposer
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Of a drafter; see `Proposer`."""
+
+    prompt_only: bool = False
+    drafts_trees: bool = False
+    drafts_dynamic_trees: bool = False
+    most_drafts: int | None = None
+    evident: bool = False
+    observes: bool = False
+    has_storage: bool = False
+
+    @classmethod
+    def of(cls, proposer: Proposer) -> Self:
+        """What a proposer says of itself."""
+        return cls(
+            proposer.prompt_only,
+            proposer.drafts_trees,
+            proposer.drafts_dynamic_trees,
+            proposer.most_drafts,
+            proposer.evident,
+            proposer.observes,
+            proposer.has_storage,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """Of a model and its drafters as they are loaded. Can be pickled."""
+
+    model: ModelConfig  # of several ranks: rank 0's part
+    drafters: Mapping[str, Traits]
+    max_model_len: int
+    num_seqs: int  # most requests in one step
+    num_blocks: int
+    cache_bytes: int
+    weight_bytes: int  # the target's
+    same_bits: bool
+    most_drafts: int | None  # of a model with recurrent state; None: it has none

@@ -1,0 +1,127 @@
+"""Two processes share a model: every method gives the text of plain decoding, through chunks, prefix hits, preemption
+and trees; and logits are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftwise import LLM, SamplingParams
+from draftwise.errors import ConfigError
+from draftwise.kernels.select import native_reason
+from tests.e2e.conftest import token_ids
+from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
+
+RULES = {
+    "greedy": [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)] * 7,
+    "coupled": [
+        SamplingParams(temperature=0.9, top_p=0.97, max_tokens=16, ignore_eos=True, seed=i) for i in range(7)
+    ],
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "block_size": 4,
+    "num_kv_blocks": 24,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 6,
+    "speculation_control": "static",
+    "worker_timeout": 60,
+}
+
+
+class Pair:
+    """An engine of two ranks with all methods, and what it says without them."""
+
+    def __init__(self, root: Path) -> None:
+        self.target = make_target(root)
+        self.family = make_families(root)["methods"]
+        self.llm = LLM(
+            self.target, tensor_parallel_size=2, speculative_config=self.family, keep_trace=True, **OPTIONS
+        )
+        rng = np.random.default_rng(7)
+        prompts = [rng.integers(0, VOCAB, int(rng.integers(3, 40))).tolist() for _ in range(5)]
+        prompts += [prompts[2], [*prompts[4], 1]]  # prefix hits
+        self.prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        plain = {"method": "none"}
+        self.plain = {
+            rule: token_ids(self.llm.generate(self.prompts, [p.replace(speculation=plain) for p in params]))
+            for rule, params in RULES.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = Pair(tmp_path_factory.mktemp("ranks"))
+    with made.llm:
+        yield made
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] == "methods"], ids=case_id)
+def test_every_method_says_what_plain_decoding_says(pair: Pair, case: tuple[str, str, str]) -> None:
+    _, method, shape = case
+    llm = pair.llm
+    llm.reset_prefix_cache()
+    llm.reset_drafters()
+    before = llm.stats().num_preemptions
+    accepted = 0
+    for rule, params in RULES.items():
+        asked = [p.replace(speculation={"method": method, **SHAPES[shape]}) for p in params]
+        outputs = llm.generate(pair.prompts, asked)
+        assert token_ids(outputs) == pair.plain[rule]
+        accepted += sum(len(step.accepted_nodes) for o in outputs for step in o.outputs[0].trace or ())
+    assert accepted > 2
+    assert not llm.stats().drafter_failures
+    assert llm.stats().num_preemptions > before
+    llm.check_integrity()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "suffix"])
+def test_sampled_drafts_keep_ranks_together(pair: Pair, method: str) -> None:
+    """Rejection draws what it draws on both ranks: a digest that differs would end the engine."""
+    speculation = {"method": method, "num_speculative_tokens": 3, "rule": "rejection"}
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, speculation=speculation)
+    outputs = pair.llm.generate(pair.prompts[:3], params)
+    assert [len(ids) for ids in token_ids(outputs)] == [24] * 3
+    assert sum(len(step.draft_tokens) for o in outputs for step in o.outputs[0].trace or ()) > 9
+
+
+def test_logits_are_those_of_one_process(pair: Pair) -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=VOCAB, prompt_logprobs=2
+    )
+    with LLM(pair.target, **OPTIONS) as alone:
+        one = alone.generate(pair.prompts, params)
+        assert alone.guarantees.same_bits == (native_reason_of_float32() is None)
+    two = pair.llm.generate(pair.prompts, params)
+    assert pair.llm.guarantees.same_bits == (native_reason_of_float32() is None)
+    compared = 0
+    for a, b in zip(one, two, strict=True):
+        for mine, theirs in zip(a.outputs[0].logprobs or (), b.outputs[0].logprobs or (), strict=True):
+            assert mine.keys() == theirs.keys()
+            for token, value in mine.items():
+                assert abs(value.logprob - theirs[token].logprob) < 1e-4
+                compared += 1
+    assert compared >= 7 * 12 * VOCAB
+
+
+def native_reason_of_float32() -> str | None:
+    import torch
+
+    return native_reason(torch.float32, torch.device("cpu"))
+
+
+def test_what_cannot_be_divided_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    target = make_target(tmp_path)
+    with pytest.raises(ConfigError, match="num_attention_heads 4 cannot be divided by 3"):
+        LLM(target, tensor_parallel_size=3, **OPTIONS)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 8 tokens are too few for"):
+        LLM(make_target(tmp_path / "more", num_attention_heads=16, num_key_value_heads=16, vocab_size=8,
+                        hidden_size=64), tensor_parallel_size=16, **OPTIONS)  # fmt: skip
+    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+        LLM(target, pipeline_parallel_size=2, **OPTIONS)
