@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
+from draftwise.config.speculative import SpeculativeConfig
 from draftwise.errors import ConfigError
 
-if TYPE_CHECKING:
-    from draftwise.config.engine import EngineConfig
+
+class ParallelSettings(Protocol):
+    """What is looked at of an `EngineConfig`."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def distributed_executor_backend(self) -> str | None: ...
+    @property
+    def enable_expert_parallel(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def speculative(self) -> Sequence[SpeculativeConfig]: ...
 
 
-def check_parallel(config: EngineConfig) -> None:
+def check_parallel(config: ParallelSettings) -> None:
     """Raise ConfigError for parallel settings that are not supported, or do not go together."""
     for name, why in (
         ("pipeline_parallel_size", "layers are not spread over stages; use tensor_parallel_size"),
