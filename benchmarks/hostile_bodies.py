@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ def known() -> list[Hostile]:
         completion("nested schema", response_format=schema(nested_schema(40))),
         post("900 tools, one forced", CHAT, {"messages": USER, "tools": tools(900), "tool_choice": "required"}),
         post("10,000 messages", CHAT, {"messages": USER * 10_000, "max_tokens": 4}),
+        post("10,000 messages of one user", MESSAGES, {"messages": USER * 10_000, "max_tokens": 4}),
+        post("a message of 20,000 blocks", MESSAGES, {"max_tokens": 4, "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}]}),
+        post("system of 7 MB", COUNT, {"messages": USER, "system": "def main(): pass\n" * 410_000}),
+        completion("64 long marks", structured_outputs={"regex": "a", "after": ["e" * 64] * 8, "opened_by": "e"}),
         post("prompt in 20,000 parts", CHAT, {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_000}]}),
         Hostile("10,000 requests in one line", many),
@@ -104,6 +110,7 @@ _PLAIN = (
     "repetition_penalty", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "best_of", "echo", "priority",
     "timeout", "truncate_prompt_tokens", "stream", "ignore_eos", "request_id", "suffix", "user", "model",
 )  # fmt: skip
+_FORM = {"type": "json_schema", "schema": {"type": "object"}}
 _TEXT = [
     "a",
     "\x00",
@@ -121,7 +128,7 @@ def drawn(seed: int, count: int) -> Iterator[Hostile]:
     """``count`` requests; the same for the same seed."""
     rng = random.Random(seed)
     makers: list[Callable[[random.Random], Hostile]] = [
-        _numbers, _lists, _structured, _broken, _wire, _chat, _nested, _long, _numbers, _structured,
+        _numbers, _lists, _structured, _broken, _wire, _chat, _nested, _long, _numbers, _structured, _messages,
     ]  # fmt: skip
     for _ in range(count):
         yield rng.choice(makers)(rng)
@@ -192,6 +199,50 @@ def _chat(rng: random.Random) -> Hostile:
     if path == "/tokenize":
         body = {"messages": body["messages"]}
     return post("chat", path, body)
+
+
+def _messages(rng: random.Random) -> Hostile:
+    """Of Anthropic's interface: blocks, tools and choices that are none, or nearly."""
+    texts = [
+        {"type": "text", "text": rng.choice(_TEXT)},
+        {"type": "text"},
+        {"type": "image"},
+        {},
+        None,
+        5,
+        "x",
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t", "content": rng.choice(["a", [], [texts[0]], None, 7])},
+        {"type": "tool_use", "id": "t", "name": "f", "input": rng.choice([{}, [], None, {"a": 1}])},
+        {"type": "thinking", "thinking": rng.choice(["a", None, 3])},
+    ]
+    blocks: list[Any] = [rng.choice([*texts, *results]) for _ in range(_size(rng, 30))]
+    roles = ["user", "assistant", "system", "tool", 3]
+    messages = [
+        {"role": rng.choice(roles[: rng.choice([2, 5])]), "content": rng.choice([blocks, "a", "", None, {}])}
+        for _ in range(rng.randint(0, 4))
+    ]
+    body: dict[str, Any] = {"messages": messages, "max_tokens": rng.choice([1, 4, 4, 0, -1, None])}
+    tool = {
+        "name": rng.choice(["f", "", 5]),
+        "input_schema": rng.choice([{"type": "object"}, [], None, True]),
+    }
+    more: dict[str, list[Any]] = {
+        "system": ["a", [texts[0]], [None], 5],
+        "tools": [[tool], [{}], [{"type": "web_search"}], {}],
+        "tool_choice": [{"type": "any"}, {"type": "tool", "name": "f"}, {"type": "tool"}, {}, "any"],
+        "thinking": [{"type": "enabled", "budget_tokens": 5}, {"type": "off"}, {}, 3],
+        "output_config": [{"format": _FORM}, {"format": 3}, {"effort": 3}],
+        "stop_sequences": [["a"], [""], "a", [3]],
+        "stream": [True, "yes"],
+    }
+    for name in rng.sample(sorted(more), rng.randint(0, 3)):
+        body[name] = rng.choice(more[name])
+    path = rng.choice([MESSAGES, MESSAGES, COUNT])
+    if path == COUNT:
+        body.pop("max_tokens")
+    return post("messages", path, body)
 
 
 def _nested(rng: random.Random) -> Hostile:

@@ -125,7 +125,6 @@ def test_what_is_not_there_is_answered_with_what_is(server: RunningServer) -> No
         "/v1/embeddings",
         "/v1/images/generations",
         "/v1/audio/speech",
-        "/v1/messages",
         "/v1/files",
         "/nothing",
     ):

@@ -15,7 +15,9 @@ from draftwise.server.protocol import (
     Body,
     ChatBody,
     CompletionBody,
+    CountTokensBody,
     DetokenizeBody,
+    MessagesBody,
     ResponsesBody,
     TokenizeBody,
 )
@@ -39,6 +41,8 @@ KINDS: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -81,12 +85,14 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """A valid body with some fields set to anything."""
     path = draw(st.sampled_from(list(KINDS)))
     body: dict[str, Any] = {}
-    if "completions" in path or "responses" in path:
+    if "completions" in path or "responses" in path or path == "/v1/messages":
         body["max_output_tokens" if "responses" in path else "max_tokens"] = draw(st.integers(1, 4))
     body |= {
         "/v1/completions": {"prompt": "ab"},
         "/v1/chat/completions": {"messages": draw(MESSAGES)},
         "/v1/responses": {"input": "ab"},
+        "/v1/messages": {"messages": draw(MESSAGES)},
+        "/v1/messages/count_tokens": {"messages": draw(MESSAGES)},
         "/tokenize": {"prompt": "ab"},
         "/detokenize": {"tokens": [1]},
     }[path]

@@ -10,28 +10,31 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwise import __version__
 from draftwise.errors import DraftwiseError
 from draftwise.metrics import HttpCounts, Metrics
-from draftwise.server import chat, completions, responses
+from draftwise.server import chat, completions, messages, responses
 from draftwise.server.adapters import load_adapter, unload_adapter
 from draftwise.server.config import ServerConfig
 from draftwise.server.context import Context
 from draftwise.server.engine import ServedEngine
-from draftwise.server.errors import APIError, bad_request, engine_dead, from_exception
+from draftwise.server.errors import APIError, bad_request, from_exception
 from draftwise.server.gate import Gate
 from draftwise.server.limits import listed
-from draftwise.server.page import Page
+from draftwise.server.models import add_models
+from draftwise.server.operations import absent_reason, add_operations
 from draftwise.server.protocol import (
     Body,
     ChatBody,
     CompletionBody,
+    CountTokensBody,
     DetokenizeBody,
     LoadAdapterBody,
+    MessagesBody,
     ResponsesBody,
     TokenizeBody,
     UnloadAdapterBody,
@@ -45,6 +48,8 @@ ENDPOINTS = (
     ("POST /v1/completions", "continue a prompt"),
     ("POST /v1/chat/completions", "answer a conversation"),
     ("POST /v1/responses", "answer, in the form of the Responses API (text, functions)"),
+    ("POST /v1/messages", "answer, in the form of Anthropic's Messages API (text, functions)"),
+    ("POST /v1/messages/count_tokens", "how many tokens such a request has"),
     ("GET /v1/models", "the model's names"),
     ("POST /v1/load_lora_adapter", "load an adapter under a name"),
     ("POST /v1/unload_lora_adapter", "forget one"),
@@ -78,7 +83,8 @@ def create_app(
     app.state.direct = {}
     _add_generation(app, context)
     _add_tokens(app, context)
-    _add_operations(app, context, metrics)
+    add_models(app, context)
+    add_operations(app, context, metrics, ENDPOINTS)
     _add_errors(app)
     app.add_middleware(Direct, routes=app.state.direct)
     http: HttpCounts = metrics.http
@@ -150,7 +156,7 @@ class Direct:
         try:
             response = await endpoint(Request(scope, receive, send))
         except (APIError, DraftwiseError) as error:
-            response = from_exception(error).response()
+            response = from_exception(error).response(scope["path"])
         except (ClientGone, ClientDisconnect):
             response = Response(status_code=499)
         await response(scope, receive, send)
@@ -164,6 +170,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
         "stream": True,
     },
     "/v1/responses": {"input": "Hello", "max_output_tokens": 32},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "adapters/sql"},
     "/v1/unload_lora_adapter": {"lora_name": "sql"},
     "/tokenize": {"prompt": "def main(", "return_token_strs": True},
@@ -195,33 +203,17 @@ def _add_generation(app: FastAPI, context: Context) -> None:
     _post(app, "/v1/chat/completions", ChatBody, context, chat.chat, "Answer a conversation")
     _post(app, "/v1/responses", ResponsesBody, context, responses.responses, "Answer (Responses API)")
 
+    _post(app, "/v1/messages", MessagesBody, context, messages.messages, "Answer (Messages API)")
+    _post(
+        app,
+        "/v1/messages/count_tokens",
+        CountTokensBody,
+        context,
+        messages.count_tokens,
+        "Count a prompt's tokens",
+    )
     _post(app, "/v1/load_lora_adapter", LoadAdapterBody, context, load_adapter, "Load an adapter")
     _post(app, "/v1/unload_lora_adapter", UnloadAdapterBody, context, unload_adapter, "Forget an adapter")
-
-    def card(name: str) -> dict[str, Any]:
-        adapter = context.adapters.get(name)
-        if adapter is not None:
-            return card(context.config.model_names[0]) | {
-                "id": name,
-                "root": adapter.lora_path,
-                "parent": context.config.model_names[0],
-            }
-        return {
-            "id": name,
-            "object": "model",
-            "created": context.created,
-            "owned_by": "draftwise",
-            "root": "embedded" if context.engine.config.embedded else name,
-            "max_model_len": context.engine.max_model_len,
-        }
-
-    @app.get("/v1/models", summary="The names of the model")
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [card(n) for n in context.names]})
-
-    @app.get("/v1/models/{name:path}", summary="One of them")
-    async def model(name: str) -> JSONResponse:
-        return JSONResponse(card(context.model_name(name)))
 
 
 def _add_tokens(app: FastAPI, context: Context) -> None:
@@ -275,87 +267,22 @@ def _ids_of(context: Context, body: TokenizeBody) -> list[int]:
     return ids
 
 
-def _add_operations(app: FastAPI, context: Context, metrics: Metrics) -> None:
-    page = Page(ENDPOINTS)
-
-    @app.get("/health", summary="200 while the engine lives")
-    @app.get("/ping", summary="The same")
-    @app.post("/ping", summary="The same")
-    async def health() -> Response:
-        if not context.engine.is_alive:
-            raise engine_dead()
-        if context.admission.draining:
-            raise APIError(503, "the server is shutting down", code="shutting_down")
-        return Response(status_code=200)
-
-    @app.get("/version", summary="Version, promises of this engine, methods")
-    async def version() -> JSONResponse:
-        promises = context.engine.guarantees
-        return JSONResponse(
-            {
-                "version": __version__,
-                "guarantees": {
-                    "lossless": promises.lossless,
-                    "same_bits": promises.same_bits,
-                    "same_seed_same_text": promises.same_seed_same_text,
-                    "reasons": list(promises.reasons),
-                },
-                "methods": ["none", *(d.method for d in context.engine.config.drafters)],
-                "default_method": context.engine.config.default_method,
-                "num_speculative_tokens": {
-                    d.method: d.num_speculative_tokens for d in context.engine.config.drafters
-                },
-            }
-        )
-
-    @app.get("/metrics", summary="Metrics for Prometheus")
-    async def prometheus() -> PlainTextResponse:
-        return PlainTextResponse(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/load", summary="Requests in progress")
-    async def load() -> JSONResponse:
-        stats = context.engine.stats()
-        return JSONResponse(
-            {
-                "server_load": context.admission.num_requests,
-                "num_requests_running": stats.num_running,
-                "num_requests_waiting": stats.num_waiting,
-                "kv_cache_usage": stats.num_used_blocks / stats.num_blocks,
-            }
-        )
-
-    @app.post("/reset_prefix_cache", summary="Forget cached prefixes")
-    async def reset_prefix_cache() -> JSONResponse:
-        return JSONResponse({"success": context.engine.reset_prefix_cache()})
-
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return page.html("index.html")
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return page.html("docs.html")
-
-    @app.get("/static/{name}", include_in_schema=False)
-    async def static(name: str) -> Response:
-        return page.file(name)
-
-
 def _add_errors(app: FastAPI) -> None:
     async def known(request: Request, error: Exception) -> Response:
-        return from_exception(error).response()
+        return from_exception(error).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code in (404, 405):
-            return _absent(request.method, request.url.path, error).response()
-        return APIError(error.status_code, str(error.detail), headers=error.headers).response()
+            return _absent(request.method, request.url.path, error).response(request.url.path)
+        known = APIError(error.status_code, str(error.detail), headers=error.headers)
+        return known.response(request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     async def unknown(request: Request, error: Exception) -> Response:
-        return APIError(500, "internal error").response()
+        return APIError(500, "internal error").response(request.url.path)
 
     app.add_exception_handler(APIError, known)
     app.add_exception_handler(DraftwiseError, known)
@@ -371,6 +298,8 @@ def _absent(method: str, path: str, error: HTTPException) -> APIError:
     served = [line.split() for line, _ in ENDPOINTS]
     near = next((p for _, p in served if path.endswith(p) or (path != "/" and p.endswith(path))), None)
     hint = "" if near is None or near == path else f"; did you mean {near}?"
+    if (why := absent_reason(path)) is not None:
+        hint = f": {why}"
     if error.status_code == 405:
         says = f"{path[:200]} takes {(error.headers or {}).get('Allow', 'another method')}, not {method}"
     else:

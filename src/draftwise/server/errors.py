@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: ``{"error": {message, type, param, code}}``."""
+"""Errors as clients expect them: ``{"error": {message, type, param, code}}``, and on the paths of Anthropic's interface
+the same inside ``{"type": "error", ...}`` with the names that it has for types."""
 
 from __future__ import annotations
 
@@ -50,9 +51,21 @@ class APIError(Exception):
             }
         }
 
-    def response(self) -> Response:
+    def messages_body(self) -> dict[str, Any]:
+        """In the form of Anthropic's interface, whose clients look for the words about a prompt that is too long."""
+        error = self.body()["error"]
+        error["type"] = _MESSAGES_TYPES.get(self.status, error["type"])
+        if self.status >= 500:
+            error["type"] = "overloaded_error" if self.status == 503 else "api_error"
+        if self.code == _TOO_LONG:
+            error["message"] = f"prompt is too long: {self.message}"
+        return {"type": "error", "error": error}
+
+    def response(self, path: str = "") -> Response:
+        """``path``: of the request, which says whose form the body has."""
+        body = self.messages_body() if path.startswith(MESSAGES_PATH) else self.body()
         return Response(
-            json.dumps(self.body()),
+            json.dumps(body),
             status_code=self.status,
             headers=self.headers,
             media_type="application/json",
@@ -66,6 +79,8 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_MESSAGES_TYPES = {413: "request_too_large", 405: "invalid_request_error"}
+MESSAGES_PATH = "/v1/messages"
 _TOO_LONG = "context_length_exceeded"  # clients fall back to another model, or send less
 _NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients try a 503 again unless told not to
 

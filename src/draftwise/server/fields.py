@@ -25,6 +25,13 @@ NO_EFFECT = frozenset(
         "prompt_cache_retention",
         "prediction",
         "verbosity",
+        # of Anthropic's
+        "cache_control",
+        "diagnostics",
+        "inference_geo",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
         # of other servers: how they work inside
         "cache_prompt",
         "guided_decoding_backend",

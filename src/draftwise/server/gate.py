@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -89,14 +89,14 @@ class Gate:
         try:
             refusal = self._refusal(scope)
             if refusal is not None:
-                await _refuse(refusal, receive, counted_send)
+                await _refuse(refusal, scope["path"], receive, counted_send)
                 return
             if scope["method"] == "HEAD":  # what GET answers; the server leaves the body out
                 scope = {**scope, "method": "GET"}
             await self._app(scope, limited_receive, counted_send)
         except _Refused as refused:
             if status == 499:
-                await _refuse(refused.error, receive, counted_send)
+                await _refuse(refused.error, scope["path"], receive, counted_send)
         except Exception:
             status = 500 if status == 499 else status  # answered further out
             raise
@@ -116,15 +116,14 @@ class Gate:
             self._digests
             and not (path in OPEN_PATHS or path.startswith("/static/"))
             and scope["method"] != "OPTIONS"
+            and not self._known(_key(headers))
         ):
-            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not self._known(key.strip()):
-                return APIError(
-                    401,
-                    "missing or wrong API key: send Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+            return APIError(
+                401,
+                "missing or wrong API key: send Authorization: Bearer KEY, or X-Api-Key: KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         length = headers.get(b"content-length", b"0")
         if (length != b"0" or b"transfer-encoding" in headers) and not _is_json(
             headers.get(b"content-type", b"")
@@ -158,15 +157,21 @@ class Gate:
         )
 
 
+def _key(headers: Mapping[bytes, bytes]) -> bytes:
+    """OpenAI's clients send it as a bearer token, Anthropic's in a header of its own."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+
+
 def _is_json(content_type: bytes) -> bool:
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
-async def _refuse(refusal: APIError, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: APIError, path: str, receive: Receive, send: Send) -> None:
     """Answer at once, and read and drop what is still sent of the body for a moment: a client that is in the middle of
     sending learns why nobody wants it. Closing would reset the connection, and the answer with it."""
-    answer = refusal.response()
+    answer = refusal.response(path)
     await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
     await send({"type": "http.response.body", "body": answer.body, "more_body": True})
     left = _LINGER_BYTES

@@ -8,7 +8,14 @@ from typing import Any, Literal
 from draftwise.sampling.params import SamplingParams
 from draftwise.server.config import ServerConfig
 from draftwise.server.errors import bad_request
-from draftwise.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, ResponsesBody, SamplingBody
+from draftwise.server.protocol import (
+    SAMPLING_FIELDS,
+    ChatBody,
+    CompletionBody,
+    MessagesBody,
+    ResponsesBody,
+    SamplingBody,
+)
 
 
 def completion_params(body: CompletionBody, config: ServerConfig) -> SamplingParams:
@@ -75,6 +82,33 @@ def responses_params(
             given["structured_outputs"] = structured
     if forced is not None:
         # Nobody reads the arguments of a call as they stand: no white space that a model might never end.
+        given["structured_outputs"] = {"json": forced, "disable_any_whitespace": True}
+    if special_tokens:
+        given["skip_special_tokens"] = False
+    return SamplingParams(output_kind="delta" if body.stream else "final_only", **given)
+
+
+def messages_params(
+    body: MessagesBody, forced: Mapping[str, Any] | None, *, special_tokens: bool = False
+) -> SamplingParams:
+    """``forced``: the schema of a forced call; ``special_tokens``: they are needed in the text. Raises APIError or
+    RequestError."""
+    if body.max_tokens < 1:
+        raise bad_request(f"max_tokens is {body.max_tokens}; it must be at least 1", "max_tokens")
+    given: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or ()}
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "speculation"):
+        if getattr(body, name) is not None:
+            given[name] = getattr(body, name)
+    form = (body.output_config or {}).get("format")
+    if form is not None:
+        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+            raise bad_request("output_config: format must be of type json_schema", "output_config")
+        if forced is not None:
+            raise bad_request("output_config.format and a forced call contradict each other", "tool_choice")
+        given["structured_outputs"] = structured_of(
+            {"type": "json_schema", "json_schema": form}, "output_config.format"
+        )
+    if forced is not None:
         given["structured_outputs"] = {"json": forced, "disable_any_whitespace": True}
     if special_tokens:
         given["skip_special_tokens"] = False

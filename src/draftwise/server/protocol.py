@@ -172,6 +172,34 @@ class ResponsesBody(GeneratingBody):
     )  # fmt: skip
 
 
+class CountTokensBody(Body):
+    """What stands in a prompt of Anthropic's Messages API."""
+
+    messages: Objects
+    system: StrictStr | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: Object | None = None
+    thinking: Object | None = Field(
+        None, description="enabled or disabled: the variable enable_thinking of the chat template"
+    )
+    output_config: Object | None = Field(None, description="format: a JSON schema; effort: for the template")
+    chat_template_kwargs: Object | None = None
+    REFUSED: ClassVar[tuple[str, ...]] = ("container", "mcp_servers", "context_management")
+
+
+class MessagesBody(CountTokensBody, GeneratingBody):
+    """Text and functions of Anthropic's Messages API."""
+
+    max_tokens: StrictInt
+    stop_sequences: Texts | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    seed: StrictInt | None = None
+    speculation: Object | None = None
+
+
 class TokenizeBody(Body):
     prompt: StrictStr | None = None
     messages: Objects | None = None

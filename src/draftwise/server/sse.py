@@ -82,16 +82,24 @@ class EventStream(Response):
     """Sends ``chunks`` as they come and calls ``close`` at the end, whatever the end is.
 
     Nothing is read from ``chunks`` while the client has not taken the last one. A client that takes nothing more is
-    given up by the connection (`wire.Wire`). An error after the first chunk becomes an event ``{"error": ...}``.
+    given up by the connection (`wire.Wire`). An error after the first chunk becomes an event, ``{"error": ...}`` unless
+    ``failed`` makes another one.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        close: Callable[[], None],
+        failed: Callable[[APIError], bytes] = lambda error: event(error.body()),
+    ) -> None:
+        """``failed``: the last event of a stream that ends in an error."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._close = close
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_gone(receive))
@@ -113,7 +121,7 @@ class EventStream(Response):
             except Exception as error:
                 if isinstance(error, OSError):
                     raise
-                last = event(self._error(error).body())
+                last = self._failed(self._error(error))
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
