@@ -1,8 +1,8 @@
 """GPT-OSS: attention sinks, a window in every other layer, experts with biases and a clamped activation.
 
 Published checkpoints keep experts as MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of four bits (e2m1)
-with a power of two of their own. There are no kernels for that format: experts are widened, exactly, to the model's
-type, or rounded to what ``quantization`` asks for.
+with a power of two of their own. Native CPU kernels compute with these codes over bfloat16 rows, and nothing is
+rounded. Elsewhere experts are widened, exactly, to the model's type, or rounded to what ``quantization`` asks for.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ from draftwise.models.mlp import ExpertNames, ExpertsConfig, SparseMlp, SparseWe
 from draftwise.models.rope import parse_rope
 from draftwise.models.sparse import count_of_experts
 from draftwise.models.weights import WeightPlan
+from draftwise.quantization.weights import QuantizedWeight
 
 logger = logging.getLogger("draftwise")
 
 _BLOCK = 32  # numbers that share a power of two
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPERTS = "model.layers.{i}.mlp.experts."
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
-def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """MXFP4 as floats.
+def mxfp4_codes(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    """MXFP4 as it is kept.
 
     Args:
-        blocks: [..., B, 16] uint8: two numbers in a byte, the first one in its lower half.
-        scales: [..., B] uint8: exponents of two, plus 127.
+        blocks: [out, B, 16] uint8: two numbers in a byte, the first one in its lower half.
+        scales: [out, B] uint8: exponents of two, plus 127.
 
-    Returns:
-        [..., B * 32] of ``dtype``; exact in bfloat16 and float32.
-
-    Example: the byte 0xB2 with the scale 128 is 1.0 * 2, -1.5 * 2.
+    Example: the byte 0xB2 with the scale 128 is 1.0 * 2, -1.5 * 2: codes 2 and 11, scale 2.
     """
-    table = torch.tensor((*_E2M1, *(-x for x in _E2M1)), dtype=torch.float32, device=blocks.device)
-    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., B, 32]
-    values = table[pairs.long()]
-    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2).to(dtype)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [out, B, 32]
+    # of a block of zeros the scale says nothing, and may be anything
+    empty = ((codes & 7) == 0).all(-1)
+    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
+    powers = torch.where(empty, powers.amax(), powers)
+    return QuantizedWeight(4, codes.flatten(1), powers, group=_BLOCK, e2m1=True)
 
 
 @functools.cache
 def _say_widened(dtype: torch.dtype) -> None:
     """Once per process."""
     logger.warning(
-        "experts stored as mxfp4 have no kernels: they are widened to %s and take several times as much memory, unless "
-        "quantization='int8' or 'int4' rounds them", str(dtype).removeprefix("torch.")
+        "experts stored as mxfp4 have kernels on CPUs over bfloat16 rows alone: they are widened to %s and take "
+        "several times as much memory", str(dtype).removeprefix("torch.")
     )  # fmt: skip
 
 
@@ -78,12 +77,26 @@ class _Stacked:
         for tensor in (self.bias, *((self.blocks, self.scales) if self.floats is None else (self.floats,))):
             plan.fill(tensor)
 
-    def expert(self, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Weight [outputs, inputs] and bias [outputs] of ``dtype``."""
+    def expert(self, e: int) -> tuple[Tensor | QuantizedWeight, Tensor]:
+        """Weight [outputs, inputs] and bias [outputs]."""
         if self.floats is not None:
             return self.floats[e].t(), self.bias[e]
-        _say_widened(dtype)
-        return from_mxfp4(self.blocks[e], self.scales[e], dtype), self.bias[e]
+        return mxfp4_codes(self.blocks[e], self.scales[e]), self.bias[e]
+
+
+def _pack(ops: Ops, weight: Tensor | QuantizedWeight, bias: Tensor, *, paired: bool) -> Linear:
+    """A layer; if it is ``paired``, gates and ups take turns in it, and stand one behind the other from now on."""
+    if paired:
+        count = len(bias)
+        order = torch.cat((torch.arange(0, count, 2), torch.arange(1, count, 2))).to(bias.device)
+        bias = bias[order]
+        weight = weight[order] if isinstance(weight, Tensor) else weight.in_order(order)
+    if isinstance(weight, Tensor):
+        return (ops.pack_gate_up if paired else ops.pack_linear)(weight.contiguous(), bias)
+    packed = ops.pack_quantized(weight, bias, dynamic=False, paired=paired)
+    if packed.num_bytes >= 2 * weight.codes.numel():
+        _say_widened(ops.dtype)
+    return packed
 
 
 class StackedWeights(SparseWeights):
@@ -92,7 +105,7 @@ class StackedWeights(SparseWeights):
     def __init__(
         self, config: ExpertsConfig, names: ExpertNames, plan: WeightPlan, i: int, hidden: int
     ) -> None:
-        self._routing, self._dtype = config.routing, plan.dtype
+        self._routing = config.routing
         count, prefix = config.routing.num_experts, _EXPERTS.format(i=i)
         router = names.router.format(i=i)
         self._router = plan.tensor(router, (count, hidden))
@@ -107,10 +120,12 @@ class StackedWeights(SparseWeights):
         self._down.fill(plan)
         layers: list[tuple[Linear, Linear]] = []
         for e in range(self._routing.num_experts):
-            up, bias = self._up.expert(e, self._dtype)
-            gate_up = ops.pack_gate_up(torch.cat((up[0::2], up[1::2])), torch.cat((bias[0::2], bias[1::2])))
-            down, down_bias = self._down.expert(e, self._dtype)
-            layers.append((gate_up, ops.pack_linear(down.contiguous(), down_bias)))
+            layers.append(
+                (
+                    _pack(ops, *self._up.expert(e), paired=True),
+                    _pack(ops, *self._down.expert(e), paired=False),
+                )
+            )
         del self._up, self._down
         return SparseMlp(
             ops.pack_router(self._router, self._router_bias), ops.pack_experts(layers, self._routing)

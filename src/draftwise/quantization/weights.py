@@ -7,7 +7,7 @@ can be compared with a product of plain floats.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from draftwise.quantization.scheme import Scheme
 INT8_MAX = 127
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the codes of a float of four bits stand for: a sign, two bits of exponent, one of mantissa (OCP Microscaling
+Formats 1.0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A linear layer's weight [out, in]: ``w = (codes - zeros) * scales``, group by group of inputs, or, with
-    ``offsets``, ``w = codes * scales + offsets``."""
+    ``offsets``, ``w = codes * scales + offsets``, or, with ``e2m1``, ``w = E2M1[codes] * scales``."""
 
     bits: int  # 8 or 4
     codes: Tensor  # [out, in]; 8 bits: int8, -127..127 (in groups from -128), or float8_e4m3fn; 4 bits: uint8, 0..15
@@ -30,6 +33,7 @@ class QuantizedWeight:
     zeros: Tensor | None = None  # 4 bits: [out, ceil(in / group)] uint8, 0..15; None: all 8
     group: int | None = None  # inputs that share a scale; 8 bits: None: all of an output's
     offsets: Tensor | None = None  # 4 bits: [out, ceil(in / group)] float32, in the place of zeros
+    e2m1: bool = False  # 4 bits: codes are floats of four bits (MXFP4)
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
@@ -44,6 +48,7 @@ class QuantizedWeight:
         assert self.bits == 4 and self.codes.dtype is torch.uint8
         assert self.zeros is None or self.zeros.shape == self.scales.shape
         assert self.offsets is None or (self.zeros is None and self.offsets.shape == self.scales.shape)
+        assert not self.e2m1 or (self.zeros is None and self.offsets is None)
 
     @staticmethod
     def of_values(values: Tensor) -> QuantizedWeight:
@@ -60,6 +65,13 @@ class QuantizedWeight:
     @property
     def is_fp8(self) -> bool:
         return self.codes.dtype is FP8
+
+    @property
+    def is_exact_in_halves(self) -> bool:
+        """Whether kernels that keep scales as float16 with one exponent for the layer lose nothing of them, if they are
+        powers of two: they reach over 33 of them."""
+        known = self.scales[self.scales != 0].abs()
+        return known.numel() == 0 or float(known.min()) * 2.0**33 >= float(known.max())
 
     @property
     def is_wide(self) -> bool:
@@ -81,6 +93,8 @@ class QuantizedWeight:
             return self.codes.float() * scales
         if self.offsets is not None:
             return self.codes.float() * scales + spread(self.offsets)
+        if self.e2m1:
+            return torch.tensor(E2M1, device=scales.device)[self.codes.long()] * scales
         if self.zeros is None:
             return (self.codes.float() - 8) * scales
         return (self.codes.float() - spread(self.zeros)) * scales
@@ -119,7 +133,7 @@ class QuantizedWeight:
         order = order.to(self.codes.device)
         zeros = None if self.zeros is None else self.zeros[order]
         offsets = None if self.offsets is None else self.offsets[order]
-        return QuantizedWeight(self.bits, self.codes[order], self.scales[order], zeros, self.group, offsets)
+        return replace(self, codes=self.codes[order], scales=self.scales[order], zeros=zeros, offsets=offsets)
 
 
 def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -128,7 +142,8 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if len(parts) == 1:
         return first
     assert all(
-        (part.bits, part.group, part.offsets is None) == (first.bits, first.group, first.offsets is None)
+        (part.bits, part.group, part.offsets is None, part.e2m1)
+        == (first.bits, first.group, first.offsets is None, first.e2m1)
         for part in parts
     )
     zeros = None
@@ -144,6 +159,7 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         zeros,
         first.group,
         None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None]),
+        first.e2m1,
     )
 
 

@@ -98,7 +98,7 @@ class LinearKernels:
         self._pack_quantized = library.function(
             "dw_linear_pack_quantized",
             _PTR,
-            [_PTR, _INT, _INT, _PTR, _PTR, _PTR, _INT, _PTR, _I64, _I64, _INT],
+            [_PTR, _INT, _INT, _PTR, _PTR, _PTR, _INT, _PTR, _I64, _I64, _INT, _INT],
         )
         self._run = library.function(
             "dw_linear_run", None, [_PTR, _PTR, _PTR, _I64, _PTR, _I64, _INT, _I64, _INT]
@@ -154,6 +154,9 @@ class LinearKernels:
         require(
             dtype is torch.bfloat16 or (dtype is torch.float32 and dynamic), "bfloat16 rows, or dynamic ones"
         )
+        require(
+            not weight.e2m1 or (weight.bits == 4 and not dynamic), "floats of four bits over rows as they are"
+        )
         require(weight.codes.ndim == 2 and weight.codes.element_size() == 1, "a matrix of bytes")
         outputs, inputs = weight.codes.shape
         groups = (outputs,) if weight.bits == 8 else (outputs, -(-inputs // (weight.group or inputs)))
@@ -187,6 +190,7 @@ class LinearKernels:
             outputs,
             inputs,
             paired,
+            weight.e2m1,
         )
         return NativeLinear(pointer, outputs, inputs, dtype, paired, self)
 

@@ -38,6 +38,10 @@ class QuantizedOps(NativeOps):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
+        if weight.e2m1:
+            return self._linear.pack_as(
+                weight.dequantize().to(self.dtype), bias, self.scheme, paired=paired
+            )  # asked for: rows are rounded, too
         # weights that have this form already, or were rounded to it before and come back from disk
         return super().pack_quantized(weight, bias, dynamic=dynamic or self.scheme.dynamic, paired=paired)
 

@@ -78,6 +78,7 @@ class AssembledParts:
     """What an `AssembledDecoder` runs on. ``tail``: what is done to logits, "scale" or "softcap", and by how much.
     ``entering``: which layers the result of a node enters."""
 
+    calls: Sequence[LayerCall]
     body: Sequence[Step]
     before_head: Sequence[Step]
     hidden: Node
@@ -96,14 +97,12 @@ class AssembledParts:
 class AssembledDecoder(DecoderModel):
     """A decoder of `AssembledParts`."""
 
-    def __init__(
-        self, config: ModelConfig, ops: Ops, calls: Sequence[LayerCall], parts: AssembledParts
-    ) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, parts: AssembledParts) -> None:
         self.config = config
         self.dtype, self.device = ops.dtype, ops.device
         self.same_bits = ops.same_bits
         self._ops, self._parts = ops, parts
-        self._layout = tuple(call.spec for call in calls)
+        self._layout = tuple(call.spec for call in parts.calls)
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:

@@ -14,6 +14,7 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.routing import Activation
 from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step, attended
 from draftwise.models.general.attention import LayerCall
+from draftwise.models.general.latent import Latent, latent_of
 from draftwise.models.general.nodes import (
     Add,
     Attend,
@@ -52,7 +53,8 @@ class Assembler:
         num_positions: int,
         traced: Traced,
     ) -> None:
-        self._ops, self._calls, self._known, self._num_positions = ops, calls, known, num_positions
+        self._ops, self._known, self._num_positions = ops, known, num_positions
+        self._calls = list(calls)
         self._positions = traced.positions
         self._traced = traced
         self._plans: list[Plan] = []
@@ -248,9 +250,7 @@ class Assembler:
 
     def _attend(self, node: Attend) -> Plan:
         call = self._calls[node.layer]
-        dim = call.heads.head_dim
-        if not call.key_dim == call.value_dim == dim or dim > 1024:
-            raise CannotAssemble("its keys and values are of different sizes")
+        dim = call.key_dim
         sinks = None if node.sinks is None else node.sinks.detach().float().contiguous()
         scale = call.scale
         parts: list[Node] = []
@@ -265,6 +265,12 @@ class Assembler:
             norms.append(part if isinstance(part, Norm) and part.group == dim else None)
             parts.append(part.x if isinstance(part, Norm) and part.group == dim else part)
         rotation = self._rotation(turns, dim)
+        if norms == [None, None]:
+            latent = latent_of(node, parts[1], rotation, call)
+            if latent is not None:
+                return self._attend_latents(node, latent, parts[0], rotation, scale, sinks)
+        if not dim == call.value_dim == call.heads.head_dim or dim > 1024:
+            raise CannotAssemble("its keys and values are of different sizes")
         columns = [
             (torch.arange(count)[:, None] * dim + rotation.order).flatten()
             for count in (call.heads.num_heads, call.heads.num_kv_heads)
@@ -306,6 +312,35 @@ class Assembler:
             return run
 
         return Plan(node, apart, make)
+
+    def _attend_latents(
+        self, node: Attend, latent: Latent, q: Node, rotation: Rotation, scale: float, sinks: Tensor | None
+    ) -> Plan:
+        own = self._calls[node.layer]
+        call = latent.call(own)
+        self._calls[node.layer] = call
+        rope = self._numbered(latent.rotation(rotation))
+        x, shared = latent.shared.layer.x, latent.shared
+
+        def make() -> Run:
+            absorbed, out, common = latent.pack(self._ops, own.key_dim)
+            self.num_bytes += absorbed.num_bytes + out.num_bytes + common.num_bytes
+            self.num_linears += 3
+
+            def run(work: Pass) -> Tensor:
+                ops = work.ops
+                row = latent.stored(
+                    ops,
+                    ops.heads(work.results[q], absorbed),
+                    ops.linear(work.results[x], common),
+                    work.results[latent.latent],
+                )
+                found = attended(work, row, call, node.layer, scale, rope, (None, None), sinks)
+                return ops.heads(found, out)
+
+            return run
+
+        return Plan(node, (q, latent.latent, x), make, (shared.layer, latent.keys.layer))
 
     def _rotation(self, turns: list[Turn | None], dim: int) -> Rotation:
         q, k = turns
@@ -403,8 +438,8 @@ class Assembler:
         for number, node in traced.entering.items():
             entering.setdefault(node, []).append(number)
         return AssembledParts(
-            steps[: self._body], steps[self._body :], traced.hidden, traced.given, self._head.x, handle, self._tail,
-            ropes, entering, self.embedding, self.num_bytes, self.num_linears, self.num_mixtures,
+            self._calls, steps[: self._body], steps[self._body :], traced.hidden, traced.given, self._head.x, handle,
+            self._tail, ropes, entering, self.embedding, self.num_bytes, self.num_linears, self.num_mixtures,
         )  # fmt: skip
 
     def _adding(self, node: Add) -> Run:

@@ -56,7 +56,7 @@ def assembled(
             parameter.data = torch.empty(0)
 
     parts = maker.make(free)
-    found = AssembledDecoder(config, ops, calls, parts)
+    found = AssembledDecoder(config, ops, parts)
     try:
         check(found, reference, exchanged=True, rounded=rounded)
     except ModelLoadError as error:

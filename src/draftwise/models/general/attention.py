@@ -51,9 +51,12 @@ class LayerCall:
     window: int | None
     softcap: float | None
     sinks: bool = False  # each head has a score of its own that takes weight and gives nothing
+    latent: bool = False  # one head of keys that are their own values: see `models.latent`
 
     @property
     def spec(self) -> KVLayerSpec:
+        if self.latent:
+            return KVLayerSpec((("latent", (1, self.heads.head_dim)),))
         return KVLayerSpec.dense(self.heads.num_kv_heads, self.heads.head_dim)
 
 

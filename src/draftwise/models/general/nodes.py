@@ -63,6 +63,16 @@ class Select(Node):
 
 
 @dataclass(eq=False, slots=True)
+class Concat(Node):
+    """Columns of several results side by side."""
+
+    parts: tuple[Node, ...]
+
+    def inputs(self) -> Iterator[Node]:
+        return iter(self.parts)
+
+
+@dataclass(eq=False, slots=True)
 class Norm(Node):
     """RMSNorm of every ``group`` columns by themselves; ``weight`` [group] or None."""
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from draftwise.models.general.nodes import CannotAssemble, LayerNorm, Node, Norm, Scale, Select, Turn
+from draftwise.models.general.nodes import CannotAssemble, Concat, LayerNorm, Node, Norm, Scale, Select, Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The ids of the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Yes or no, by the ids of the rows alone: such as which are those of images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,20 @@ class Rows:
     def plain(self) -> bool:
         return self.factor is None and self.other is None
 
+    def like(self, parts: Sequence[Tensor | None]) -> Rows:
+        """The same results with index, factor, other and its factor as ``parts``."""
+        index, factor, other, other_factor = parts
+        assert index is not None
+        return Rows(self.node, index, factor, other, other_factor)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.index, self.factor, self.other, self.other_factor
+
+    def expanded(self, shape: Sequence[int]) -> Rows:
+        """As it broadcasts to ``shape``."""
+        return self.like([None if part is None else part.expand(tuple(shape)) for part in self.parts])
+
 
 @dataclass(frozen=True, slots=True)
 class Stat:
@@ -59,7 +79,44 @@ class Stat:
     eps: float = 0.0
 
 
-Value = Tokens | Unknown | Rows | Stat
+class Sheet:
+    """A tensor of ``size`` numbers that is filled piece by piece, with copies into views of it."""
+
+    def __init__(self, size: int) -> None:
+        self._left = torch.ones(size, dtype=torch.bool)
+        self._pieces: list[tuple[Tensor, Rows]] = []
+
+    def write(self, places: Tensor, rows: Rows) -> None:
+        """``places``: which numbers of it, shaped as what is written to them."""
+        self._left[places.flatten()] = False
+        self._pieces.append((places.flatten(), rows.expanded(places.shape)))
+
+    @property
+    def full(self) -> bool:
+        return not bool(self._left.any())
+
+    def rows(self, graph: Graph) -> Rows:
+        """All numbers in a row; the sheet is full."""
+        places = [places for places, _ in self._pieces]
+
+        def join(parts: Sequence[Tensor]) -> Tensor:
+            whole = parts[0].new_empty(len(self._left))
+            for at, part in zip(places, parts, strict=True):
+                whole[at] = part.flatten()
+            return whole
+
+        return graph.joined([rows for _, rows in self._pieces], join)
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """A tensor, or a view of one, that is filled later: its numbers stand at ``places`` of ``sheet``."""
+
+    sheet: Sheet
+    places: Tensor
+
+
+Value = Tokens | Marks | Unknown | Rows | Stat | Blank
 
 
 def same(a: Rows, b: Rows) -> bool:
@@ -83,6 +140,7 @@ class Graph:
     def __init__(self, count: int) -> None:
         self._count = count
         self._made: dict[tuple[type[Node], Node, bytes], Node] = {}
+        self._joins: dict[tuple[Node, ...], Concat] = {}
 
     def fresh(self, node: Node, shape: Sequence[int], rows_at: int) -> Rows:
         rest = [size for i, size in enumerate(shape) if i != rows_at]
@@ -109,12 +167,52 @@ class Graph:
             return self._multiplied(node, table[0]), at
         assert rows.other_factor is not None
         partners, other_at = self._columns(rows.node, rows.other)
-        place = {column: i for i, column in enumerate(columns.tolist())}
-        if other_at != at or not set(partners.tolist()) <= place.keys():
+        places: dict[int, list[int]] = {}
+        for i, column in enumerate(columns.tolist()):
+            places.setdefault(column, []).append(i)
+        if other_at != at or not set(partners.tolist()) <= places.keys():
             raise CannotAssemble("rows are added to others of their own columns")
-        partner = torch.tensor([place[column] for column in partners.tolist()])
+        # heads may share columns: a partner is one of the own head, which is the nearest
+        partner = torch.tensor(
+            [min(places[column], key=lambda j: abs(j - i)) for i, column in enumerate(partners.tolist())]
+        )
         sines = rows.other_factor.movedim(at, 0).reshape(self._count, -1)
         return self.once(Turn(node.width, node, partner, table, sines), partner, table, sines), at
+
+    def joined(self, parts: Sequence[Rows], join: Callable[[Sequence[Tensor]], Tensor]) -> Rows:
+        """Results in one tensor, which ``join`` makes of theirs. Results of different nodes become columns of one.
+
+        Example: two rows of a node of width 3 beside two of one of width 2. Numbers 0..5 of the first are 0, 1, 2, 5,
+        6, 7 of the node of both, whose width is 5, and numbers 0..3 of the second are 3, 4, 8, 9.
+        """
+        nodes = list(dict.fromkeys(part.node for part in parts))
+        node = nodes[0]
+        if len(nodes) > 1:
+            width = sum(each.width for each in nodes)
+            node = self._joins.setdefault(tuple(nodes), Concat(width, tuple(nodes)))
+            starts = dict(zip(nodes, accumulate((each.width for each in nodes), initial=0), strict=False))
+
+            def moved(part: Rows) -> Rows:
+                def column(index: Tensor | None) -> Tensor | None:
+                    if index is None:
+                        return None
+                    own = part.node.width
+                    return index // own * width + index % own + starts[part.node]
+
+                return Rows(node, column(part.index), part.factor, column(part.other), part.other_factor)  # type: ignore[arg-type]
+
+            parts = [moved(part) for part in parts]
+        index = join([part.index for part in parts])
+        if all(part.plain for part in parts):
+            return Rows(node, index)
+        factor = join([torch.ones(p.index.shape) if p.factor is None else p.factor for p in parts])
+        if all(part.other is None for part in parts):
+            return Rows(node, index, factor)
+        other = join([p.index if p.other is None else p.other for p in parts])
+        second = join(
+            [torch.zeros(p.index.shape) if p.other_factor is None else p.other_factor for p in parts]
+        )
+        return Rows(node, index, factor, other, second)
 
     def _multiplied(self, node: Node, factors: Tensor) -> Node:
         """``factors`` [width], one for each column."""

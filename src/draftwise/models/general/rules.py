@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from draftwise.models.general.nodes import (
     Norm,
     Unary,
 )  # fmt: skip
-from draftwise.models.general.rows import Graph, Rows, Stat, Tokens, Unknown, Value, same
+from draftwise.models.general.rows import Blank, Graph, Marks, Rows, Sheet, Stat, Tokens, Unknown, Value, same
 
 _LAYOUT = frozenset({
     "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select",
@@ -33,6 +33,7 @@ _COPIES = frozenset({"_to_copy", "clone", "contiguous", "detach", "lift_fresh", 
 _FUNCTIONS = frozenset({"silu", "relu", "tanh", "sigmoid"})
 
 
+_LOOKUPS = {"embedding": 1, "index": 1, "index_select": 2}  # where the ids stand
 _FEW = 16  # nodes and constants that something unknown may depend on to be told apart
 _SMALL = 4096  # numbers of a constant that may be one of routing
 
@@ -52,16 +53,26 @@ class Rules(Graph):
 
     def held(self, tensor: Tensor) -> Value | None:
         """What it holds; None if it depends on no token."""
-        value: Value | None = self._values.get(tensor)
+        value = self._get(tensor)
         return self._squared(value) if isinstance(value, Stat) and value.step == "square" else value
+
+    def _get(self, tensor: Tensor) -> Value | None:
+        """As `held`, squares as such. What was filled is what it was filled with."""
+        value: Value | None = self._values.get(tensor)
+        if isinstance(value, Blank) and value.sheet.full:
+            whole, places = value.sheet.rows(self), value.places
+            return whole.like([None if part is None else part[places] for part in whole.parts])
+        return value
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """``func(*args, **kwargs)`` gave ``out``."""
         name = func._schema.name.split("::")[-1]
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if not any(x in self._values for x in inputs):
-            if name == "embedding":
-                self._embed_positions(args[0], args[1], out)
+            if name in _LOOKUPS and isinstance(out, Tensor):
+                ids = args[_LOOKUPS[name]]
+                ids = ids[0] if isinstance(ids, list | tuple) and len(ids) == 1 else ids
+                self._embed_positions(args[0], ids, out)
             return
         try:
             found = self._rule(name, func, args, kwargs, out)
@@ -76,10 +87,12 @@ class Rules(Graph):
 
     def _rule(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Value | list[Value]:
         name = name.removesuffix("_") if not name.startswith("_") else name
-        values = [self._values.get(x) if isinstance(x, Tensor) else None for x in args]
+        values = [self._get(x) if isinstance(x, Tensor) else None for x in args]
         for value in self._all(args):
             if isinstance(value, Unknown):
                 raise CannotAssemble(value.why)
+        if isinstance(out, Tensor) and out.dtype is torch.bool and self._of_tokens(args):
+            return Marks()
         if name not in ("mean", "add", "mul"):  # what is squared for a norm may be squared for its own sake
             values = [self._squared(v) if isinstance(v, Stat) and v.step == "square" else v for v in values]
         first: Value | None = values[0] if values else None
@@ -87,6 +100,8 @@ class Rules(Graph):
             return first
         if name in _LAYOUT and isinstance(first, Rows):
             return self._layout(first, func, args, kwargs)
+        if name in _LAYOUT and isinstance(first, Blank):
+            return Blank(first.sheet, func(first.places, *args[1:], **kwargs))
         if name in _LAYOUT and isinstance(first, Tokens):
             return first if out.numel() == self._count else Unknown("it picks some of the tokens")
         rule = getattr(self, f"_do_{name}", None)
@@ -102,7 +117,7 @@ class Rules(Graph):
         of: set[Node] = set()
         constants: dict[int, Tensor | float] = {}
         for each in inputs:
-            value = self._values.get(each) if isinstance(each, Tensor) else None
+            value = self._get(each) if isinstance(each, Tensor) else None
             if isinstance(value, Unknown):
                 of |= value.of
                 constants |= {id(constant): constant for constant in value.constants}
@@ -122,24 +137,36 @@ class Rules(Graph):
             numbers[rows.index.flatten()] = out.detach().float().cpu().flatten()
             self.numbers[node] = numbers.view(self._count, node.width)
 
+    def _of_tokens(self, args: Any) -> bool:
+        return all(isinstance(value, Tokens | Marks) for value in self._all(args))
+
     def _all(self, args: Any) -> list[Value]:
-        found = (self._values.get(x) for x in tree_flatten(args)[0] if isinstance(x, Tensor))
+        found = (self._get(x) for x in tree_flatten(args)[0] if isinstance(x, Tensor))
         return [value for value in found if value is not None]
 
     def _layout(self, rows: Rows, func: Any, args: Any, kwargs: Any) -> Value | list[Value]:
         # in one piece: the tensor may be a copy where the numbers beside it are still a view
         parts = [
-            None if part is None else func(part.contiguous(), *args[1:], **kwargs)
-            for part in (rows.index, rows.factor, rows.other, rows.other_factor)
+            None if part is None else func(part.contiguous(), *args[1:], **kwargs) for part in rows.parts
         ]
         if isinstance(parts[0], Tensor):
-            return Rows(rows.node, *parts)  # type: ignore[arg-type]
+            return rows.like(parts)
         assert parts[0] is not None
-        found: list[Value] = [
-            Rows(rows.node, *(None if part is None else part[i] for part in parts))  # type: ignore[arg-type]
-            for i in range(len(parts[0]))
+        return [
+            rows.like([None if part is None else part[i] for part in parts]) for i in range(len(parts[0]))
         ]
-        return found
+
+    def _do_new_empty(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
+        return Blank(Sheet(out.numel()), torch.arange(out.numel()).view(out.shape))
+
+    _do_empty_like = _do_new_empty
+
+    def _do_copy(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
+        place, rows = values[0], values[1]
+        if not isinstance(place, Blank) or not isinstance(rows, Rows):
+            raise CannotAssemble("it copies into a result")
+        place.sheet.write(place.places, rows)
+        return place
 
     def _squared(self, stat: Stat) -> Rows:
         node, at = self.node(stat.rows)
@@ -151,9 +178,11 @@ class Rules(Graph):
             raise CannotAssemble("it looks up something else than tokens")
         return self.fresh(Embed(table.shape[1], table), out.shape, out.ndim - 2)
 
-    def _embed_positions(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
-        """A table of learned positions; the ids may begin anywhere."""
-        if ids.numel() != self._count or out.ndim < 2:
+    def _embed_positions(self, table: Tensor, ids: Any, out: Tensor) -> None:
+        """A table of positions, learned or not; the ids may begin anywhere."""
+        if not isinstance(ids, Tensor) or ids.numel() != self._count or ids.is_floating_point():
+            return
+        if table.ndim != 2 or not table.is_floating_point() or out.numel() != self._count * table.shape[1]:
             return
         shift = ids.flatten().cpu() - self._positions
         if bool((shift == shift[0]).all()) and shift[0] >= 0:
@@ -243,9 +272,31 @@ class Rules(Graph):
             return self._plus(a, torch.as_tensor(args[1]))
         if isinstance(b, Rows) and a is None:
             return self._plus(b, torch.as_tensor(args[0]))
-        if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape == b.index.shape:
-            return self._sum(a, b)
+        if isinstance(a, Rows) and isinstance(b, Rows):
+            return self._sum(a.expanded(out.shape), b.expanded(out.shape))
         raise CannotAssemble("it adds a constant, or what has another shape")
+
+    def _do_masked_fill(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
+        return self._unmarked(values[0], values[1], args[1])
+
+    def _do_masked_scatter(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
+        return self._unmarked(values[0], values[1], args[1])
+
+    def _do_index_put(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
+        if len(args[1]) != 1 or args[1][0].shape != args[0].shape:
+            raise CannotAssemble("it changes some of its results")
+        return self._unmarked(values[0], self._get(args[1][0]), args[1][0])
+
+    def _do_where(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
+        if args[2].shape != out.shape:
+            raise CannotAssemble("it chooses between results of other shapes")
+        return self._unmarked(values[2], values[0], args[0])
+
+    def _unmarked(self, x: Any, marks: Any, mask: Tensor) -> Value:
+        """Rows of some tokens are exchanged: of images, say, which are not served. No token of a trace is one."""
+        if not isinstance(x, Rows | Tokens) or not isinstance(marks, Marks) or bool(mask.any()):
+            raise CannotAssemble("it chooses between results")
+        return x
 
     def _plus(self, x: Rows, constant: Tensor) -> Value:
         """``constant``: the same for all rows."""
@@ -269,8 +320,8 @@ class Rules(Graph):
             if at != a.index.ndim - 1:
                 centre = Centre(node.width, node, a.index.shape[-1])
                 return self.fresh(self.once(centre, torch.zeros(1)), a.index.shape, at)
-        if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape == b.index.shape and not kwargs:
-            return self._sum(a, b.times(torch.tensor(-1.0)))
+        if isinstance(a, Rows) and isinstance(b, Rows) and not kwargs:
+            return self._sum(a.expanded(out.shape), b.expanded(out.shape).times(torch.tensor(-1.0)))
         raise CannotAssemble("it subtracts a constant, or what has another shape")
 
     def _sum(self, a: Rows, b: Rows) -> Value:
@@ -325,26 +376,16 @@ class Rules(Graph):
         return self.fresh(Norm(node.width, node, stat.eps, x.index.shape[-1]), x.index.shape, at)
 
     def _do_cat(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
-        parts = [self._values.get(x) for x in args[0]]
+        parts = [self._get(x) for x in args[0]]
         rest = {**kwargs, **({"dim": args[1]} if len(args) > 1 else {})}
-        return self._joined(parts, lambda many: torch.cat(many, **rest))
+        return self._joined(parts, lambda many: torch.cat(list(many), **rest))
 
     def _do_stack(self, name: str, values: Any, args: Any, kwargs: Any, out: Tensor) -> Value:
-        parts = [self._values.get(x) for x in args[0]]
+        parts = [self._get(x) for x in args[0]]
         rest = {**kwargs, **({"dim": args[1]} if len(args) > 1 else {})}
-        return self._joined(parts, lambda many: torch.stack(many, **rest))
+        return self._joined(parts, lambda many: torch.stack(list(many), **rest))
 
-    def _joined(self, parts: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Value:
-        if not all(isinstance(part, Rows) and part.node is parts[0].node for part in parts):
-            raise CannotAssemble("it puts different results side by side")
-        index = join([part.index for part in parts])
-        if all(part.plain for part in parts):
-            return Rows(parts[0].node, index)
-        factor = join([torch.ones(p.index.shape) if p.factor is None else p.factor for p in parts])
-        if all(part.other is None for part in parts):
-            return Rows(parts[0].node, index, factor)
-        other = join([p.index if p.other is None else p.other for p in parts])
-        second = join(
-            [torch.zeros(p.index.shape) if p.other_factor is None else p.other_factor for p in parts]
-        )
-        return Rows(parts[0].node, index, factor, other, second)
+    def _joined(self, parts: list[Any], join: Callable[[Sequence[Tensor]], Tensor]) -> Value:
+        if not all(isinstance(part, Rows) for part in parts):
+            raise CannotAssemble("it puts different things side by side")
+        return self.joined(parts, join)

@@ -251,6 +251,7 @@ void run_panels(void* raw, int task, int) {
         t.panels = int(panels);
         t.group_units = w.group_units;
         t.zeros = w.zeros;
+        t.nibbles = w.nibbles;
         t.next_w = nullptr;
         if (p + panels < group_end)
           t.next_w = w.weights + (p + panels) * stride + w.offset(u);

@@ -29,6 +29,12 @@ enum Epilogue : int {
   EP_SILU_MUL = 2,  // out[N / 2] = silu(gate) * up; only for weights packed as gate | up
 };
 
+// What the 16 codes of W_I4 stand for.
+enum Numbers : int {
+  NUMBERS_INTEGERS = 0,  // -8..7
+  NUMBERS_E2M1 = 1,      // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and behind them the same below zero (MXFP4)
+};
+
 struct Linear;
 
 // `weight` is [outputs, inputs] in the dtype of the format, row stride ldw elements; it is read, not kept. `bias` [outputs]
@@ -40,9 +46,10 @@ Linear* linear_pack(Pool*, Format, const void* weight, int64_t ldw, const float*
 // Quantised weights. `q` [outputs, inputs], one byte each: int8 -127..127, or int4 as 0..15. W_I8*: w = q * scales[n]. W_I4*:
 // w = (q - zero) * scale with `scales` and `zeros` [outputs, ceil(inputs / group)]; without `zeros` the zero point is 8; `group` is a
 // multiple of 8. Scales of groups are kept in float16 (times a power of two of the layer). `input`: BF16, or F32 for the
-// formats that quantise rows.
+// formats that quantise rows. `numbers`: other than integers in W_I4 without zeros alone.
 Linear* linear_pack_quantized(Pool*, Format, DType input, const uint8_t* q, const float* scales, const uint8_t* zeros,
-                              int group, const float* bias, int64_t outputs, int64_t inputs, bool paired);
+                              int group, const float* bias, int64_t outputs, int64_t inputs, bool paired,
+                              Numbers numbers = NUMBERS_INTEGERS);
 
 int64_t linear_outputs(const Linear*);  // N
 int64_t linear_inputs(const Linear*);   // K

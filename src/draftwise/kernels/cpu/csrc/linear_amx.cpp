@@ -17,7 +17,7 @@ struct Expand {
     }
   }
   template <Format F>
-  static void pairs(const uint8_t* unit, uint8_t* steps) {
+  static void pairs(const uint8_t* unit, uint8_t* steps, const Nibbles* nibbles) {
     for (int v = 0; v < 2; ++v) {
       __m512i w = load_w(unit + v * 64), first, second;
       if constexpr (F == W_I8) {
@@ -25,8 +25,9 @@ struct Expand {
         _mm512_store_si512(steps + v * 64, first);
         _mm512_store_si512(steps + kUnitBytes + v * 64, second);
       } else {
+        const NibbleTables tables(*nibbles);
         for (int half = 0; half < 2; ++half) {
-          widen_nibbles(w, half, first, second);
+          widen_nibbles(tables, w, half, first, second);
           _mm512_store_si512(steps + 2 * half * kUnitBytes + v * 64, first);
           _mm512_store_si512(steps + (2 * half + 1) * kUnitBytes + v * 64, second);
         }

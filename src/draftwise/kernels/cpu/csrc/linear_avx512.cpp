@@ -33,6 +33,7 @@ template <bool kZeros, int R, int P>
 void tile_i4_groups(const Tile& t) {
   constexpr int header = kZeros ? 2 * kHeader : kHeader;
   const auto* x_sums = static_cast<const float*>(t.x_sums);
+  const NibbleTables tables(*t.nibbles);
   start_totals<R, P>(t);
   Stream<P> s(t);
   const uint32_t* x = t.x;
@@ -53,7 +54,7 @@ void tile_i4_groups(const Tile& t) {
       for (int half = 0; half < 2; ++half) {
         __m512i first[2 * P], second[2 * P];
         for (int v = 0; v < 2 * P; ++v) {
-          widen_nibbles(load_w(s.w + v / 2 * stride + v % 2 * 64), half, first[v], second[v]);
+          widen_nibbles(tables, load_w(s.w + v / 2 * stride + v % 2 * 64), half, first[v], second[v]);
         }
         add_steps<R, P, true>(acc, first, x + 2 * half * R);
         add_steps<R, P, true>(acc, second, x + (2 * half + 1) * R);

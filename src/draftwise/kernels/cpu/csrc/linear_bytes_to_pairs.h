@@ -12,8 +12,6 @@ namespace {
 struct ByteTables {
   alignas(64) uint8_t low[128];
   alignas(64) uint8_t high[128];
-  alignas(16) uint8_t nibble_low[16];  // of -8..7
-  alignas(16) uint8_t nibble_high[16];
 };
 
 constexpr uint16_t bf16_of(int value) {
@@ -27,10 +25,6 @@ constexpr uint16_t bf16_of(int value) {
 constexpr ByteTables make_tables() {
   ByteTables t{};
   for (int i = 0; i < 128; ++i) t.low[i] = uint8_t(bf16_of(i) & 0xff), t.high[i] = uint8_t(bf16_of(i) >> 8);
-  for (int i = 0; i < 16; ++i) {
-    t.nibble_low[i] = uint8_t(bf16_of(i - 8) & 0xff);
-    t.nibble_high[i] = uint8_t(bf16_of(i - 8) >> 8);
-  }
   return t;
 }
 
@@ -48,12 +42,18 @@ inline void widen_bytes(__m512i w, __m512i& first, __m512i& second) {
   second = _mm512_unpackhi_epi8(lows, highs);
 }
 
-// The low (`half` 0) or high halves of 64 bytes of W_I4, less 8: their pairs k 0, 1 and k 2, 3 of 16 outputs.
-inline void widen_nibbles(__m512i w, int half, __m512i& first, __m512i& second) {
-  const __m512i low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_low)));
-  const __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables.nibble_high)));
+// `Nibbles` in registers, for every 16 bytes.
+struct NibbleTables {
+  __m512i low, high;
+  explicit NibbleTables(const Nibbles& n)
+      : low(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(n.low)))),
+        high(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(n.high)))) {}
+};
+
+// The low (`half` 0) or high halves of 64 bytes of W_I4: their pairs k 0, 1 and k 2, 3 of 16 outputs.
+inline void widen_nibbles(const NibbleTables& tables, __m512i w, int half, __m512i& first, __m512i& second) {
   __m512i q = _mm512_and_si512(half == 0 ? w : _mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
-  __m512i lows = _mm512_shuffle_epi8(low, q), highs = _mm512_shuffle_epi8(high, q);
+  __m512i lows = _mm512_shuffle_epi8(tables.low, q), highs = _mm512_shuffle_epi8(tables.high, q);
   first = _mm512_unpacklo_epi8(lows, highs);
   second = _mm512_unpackhi_epi8(lows, highs);
 }

@@ -14,9 +14,9 @@ struct Expand {
     }
   }
   template <Format F>
-  static void pairs(const uint8_t* unit, uint8_t* steps) {
+  static void pairs(const uint8_t* unit, uint8_t* steps, const Nibbles* nibbles) {
     float w[8][kPanel];
-    decode<F>(unit, w);
+    decode<F>(unit, w, nibbles);
     for (int k = 0; k < (F == W_I8 ? 4 : 8); ++k)
       for (int j = 0; j < kPanel; ++j) {
         uint16_t half = to_bf16(w[k][j]);

@@ -39,9 +39,13 @@ inline float from_f16(uint16_t h) {  // finite only
   return as_float(sign | ((rest << 13) + (112u << 23)));
 }
 
-// The k of one unit of a panel, [kpu][32]; integer formats as their values (W_I4*: 0..15 less 8).
+inline float number_of(const Nibbles& nibbles, int code) {
+  return as_float(uint32_t(nibbles.high[code]) << 24 | uint32_t(nibbles.low[code]) << 16);
+}
+
+// The k of one unit of a panel, [kpu][32]; integer formats as their values. `nibbles`: of W_I4.
 template <Format F>
-inline void decode(const uint8_t* unit, float (*w)[kPanel]) {
+inline void decode(const uint8_t* unit, float (*w)[kPanel], const Nibbles* nibbles = nullptr) {
   for (int j = 0; j < kPanel; ++j) {
     uint32_t dword;
     memcpy(&dword, unit + j * 4, 4);
@@ -56,8 +60,8 @@ inline void decode(const uint8_t* unit, float (*w)[kPanel]) {
         if (F == W_I8) {
           w[i][j] = float((b & 0x80) != 0 ? -(b & 0x7f) : b & 0x7f);
         } else {
-          w[i][j] = float(int(b & 15) - 8);
-          w[4 + i][j] = float(int(b >> 4) - 8);
+          w[i][j] = number_of(*nibbles, b & 15);
+          w[4 + i][j] = number_of(*nibbles, b >> 4);
         }
       }
     }
@@ -156,7 +160,7 @@ void tile_grouped(const Tile& t) {
           for (int r = 0; r < t.rows; ++r) add_unit_integers<W_I4_DYN>(iacc[r], w, x + r, t.rows);
         } else {
           float w[8][kPanel];
-          decode<W_I4>(at, w);
+          decode<W_I4>(at, w, t.nibbles);
           for (int r = 0; r < t.rows; ++r) add_unit<W_I4>(acc[r], w, x + r, t.rows);
         }
         at += kUnitBytes;

@@ -8,7 +8,7 @@
 //   W_I8      kpu 4, a byte is sign and magnitude (so that 7 bits index a table of bfloat16). Of 16 bytes (4 outputs), bytes
 //             0..7 hold k 0 and 1 of each output, bytes 8..15 k 2 and 3: widened, that makes pairs in the right lanes.
 //   W_I4_DYN  kpu 8, byte i holds k i in its low and k 4 + i in its high half, 0..15
-//   W_I4      kpu 8, low halves as W_I8 for k 0..3, high halves for k 4..7, 0..15
+//   W_I4      kpu 8, low halves as W_I8 for k 0..3, high halves for k 4..7, 0..15: codes of `Nibbles`
 // Example, W_BF16: w[n = 37, k = 6] is panel 1, unit 3, lane j = 5, the lower half of the dword.
 // The int4 formats cut K into groups, and each group of a panel starts with a header: 32 scales (float16), and, where
 // zero points differ from 8, a second 64 bytes with 32 of zero point - 8 (int8) and padding.
@@ -36,6 +36,12 @@ inline int weight_offset(Format f) { return f == W_I8_DYN ? 128 : f == W_I4_DYN 
 inline bool is_dynamic(Format f) { return f == W_I8_DYN || f == W_I4_DYN; }
 inline bool is_grouped(Format f) { return f == W_I4 || f == W_I4_DYN; }
 
+// What the 16 codes of W_I4 stand for, in bfloat16 cut into the lower and the upper byte.
+struct Nibbles {
+  alignas(16) uint8_t low[16];
+  alignas(16) uint8_t high[16];
+};
+
 // One tile: `rows` (1..kMaxTileRows) times one or two panels over `units` units (whole groups of them).
 struct Tile {
   const uint32_t* x;      // [units * steps][rows] dwords; plain: the first row
@@ -51,6 +57,7 @@ struct Tile {
   int panels;             // 1 or 2
   int group_units;        // units of a group
   bool zeros;             // groups have zero points
+  const Nibbles* nibbles;
   // Sums of the rows' values: W_I4 float32 [groups][rows]; times minus the weights' offset: W_I4_DYN int32
   // [groups][rows], W_I8_DYN int32 [rows].
   const void* x_sums;

@@ -11,6 +11,14 @@
 namespace dw {
 namespace {
 
+// Padding is code 8 everywhere: zero among the integers, minus zero in E2M1.
+constexpr Nibbles kIntegers = {
+    {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0},
+    {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40}};
+constexpr Nibbles kE2m1 = {
+    {0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0, 0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0},
+    {0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0}};
+
 struct PackJob {
   Linear* w;
   const uint8_t* source;   // rows of the format's numbers: as they are, or one byte each (int8; int4: 0..15)
@@ -127,6 +135,7 @@ Owned make(Format format, DType input, const float* bias, int64_t outputs, int64
   w->input = input;
   w->paired = paired;
   w->zeros = zeros;
+  w->nibbles = &kIntegers;
   w->outputs = outputs;
   w->inputs = inputs;
   w->units = (inputs + kpu - 1) / kpu;
@@ -155,11 +164,13 @@ Linear* linear_pack(Pool* pool, Format format, const void* weight, int64_t ldw, 
 
 Linear* linear_pack_quantized(Pool* pool, Format format, DType input, const uint8_t* q, const float* scales,
                               const uint8_t* zeros, int group, const float* bias, int64_t outputs, int64_t inputs,
-                              bool paired) {
+                              bool paired, Numbers numbers) {
   bool weight_only = format == W_I8 || format == W_I4;
   require(weight_only || is_dynamic(format), "format");
   require(input == BF16 || (input == F32 && !weight_only), "input");
   Owned w = make(format, input, bias, outputs, inputs, group, zeros != nullptr, paired);
+  require(numbers == NUMBERS_INTEGERS || (numbers == NUMBERS_E2M1 && format == W_I4 && zeros == nullptr), "numbers");
+  if (numbers == NUMBERS_E2M1) w->nibbles = &kE2m1;
   PackJob job{w.get(), q, inputs, scales, zeros, 1.0f};
   if (is_grouped(format)) {
     // a power of two that brings the largest scale to [2^9, 2^10), so that float16 loses nothing but digits
@@ -205,10 +216,10 @@ DW_EXPORT Linear* dw_linear_pack(dw::Pool* pool, int format, const void* weight,
 }
 DW_EXPORT Linear* dw_linear_pack_quantized(dw::Pool* pool, int format, int input, const uint8_t* q, const float* scales,
                                            const uint8_t* zeros, int group, const float* bias, int64_t outputs,
-                                           int64_t inputs, int paired) {
+                                           int64_t inputs, int paired, int numbers) {
   return guarded([&] {
     return dw::linear_pack_quantized(pool, dw::Format(format), dw::DType(input), q, scales, zeros, group, bias, outputs,
-                                     inputs, paired != 0);
+                                     inputs, paired != 0, dw::Numbers(numbers));
   });
 }
 DW_EXPORT void dw_linear_free(Linear* w) {

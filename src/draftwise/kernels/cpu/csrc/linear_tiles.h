@@ -9,7 +9,8 @@
 //
 // The file that includes this gives, as `Expand`, how units are widened:
 //   static void bytes(const uint8_t* unit, uint8_t* steps);          W_I4_DYN: 2 steps of bytes
-//   template <Format F> static void pairs(const uint8_t*, uint8_t*); W_I8: 2 steps, W_I4: 4 steps of pairs of bfloat16
+//   template <Format F> static void pairs(const uint8_t*, uint8_t*, const Nibbles*);
+//                                                                    W_I8: 2 steps, W_I4: 4 steps of pairs of bfloat16
 #pragma once
 
 #include "linear_kernels.h"
@@ -84,7 +85,7 @@ inline void store_sums(const Tile& t, int upper, float* sums) {
 
 // The chunk of `count` units at `units`: as it is, or put together in `chunk`.
 template <Format F, class Expand>
-inline const uint8_t* chunk_of(const uint8_t* units, int64_t count, Chunk& chunk) {
+inline const uint8_t* chunk_of(const Tile& t, const uint8_t* units, int64_t count, Chunk& chunk) {
   constexpr int steps = F == W_I8 || F == W_I4_DYN ? 2 : F == W_I4 ? 4 : 1;
   if (steps == 1 && count == kChunkSteps) return units;
   for (int64_t u = 0; u < count; ++u) {
@@ -95,7 +96,7 @@ inline const uint8_t* chunk_of(const uint8_t* units, int64_t count, Chunk& chunk
     else if constexpr (steps == 1)
       memcpy(to, unit, kUnitBytes);
     else
-      Expand::template pairs<F>(unit, to);
+      Expand::template pairs<F>(unit, to, t.nibbles);
   }
   if (count * steps < kChunkSteps)
     memset(chunk.steps[count * steps], 0, size_t(kChunkSteps - count * steps) * kUnitBytes);
@@ -125,7 +126,7 @@ void tiles_plain(const Tile& t) {
   for (int64_t u = 0; u < t.units; u += kUnits, turn ^= 1) {
     const int64_t count = t.units - u < kUnits ? t.units - u : kUnits;
     prefetch_after(t, u * kUnitBytes, count * kUnitBytes);
-    add_chunk<kBytes>(t, upper, x, chunk_of<F, Expand>(t.w + u * kUnitBytes, count, chunks[turn]));
+    add_chunk<kBytes>(t, upper, x, chunk_of<F, Expand>(t, t.w + u * kUnitBytes, count, chunks[turn]));
     x += kTileBytes;
   }
   store_sums(t, upper, t.sums);
@@ -151,7 +152,7 @@ void tiles_grouped(const Tile& t) {
     const auto* x = reinterpret_cast<const uint8_t*>(t.x) + g * t.group_units * kSteps * 4;
     for (int64_t u = 0; u < t.group_units; u += kUnits, turn ^= 1) {
       const int64_t count = t.group_units - u < kUnits ? t.group_units - u : kUnits;
-      add_chunk<kBytes>(t, upper, x, chunk_of<F, Expand>(at + header + u * kUnitBytes, count, chunks[turn]));
+      add_chunk<kBytes>(t, upper, x, chunk_of<F, Expand>(t, at + header + u * kUnitBytes, count, chunks[turn]));
       x += kTileBytes;
     }
     store_sums(t, upper, group);

@@ -10,6 +10,7 @@ struct Linear {
   DType input;       // of the rows
   bool paired;       // gate | up: panels hold 16 gates and their 16 ups
   bool zeros;        // groups have zero points
+  const Nibbles* nibbles;  // what codes of W_I4 stand for
   int64_t outputs;   // N
   int64_t inputs;    // K
   int64_t units;     // of a panel; padded with zeros to whole units and groups

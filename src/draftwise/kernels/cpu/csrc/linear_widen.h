@@ -15,11 +15,6 @@
 namespace dw {
 namespace {
 
-// -8..7 as bfloat16, cut into the lower and the upper byte.
-alignas(16) constexpr uint8_t kNibbleLow[16] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
-                                                0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
-alignas(16) constexpr uint8_t kNibbleHigh[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
-                                                 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
 // Where byte k (0..3) of each of four outputs stands in 16 bytes of W_I8, twice: in the low byte of a dword and in its high one.
 alignas(16) constexpr uint8_t kByteOf[4][16] = {
     {0, 0x80, 0x80, 0, 2, 0x80, 0x80, 2, 4, 0x80, 0x80, 4, 6, 0x80, 0x80, 6},
@@ -128,7 +123,7 @@ void span_i4(const Tile& t, int panel, int part) {
   const auto* x_sums = static_cast<const float*>(t.x_sums);
   const int header = t.zeros ? 2 * kHeader : kHeader;
   const int64_t groups = t.units / t.group_units;
-  const typename V::I low = V::repeat(kNibbleLow), high = V::repeat(kNibbleHigh), mask = V::set(0x0f0f0f0f);
+  const typename V::I low = V::repeat(t.nibbles->low), high = V::repeat(t.nibbles->high), mask = V::set(0x0f0f0f0f);
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* w = at + header + part * 2 * V::kBytes;
     typename V::F acc[R][2];
