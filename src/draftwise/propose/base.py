@@ -206,6 +206,11 @@ class Proposer(ABC):
         that it stays valid if they are accepted."""
         return 0
 
+    def stored_after(self, rows: Sequence[DraftRow]) -> tuple[Sequence[int], Sequence[int]] | None:
+        """`filled_after` and `drafts_stored` of all rows of the latest `propose`, side by side; None: they are to be
+        asked one by one."""
+        return None
+
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:  # noqa: B027
         """Called after each target pass with all its rows (request r is ``rids[r]``), before verification, if a request
         takes part that uses the proposer."""

@@ -124,6 +124,9 @@ class HybridProposer(DelegatingProposer):
         asked = self._asked.get(row.rid)
         return self.inner.drafts_stored(asked[0]) if asked is not None and asked[1] else 0
 
+    def stored_after(self, rows: Sequence[DraftRow]) -> None:
+        return None  # the model was asked about some of them
+
     def leaving(self, rid: int, token_ids_np: IntArray) -> None:
         try:
             self._look_up.leaving(rid, token_ids_np)

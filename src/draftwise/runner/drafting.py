@@ -15,7 +15,7 @@ from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.guard import Guard, whole_number
-from draftwise.runner.proposal_checks import checked, is_foreign
+from draftwise.runner.proposal_checks import are_chains, checked, is_foreign
 from draftwise.runner.rows import DrafterFill, Row
 from draftwise.types import (
     EMPTY_PROPOSAL,
@@ -284,6 +284,8 @@ class Drafting:
         if self._chains_only and not all(proposal.is_chain for proposal in proposals):
             raise ValueError("a tree for a model that carries recurrent state")
         size, device, foreign = self._vocab_size, self._device, name in self._foreign
+        if not foreign and are_chains(proposals, rows, size):
+            return proposals
         return [
             checked(proposal, row, size, device, foreign=foreign)
             for proposal, row in zip(proposals, rows, strict=True)
@@ -297,15 +299,18 @@ class Drafting:
         proposer = self._proposers[name]
         filled_after, drafts_stored = proposer.filled_after, proposer.drafts_stored
         size = self._block_size
-        for (row, draft_row), proposed in zip(members, proposals, strict=True):
+        together = self._stored_after(name, members)
+        for i, ((row, draft_row), proposed) in enumerate(zip(members, proposals, strict=True)):
+            if row.drafting_failed:  # just now
+                continue
             hook = "filled_after"
             stored = 0
             try:
-                tokens = filled_after(draft_row)
+                tokens = filled_after(draft_row) if together is None else together[0][i]
                 if tokens.__class__ is not int or not 0 <= tokens <= row.num_tokens <= row.num_blocks * size:
                     tokens = self._leading(row, tokens)
                 hook = "drafts_stored"
-                drafts = drafts_stored(draft_row)
+                drafts = drafts_stored(draft_row) if together is None else together[1][i]
                 if drafts.__class__ is not int or drafts:
                     most = len(proposed) if proposed.is_chain else 0
                     stored = whole_number(drafts, most, "the number of stored drafts")
@@ -322,6 +327,19 @@ class Drafting:
                 same = [ours == theirs for ours, theirs in zip(proposed.tokens, kept, strict=False)]
                 stored = min(stored, [*same, False].index(False))
             fill.drafts = stored
+
+    def _stored_after(
+        self, name: str, members: Sequence[tuple[Row, DraftRow]]
+    ) -> tuple[Sequence[int], Sequence[int]] | None:
+        """`Proposer.stored_after`: as many numbers as there are members, or None."""
+
+        def call(proposer: Proposer) -> tuple[Sequence[int], Sequence[int]] | None:
+            answer = proposer.stored_after([draft_row for _, draft_row in members])
+            if answer is not None and not len(answer[0]) == len(answer[1]) == len(members):
+                raise ValueError(f"numbers for {len(answer[0])} of {len(members)} requests")
+            return answer
+
+        return self.guard.ask(name, "stored_after", [row for row, _ in members], call, None)
 
     def filled(self, name: str, row: Row, tokens: int, drafts: int) -> None:
         """The drafter has so many tokens of the request, and drafts behind them, without having been called."""

@@ -89,6 +89,8 @@ class HeadPasses:
         self.block_size = block_size
         self._packer = own_packer(head.device)
         self._time = 0.0
+        self.filled: list[int] = []
+        """Of the requests of the latest `chains` or `trees` that was not None: leading tokens that are stored."""
         self._storage: KVStorage | None = None
         self.block_features: Tensor
         """[blocks + 1, depths, F] of each block's last token, as each depth reads it; the last one is spare."""
@@ -223,6 +225,7 @@ class HeadPasses:
         first_keys: list[int] = []
         pieces: list[Piece] = []
         saved: list[tuple[Track, int, tuple[int, int, list[Piece]]]] = []
+        filled: list[int] = []
         size = 0
         # What is stored is written down before it is: behind the passes the caches are full of weights, and what is at
         # hand now would have to be fetched again, at four times the cost.
@@ -236,6 +239,7 @@ class HeadPasses:
             size += stop - first
             saved.append((track, track.next, queue.saved()))
             track.advance(stop)
+            filled.append(state.filled)
         answer: T | None = None
         try:
             batch = pack_spans(
@@ -258,6 +262,8 @@ class HeadPasses:
                     track.next = stored
                     track.queue.restore(queue_was)
         self._time += time.perf_counter() - begun
+        if answer is not None:
+            self.filled = filled
         return answer
 
     def catch_up(self, drafts: Sequence[HeadDraft]) -> tuple[Tensor, Tensor]:

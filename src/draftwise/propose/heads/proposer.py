@@ -84,6 +84,8 @@ class HeadProposer(Proposer):
         self.capture_layers = head.feature_layers or ()
         self._scratch: ScratchBlocks  # see `allocate`
         self._states: dict[int, HeadState] = {}
+        self._together: tuple[list[int], list[int]] | None = None
+        """Of the latest call, if the head did all of it at once: requests, and leading tokens stored of each."""
         self._output: TargetOutput | None = None  # of the step's target pass, until `committed`
 
     @classmethod
@@ -184,6 +186,7 @@ class HeadProposer(Proposer):
     # -------------------------------------------------------------------------------------------- propose
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self._together = None
         found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
         proposals = self._forest(rows) if found is None else self._loop(rows, *found)
         if proposals is not None:
@@ -220,6 +223,7 @@ class HeadProposer(Proposer):
         if chains is None:
             return None
         self.forward_time += self._passes.take_time()
+        self._together = [row.rid for row in rows], self._passes.filled
         drawn, q = chains
         return loop_proposals(drawn.tolist(), self._of_target(q), kind, self.name)
 
@@ -236,6 +240,7 @@ class HeadProposer(Proposer):
         if trees is None:
             return None
         self.forward_time += self._passes.take_time()
+        self._together = [row.rid for row in rows], self._passes.filled
         return tree_proposals(trees, self.name)
 
     def _start(self, row: DraftRow) -> HeadDraft | None:
@@ -334,6 +339,12 @@ class HeadProposer(Proposer):
     def filled_after(self, row: DraftRow) -> int:
         state = self._states.get(row.rid)
         return row.filled if state is None else state.filled
+
+    def stored_after(self, rows: Sequence[DraftRow]) -> tuple[list[int], list[int]] | None:
+        together = self._together
+        if together is None or [row.rid for row in rows] != together[0]:
+            return None
+        return together[1], [0] * len(rows)
 
     def memory_per_block(self) -> int:
         return self._passes.memory_per_block()

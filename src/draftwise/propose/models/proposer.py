@@ -193,7 +193,8 @@ class ModelProposer(Proposer, TreeModel):
     def _spans(self, rows: Sequence[DraftRow]) -> tuple[StepInput, list[int] | None] | None:
         """A batch of the known tokens that the model has not read, the last one of each row in any case, and where
         these last ones stand in it (None: they are all). None: these are too many for one pass."""
-        firsts = [min(row.filled, len(row.token_ids_np) - 1) for row in rows]
+        filled = self._filled
+        firsts = [min(filled(row), len(row.token_ids_np) - 1) for row in rows]
         tokens = [row.token_ids_np for row in rows]
         total = sum(map(len, tokens)) - sum(firsts)
         if total > CATCH_UP_ROWS:
@@ -394,6 +395,12 @@ class ModelProposer(Proposer, TreeModel):
         draft = self._drafts.get(row.rid)
         # A tree's nodes do not stand where its path will be: what is accepted is read again.
         return 0 if draft is None or draft.tree is not None else draft.stored
+
+    def stored_after(self, rows: Sequence[DraftRow]) -> tuple[list[int], list[int]] | None:
+        looped = self._looped
+        if [row.rid for row in rows] != list(looped):
+            return None
+        return list(looped.values()), [self._loop_stored] * len(rows)
 
     def memory_per_block(self) -> int:
         return KVStorage.bytes_per_block(self._model.kv_layout(), self._block_size, self._model.dtype)
