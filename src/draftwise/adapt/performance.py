@@ -176,6 +176,14 @@ class TimeCurve:
             self._fit()
         return cell.median * now
 
+    def teach(self, key: Key, features: tuple[float, ...], seconds: float) -> None:
+        """Take over a time that was measured with care: it is believed, and says nothing of the machine's speed now."""
+        cell = self._cells.setdefault(key, _Cell(features))
+        for _ in range(_KNOWN):
+            cell.add(max(seconds, _TICK))
+        self._fit()
+        self._forget_guesses()
+
     def predict(self, key: Key, features: tuple[float, ...]) -> float:
         """Seconds at a point; 0 while nothing was measured."""
         cell = self._cells.get(key)
@@ -370,6 +378,17 @@ class PerformanceModel:
         """A drafter's part of a step."""
         key = (bucket(requests), nodes, catch_up.bit_length())
         self._drafter(method, sampled).observe(key, _draft_features(requests, nodes, catch_up), seconds)
+
+    def teach_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
+        """A profile's time of greedy steps that decode."""
+        key = (bucket(requests), bucket(rows), _context_bucket(context, requests))
+        self._target(False).teach(key, _target_features(requests, rows, context), seconds)
+
+    def teach_draft(self, method: str, requests: int, nodes: int, seconds: float) -> None:
+        """A profile's time of a drafter."""
+        self._drafter(method, False).teach(
+            (bucket(requests), nodes, 0), _draft_features(requests, nodes, 0), seconds
+        )
 
     # ------------------------------------------------------------------------------------------------ state
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "talk with a chat model",
     "serve": "an OpenAI-compatible server, with metrics",
     "bench": "measure latency, throughput or acceptance",
+    "profile": "measure what steps take here, and what drafters get accepted",
     "simulate": "what a cluster would do under a load, without one",
     "extract": "hidden states of a model over text, for training draft heads",
     "train": "train models",

@@ -152,6 +152,11 @@ def _of_bench(value: Mapping[str, Any], path: Path) -> AcceptanceModel:
             survival, drafts = [float(x) for x in row["acceptance_per_position"]], float(row["num_drafts"])
             if not survival or drafts <= 0:
                 continue
+            length = row.get("mean_acceptance_length")
+            if length and length > 1:
+                # Steps in which nothing was found to draft are in the one and not in the other.
+                tried = min((float(row["tokens_per_step"]) - 1) / (length - 1), 1.0)
+                survival, drafts = [share * tried for share in survival], drafts / max(tried, 1e-6)
             kinds.setdefault(row["workload"], {})[row["method"]] = conditional(survival)
             count, total = sums.setdefault(row["method"], (0.0, []))
             total += [0.0] * (len(survival) - len(total))

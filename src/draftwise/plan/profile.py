@@ -11,25 +11,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftwise.adapt.controller import StepShape
 from draftwise.adapt.performance import PerformanceModel
 from draftwise.errors import ConfigError
 from draftwise.plan.acceptance import AcceptanceModel, conditional
 from draftwise.plan.times import Measured
 
 FORMAT, VERSION = "draftwise-profile", 1
-_TRUSTED = 3
-"""Times that a measured median is told to the model, so that it is believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """Steps of one size. ``drafts``: asked for per request; ``rows``: verified together, on average; ``context``:
-    tokens in the cache together; ``target``, ``draft``: median seconds; ``steps``: how many were measured."""
+    """Steps of one size. ``drafts``: asked for per request; ``length``: tokens of a request when they began;
+    ``rows``: verified together, on average; ``context``: tokens in the cache together; ``target``, ``draft``: median
+    seconds; ``steps``: how many were measured."""
 
     method: str
     drafts: int
     requests: int
+    length: int
     rows: int
     context: int
     target: float
@@ -50,10 +49,9 @@ class Setting:
     steps: list[StepSample] = field(default_factory=list)
 
     def has(self, method: str, drafts: int, requests: int, context: int) -> bool:
-        """Whether steps of this size were measured; ``context``: of each request, to within a quarter."""
+        """Whether steps of this size were measured; ``context``: of each request when they begin."""
         return any(
-            (s.method, s.drafts, s.requests) == (method, drafts, requests)
-            and abs(s.context / s.requests - context) <= context / 4
+            (s.method, s.drafts, s.requests, s.length) == (method, drafts, requests, context)
             for s in self.steps
         )
 
@@ -92,11 +90,9 @@ class Profile:
             )
         model = PerformanceModel()
         for sample in setting.steps:
-            shape = StepShape(requests=sample.requests, rows=sample.rows, context=sample.context)
-            for _ in range(_TRUSTED):
-                model.observe_target(shape, sample.target)
-                if sample.draft > 0:
-                    model.observe_draft(sample.method, sample.requests, sample.drafts, 0, False, sample.draft)
+            model.teach_target(sample.requests, sample.rows, sample.context, sample.target)
+            if sample.draft > 0:
+                model.teach_draft(sample.method, sample.requests, sample.drafts, sample.draft)
         return Measured(
             model,
             sorted(setting.prefill),
@@ -108,6 +104,12 @@ class Profile:
             ),
             methods=sorted({s.method for s in setting.steps if s.method != "none"}),
         )
+
+    @property
+    def tells(self) -> bool:
+        """Whether enough was measured for `times`, of every format of weights that was begun."""
+        found = self.settings.values()
+        return bool(found) and all(s.prefill and any(x.method == "none" for x in s.steps) for s in found)
 
     def acceptance(self) -> AcceptanceModel:
         """What was accepted of what was drafted. Raises ConfigError if nothing was."""
@@ -213,6 +215,7 @@ def _setting(raw: Mapping[str, Any]) -> Setting:
             str(s["method"]),
             _count(s["drafts"]),
             max(_count(s["requests"]), 1),
+            _count(s["length"]),
             _count(s["rows"]),
             _count(s["context"]),
             _seconds(s["target"]),

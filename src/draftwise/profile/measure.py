@@ -1,0 +1,161 @@
+"""One engine that is made to run steps of a given size, and a clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from draftwise import lifetime
+from draftwise.engine.builder import Engine
+from draftwise.errors import ConfigError
+from draftwise.plan.profile import Setting, StepSample
+from draftwise.profile.points import PromptPoint, StepPoint
+from draftwise.sampling.params import SamplingParams
+from draftwise.sched.request import Request, SpeculationCounts
+
+_WARM = 3
+"""Steps of a batch that are not counted: the first ones catch up on the prompts."""
+_STEPS = 15
+"""Steps of a batch that are counted, if they fit into `_SECONDS`; at least 3."""
+_SECONDS = 0.6
+_REPEATS = 3
+
+
+class Measurer:
+    """Puts requests into an engine and steps it. Leaves it empty after each call."""
+
+    def __init__(self, engine: Engine, text: Sequence[int]) -> None:
+        """``text``: token ids of real text, from which prompts are cut; not empty."""
+        if not text:
+            raise ConfigError("profile: there is no text to make prompts of")
+        self._engine = engine
+        self._text = list(text)
+        self._from = 0
+
+    def setting(self, weights: str) -> Setting:
+        """What is known of the engine before anything is measured."""
+        kv = self._engine.core.scheduler.kv
+        tokens = kv.num_blocks * kv.block_size
+        return Setting(weights, tokens, kv.block_size, self._engine.kv_cache_bytes / max(tokens, 1))
+
+    def _prompt(self, tokens: int) -> list[int]:
+        """The next ``tokens`` tokens of the text, which begins anew at its end: no two prompts begin alike."""
+        out: list[int] = []
+        at = self._from
+        while len(out) < tokens:
+            out += self._text[at : at + tokens - len(out)]
+            at = 0
+        self._from = (self._from + 37) % len(self._text)
+        return out
+
+    def _add(self, prompt: Sequence[int], output: int, method: str, drafts: int) -> Request:
+        speculation: dict[str, Any] = {"method": method}
+        if method != "none":
+            speculation["num_speculative_tokens"] = drafts
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, speculation=speculation
+        )
+        group = self._engine.processor.group({"prompt_token_ids": list(prompt)}, params)
+        (request,) = group.requests
+        self._engine.core.add(request)
+        return request
+
+    def _clear(self, requests: Sequence[Request]) -> None:
+        core = self._engine.core
+        for request in requests:
+            core.cancel(request.rid)
+        while core.has_work:
+            core.step()
+        core.scheduler.kv.reset_prefix_cache()
+
+    def prompt(self, point: PromptPoint) -> tuple[int, float]:
+        """(tokens, median seconds) from when a prompt comes to its first token, alone on the engine."""
+        core = self._engine.core
+        times: list[float] = []
+        with lifetime.computing(), torch.inference_mode():
+            for _ in range(_REPEATS):
+                start = core.clock()
+                request = self._add(self._prompt(point.tokens), 1, "none", 0)
+                while request.first_token_time is None:
+                    core.step()
+                times.append(core.clock() - start)
+                self._clear([request])
+                if sum(times) > 4 * _SECONDS:
+                    break
+        return point.tokens, statistics.median(times)
+
+    def step(self, point: StepPoint) -> StepSample | None:
+        """Steps of a size; None if the requests ended, or lost their place, before there was anything to measure.
+
+        What is accepted changes nothing but the context, by a few tokens: the times are those of the rows.
+        """
+        core = self._engine.core
+        room = self._engine.processor.max_model_len - point.context - 1
+        if room < 8:
+            return None
+        requests: list[Request] = []
+        targets: list[float] = []
+        draftings: list[float] = []
+        rows = contexts = 0
+        with lifetime.computing(), torch.inference_mode():
+            try:
+                for _ in range(point.requests):
+                    requests.append(self._add(self._prompt(point.context), room, point.method, point.drafts))
+                while any(r.first_token_time is None for r in requests):
+                    core.step()
+                for _ in range(_WARM):
+                    core.step()
+                while len(targets) < _STEPS and (
+                    len(targets) < 3 or sum(targets) + sum(draftings) < _SECONDS
+                ):
+                    if core.scheduler.num_running < point.requests or core.scheduler.num_waiting:
+                        break
+                    context = sum(r.num_computed for r in requests)
+                    step_time, draft_time = core.totals.step_time, core.totals.draft_time
+                    drafted = self._counts().num_draft_tokens
+                    core.step()
+                    rows += point.requests + self._counts().num_draft_tokens - drafted
+                    contexts += context
+                    draftings.append(core.totals.draft_time - draft_time)
+                    targets.append(core.totals.step_time - step_time - draftings[-1])
+            finally:
+                self._clear(requests)
+        if not targets:
+            return None
+        steps = len(targets)
+        return StepSample(
+            point.method,
+            point.drafts,
+            point.requests,
+            point.context,
+            round(rows / steps),
+            contexts // steps,
+            statistics.median(targets),
+            statistics.median(draftings) if point.method != "none" else 0.0,
+            steps,
+        )
+
+    def _counts(self) -> SpeculationCounts:
+        return self._engine.core.speculation_counts()
+
+    def accepted(
+        self, method: str, drafts: int, prompts: Sequence[Sequence[int]], output: int
+    ) -> SpeculationCounts:
+        """What became of a method's drafts behind these prompts, one at a time."""
+        core = self._engine.core
+        counts = SpeculationCounts()
+        longest = self._engine.processor.max_model_len - output - 1
+        with lifetime.computing(), torch.inference_mode():
+            for prompt in prompts:
+                core.executor.forget()
+                request = self._add(prompt[-longest:], output, method, drafts)
+                try:
+                    while core.has_work:
+                        core.step()
+                finally:
+                    self._clear([request])
+                counts.merge(request.counts)
+        return counts

@@ -1,0 +1,182 @@
+"""The whole of `draftwise profile`: points in their order, within a budget, written down as they come."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwise import cpus, lifetime
+from draftwise.config.engine import EngineConfig
+from draftwise.engine.builder import Engine, build_engine
+from draftwise.plan.profile import Profile
+from draftwise.profile.measure import Measurer
+from draftwise.profile.points import AcceptPoint, Point, PromptPoint, StepPoint, plan_points
+
+_OUTPUT = 64
+_SKIPPED = ("extract_hidden_states", "synthetic", "none")
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """``budget``: seconds; None: until all is measured. ``prompts``: kind -> token ids, of the user's own text."""
+
+    path: Path
+    drafts: Sequence[int]
+    requests: Sequence[int]
+    contexts: Sequence[int] | None
+    methods: Sequence[str] | None
+    budget: float | None = None
+    with_acceptance: bool = True
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What times depend on: processor, cores, GPU."""
+    found = {
+        "cpu": cpus.model().name,
+        "cores": cpus.processors().allowed,
+        "platform": platform.machine(),
+        "device": device,
+    }
+    if torch.device(device).type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(torch.device(device))
+    return found
+
+
+def model_name(config: EngineConfig) -> str:
+    """What a profile says it is of."""
+    return "embedded" if config.embedded else str(config.model)
+
+
+@contextmanager
+def _engine(config: EngineConfig) -> Iterator[Engine]:
+    with lifetime.computing():
+        engine = build_engine(config)
+    try:
+        yield engine
+    finally:
+        engine.core.close()
+
+
+def ladder(most: int) -> list[int]:
+    """1, 2, 4, ... up to and with ``most``."""
+    out = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    return out if out[-1] == most else [*out, most]
+
+
+def lengths(longest: int, count: int = 8) -> list[int]:
+    """Up to ``count`` lengths from 32 on, by equal factors. Example: up to 1000 in 4: 32, 101, 317, 1000."""
+    least = min(32, longest)
+    factor = (longest / least) ** (1 / max(count - 1, 1))
+    return sorted({round(least * factor**i) for i in range(count)})
+
+
+class Profiler:
+    """Measures one engine into a `Profile`; several, one after the other, for several formats of weights."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        settings: ProfileSettings,
+        texts: Callable[[Engine], Mapping[str, Sequence[Sequence[int]]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``texts``: prompts by kind of text, token ids, for an engine's tokenizer."""
+        self.profile = profile
+        self._settings, self._texts, self._clock = settings, texts, clock
+        self._until = math.inf if settings.budget is None else clock() + settings.budget
+        self._start = clock()
+        self._before = profile.seconds
+
+    def measure(
+        self, config: EngineConfig, weights: str, total: Callable[[int], Callable[[str], None]]
+    ) -> bool:
+        """Measure what is missing. ``total``: told how many points there are, answers what is to be called after each.
+        False: the budget ran out before all was measured."""
+        with _engine(config) as engine:
+            texts = self._texts(engine)
+            stream = [token for prompts in texts.values() for prompt in prompts for token in prompt]
+            measurer = Measurer(engine, stream)
+            setting = self.profile.settings.setdefault(weights, measurer.setting(weights))
+            methods = self._methods(config)
+            points = self._points(engine, methods, list(texts), setting.kv_tokens)
+            todo = [p for p in points if not self._known(p, weights)]
+            advance = total(len(todo))
+            for number, point in enumerate(todo):
+                if self._clock() >= self._until:
+                    self._note(len(todo) - number)
+                    return False
+                self._one(measurer, point, weights, texts)
+                self._note(len(todo) - number - 1)
+                advance(_words(point))
+        return True
+
+    def _methods(self, config: EngineConfig) -> list[str]:
+        loaded = [d.method for d in config.drafters if d.method not in _SKIPPED]
+        asked = self._settings.methods
+        return loaded if asked is None else [m for m in loaded if m in asked]
+
+    def _points(self, engine: Engine, methods: list[str], kinds: list[str], kv_tokens: int) -> list[Point]:
+        s = self._settings
+        longest = min(engine.processor.max_model_len, kv_tokens) - 96
+        contexts = [c for c in (s.contexts or lengths(longest, 4)) if c <= longest]
+        most = engine.core.scheduler.config.max_num_seqs
+        return plan_points(
+            methods,
+            s.drafts,
+            [n for n in s.requests if n <= most],
+            contexts or [min(32, longest)],
+            lengths(longest),
+            kinds if s.with_acceptance else [],
+            kv_tokens,
+            engine.processor.max_model_len,
+        )
+
+    def _known(self, point: Point, weights: str) -> bool:
+        setting = self.profile.settings[weights]
+        if isinstance(point, PromptPoint):
+            return any(n == point.tokens for n, _ in setting.prefill)
+        if isinstance(point, StepPoint):
+            return setting.has(point.method, point.drafts, point.requests, point.context)
+        return point.method in self.profile.drafted.get(point.kind, {})
+
+    def _one(
+        self, measurer: Measurer, point: Point, weights: str, texts: Mapping[str, Sequence[Sequence[int]]]
+    ) -> None:
+        setting = self.profile.settings[weights]
+        if isinstance(point, PromptPoint):
+            setting.prefill.append(measurer.prompt(point))
+            setting.prefill.sort()
+        elif isinstance(point, StepPoint):
+            sample = measurer.step(point)
+            if sample is not None:
+                setting.steps.append(sample)
+        else:
+            counts = measurer.accepted(point.method, max(self._settings.drafts), texts[point.kind], _OUTPUT)
+            self.profile.survived.setdefault(point.kind, {})[point.method] = list(
+                counts.num_accepted_tokens_per_pos
+            )
+            # Steps behind each prompt's own: one in which nothing was found to draft had nothing accepted.
+            steps = sum(counts.steps_by_method.values()) - len(texts[point.kind])
+            self.profile.drafted.setdefault(point.kind, {})[point.method] = max(steps, counts.num_drafts)
+
+    def _note(self, left: int) -> None:
+        self.profile.left = left
+        self.profile.seconds = self._before + self._clock() - self._start
+        self.profile.save(self._settings.path)
+
+
+def _words(point: Point) -> str:
+    if isinstance(point, PromptPoint):
+        return f"prompt of {point.tokens}"
+    if isinstance(point, AcceptPoint):
+        return f"{point.method} on {point.kind}"
+    how = "plain" if point.method == "none" else f"{point.method} K={point.drafts}"
+    return f"{how}, {point.requests} x {point.context}"

@@ -1,0 +1,254 @@
+"""Profiles: what is measured first, what is written, and what a file says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftwise.errors import ConfigError
+from draftwise.plan.acceptance import AcceptanceModel
+from draftwise.plan.interpolation import (
+    Interpolation,
+    Throughput,
+    of_profile,
+    read_interpolation,
+    write_interpolation,
+)
+from draftwise.plan.operating import OperatingPoint, Sla
+from draftwise.plan.profile import Profile, Setting, StepSample
+from draftwise.plan.times import Infeasible, OutOfRange
+from draftwise.profile.points import AcceptPoint, PromptPoint, StepPoint, plan_points, telling
+from draftwise.profile.report import best_settings, break_even, choices, draw
+
+
+def made(path: Path | None = None) -> Profile:
+    """Of a machine whose steps take 10 ms + 0.1 per row + 0.01 per 1000 keys, and drafts 0.5 ms each."""
+    setting = Setting("int8", 40_000, 16, 1000.0, [(n, 0.010 + n * 1e-4) for n in (32, 256, 1024)])
+    for n in (1, 4, 16):
+        for context in (64, 1024):
+            for method, k in (("none", 0), ("eagle3", 1), ("eagle3", 3)):
+                target = 0.010 + 1e-4 * n * (1 + k) + 1e-8 * n * context
+                setting.steps.append(
+                    StepSample(method, k, n, context, n * (1 + k), n * context, target, 5e-4 * k, 9)
+                )
+    profile = Profile({"cpu": "test"}, "tiny", {"int8": setting})
+    profile.survived, profile.drafted = {"code": {"eagle3": [80, 60, 30]}}, {"code": {"eagle3": 100}}
+    if path is not None:
+        profile.save(path)
+    return profile
+
+
+def test_both_ends_and_the_middle_come_first() -> None:
+    assert telling([1, 2, 4, 8, 16]) == [1, 16, 4, 2, 8]
+    assert telling([5]) == [5] and telling([2, 1]) == [1, 2]
+    assert sorted(telling(range(17))) == list(range(17))
+
+
+def test_all_points_come_and_the_telling_ones_first() -> None:
+    points = plan_points(["eagle3"], [1, 3], [1, 8], [64, 512], [32, 512], ["code"], 10_000, 1024)
+    assert {type(p) for p in points[:8]} == {PromptPoint, StepPoint, AcceptPoint}
+    assert points.index(StepPoint("none", 0, 1, 64)) < points.index(StepPoint("eagle3", 1, 1, 64))
+    assert len(points) == 2 + 4 * 3 + 1 and len(set(points)) == len(points)
+    small = plan_points([], [1], [1, 8], [64, 512], [32], [], 3000, 1024)
+    assert StepPoint("none", 0, 8, 512) not in small and StepPoint("none", 0, 1, 512) in small
+
+
+def test_a_profile_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
+    profile = made(tmp_path / "p.json")
+    again = Profile.load(tmp_path / "p.json")
+    assert again.as_dict() == profile.as_dict()
+    assert again.acceptance().survival("eagle3")[:3] == pytest.approx((0.8, 0.6, 0.3))
+    again.check_of("tiny", {"cpu": "test"})
+
+
+def test_times_are_those_measured_and_what_lies_between() -> None:
+    times = made().times()
+    assert times.target_time(4, 16, 4 * 64) == pytest.approx(0.010 + 1.6e-3 + 2.56e-6, rel=1e-6)
+    assert times.target_time(8, 8, 8 * 64) == pytest.approx(0.0108, rel=0.05)
+    assert times.draft_time("eagle3", 4, 3) == pytest.approx(1.5e-3, rel=0.02)
+    assert times.prompt_time(0, 256, True) == pytest.approx(0.0356)
+    assert times.outside(4, 4, 256) is None
+    assert "measured up to 16" in (times.outside(40, 40, 40) or "")
+    assert "context" in (times.outside(1, 1, 9000) or "")
+
+
+def test_the_report_says_what_fits_or_what_comes_nearest() -> None:
+    profile = made()
+    ((weights, best),) = best_settings(profile, Sla(itl=0.02), 64, 32)
+    assert weights == "int8" and isinstance(best, OperatingPoint) and best.method == "eagle3"
+    ((_, none),) = best_settings(profile, Sla(itl=1e-5), 64, 32)
+    assert isinstance(none, Infeasible) and isinstance(none.nearest, OperatingPoint)
+    ((context, row), *_) = break_even(profile, "int8", "eagle3", 3)
+    assert context == 64 and dict(row)[1].break_even == pytest.approx(
+        (0.0104 + 0.0015) / 0.0101 - 1, rel=0.02
+    )
+    assert {n for _, n, _ in choices(profile, "int8")} == {1, 4, 16}
+
+
+def test_charts_are_drawn(tmp_path: Path) -> None:
+    files = draw(made(), tmp_path / "charts")
+    assert sorted(f.name for f in files) == ["pareto-int8.svg", "prefill-int8.svg", "steps-int8.svg"]
+    assert all("<polyline" in f.read_text() for f in files)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v.update(version=2), "version 2"),
+        (lambda v: v.update(format="x"), "is none"),
+        (lambda v: v.pop("settings"), "damaged"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(target=math.nan), "no time"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(rows=-1), "no count"),
+    ],
+)
+def test_files_that_are_no_profiles(tmp_path: Path, change: Any, words: str) -> None:
+    value = made().as_dict()
+    change(value)
+    (tmp_path / "p.json").write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match=words):
+        Profile.load(tmp_path / "p.json")
+
+
+def test_a_profile_of_another_model_or_machine() -> None:
+    with pytest.raises(ConfigError, match="of model 'tiny', not of 'other'"):
+        made().check_of("other")
+    with pytest.raises(ConfigError, match="another machine"):
+        made().check_of("tiny", {"cpu": "other"})
+    with pytest.raises(ConfigError, match="'int4' was not measured"):
+        made().times("int4")
+
+
+# --------------------------------------------------------------------------------------- Dynamo's files
+
+
+def surface() -> Interpolation:
+    """9.8 ms at a third of the cache, and 20 ms more from there to a full one: planner.md's example (3000 + 150)."""
+    usage, context = np.meshgrid(np.linspace(0, 1, 7), [500.0, 3075.0, 6000.0])
+    itl = 9.8 + 20 * (usage - 1 / 3)
+    return Interpolation(
+        {
+            "prefill_isl": np.array([100.0, 1000.0, 3000.0, 6000.0]),
+            "prefill_ttft": np.array([20.0, 60.0, 150.0, 320.0]),
+            "prefill_thpt_per_gpu": np.array([5e3, 16e3, 20e3, 18e3]),
+            "x_kv_usage": usage.ravel(),
+            "y_context_length": context.ravel(),
+            "z_itl": itl.ravel(),
+            "z_thpt_per_gpu": (usage * 1000).ravel(),
+            "max_kv_tokens": np.array([400_000.0]),
+        }
+    )
+
+
+def test_9_8_ms_at_33_33_percent_of_the_cache() -> None:
+    found = surface().best_throughput(itl=0.010, context=3000 + 150 / 2)
+    assert isinstance(found, Throughput)
+    assert found.kv_usage == pytest.approx(0.3333, abs=1e-4)
+    assert found.itl == pytest.approx(0.0098, abs=2e-5) and found.per_device == pytest.approx(333, abs=2)
+
+
+def test_what_is_out_of_range_or_infeasible_is_said_and_not_clamped() -> None:
+    found = surface()
+    assert found.ttft(1000) == pytest.approx(0.060)
+    assert isinstance(found.ttft(50), OutOfRange) and isinstance(found.ttft(7000), OutOfRange)
+    assert isinstance(found.best_throughput(0.010, 9000), OutOfRange)
+    nothing = found.best_throughput(0.001, 3000)
+    assert isinstance(nothing, Infeasible) and isinstance(nothing.nearest, Throughput)
+
+
+def test_dynamos_files_are_written_and_read(tmp_path: Path) -> None:
+    profile = made()
+    found = of_profile(profile.setting(), profile.times())
+    files = write_interpolation(found, tmp_path)
+    assert [f.name for f in files] == ["raw_data.npz"] * 2
+    again = read_interpolation(tmp_path)
+    assert {k: v.tolist() for k, v in again.fields.items()} == {
+        k: v.tolist() for k, v in found.fields.items()
+    }
+    folder = tmp_path / "json"
+    for name in ("prefill", "decode"):
+        place = folder / f"selected_{name}_interpolation"
+        place.mkdir(parents=True)
+        fields = {
+            k: v.tolist() for k, v in found.fields.items() if (k.startswith("prefill")) == (name == "prefill")
+        }
+        (place / "raw_data.json").write_text(json.dumps(fields))
+    assert read_interpolation(folder).max_kv_tokens == 40_000
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_interpolation(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no numbers"):
+        Interpolation({**found.fields, "z_itl": found.fields["z_itl"] * math.nan})
+
+
+# --------------------------------------------------------------------------------------- the real engine
+
+
+def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_path: Path) -> None:
+    from draftwise.cli.main import main
+
+    file = tmp_path / "profile.json"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "def add(a, b):\n    return a + b\n\n\ndef add("}) + "\n")
+    flags = [
+        "profile",
+        "--output",
+        str(file),
+        "--methods",
+        "ngram",
+        "--drafts",
+        "2",
+        "--concurrency",
+        "1",
+        "2",
+    ]
+    flags += [
+        "--contexts",
+        "40",
+        "--prompts",
+        str(prompts),
+        "--num-kv-blocks",
+        "64",
+        "--max-model-len",
+        "200",
+    ]
+    assert main([*flags, "--budget", "0.0001"]) == 0
+    first = Profile.load(file)
+    assert first.left > 0 and sum(len(s.steps) for s in first.settings.values()) == 0
+    assert main(flags) == 0
+    whole = Profile.load(file)
+    (setting,) = whole.settings.values()
+    assert whole.left == 0 and {(s.method, s.drafts, s.requests) for s in setting.steps} >= {
+        ("none", 0, 1),
+        ("none", 0, 2),
+        ("ngram", 2, 2),
+    }
+    assert whole.drafted["own"]["ngram"] > 0 and setting.kv_tokens == 64 * 16
+    assert all(s.target > 0 for s in setting.steps) and len(setting.prefill) >= 3
+    before = whole.as_dict()
+    assert main(flags) == 0
+    again = Profile.load(file).as_dict()
+    assert again["settings"] == before["settings"] and again["drafted"] == before["drafted"]
+    assert main(["profile", "--output", str(file), "--model", "/somewhere/else"]) == 2
+    assert AcceptanceModel({"": {}}).methods == ()
+    assert (
+        main(
+            [
+                "simulate",
+                "--profile",
+                str(file),
+                "--rate",
+                "2",
+                "--duration",
+                "5",
+                "--isl",
+                "40",
+                "--osl",
+                "20",
+            ]
+        )
+        == 0
+    )
