@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "an OpenAI-compatible server, with metrics",
     "bench": "measure latency, throughput or acceptance",
     "profile": "measure what steps take here, and what drafters get accepted",
+    "plan": "plan replicas over a recorded load, in a simulated cluster",
     "simulate": "what a cluster would do under a load, without one",
     "extract": "hidden states of a model over text, for training draft heads",
     "train": "train models",

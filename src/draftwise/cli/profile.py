@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,15 +169,18 @@ def _measure(args: argparse.Namespace) -> Profile:
     done = True
     for weights, config in configs.items():
         with ExitStack() as stack:
-            done = profiler.measure(
-                config, weights, lambda n, w=weights, s=stack: s.enter_context(progress(n, f"profile {w}"))
-            )
+            done = profiler.measure(config, weights, partial(_bar, stack, f"profile {weights}"))
         if not done:
             note(
                 f"the budget of {args.budget:g} minutes is spent: {profile.left} points are left; run it again"
             )
             break
     return profile
+
+
+def _bar(stack: ExitStack, text: str, total: int) -> Callable[[str], None]:
+    """A bar that stays until the stack is left."""
+    return stack.enter_context(progress(total, text))
 
 
 def _read_prompts(path: Path) -> list[str]:

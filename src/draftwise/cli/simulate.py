@@ -49,18 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="numbers of drafts (0: plain), ranges as 0-7, adaptive (0 adaptive)",
     )
     group.add_argument("--most-drafts", type=positive, default=7, metavar="K", help="adaptive: at most (7)")
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--max-num-seqs", type=positive, default=256, metavar="N", help="requests at once (256)"
-    )
-    group.add_argument(
-        "--max-num-batched-tokens", type=positive, default=8192, metavar="N", help="rows of a step (8192)"
-    )
-    group.add_argument("--num-kv-blocks", type=positive, metavar="N", help="blocks of the cache (what fits)")
-    group.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens of a block (16)")
-    group.add_argument(
-        "--enable-prefix-caching", action="store_true", help="also where no prefixes are recorded"
-    )
+    add_engine_sizes(parser)
     group = parser.add_argument_group("cluster")
     group.add_argument("--replicas", type=positive, default=1, metavar="N", help="whole engines (1)")
     group.add_argument(
@@ -83,16 +72,32 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     group.add_argument("--price", type=from_zero, metavar="X", help="of a device for an hour")
     add_planner_options(parser)
+    parser.add_argument("--plan", action="store_true", help="let the planner choose the number of replicas")
     group = parser.add_argument_group("output")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw it over time into a .svg file")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
 
+def add_engine_sizes(parser: argparse.ArgumentParser) -> None:
+    """Sizes of a simulated engine."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--max-num-seqs", type=positive, default=256, metavar="N", help="requests at once (256)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens", type=positive, default=8192, metavar="N", help="rows of a step (8192)"
+    )
+    group.add_argument("--num-kv-blocks", type=positive, metavar="N", help="blocks of the cache (what fits)")
+    group.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens of a block (16)")
+    group.add_argument(
+        "--enable-prefix-caching", action="store_true", help="also where no prefixes are recorded"
+    )
+
+
 def add_planner_options(parser: argparse.ArgumentParser) -> None:
     """How replicas are planned."""
     group = parser.add_argument_group("planner")
-    group.add_argument("--plan", action="store_true", help="let the planner choose the number of replicas")
     group.add_argument("--budget", type=positive, default=8, metavar="N", help="devices, at most (8)")
     group.add_argument(
         "--interval", type=above_zero, default=60.0, metavar="S", help="between decisions (60)"

@@ -17,6 +17,8 @@ from draftwise.plan.predictors import Predictor, predictor
 
 ENGINES, PREFILL, DECODE = "engines", "prefill", "decode"
 _HISTORY = 4096
+_MOST_RATE, _MOST_TOKENS = 1e9, float(1 << 24)
+"""Beyond, an observation is a fault of who observes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class Planner:
         isl, osl = max(forecast["isl"], 1.0), max(forecast["osl"], 1.0)
         rate = forecast["rate"]
         if known(seen.queue) and seen.queue and not self.config.dynamo:
-            extra = seen.queue / self.config.interval
+            extra = min(max(seen.queue / self.config.interval, 0.0), _MOST_RATE)
             rate += extra
             reasons.append(f"{seen.queue:.0f} wait, {extra:.2g}/s more")
         self._correct(seen, isl, osl)
@@ -176,11 +178,11 @@ class Planner:
 
     def _remember(self, seen: Observation) -> None:
         assert seen.requests is not None
-        self._history["rate"].append(max(seen.requests, 0.0) / self.config.interval)
+        self._history["rate"].append(min(max(seen.requests, 0.0) / self.config.interval, _MOST_RATE))
         for name, value in (("isl", seen.isl), ("osl", seen.osl)):
             # An interval without requests says nothing about their lengths.
             if known(value) and value and value > 0:
-                self._history[name].append(value)
+                self._history[name].append(min(value, _MOST_TOKENS))
         for values in self._history.values():
             if len(values) > _HISTORY:
                 del values[: _HISTORY // 2]

@@ -67,6 +67,7 @@ class _Fitted(Predictor):
     def _quietly(work: Callable[[], Any]) -> Any:
         """What a fit gives; None where it fails: a planner goes on."""
         import numpy as np
+        import statsmodels.tools.sm_exceptions  # sets filters of its own when it is imported first  # noqa: F401
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

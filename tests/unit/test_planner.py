@@ -1,0 +1,288 @@
+"""The planner: a function of what it observed, within its budget, without flapping, whatever it is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwise.cli.main import main
+from draftwise.errors import ConfigError
+from draftwise.plan.acceptance import AcceptanceModel
+from draftwise.plan.capacity import FixedCapacity, ModelCapacity
+from draftwise.plan.operating import Sla
+from draftwise.plan.planner import DECODE, ENGINES, PREFILL, Decision, Observation, Planner, PlannerConfig
+from draftwise.plan.predictors import PREDICTORS, predictor
+from draftwise.plan.times import Polynomial
+
+ACCEPTANCE = AcceptanceModel.constant((0.7, 0.5, 0.2))
+
+
+def pools(**more: Any) -> Planner:
+    """planner.md's example: 60 s, 40,000 prompt and 1,000 output tokens per second and device."""
+    config = PlannerConfig(interval=60, mode="pools", dynamo=True, most_change=100, **more)
+    return Planner(config, FixedCapacity(40_000, 1000))
+
+
+def seen(requests: float | None, **more: Any) -> Observation:
+    return Observation(0.0, requests, **{"isl": 3000.0, "osl": 150.0, **more})
+
+
+def test_ten_requests_need_one_of_each_and_five_hundred_one_and_two() -> None:
+    assert dict(pools(budget=8).on_tick(seen(10)).replicas) == {PREFILL: 1, DECODE: 1}
+    assert dict(pools(budget=8).on_tick(seen(500)).replicas) == {PREFILL: 1, DECODE: 2}
+
+
+def test_what_goes_beyond_the_budget_is_cut_in_proportion_floors_first() -> None:
+    found = pools(budget=8).on_tick(seen(2400))  # 3 and 6
+    assert dict(found.replicas) == {PREFILL: 1 + int(2 * 6 / 7), DECODE: 1 + int(5 * 6 / 7)}
+    assert any("9 devices wanted, 8" in reason for reason in found.reasons)
+
+
+def test_idle_unknown_and_zero_are_three_things() -> None:
+    planner = Planner(PlannerConfig(budget=8, hold=2, margin=0.0), FixedCapacity(1e9, 100))
+    assert "no request was seen" in planner.on_tick(Observation(0.0, 0.0)).reasons[0]
+    busy = planner.on_tick(Observation(60.0, 240.0, isl=100.0, osl=150.0))  # 600 tokens/s
+    assert busy.replicas[ENGINES] == 5  # 6, but four more at a time
+    for unknown in (None, math.nan):
+        assert "no data" in planner.on_tick(Observation(120.0, unknown)).reasons[0]
+        assert planner.on_tick(Observation(120.0, unknown)).replicas[ENGINES] == 5
+    counts = [planner.on_tick(Observation(180.0, 0.0)).replicas[ENGINES] for _ in range(6)]
+    assert counts[:2] == [5, 5] and counts[2] == 1  # idle: after two ticks of patience
+
+
+def test_times_of_replicas_that_have_just_come_change_nothing() -> None:
+    times = Polynomial(60_000)
+    capacity = ModelCapacity(times, ACCEPTANCE, Sla(itl=0.02))
+    cold, warm = (Planner(PlannerConfig(budget=64), capacity) for _ in range(2))
+    for planner, warming in ((cold, 1), (warm, 0)):
+        for _ in range(8):
+            last = planner.on_tick(
+                Observation(0.0, 600.0, isl=1000.0, osl=200.0, itl=0.05, ttft=0.2, warming=warming)
+            )
+        if warming:
+            first = last
+    assert cold.state()["corrections"]["decode"] == 1.0 < warm.state()["corrections"]["decode"]
+    assert last.replicas[ENGINES] > first.replicas[ENGINES]
+
+
+def test_what_is_accepted_changes_how_many_are_needed() -> None:
+    capacity = ModelCapacity(Polynomial(60_000), ACCEPTANCE, Sla(itl=0.01))
+
+    def needed(accepted: float) -> Decision:
+        planner = Planner(PlannerConfig(budget=64, most_change=64), capacity)
+        for _ in range(12):
+            last = planner.on_tick(Observation(0.0, 1200.0, isl=1000.0, osl=200.0, accepted_length=accepted))
+        return last
+
+    good, bad = needed(2.2), needed(1.02)
+    assert good.replicas[ENGINES] < bad.replicas[ENGINES] and good.drafts > bad.drafts
+
+
+def test_those_who_wait_are_counted() -> None:
+    counts = []
+    for queue in (0.0, 300.0):
+        planner = Planner(PlannerConfig(budget=64, most_change=64), FixedCapacity(1e9, 1000))
+        counts.append(planner.on_tick(seen(100, queue=queue)).replicas[ENGINES])
+    assert counts[1] > counts[0]
+
+
+numbers = st.one_of(
+    st.none(), st.floats(), st.floats(0, 1e5), st.sampled_from([0.0, -1.0, math.nan, math.inf, 1e300])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[numbers] * 8), min_size=1, max_size=12),
+    st.integers(2, 40),
+    st.sampled_from(["engines", "pools"]),
+    st.booleans(),
+)
+def test_never_beyond_the_budget_never_below_the_floor_never_an_error(
+    rows: list[tuple[float | None, ...]], budget: int, mode: Any, dynamo: bool
+) -> None:
+    sizes = {ENGINES: 2, DECODE: 1}
+    planner = Planner(
+        PlannerConfig(budget=budget, mode=mode, devices=sizes, dynamo=dynamo),
+        ModelCapacity(Polynomial(60_000), ACCEPTANCE, Sla(itl=0.01), most_requests=4),
+    )
+    before: Decision | None = None
+    for i, row in enumerate(rows):
+        found = planner.on_tick(Observation(60.0 * i, *row))
+        used = sum(n * planner.config.size(pool) for pool, n in found.replicas.items())
+        assert used <= budget and min(found.replicas.values()) >= 1
+        if before is not None:
+            for pool, n in found.replicas.items():
+                assert n - before.replicas[pool] <= planner.config.most_change
+        before = found
+    json.dumps(planner.state(), allow_nan=False)
+    # It comes back: a known load is planned for as if nothing had been.
+    for _ in range(40):
+        last = planner.on_tick(Observation(0.0, 60.0, isl=1000.0, osl=100.0))
+    assert "need" in last.reasons[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.05, 3.0), st.sampled_from(["engines", "pools"]))
+def test_it_does_not_flap_under_a_constant_noisy_load(seed: int, load: float, mode: Any) -> None:
+    """Whatever replicas the mean needs, noise of 10 % changes the number a few times an hour at most."""
+    rng = random.Random(seed)
+    planner = Planner(PlannerConfig(budget=64, mode=mode), FixedCapacity(40_000, 1000))
+    changes = 0
+    for i in range(180):
+        rate = max(rng.gauss(400 * load, 40 * load), 0.0)
+        found = planner.on_tick(Observation(60.0 * i, rate, isl=3000.0, osl=150.0))
+        if i >= 60:
+            changes += found.changed
+    assert changes <= 2 * 10  # in two hours; a planner without patience makes up to 119
+
+
+def test_a_plan_is_a_function_of_its_observations_and_survives_a_restart() -> None:
+    rng = random.Random(3)
+    rows = [
+        Observation(60.0 * i, rng.uniform(0, 900), isl=rng.uniform(100, 4000), osl=rng.uniform(20, 300))
+        for i in range(40)
+    ]
+    capacity = ModelCapacity(Polynomial(60_000), ACCEPTANCE, Sla(itl=0.02))
+    a, b = (Planner(PlannerConfig(budget=16), capacity) for _ in range(2))
+    whole = [a.on_tick(row) for row in rows]
+    for row in rows[:20]:
+        b.on_tick(row)
+    c = Planner(PlannerConfig(budget=16), capacity)
+    c.restore(json.loads(json.dumps(b.state())))
+    assert [c.on_tick(row) for row in rows[20:]] == whole[20:]
+    with pytest.raises(ConfigError, match="pools"):
+        Planner(PlannerConfig(budget=16, mode="pools"), capacity).restore(b.state())
+    with pytest.raises(ConfigError, match="no state"):
+        c.restore({"lower": {"engines": []}})
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_predictors_follow_a_daily_load(name: str) -> None:
+    """All within 10 % of a smooth day on average, and none with a value that is none."""
+    values = [100 - 75 * math.cos(2 * math.pi * i / 48) for i in range(48 * 2 + 20)]
+    found = predictor(name, period=48)
+    errors = []
+    for n in range(90, len(values) - 1):
+        predicted = found.predict(values[: n + 1])
+        assert predicted >= 0 and math.isfinite(predicted)
+        errors.append(abs(predicted - values[n + 1]) / values[n + 1])
+    assert sum(errors) / len(errors) < 0.10
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+@pytest.mark.parametrize("values", [[5.0], [0.0] * 40, [1.0, 0.0] * 20, [1e9] * 13 + [0.0] * 30])
+def test_predictors_survive_what_they_are_given(name: str, values: list[float]) -> None:
+    found = predictor(name, period=8)
+    for n in range(1, len(values) + 1):
+        assert 0 <= found.predict(values[:n]) <= 3.1 * max(max(values[:n]), 1e-9)
+
+
+def test_a_decision_takes_no_time() -> None:
+    """Counted, not timed: what is looked for in the performance model is kept."""
+
+    class Counting(Polynomial):
+        calls = 0
+
+        def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
+            Counting.calls += 1
+            return super().target_time(requests, rows, context, sampled)
+
+    planner = Planner(PlannerConfig(budget=8), ModelCapacity(Counting(60_000), ACCEPTANCE, Sla(itl=0.02)))
+    for i in range(200):
+        planner.on_tick(Observation(60.0 * i, 100.0 + i % 7, isl=1000.0, osl=100.0))
+    first = Counting.calls
+    start = time.perf_counter()
+    for i in range(200):
+        planner.on_tick(Observation(60.0 * i, 100.0 + i % 7, isl=1000.0, osl=100.0))
+    assert Counting.calls == first
+    print(f"{(time.perf_counter() - start) / 200 * 1e6:.0f} us per decision")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"interval": 0.0}, {"interval": math.nan}, {"budget": 0}, {"margin": 1.0}, {"hold": -1}]
+)
+def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PlannerConfig(**wrong)
+    with pytest.raises(ConfigError, match="did you mean 'arima'"):
+        predictor("arma")
+
+
+# ----------------------------------------------------------------------------------------------- commands
+
+LOAD = ["--polynomial", "60000", "--rate", "3", "--duration", "80", "--isl", "300", "--osl", "60"]
+
+
+def test_a_plan_is_tried_on_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot, state = tmp_path / "plan.svg", tmp_path / "state.json"
+    flags = [
+        "plan",
+        *LOAD,
+        "--interval",
+        "8",
+        "--startup",
+        "10",
+        "--budget",
+        "2",
+        "--ttft",
+        "500",
+        "--itl",
+        "20",
+    ]
+    assert main([*flags, "--compare", "--plot", str(plot), "--state", str(state)]) == 0
+    out = capsys.readouterr().out
+    assert "planner" in out and "dynamo K=3" in out and "2 always" in out and "requests/s of" in out
+    assert max(map(len, out.splitlines())) <= 80 and "<polyline" in plot.read_text()
+    assert json.loads(state.read_text())["last"]["replicas"]["engines"] >= 1
+    assert main([*flags, "--state", str(state), "--advisory", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"].values()
+    assert {m["replicas"]["engines"] for m in result["timeline"]} == {1}
+
+
+def test_policies_are_compared_in_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "s.svg"
+    flags = ["simulate", *LOAD, "--policies", "0-2", "adaptive", "--plot", str(plot), "--ttft", "500"]
+    assert main([*flags, "--replicas", "2", "--fail", "20:0:10", "--fail", "25:1:9"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert [line.split()[0] for line in out.splitlines()[2:6]] == ["plain", "K=1", "K=2", "adaptive"]
+    assert "requests moved by failures" in out and plot.read_text().count("<polyline") > 8
+    assert main([*flags, "--json", "--prefill", "1", "--decode", "1"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["results"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--polynomial", "1000"], "one of --trace and --rate"),
+        (["--rate", "1"], "one of --profile, --device and --polynomial"),
+        (["--polynomial", "1000", "--rate", "nan"], "--rate"),
+        (["--polynomial", "1000", "--rate", "1", "--itl", "-5"], "--itl"),
+        (
+            ["--polynomial", "1000", "--rate", "1", "--method", "model", "--acceptance", "2"],
+            "chances from 0 to 1",
+        ),
+        (["--polynomial", "1000", "--trace", "/nowhere.csv"], "cannot be read"),
+        (["--profile", "/nowhere.json", "--rate", "1"], "cannot be read"),
+        (["--device", "h101", "--model", "llama-8b", "--rate", "1"], "did you mean"),
+        (["--device", "h100", "--rate", "1"], "--model"),
+        (["--polynomial", "1000", "--rate", "1", "--shape", "hill"], "unknown shape"),
+        (["--polynomial", "1000", "--rate", "1", "--plot", "/tmp/x.pdf"], ".svg"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_bad_input_is_one_line_and_exit_code_2(
+    command: str, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
