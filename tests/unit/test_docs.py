@@ -16,7 +16,8 @@ import pytest
 
 from draftwise.cli.main import COMMANDS, _help_of, build_parser, normalise
 from draftwise.config.engine import ENGINE_OPTIONS
-from draftwise.config.resolve import ALIASES, HARMLESS, OLD_SPECULATIVE
+from draftwise.config.foreign import FOREIGN, HARMLESS
+from draftwise.config.resolve import ALIASES, OLD_SPECULATIVE
 from draftwise.config.speculative import SpeculativeConfig
 from draftwise.sampling.params import SamplingParams
 
@@ -25,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<kind>python|sh|bash)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 KEYWORDS = {
-    "LLM": {*ENGINE_OPTIONS, *ALIASES, *HARMLESS, *OLD_SPECULATIVE, "speculative_config"},
+    "LLM": {*ENGINE_OPTIONS, *ALIASES, *HARMLESS, *FOREIGN, *OLD_SPECULATIVE, "speculative_config"},
     "SamplingParams": {f.name for f in fields(SamplingParams)},
 }
 KEYWORDS["AsyncLLM"] = KEYWORDS["LLM"]

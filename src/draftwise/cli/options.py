@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from draftwise.cli.errors import UsageError
 from draftwise.config import ENGINE_OPTIONS, EngineConfig
 from draftwise.config.coerce import boolean
-from draftwise.config.resolve import ALIASES, HARMLESS, OLD_SPECULATIVE
+from draftwise.config.foreign import HARMLESS
+from draftwise.config.resolve import ALIASES, OLD_SPECULATIVE
 
 if TYPE_CHECKING:
     from draftwise.sampling.params import SamplingParams

@@ -11,6 +11,7 @@ from typing import Any
 from draftwise.config import coerce as to
 from draftwise.config.embedded import embedded_path
 from draftwise.config.engine import ENGINE_OPTIONS, EngineConfig, device_name
+from draftwise.config.foreign import FOREIGN, HARMLESS, take_foreign
 from draftwise.config.graphs import unused
 from draftwise.config.heads import served_speculator
 from draftwise.config.registry import canonical_name
@@ -33,15 +34,6 @@ OLD_SPECULATIVE = {
     "speculative_method": "method",
     "num_speculative_tokens": "num_speculative_tokens",
 }
-HARMLESS = {
-    "max_parallel_loading_workers": "weights stream from the file",
-    "disable_custom_all_reduce": "there is one rank",
-    "max_seq_len_to_capture": "graphs are captured for every length",
-    "swap_space": "preempted requests are computed again, not swapped",
-    "use_v2_block_manager": "there is one block manager",
-    "disable_log_requests": "requests are not logged",
-}
-"""Options of other engines that change nothing here whatever they say, and why."""
 SERVER_ONLY = ("host", "port", "api_key")
 
 
@@ -61,10 +53,7 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
     given = {name: value for name, value in kwargs.items() if value is not None}
     speculative_config = given.pop("speculative_config", None)
     old = {new: given.pop(name) for name, new in OLD_SPECULATIVE.items() if name in given}
-    notes: list[str] = []
-    for name, reason in HARMLESS.items():
-        if given.pop(name, None) is not None:
-            notes.append(f"{name} has no effect: {reason}")
+    notes = take_foreign(given)
     options: dict[str, Any] = {}
     for name, value in given.items():
         target = ALIASES.get(name, name)
@@ -101,7 +90,7 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
 def _unknown(name: str) -> ConfigError:
     if name in SERVER_ONLY:
         return ConfigError(f"{name}: an option of the HTTP server: draftwise serve")
-    valid = [*ENGINE_OPTIONS, *ALIASES, *OLD_SPECULATIVE, *HARMLESS, "speculative_config"]
+    valid = [*ENGINE_OPTIONS, *ALIASES, *OLD_SPECULATIVE, *HARMLESS, *FOREIGN, "speculative_config"]
     return ConfigError(f"unknown engine option {name!r}{suggest(name, valid)}")
 
 

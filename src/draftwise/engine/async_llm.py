@@ -18,11 +18,13 @@ import torch
 from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.config.lora import LoRARequest
+from draftwise.engine.absent import Absent
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.llm import chat_prompt, engine_stats
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
-from draftwise.engine.processor import Prompt, prompt_text
+from draftwise.engine.processor import prompt_text
+from draftwise.engine.prompts import PromptLike, one_prompt
 from draftwise.engine.readers import Readers
 from draftwise.engine.stream import RequestStream, wake
 from draftwise.engine.workers import Lane, Workers
@@ -37,7 +39,7 @@ StepObserver = Callable[[Sequence[RequestUpdate]], None]
 """Told what a step changed, in the engine's thread and after every step: it must be quick."""
 
 
-class AsyncLLM:
+class AsyncLLM(Absent):
     """A model and its drafters behind an asynchronous interface; takes the arguments of `LLM`.
 
     async for output in engine.generate("def main(", SamplingParams(max_tokens=32)):
@@ -74,11 +76,16 @@ class AsyncLLM:
         lifetime.survive_forks(self)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, usage_context: Any = None) -> Self:
+        """An engine with the options of an `EngineArgs`. ``usage_context``: vLLM's telemetry; there is none here."""
+        return cls(**engine_args.given())
+
     # ------------------------------------------------------------------------------------------ generating
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -101,7 +108,7 @@ class AsyncLLM:
 
     def submit(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -121,7 +128,8 @@ class AsyncLLM:
         Raises RequestError for an invalid request (nothing was queued), here or, where it was found in a thread, from
         the stream; EngineDeadError if the engine has failed.
         """
-        params = sampling_params or SamplingParams()
+        prompt = one_prompt(prompt)
+        params = (sampling_params or SamplingParams()).clone()
         loop = asyncio.get_running_loop()
         self._check_alive()
         processor = self._engine.processor
@@ -421,6 +429,9 @@ class AsyncLLM:
         self._thread.join()
         self._engine.core.close()
 
+    shutdown = close
+    """vLLM's name."""
+
     def ask_to_stop(self) -> None:
         """At the end of the program: no step after the one under way."""
         self._closing = True
@@ -452,3 +463,7 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name."""

@@ -12,17 +12,20 @@ import torch
 from draftwise import lifetime
 from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
 from draftwise.config.lora import LoRARequest
+from draftwise.engine.absent import Absent
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
+from draftwise.engine.defaults import default_params
 from draftwise.engine.group import RequestGroup, speculation_metrics
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.limits import check_messages, check_prompt
+from draftwise.engine.metric_list import Metric, metric_list
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
-from draftwise.engine.processor import Prompt
+from draftwise.engine.prompts import PromptLike, all_prompts
 from draftwise.errors import DraftwiseError, EngineDeadError, RequestError, shown
 from draftwise.sampling.params import SamplingParams
 
 
-class LLM:
+class LLM(Absent):
     """A model, its drafters, and an engine that generates with them.
 
     ``model`` is a local folder or a hub id in Hugging Face format; omitted, it is the embedded demo model with its
@@ -46,7 +49,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
@@ -63,11 +66,11 @@ class LLM:
         answered with ``finish_reason == "error"``.
         """
         engine = self._alive()
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        many = all_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(many)
+            params = [(sampling_params or SamplingParams()).clone()] * len(many)
         else:
-            params = list(sampling_params)
+            params = [p.clone() for p in sampling_params]
         if len(params) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(params)} sampling_params")
         ranks = [0] * len(many) if priority is None else list(priority)
@@ -126,11 +129,17 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
+
+        A message's content is a text, or a list of parts of type "text". ``continue_final_message``: go on with the
+        last message, not with a new one. ``chat_template_kwargs``: further variables of the template, such as
+        ``enable_thinking``.
 
         Raises RequestError if the model has no chat template and none is given.
         """
@@ -139,7 +148,14 @@ class LLM:
             conversations = [conversations]
         prompts = [
             self.apply_chat_template(
-                c, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools
+                c,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                tools=tools,
+                template_options={
+                    **(chat_template_kwargs or {}),
+                    **({"continue_final_message": True} if continue_final_message else {}),
+                },
             )
             for c in conversations
         ]
@@ -152,8 +168,10 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Messages -> a prompt of token ids, as the model's chat template says."""
+        """Messages -> a prompt of token ids, as the model's chat template says; ``template_options``: further
+        variables of the template. Raises RequestError."""
         engine = self._alive()
         return chat_prompt(
             tokenizer_of(engine),
@@ -163,9 +181,20 @@ class LLM:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
+            template_options=template_options,
         )
 
     # ------------------------------------------------------------------------------------------ inspection
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json advises (temperature, top_p, ...), else the defaults."""
+        return default_params(self._alive().config)
+
+    def get_metrics(self, prefix: str = "vllm:") -> list[Metric]:
+        """`stats` as a list of counters and gauges, under vLLM's names, prefix included: programs that look for
+        "vllm:spec_decode_num_drafts" find it."""
+        engine = self._alive()
+        return metric_list(engine_stats(engine), {"model_name": str(engine.config.model)}, prefix)
 
     @property
     def config(self) -> EngineConfig:

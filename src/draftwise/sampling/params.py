@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -12,6 +13,15 @@ from draftwise.sampling.structured import StructuredOutputs
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
+
+
+class RequestOutputKind(enum.StrEnum):
+    """vLLM's names of `SamplingParams.output_kind`; the plain strings do as well."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this decode greedily: dividing float32 logits by them would only produce infinities."""
@@ -23,9 +33,28 @@ class TextEncoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class _Assignable:
+    """Fields that may be assigned after construction, and are then checked like there."""
+
+    __slots__ = ("_complete",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(self, "_complete"):  # being made
+            object.__setattr__(self, name, value)
+            return
+        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        if name not in fields:
+            raise RequestError(f"unknown sampling parameter {name!r}{suggest(name, fields)}")
+        checked = dataclasses.replace(self, **{name: value})  # type: ignore[type-var]
+        for field in fields:
+            object.__setattr__(self, field, getattr(checked, field))
+
+
+@dataclass(slots=True)
+class SamplingParams(_Assignable):
     """How one request is sampled; names, meanings and defaults are those of vLLM.
+
+    A field may be assigned: ``params.max_tokens = 64``. A request keeps the values that it was given with.
 
     Order of work on the logits: penalties; bad words, allowed ids, grammar mask, ``min_tokens``;
     ``logit_bias``; ``logits_processors``; temperature; ``min_p``; ``top_k``; ``top_p``. All of it works
@@ -69,6 +98,7 @@ class SamplingParams:
     speculation: Mapping[str, Any] | None = (
         None  # per-request overrides; its keys are validated by the engine
     )
+    extra_args: Mapping[str, Any] | None = None  # for plugins of vLLM; nothing here reads any
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -115,6 +145,11 @@ class SamplingParams:
             raise _invalid("output_kind", self.output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
         if self.speculation is not None and not isinstance(self.speculation, Mapping):
             raise _invalid("speculation", self.speculation, 'a mapping such as {"method": "ngram"}')
+        if self.extra_args:
+            raise RequestError(
+                "extra_args: nothing here reads them; give logits_processors, or leave them out"
+            )
+        object.__setattr__(self, "_complete", True)
 
     def _normalise(self) -> None:
         """Bring lists, single strings and JSON's string keys into the stored form."""
@@ -124,6 +159,8 @@ class SamplingParams:
             put(self, name, (value,) if isinstance(value, str) else _as_tuple(name, value))
         for name in ("stop_token_ids", "logits_processors"):
             put(self, name, _as_tuple(name, getattr(self, name)))
+        if isinstance(self.output_kind, RequestOutputKind):
+            put(self, "output_kind", self.output_kind.value)
         if self.structured_outputs is not None:
             put(self, "structured_outputs", StructuredOutputs.from_value(self.structured_outputs))
         if self.allowed_token_ids is not None:
@@ -151,6 +188,10 @@ class SamplingParams:
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed; validated again."""
         return dataclasses.replace(self, **changes)
+
+    def clone(self) -> SamplingParams:
+        """A copy, to be changed without touching this one."""
+        return dataclasses.replace(self)
 
     @property
     def is_greedy(self) -> bool:

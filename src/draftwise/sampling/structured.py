@@ -139,6 +139,10 @@ class StructuredOutputs:
         return cls(**value)
 
 
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name."""
+
+
 def _is_mark(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_MARK and not _SURROGATE.search(value)
 

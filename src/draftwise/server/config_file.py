@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.config.engine import ENGINE_OPTIONS
-from draftwise.config.resolve import ALIASES, HARMLESS, OLD_SPECULATIVE
+from draftwise.config.foreign import HARMLESS
+from draftwise.config.resolve import ALIASES, OLD_SPECULATIVE
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.config import ServerConfig
 

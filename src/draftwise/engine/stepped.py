@@ -1,0 +1,121 @@
+"""`LLMEngine`: an engine that its program steps, for programs written for vLLM's class of this name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+
+from draftwise import lifetime
+from draftwise.config import resolve_engine_config
+from draftwise.config.lora import LoRARequest
+from draftwise.engine.builder import Engine, build_engine, tokenizer_of
+from draftwise.engine.group import RequestGroup
+from draftwise.engine.interrupts import WholeSteps
+from draftwise.engine.outputs import RequestOutput
+from draftwise.engine.prompts import PromptLike, one_prompt
+from draftwise.errors import EngineDeadError, RequestError
+from draftwise.sampling.params import SamplingParams
+
+
+class LLMEngine:
+    """Requests are added one by one, and every call of `step` computes one step for all of them.
+
+        engine = LLMEngine.from_engine_args(EngineArgs(model="path"))
+        engine.add_request("0", "def main(", SamplingParams(max_tokens=32))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                print(output.request_id, output.outputs[0].text)
+
+    Takes the options of `LLM`. One thread at a time may use it.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._groups: dict[str, RequestGroup] = {}
+        self._names: dict[int, str] = {}  # number of a request -> id of its prompt
+        with lifetime.computing():
+            self._engine: Engine | None = build_engine(resolve_engine_config(model=model, **options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, usage_context: Any = None) -> Self:
+        """An engine with the options of an `EngineArgs`. ``usage_context``: vLLM's telemetry; there is none here."""
+        return cls(**engine_args.given())
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a prompt under an id of the caller's; returns the id. Raises RequestError (nothing was queued)."""
+        engine = self._alive()
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use")
+        slot = engine.adapters.slot(lora_request, lambda work: work())
+        chosen = (params or SamplingParams()).clone()
+        group = engine.processor.group(one_prompt(prompt), chosen, request_id, priority, adapter=slot)
+        for request in group.requests:
+            engine.core.scheduler.check(request.num_prompt, request.max_total)
+            engine.adapters.check(request.adapter)
+        for request in group.requests:
+            engine.core.add(request)
+            self._names[request.rid] = request_id
+        self._groups[request_id] = group
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; what it changed, an output per prompt, as its ``output_kind`` asks."""
+        engine = self._alive()
+        with WholeSteps(), lifetime.computing(), torch.inference_mode():
+            updates = engine.core.step()
+        changed = dict.fromkeys(self._names[u.request.rid] for u in updates if u.request.rid in self._names)
+        outputs = []
+        for name in changed:
+            group = self._groups[name]
+            if group.finished or group.params.output_kind != "final_only":
+                outputs.append(group.output(group.params.output_kind))
+            if group.finished:
+                self._forget(name)
+        return outputs
+
+    def abort_request(self, request_id: str | Sequence[str]) -> None:
+        """Stop one request or several; unknown ids are left alone."""
+        engine = self._alive()
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            if name in self._groups:
+                for request in self._groups[name].requests:
+                    engine.core.cancel(request.rid)
+                self._forget(name)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._groups) or self._alive().core.has_work
+
+    def get_num_unfinished_requests(self) -> int:
+        """Prompts that run or wait."""
+        return len(self._groups)
+
+    def get_tokenizer(self) -> Any:
+        """The Transformers tokenizer."""
+        return tokenizer_of(self._alive())
+
+    def close(self) -> None:
+        """Release models and memory. Closing twice is fine."""
+        if self._engine is not None:
+            self._engine.core.close()
+            self._engine = None
+            self._groups.clear()
+            self._names.clear()
+
+    def _forget(self, name: str) -> None:
+        for request in self._groups.pop(name).requests:
+            self._names.pop(request.rid, None)
+
+    def _alive(self) -> Engine:
+        if self._engine is None:
+            raise EngineDeadError("there is no engine: it was closed")
+        return self._engine
