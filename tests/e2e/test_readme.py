@@ -20,10 +20,11 @@ from draftwise.cli.env import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "docs/guides/quickstart.md",
-    ROOT / "docs/algorithms/structured-output.md",
-]
+    ROOT / name
+    for name in (
+        "README.md", "docs/guides/quickstart.md", "docs/guides/from-vllm.md", "docs/algorithms/structured-output.md"
+    )
+]  # fmt: skip
 
 FENCE = re.compile(
     r"(?P<skip><!-- not run: [^\n]*-->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -107,12 +108,12 @@ def test_shell_examples(page: Path, tmp_path: Path) -> None:
             continue
         for line in block.body.splitlines():
             command = line.partition("#")[0].strip()
-            if not command or command.startswith("scripts/"):
+            if not command or command.startswith("scripts/") or "path/" in command:
                 continue
             command = f"{command} {SMALL.get(command, '')}"
             run(["bash", "-euo", "pipefail", "-c", command], tmp_path)
             ran += 1
-    assert ran >= 3 or "```sh" not in page.read_text(encoding="utf-8")
+    assert ran >= 3 or page.name not in ("README.md", "quickstart.md")
 
 
 @pytest.mark.parametrize(

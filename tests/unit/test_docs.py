@@ -22,7 +22,7 @@ from draftwise.config.speculative import SpeculativeConfig
 from draftwise.sampling.params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<kind>python|sh|bash)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 KEYWORDS = {
@@ -87,6 +87,24 @@ def test_every_page_is_in_the_index() -> None:
     linked = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#\s]+\.md)", index)}
     missing = [str(p.relative_to(ROOT)) for p in PAGES if p not in linked and p.name != "index.md"]
     assert missing == []
+
+
+def test_every_variable_of_the_environment_is_on_the_page() -> None:
+    files = [
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / "src").rglob("*.cpp"),
+        *(ROOT / "src").rglob("*.h"),
+        ROOT / "setup.py",
+    ]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    read = set(re.findall(r"environ(?:\.get)?[\[(]\s*\"([A-Z][A-Z_]+)\"|getenv\(\"([A-Z_]+)\"", code))
+    names = {name for pair in read for name in pair if name} | set(
+        re.findall(r"\"(DRAFTWISE_[A-Z_]+)\"", code)
+    )
+    page = (ROOT / "docs/guides/environment.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
+    assert "DRAFTWISE_KERNELS" in names and "OMP_NUM_THREADS" in names
+    assert listed == names - {"PYTHONPATH"}, "Python's own is for nobody to set"
 
 
 def test_links_lead_somewhere() -> None:
