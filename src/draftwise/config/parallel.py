@@ -50,8 +50,10 @@ def check_parallel(config: ParallelSettings) -> None:
                 "speculative_config.draft_tensor_parallel_size: 1 is not supported yet with tensor_parallel_size over "
                 "1; leave it out"
             )
-    if config.enable_expert_parallel:
-        raise ConfigError("enable_expert_parallel: not supported yet")
+    if config.enable_expert_parallel and size == 1:
+        raise ConfigError(
+            "enable_expert_parallel: needs tensor_parallel_size over 1, whose ranks divide the experts"
+        )
     if size == 1:
         return
     for name in ("enable_lora", "quantization_cache"):

@@ -108,6 +108,7 @@ def build_device(
         batch_invariant=config.batch_invariant,
         adapters=config.enable_lora,
         ranks=ranks,
+        experts_by_rank=config.enable_expert_parallel,
     )
     if config.enable_lora:
         model = AdaptedDecoder(model)

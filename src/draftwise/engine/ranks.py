@@ -31,7 +31,7 @@ def start_ranks(config: EngineConfig) -> tuple[RanksExecutor, DeviceFacts]:
 
     size = config.tensor_parallel_size
     assert config.model is not None, "resolve_engine_config names the embedded model"
-    check_divided(config.model, size, config.revision, config.max_model_len)
+    check_divided(config.model, size, config.revision, config.max_model_len, config.enable_expert_parallel)
     threads = config.num_threads or max(1, default_threads(torch.get_num_threads()) // size)
     setting = replace(config, num_threads=threads)
     shared = native_library() is not None

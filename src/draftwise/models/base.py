@@ -194,6 +194,11 @@ class DecoderModel(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
+    @classmethod
+    def experts_one_by_one(cls) -> bool:
+        """Whether a rank can have some of its experts whole."""
+        return False
+
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes that all parameters take as they are kept: packed, rounded, a tied table twice if kernels copy it."""

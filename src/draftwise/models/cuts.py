@@ -104,6 +104,21 @@ def vocabulary_cut(part: Part, total: int, hidden: int) -> Cut:
     return Cut((total, hidden), ((rows,), ((0, hidden),)))
 
 
+def axis_cut(part: Part, own: tuple[int, ...], axis: int) -> Cut:
+    """Of a tensor of which ranks divide one dimension evenly; ``own``: the shape of a rank's part.
+
+    Example: own (2, 8), axis 0, rank 1 of 2: rows 2-3 of (4, 8).
+    """
+    whole = tuple(size * part.size if i == axis else size for i, size in enumerate(own))
+    return Cut(
+        whole,
+        tuple(
+            ((part.rank * size, (part.rank + 1) * size),) if i == axis else ((0, size),)
+            for i, size in enumerate(own)
+        ),
+    )
+
+
 Reader = Callable[..., Tensor]
 """``read(start, end, *columns)``: rows of a tensor, and of these the given slices along its other dimensions."""
 

@@ -98,6 +98,10 @@ class DenseDecoder(DecoderModel):
     def _packed_rope(self, rope: RopeConfig) -> Rope:
         return packed_rope(self._ops, rope, self.config.head_dim, self.config.max_model_len)
 
+    @classmethod
+    def experts_one_by_one(cls) -> bool:
+        return cls.sparse is SparseWeights
+
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
         return (layer_spec(self.config),) * self.config.num_layers
 

@@ -13,8 +13,10 @@ import logging
 import torch
 from torch import Tensor
 
+from draftwise.errors import ConfigError
 from draftwise.kernels.base import Linear, Ops
 from draftwise.kernels.routing import Activation, Routing
+from draftwise.kernels.split import summed_experts
 from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int, windows_of_types
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.layers import DenseNames
@@ -61,21 +63,34 @@ class _Stacked:
     """One matrix of every expert of a layer, as the checkpoint stacks them: floats, [inputs, outputs] each, or MXFP4,
     [outputs, inputs / 32 blocks]; and biases."""
 
-    def __init__(self, plan: WeightPlan, name: str, count: int, outputs: int, inputs: int) -> None:
-        self.bias = plan.tensor(name + "_bias", (count, outputs))
+    def __init__(
+        self, plan: WeightPlan, name: str, count: int, outputs: int, inputs: int, *, by_inputs: bool
+    ) -> None:
+        """Sizes are the rank's own, which divide experts ``by_inputs`` or by outputs; biases of what is divided by
+        inputs are added on rank 0."""
+        if plan.part.size > 1 and by_inputs and inputs % _BLOCK and plan.has(name + "_blocks"):
+            raise ConfigError(
+                f"tensor_parallel_size: {inputs} inputs of an expert per rank are no whole blocks of {_BLOCK} (mxfp4)"
+            )
+        self._bias = not by_inputs or plan.part.rank == 0
+        if by_inputs:
+            self.bias = plan.tensor(name + "_bias", (count, outputs))
+        else:
+            self.bias = plan.divided(name + "_bias", (count, outputs), 1)
         self.floats: Tensor | None = None
         if plan.has(name + "_blocks"):
             blocks = inputs // _BLOCK
-            self.blocks = plan.stored(
-                name + "_blocks", (count, outputs, blocks, _BLOCK // 2), torch.uint8, "U8"
-            )
-            self.scales = plan.stored(name + "_scales", (count, outputs, blocks), torch.uint8, "U8")
+            axis, shape = 1 + by_inputs, (count, outputs, blocks)
+            self.blocks = plan.stored(name + "_blocks", (*shape, _BLOCK // 2), torch.uint8, "U8", axis)
+            self.scales = plan.stored(name + "_scales", shape, torch.uint8, "U8", axis)
         else:
-            self.floats = plan.tensor(name, (count, inputs, outputs))
+            self.floats = plan.divided(name, (count, inputs, outputs), 2 - by_inputs)
 
     def fill(self, plan: WeightPlan) -> None:
         for tensor in (self.bias, *((self.blocks, self.scales) if self.floats is None else (self.floats,))):
             plan.fill(tensor)
+        if not self._bias:
+            self.bias.zero_()
 
     def expert(self, e: int) -> tuple[Tensor | QuantizedWeight, Tensor]:
         """Weight [outputs, inputs] and bias [outputs]."""
@@ -110,8 +125,8 @@ class StackedWeights(SparseWeights):
         router = names.router.format(i=i)
         self._router = plan.tensor(router, (count, hidden))
         self._router_bias = plan.tensor(router.removesuffix("weight") + "bias", (count,))
-        self._up = _Stacked(plan, prefix + "gate_up_proj", count, 2 * config.inner, hidden)
-        self._down = _Stacked(plan, prefix + "down_proj", count, hidden, config.inner)
+        self._up = _Stacked(plan, prefix + "gate_up_proj", count, 2 * config.inner, hidden, by_inputs=False)
+        self._down = _Stacked(plan, prefix + "down_proj", count, hidden, config.inner, by_inputs=True)
 
     def pack(self, ops: Ops, plan: WeightPlan) -> SparseMlp:
         plan.fill(self._router)
@@ -127,9 +142,8 @@ class StackedWeights(SparseWeights):
                 )
             )
         del self._up, self._down
-        return SparseMlp(
-            ops.pack_router(self._router, self._router_bias), ops.pack_experts(layers, self._routing)
-        )
+        experts = summed_experts(plan.part, ops.pack_experts(layers, self._routing))
+        return SparseMlp(ops.pack_router(self._router, self._router_bias), experts)
 
 
 class GptOssModel(DenseDecoder):

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Heads, Linear, Norm, Ops
+from draftwise.kernels.split import summed
 from draftwise.models.config import LatentConfig, ModelConfig
+from draftwise.models.cuts import BY_INPUTS, Split, by_outputs
 from draftwise.models.layers import DenseLayer, DenseNames, LayerWeights
 from draftwise.models.mlp import LoadedLinear, SparseWeights, declare_linear, load_linear
 from draftwise.models.weights import QuantizedLinear, WeightPlan
@@ -97,23 +99,24 @@ class LatentWeights(LayerWeights):
         self._sizes, self._heads, self._interleaved = sizes, heads, config.rope.interleaved
         at = names.q.format(i=i).removesuffix("q_proj.weight")
 
-        def linear(name: str, rows: int, columns: int) -> LoadedLinear:
-            return declare_linear(plan, [(f"{at}{name}.weight", rows)], columns)
+        def linear(name: str, rows: int, columns: int, split: Split | None = None) -> LoadedLinear:
+            return declare_linear(plan, [(f"{at}{name}.weight", rows)], columns, split=split)
 
         self.input_norm = plan.tensor(names.input_norm.format(i=i), (hidden,))
         self.q_a: LoadedLinear | None = None
         self.q_a_norm: Tensor | None = None
         width = heads * (sizes.plain + sizes.rotated)
         if sizes.queries is None:
-            self.q_all = linear("q_proj", width, hidden)
+            self.q_all = linear("q_proj", width, hidden, by_outputs(width))
         else:
             self.q_a = linear("q_a_proj", sizes.queries, hidden)
             self.q_a_norm = plan.tensor(at + "q_a_layernorm.weight", (sizes.queries,))
-            self.q_all = linear("q_b_proj", width, sizes.queries)
+            self.q_all = linear("q_b_proj", width, sizes.queries, by_outputs(width))
         self.kv_a = linear("kv_a_proj_with_mqa", sizes.latent + sizes.rotated, hidden)
         self.kv_a_norm = plan.tensor(at + "kv_a_layernorm.weight", (sizes.latent,))
-        self.kv_b = linear("kv_b_proj", heads * (sizes.plain + sizes.values), sizes.latent)
-        self.o = linear("o_proj", hidden, heads * sizes.values)
+        expanded = heads * (sizes.plain + sizes.values)
+        self.kv_b = linear("kv_b_proj", expanded, sizes.latent, by_outputs(expanded))
+        self.o = linear("o_proj", hidden, heads * sizes.values, BY_INPUTS)
         self.post_norm = plan.tensor(names.post_norm.format(i=i), (hidden,))
         self.mlp = self.declared_mlp(config, names, plan, i, sparse)
 
@@ -168,7 +171,7 @@ class LatentWeights(LayerWeights):
             qkv=qkv,
             q_norm=None,
             k_norm=None,
-            o=LatentOut(ops.pack_heads(values), load_linear(ops, plan, *self.o)),
+            o=LatentOut(ops.pack_heads(values), summed(plan.part, load_linear(ops, plan, *self.o))),
             post_norm=norm(self.post_norm, eps),
             mlp=self.mlp.pack(ops, plan),
             window=window,

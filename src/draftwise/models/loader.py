@@ -73,6 +73,7 @@ def load_model(
     adapters: bool = False,
     ops: Ops | None = None,
     ranks: Ranks | None = None,
+    experts_by_rank: bool = False,
 ) -> DecoderModel:
     """Load a model. Peak memory is the weights, as the kernels pack them, plus the largest layer or some 20 MiB:
     tensors stream from the mapped files into place.
@@ -91,6 +92,7 @@ def load_model(
         adapters: requests will have adapters of their own (`models.lora`).
         ops: the kernels to run on; None: `kernels.select.default_ops`.
         ranks: with whom the model is shared: a part of it is loaded. None: with nobody.
+        experts_by_rank: each of them gets some experts whole, not a part of each.
 
     Raises:
         ConfigError: the model cannot be divided among ``ranks``; ``quantization`` is unknown, or what it needs is not
@@ -114,7 +116,7 @@ def load_model(
     part = Part() if ranks is None else ranks.part
     if part.size > 1:
         check_divisible(config, own_code=not is_general(cls), kept=quantization_cache is not None)
-        config = of_rank(config, part)
+        config = of_rank(config, part, experts_by_rank)
     if adapter is not None and (is_general(cls) or quantization_cache is not None):
         raise ConfigError(
             f"an adapter cannot be merged into {config.architecture} (it runs on Transformers' code), nor into weights "
@@ -157,7 +159,11 @@ def load_model(
 
 
 def check_divided(
-    path: str | Path, size: int, revision: str | None = None, max_model_len: int | None = None
+    path: str | Path,
+    size: int,
+    revision: str | None = None,
+    max_model_len: int | None = None,
+    experts_by_rank: bool = False,
 ) -> None:
     """Raise ConfigError if a model cannot be divided among ``size`` ranks. No weights are read.
 
@@ -166,7 +172,13 @@ def check_divided(
     """
     config, cls = _read_config(resolve_path(path, revision, weights=False), max_model_len)
     check_divisible(config, own_code=not is_general(cls), kept=False)
-    of_rank(config, Part(0, size))
+    of_rank(config, Part(0, size), experts_by_rank)
+    if experts_by_rank and config.experts is None:
+        raise ConfigError(f"enable_expert_parallel: {config.architecture} has no experts")
+    if experts_by_rank and not cls.experts_one_by_one():
+        raise ConfigError(
+            f"enable_expert_parallel: experts of {config.architecture} are stored together; leave it out"
+        )
 
 
 def declare(

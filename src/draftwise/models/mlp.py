@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Experts, Linear, Ops
+from draftwise.kernels.ranks import Part
 from draftwise.kernels.routing import SILU, Activation, Routing
 from draftwise.kernels.split import summed, summed_experts
 from draftwise.models.cuts import BY_INPUTS, Split, by_outputs
@@ -96,6 +97,7 @@ class ExpertsConfig:
     inner: int  # I of an expert
     layers: tuple[bool, ...]  # which layers have experts; the others have an MLP
     shared_inner: int = 0  # I of the shared expert, where there is one
+    by_rank: bool = False  # each rank has some of the experts whole, not a part of each
 
 
 class Mlp(ABC):
@@ -151,7 +153,7 @@ class SparseWeights:
         self, config: ExpertsConfig, names: ExpertNames, plan: WeightPlan, i: int, hidden: int
     ) -> None:
         routing = config.routing
-        self._routing = routing
+        self._routing, self._hidden = routing, hidden
         routers = [(names.router.format(i=i), routing.num_experts)]
         if routing.shared == "gated":
             routers.append((names.shared_router.format(i=i), 1))
@@ -163,14 +165,22 @@ class SparseWeights:
             self._correction = plan.tensor(name, size, torch.float32)
         self._layers: list[tuple[LoadedLinear, LoadedLinear]] = []
 
-        def declare(patterns: tuple[str, str, str], inner: int, e: int = 0) -> None:
+        def declare(patterns: tuple[str, str, str], inner: int, e: int | None = None) -> None:
             gate, up, down = (pattern.format(i=i, e=e) for pattern in patterns)
-            halves = by_outputs(inner, inner)
+            whole = e is not None and config.by_rank
+            halves, ends = (None, None) if whole else (by_outputs(inner, inner), BY_INPUTS)
             pair = declare_linear(plan, [(gate, inner), (up, inner)], hidden, split=halves)
-            self._layers.append((pair, declare_linear(plan, [(down, hidden)], inner, split=BY_INPUTS)))
+            self._layers.append((pair, declare_linear(plan, [(down, hidden)], inner, split=ends)))
 
+        patterns, part = (names.gate, names.up, names.down), plan.part
+        self._elsewhere = set(range(routing.num_experts)) - set(experts_of(part, config))
         for e in range(routing.num_experts):
-            declare((names.gate, names.up, names.down), config.inner, e)
+            if e in self._elsewhere:
+                gate, up, down = (pattern.format(i=i, e=e).removesuffix(".weight") for pattern in patterns)
+                plan.skip([gate, up], config.inner, hidden)
+                plan.skip([down], hidden, config.inner)
+            else:
+                declare(patterns, config.inner, e)
         if routing.shared != "none":
             declare((names.shared_gate, names.shared_up, names.shared_down), config.shared_inner)
 
@@ -180,14 +190,40 @@ class SparseWeights:
             plan.fill(self._correction)
         packed: list[tuple[Linear, Linear]] = []
         self._layers.reverse()
-        while (
-            self._layers
-        ):  # popped: a kernel that repacks then frees the source before the next one is packed
+        for e in range(self._routing.num_layers):
+            if e in self._elsewhere:
+                packed.append(_nothing(ops, self._hidden))
+                continue
+            # popped: a kernel that repacks then frees the source before the next one is packed
             up, down = self._layers.pop()
             packed.append((load_linear(ops, plan, *up, paired=True), load_linear(ops, plan, *down)))
             del up, down
         experts = summed_experts(plan.part, ops.pack_experts(packed, self._routing, self._correction))
         return SparseMlp(ops.pack_router(self._router), experts)
+
+
+_NOTHING = 128
+"""Inner size of an expert that stands for one of another rank: a group of the coarsest format."""
+
+
+def experts_of(part: Part, config: ExpertsConfig) -> range:
+    """Which experts a rank has: all, or of experts by rank as many as the others; the last rank may have fewer.
+
+    Example: 10 experts on 4 ranks: 3, 3, 3 and 1.
+    """
+    count = config.routing.num_experts
+    if not config.by_rank:
+        return range(count)
+    step = -(-count // part.size)
+    return range(min(part.rank * step, count), min((part.rank + 1) * step, count))
+
+
+def _nothing(ops: Ops, hidden: int) -> tuple[Linear, Linear]:
+    """An expert that gives zeros: rows that another rank's expert is chosen for go through it, and what the other makes
+    of them is added. It is narrow, so that it costs little."""
+    up = torch.zeros((2 * _NOTHING, hidden), dtype=ops.dtype, device=ops.device)
+    down = torch.zeros((hidden, _NOTHING), dtype=ops.dtype, device=ops.device)
+    return ops.pack_gate_up(up), ops.pack_linear(down)
 
 
 class DenseWeights:

@@ -12,8 +12,8 @@ from draftwise.models.config import ModelConfig
 from draftwise.models.cuts import Cut
 
 
-def of_rank(config: ModelConfig, part: Part) -> ModelConfig:
-    """The sizes that a rank has. Vocabulary and hidden state stay whole.
+def of_rank(config: ModelConfig, part: Part, experts_by_rank: bool = False) -> ModelConfig:
+    """The sizes that a rank has. Vocabulary and hidden state stay whole; with ``experts_by_rank`` experts, too.
 
     Raises:
         ConfigError: the model cannot be divided so often.
@@ -40,9 +40,12 @@ def of_rank(config: ModelConfig, part: Part) -> ModelConfig:
     if vocabulary_step(config.vocab_size, size) * (size - 1) >= config.vocab_size:
         raise ConfigError(f"tensor_parallel_size: {config.vocab_size} tokens are too few for {size} ranks")
     if experts is not None:
-        _divides("moe_intermediate_size", experts.inner, size)
+        if not experts_by_rank:
+            _divides("moe_intermediate_size", experts.inner, size)
         _divides("shared_expert_intermediate_size", experts.shared_inner, size)
-        experts = replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size)
+        own = experts.inner if experts_by_rank else experts.inner // size
+        shared = experts.shared_inner // size
+        experts = replace(experts, inner=own, shared_inner=shared, by_rank=experts_by_rank)
     return replace(
         config,
         num_heads=heads // size,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.ranks import Part
-from draftwise.models.cuts import Cut, Split, scaled, vocabulary_cut
+from draftwise.models.cuts import Cut, Split, axis_cut, scaled, vocabulary_cut
 from draftwise.quantization.checkpoint import CheckpointFormat
 from draftwise.quantization.weights import QuantizedWeight, stack_rows
 
@@ -48,12 +48,18 @@ class QuantizedLinear:
     """A linear layer that the checkpoint has quantised: raw tensors to be filled, of parts stacked row by row."""
 
     def __init__(
-        self, layout: CheckpointFormat, inputs: int, parts: list[tuple[int, dict[str, Tensor]]]
+        self,
+        layout: CheckpointFormat,
+        inputs: int,
+        parts: list[tuple[int, dict[str, Tensor]]],
+        first_group: int = 0,
     ) -> None:
+        """``first_group``: of a rank's part of the inputs, as the checkpoint counts groups."""
         self.dynamic = layout.dynamic
         self._layout = layout
         self._inputs = inputs
         self._parts = parts  # (outputs, suffix -> tensor)
+        self._first_group = first_group
 
     def weight(self) -> QuantizedWeight:
         """Codes and scales, once the tensors are filled; asked for once, for each part's tensors are let go as soon as
@@ -61,6 +67,9 @@ class QuantizedLinear:
         found = []
         while self._parts:
             outputs, raw = self._parts.pop(0)
+            for suffix in raw:
+                if suffix.endswith("g_idx"):  # the group of each input: the rank's are counted from 0
+                    raw[suffix].sub_(self._first_group)
             found.append(self._layout.decode(raw, outputs, self._inputs))
             raw.clear()
         return stack_rows(found)
@@ -113,6 +122,24 @@ class WeightPlan:
         self._parameter(value)
         return value
 
+    def divided(self, name: str, shape: Sequence[int], axis: int) -> Tensor:
+        """A parameter of its own, of which ranks divide a dimension; ``shape`` is the rank's own."""
+        self._cut_axis(name, shape, axis)
+        return self.tensor(name, shape)
+
+    def _cut_axis(self, name: str, shape: Sequence[int], axis: int | None) -> None:
+        if axis is not None and self.part.size > 1:
+            self.cuts[name] = axis_cut(self.part, tuple(shape), axis)
+
+    def skip(self, bases: Sequence[str], rows: int, columns: int) -> None:
+        """Linear layers [rows, columns] that another rank has."""
+        for base in bases:
+            layout = None if self._layout is None else self._layout.of([base], self._names)
+            suffixes = (
+                {".weight"} if layout is None else {*layout.tensors(rows, columns), *layout.unneeded([""])}
+            )
+            self.ignored.update(base + suffix for suffix in suffixes)
+
     def cut(self, name: str, cut: Cut) -> Tensor:
         """A parameter of its own: the rank's part of a tensor."""
         if cut.own_shape != cut.shape:
@@ -123,8 +150,12 @@ class WeightPlan:
         """The rank's rows of an embedding or output layer [total, hidden]."""
         return self.cut(name, vocabulary_cut(self.part, total, hidden))
 
-    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype, kind: str) -> Tensor:
-        """A parameter of its own in the type that the file has: ``kind`` as safetensors calls it."""
+    def stored(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, kind: str, axis: int | None = None
+    ) -> Tensor:
+        """A parameter of its own in the type that the file has: ``kind`` as safetensors calls it. ``axis``: the
+        dimension that ranks divide; ``shape`` is the rank's own."""
+        self._cut_axis(name, shape, axis)
         value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         self.num_bytes += value.numel() * value.element_size()
         self._add(name, value, (kind,))
@@ -172,7 +203,7 @@ class WeightPlan:
         if layout is None:
             self.linears.append(tuple(parts))
             return self.packed(parts, columns, split)
-        found = []
+        found, first_group = [], 0
         for i, (base, (_, rows)) in enumerate(zip(bases, parts, strict=True)):
             raw = {}
             for suffix, tensor in layout.tensors(rows, columns).items():
@@ -180,24 +211,28 @@ class WeightPlan:
                 self.num_bytes += raw[suffix].numel() * raw[suffix].element_size()
                 self._add(base + suffix, raw[suffix], tensor.stored)
             if split is not None and self.part.size > 1:
-                self._cut_raw(layout, base, (rows, columns), split, i)
+                first_group = self._cut_raw(layout, base, (rows, columns), split, i)
             found.append((rows, raw))
-        value = QuantizedLinear(layout, columns, found)
+        value = QuantizedLinear(layout, columns, found, first_group)
         self._parameter(value)
         return value
 
     def _cut_raw(
         self, layout: CheckpointFormat, base: str, own: tuple[int, int], split: Split, index: int
-    ) -> None:
+    ) -> int:
         """Which part of a quantised layer's tensors a rank reads: a dimension that is larger in the whole layer stands
         for the outputs or inputs that it is divided by.
 
         Example: AWQ's ``qweight`` [inputs, outputs / 8], divided by outputs in two: 64 x 4 words of 64 x 8.
+
+        Returns:
+            The first group of inputs that is read.
         """
         outputs, rows = split.outputs(self.part, index, own[0])
         inputs, columns = split.columns(self.part, own[1])
         mine, whole = layout.tensors(*own), layout.tensors(outputs, inputs)
         size, ranges = (inputs, columns) if split.inputs else (outputs, rows)
+        first_group = 0
         for suffix, tensor in whole.items():
             own_shape = mine[suffix].shape
             if own_shape == tensor.shape:
@@ -209,6 +244,9 @@ class WeightPlan:
                     for few, all_ in zip(own_shape, tensor.shape, strict=True)
                 ),
             )
+            if split.inputs and suffix.endswith(("scale", "scales")):
+                first_group = max(first for ((first, _), *_) in self.cuts[base + suffix].ranges)
+        return first_group
 
     def fill_with(self, read: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Who fills: ``read`` gets name -> tensor to fill. Fills everything now unless the model streams."""
