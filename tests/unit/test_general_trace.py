@@ -296,7 +296,7 @@ def test_weights_are_given_up_one_after_another(tmp_path: Path, monkeypatch: pyt
     folder, _ = made("granite", tmp_path)
     models: list[Any] = []
     left: list[int] = []
-    real, from_folder = assembling.Assembler._packed, loading._from_folder
+    real, from_folder = assembling.Assembler._packed, loading._loaded
 
     def kept(*args: Any) -> Any:
         models.append(from_folder(*args))
@@ -306,7 +306,7 @@ def test_weights_are_given_up_one_after_another(tmp_path: Path, monkeypatch: pyt
         left.append(sum(p.numel() for p in models[0].parameters()))
         return real(self, parts, paired)
 
-    monkeypatch.setattr(loading, "_from_folder", kept)
+    monkeypatch.setattr(loading, "_loaded", kept)
     monkeypatch.setattr(assembling.Assembler, "_packed", counted)
     load_model(folder, dtype=torch.float32, device=CPU)
     assert len(left) == 12 and all(b < a for a, b in pairwise(left))

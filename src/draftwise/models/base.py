@@ -21,12 +21,41 @@ from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, Tr
 
 
 @dataclass(frozen=True, slots=True)
+class SitePart:
+    """A layer of the checkpoint in a packed one: ``rows`` int64 of its outputs, in the order in which they stand there;
+    None: all, as they are.
+
+    Example: a head of 4 whose neighbours are rotated, packed for kernels that rotate halves: rows [0, 2, 1, 3].
+    """
+
+    name: str  # without ".weight"
+    outputs: int
+    rows: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Outputs of it that stand there."""
+        return self.outputs if self.rows is None else len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class LinearSite:
     """A packed linear layer [outputs, inputs] and the layers of the checkpoint that it is stacked of."""
 
     weight: Linear
     inputs: int
-    parts: tuple[tuple[str, int], ...]  # name without ".weight", outputs
+    parts: tuple[SitePart, ...]
+
+
+LogitsTail = tuple[tuple[str, float], ...]
+"""What is done to logits behind the output layer, one after the other: ("scale", factor) or ("softcap", cap)."""
+
+
+def finish_logits(ops: Ops, logits: Tensor, tail: LogitsTail) -> Tensor:
+    """``logits`` [M, V] float32, as the output layer made them -> the same tensor, as the model means them."""
+    for what, number in tail:
+        logits = ops.scale(logits, number) if what == "scale" else ops.softcap(logits, number)
+    return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +65,7 @@ class SharedWeights:
     embedding: Tensor  # [V, H]
     head: Linear  # output layer [V, H], packed by `ops`
     ops: Ops
+    tail: LogitsTail = ()  # belongs to the output layer
 
 
 class DecoderModel(ABC):

@@ -15,9 +15,24 @@ from torch import Tensor
 from draftwise.kernels.base import HeadShape, Linear, Ops, Rope
 from draftwise.kernels.split import known_table, packed_head, packed_tied_head
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel, LinearSite, SharedWeights
+from draftwise.models.base import (
+    DecoderModel,
+    LinearSite,
+    LogitsTail,
+    SharedWeights,
+    SitePart,
+    finish_logits,
+)
 from draftwise.models.config import ModelConfig, RawConfig, dense_config
-from draftwise.models.layers import DenseNames, LayerPass, LayerWeights, SplitQkv, layer_spec, packed_rope
+from draftwise.models.layers import (
+    DenseNames,
+    LayerPass,
+    LayerWeights,
+    SplitQkv,
+    layer_spec,
+    orders_of,
+    packed_rope,
+)
 from draftwise.models.mlp import DenseMlp, SparseWeights
 from draftwise.models.rope import RopeConfig
 from draftwise.models.weights import WeightPlan
@@ -132,42 +147,50 @@ class DenseDecoder(DecoderModel):
         return TargetOutput(hidden, captured)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._ops.logits(hidden, self._head)
+        return finish_logits(self._ops, self._ops.logits(hidden, self._head), self._tail)
+
+    @property
+    def _tail(self) -> LogitsTail:
         cap = self.config.logit_softcap
-        return logits if cap is None else self._ops.softcap(logits, cap)
+        return () if cap is None else (("softcap", cap),)
 
     def linear_sites(self) -> tuple[LinearSite, ...]:
-        """q, k and v only where their rows stand as the checkpoint has them; no experts, no latent attention."""
+        """No experts, no latent attention."""
         config, names = self.config, self.names
         dim, hidden, inner = config.head_dim, config.hidden_size, config.intermediate_size
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
+        dims = config.rope.order(dim)
+        q_order, k_order, qkv_order = orders_of(dims, rows_q, rows_kv)
         sites = []
         for i, layer in enumerate(self._layers):
 
-            def site(weight: Linear, inputs: int, *parts: tuple[str, int], i: int = i) -> LinearSite:
-                named = tuple((name.format(i=i).removesuffix(".weight"), rows) for name, rows in parts)
-                return LinearSite(weight, inputs, named)
+            def part(name: str, outputs: int, rows: Tensor | None = None, i: int = i) -> SitePart:
+                return SitePart(name.format(i=i).removesuffix(".weight"), outputs, rows)
+
+            def site(weight: Linear, inputs: int, *parts: SitePart) -> None:
+                sites.append(LinearSite(weight, inputs, parts))
 
             if isinstance(layer.qkv, SplitQkv):
-                for weight, name, rows in (
-                    (layer.qkv.q, names.q, rows_q),
-                    (layer.qkv.k, names.k, rows_kv),
-                    (layer.qkv.v, names.v, rows_kv),
-                ):
-                    sites.append(site(weight, hidden, (name, rows)))
-            elif isinstance(layer.qkv, Linear) and config.rope.order(dim) is None:
-                parts = [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)]
+                site(layer.qkv.q, hidden, part(names.q, rows_q))
+                site(layer.qkv.k, hidden, part(names.k, rows_kv))
+                site(layer.qkv.v, hidden, part(names.v, rows_kv))
+            elif isinstance(layer.qkv, Linear):
+                parts = [
+                    part(names.q, rows_q, q_order),
+                    part(names.k, rows_kv, k_order),
+                    part(names.v, rows_kv),
+                ]
                 if names.qkv is not None:
-                    parts = [(names.qkv, rows_q + 2 * rows_kv)]
-                sites.append(site(layer.qkv, hidden, *parts))
+                    parts = [part(names.qkv, rows_q + 2 * rows_kv, qkv_order)]
+                site(layer.qkv, hidden, *parts)
             if isinstance(layer.o, Linear):
-                sites.append(site(layer.o, rows_q, (names.o, hidden)))
+                site(layer.o, rows_q, part(names.o, hidden))
             if isinstance(layer.mlp, DenseMlp):
-                halves = [(names.gate, inner), (names.up, inner)]
+                halves = [part(names.gate, inner), part(names.up, inner)]
                 if names.gate_up is not None:
-                    halves = [(names.gate_up, 2 * inner)]
-                sites.append(site(layer.mlp.gate_up, hidden, *halves))
-                sites.append(site(layer.mlp.down, inner, (names.down, hidden)))
+                    halves = [part(names.gate_up, 2 * inner)]
+                site(layer.mlp.gate_up, hidden, *halves)
+                site(layer.mlp.down, inner, part(names.down, hidden))
         return tuple(sites)
 
     def operations(self) -> Ops:
@@ -179,7 +202,7 @@ class DenseDecoder(DecoderModel):
         return other
 
     def shared_weights(self) -> SharedWeights:
-        return SharedWeights(self._embedding, self._head, self._ops)
+        return SharedWeights(self._embedding, self._head, self._ops, self._tail)
 
     def first_layers(self, count: int) -> DecoderModel:
         assert 1 <= count <= len(self._layers), "the caller knows the number of layers"

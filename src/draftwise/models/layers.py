@@ -142,7 +142,7 @@ class LayerWeights:
             parts, split = [(names.qkv, rows_q + 2 * rows_kv)], Split(((Run(rows_q), kv, kv),))
         order = config.rope.order(dim)
         self._dims = None if order is None else torch.tensor(order)
-        self._order = None if self._dims is None else _rows_in_order(self._dims, rows_q, rows_kv)
+        self._order = orders_of(order, rows_q, rows_kv)[2]
         self._offset = config.norm_offset
         self.wide_norm = config.wide_qk_norm
         assert not (self.wide_norm and order is not None), "no family has both"
@@ -243,15 +243,22 @@ def packed_rope(ops: Ops, rope: RopeConfig, head_dim: int, length: int) -> Rope:
     return ops.pack_rope(padded, scaling.to(ops.device), length)
 
 
-def _rows_in_order(dims: Tensor, rows_q: int, rows_kv: int) -> Tensor:
-    """Which row of the stacked q, k and v projections stands where: the dimensions of each head of q and k in the order
-    ``dims`` [D], values as they were.
+def orders_of(
+    dims: Sequence[int] | None, rows_q: int, rows_kv: int
+) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """Which row of the q projection, of the k projection, and of q, k and v stacked stands where: the dimensions of
+    each head of q and k in the order ``dims`` [D], values as they were. None: as the checkpoint has them.
 
-    Example: D = 2, dims (1, 0), one head each: rows 1, 0, 3, 2, 4, 5.
+    Example: D = 2, dims (1, 0), one head each: rows 1, 0; rows 1, 0; rows 1, 0, 3, 2, 4, 5.
     """
-    heads = torch.arange((rows_q + rows_kv) // len(dims))[:, None] * len(dims)
-    rotated = (heads + dims[None]).flatten()
-    return torch.cat((rotated, torch.arange(rows_kv) + rows_q + rows_kv))
+    if dims is None:
+        return None, None, None
+
+    def heads(rows: int) -> Tensor:
+        return (torch.arange(rows // len(dims))[:, None] * len(dims) + torch.tensor(dims)[None]).flatten()
+
+    values = torch.arange(rows_kv) + rows_q + rows_kv
+    return heads(rows_q), heads(rows_kv), torch.cat((heads(rows_q + rows_kv), values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from draftwise.models.config import ModelConfig, OwnCodeLacks, token_ids
 from draftwise.models.general.config import parse_general
 from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
-from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.lora.merged import with_adapter
 from draftwise.models.parts import check_divisible, entries_of_rank, of_rank
@@ -127,8 +126,7 @@ def load_model(
             raise ConfigError(
                 f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
             )
-        stored = (layout, scan(folder)) if layout is not None or is_gguf(folder) else None
-        return load_general(folder, config, ops, rounded=scheme is not None, adapters=adapters, stored=stored)
+        return load_general(folder, config, ops, scan(folder), layout, rounded=scheme is not None)
     entries = scan(folder)
     if adapter is not None:
         entries = with_adapter(entries, adapter)

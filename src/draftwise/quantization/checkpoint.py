@@ -7,7 +7,7 @@ same prefix. `CheckpointFormat` says which, with their shapes, and turns them in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,11 @@ class CheckpointFormat(ABC):
     @abstractmethod
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         """The layer from its tensors, by suffix. Raises ModelLoadError if they say what kernels cannot do."""
+
+    def shape(self, stored: Callable[[str], tuple[int, ...]]) -> tuple[int, int]:
+        """Outputs and inputs of a layer, by the shapes of its tensors: ``stored(suffix)``."""
+        outputs, inputs = stored(".weight")
+        return outputs, inputs
 
     optional: tuple[str, ...] = ()
     """Suffixes of tensors that may be missing or stand there without being needed."""
@@ -166,6 +171,10 @@ class AwqFormat(CheckpointFormat):
             ".scales": RawTensor((groups, outputs), torch.float32, _SCALES),
         }
 
+    def shape(self, stored: Callable[[str], tuple[int, ...]]) -> tuple[int, int]:
+        inputs, words = stored(".qweight")
+        return 8 * words, inputs
+
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         codes = _nibbles(raw[".qweight"], _AWQ_ORDER).view(inputs, outputs)
         zeros = _nibbles(raw[".qzeros"], _AWQ_ORDER).view(-1, outputs)
@@ -199,6 +208,10 @@ class GptqFormat(CheckpointFormat):
             ".scales": RawTensor((groups, outputs), torch.float32, _SCALES),
             ".g_idx": RawTensor((inputs,), torch.int32, _INT32),
         }
+
+    def shape(self, stored: Callable[[str], tuple[int, ...]]) -> tuple[int, int]:
+        words, outputs = stored(".qweight")
+        return outputs, words * (32 // self.bits)
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         group = self._group(inputs)
@@ -252,6 +265,12 @@ class PackedFormat(CheckpointFormat):
         if self.scattered:
             found[".weight_g_idx"] = RawTensor((inputs,), torch.int32, (*_INT32, "I64"))
         return found
+
+    def shape(self, stored: Callable[[str], tuple[int, ...]]) -> tuple[int, int]:
+        outputs, words = stored(".weight_packed")
+        return outputs, words * (
+            32 // self.bits
+        )  # of inputs that fill no word, too many: refused where it matters
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         words, scales = raw[".weight_packed"], raw[".weight_scale"]

@@ -129,7 +129,7 @@ class QuantizedWeight:
         )
 
     def in_order(self, order: Tensor) -> QuantizedWeight:
-        """With output ``order[i]`` [out] int64 in place i."""
+        """With output ``order[i]`` int64 in place i, of all outputs or some of them."""
         order = order.to(self.codes.device)
         zeros = None if self.zeros is None else self.zeros[order]
         offsets = None if self.offsets is None else self.offsets[order]
@@ -137,15 +137,13 @@ class QuantizedWeight:
 
 
 def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One layer of the outputs of several, of one kind: their rows one after the other."""
+    """One layer of the outputs of several: their rows one after the other. Of several kinds, it is one of floats."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    assert all(
-        (part.bits, part.group, part.offsets is None, part.e2m1)
-        == (first.bits, first.group, first.offsets is None, first.e2m1)
-        for part in parts
-    )
+    kinds = {(p.bits, p.group, p.offsets is None, p.e2m1, p.codes.dtype) for p in parts}
+    if len(kinds) > 1:
+        return QuantizedWeight.of_values(torch.cat([part.dequantize() for part in parts]))
     zeros = None
     if any(part.zeros is not None for part in parts):
         eights = [torch.full(part.scales.shape, 8, dtype=torch.uint8) for part in parts]

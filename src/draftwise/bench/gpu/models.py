@@ -59,6 +59,7 @@ def random_head(setting: Setting, target: DecoderModel) -> HeadModel:
         max_model_len=size.max_len,
         embedding=shared.embedding,
         head=shared.head,
+        tail=shared.tail,
     )
     options = Eagle3Options(
         feature_layers=tuple(sorted(set(default_feature_layers(target.config.num_layers)))),

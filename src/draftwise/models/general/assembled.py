@@ -6,14 +6,15 @@ call, with the same bits in any batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from draftwise.kernels.base import Linear, Norm, Ops, Rope
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel, SharedWeights
+from draftwise.models.base import DecoderModel, LinearSite, LogitsTail, SharedWeights, finish_logits
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import Node
@@ -75,8 +76,7 @@ def attended(
 
 @dataclass(frozen=True, slots=True)
 class AssembledParts:
-    """What an `AssembledDecoder` runs on. ``tail``: what is done to logits, "scale" or "softcap", and by how much.
-    ``entering``: which layers the result of a node enters."""
+    """What an `AssembledDecoder` runs on. ``entering``: which layers the result of a node enters."""
 
     calls: Sequence[LayerCall]
     body: Sequence[Step]
@@ -85,13 +85,39 @@ class AssembledParts:
     given: Node
     head_input: Node
     head: Linear
-    tail: Sequence[tuple[str, float]]
+    tail: LogitsTail
     ropes: Sequence[Rope]
     entering: Mapping[Node, Sequence[int]]
     embedding: Tensor | None
     num_bytes: int
     num_linears: int
     num_mixtures: int
+    sites: tuple[LinearSite, ...]
+
+
+def cut_behind(parts: AssembledParts, count: int) -> AssembledParts:
+    """The first ``count`` layers, then what stands behind the last one, reading the result of the cut.
+
+    Raises:
+        NotImplementedError: what stands behind the last layer reads more than that layer's result, or layers are not
+            told apart.
+    """
+    entering = {number: node for node, numbers in parts.entering.items() for number in numbers}
+    last = max(entering, default=0)
+    if count not in entering or last not in entering or not 1 <= count <= last:
+        raise NotImplementedError("its layers are not told apart, so that it cannot be cut behind one")
+    cut, end = entering[count], entering[last]
+    order = [step.node for step in parts.body]
+    kept, behind = parts.body[: order.index(cut) + 1], parts.body[order.index(end) + 1 :]
+    known: set[Node] = {end}
+    for step in behind:
+        if not known.issuperset(step.node.inputs()):
+            raise NotImplementedError("what stands behind its last layer reads more than that layer's result")
+        known.add(step.node)
+    joint = Step(end, lambda work: work.results[cut])
+    steps = [*kept, *([] if cut is end else [joint]), *behind]
+    hidden_done = {node: numbers for node, numbers in parts.entering.items() if node in order[: len(kept)]}
+    return replace(parts, body=steps, entering=hidden_done)
 
 
 class AssembledDecoder(DecoderModel):
@@ -101,6 +127,7 @@ class AssembledDecoder(DecoderModel):
         self.config = config
         self.dtype, self.device = ops.dtype, ops.device
         self.same_bits = ops.same_bits
+        self.capturable = parts.num_mixtures == 0  # rows are grouped by expert on the host
         self._ops, self._parts = ops, parts
         self._layout = tuple(call.spec for call in parts.calls)
 
@@ -136,16 +163,34 @@ class AssembledDecoder(DecoderModel):
         for step in parts.before_head:
             if step.node is not parts.given:
                 work.results[step.node] = step.run(work)
-        logits = ops.logits(work.results[parts.head_input], parts.head)
-        for what, factor in parts.tail:
-            logits = ops.scale(logits, factor) if what == "scale" else ops.softcap(logits, factor)
-        return logits
+        return finish_logits(ops, ops.logits(work.results[parts.head_input], parts.head), parts.tail)
 
     def shared_weights(self) -> SharedWeights:
         parts = self._parts
-        if parts.embedding is None or parts.head_input is not parts.given or parts.tail:
+        if parts.embedding is None or parts.head_input is not parts.given:
             return super().shared_weights()
-        return SharedWeights(parts.embedding, parts.head, self._ops)
+        return SharedWeights(parts.embedding, parts.head, self._ops, parts.tail)
+
+    def first_layers(self, count: int) -> DecoderModel:
+        part = copy.copy(self)
+        part._parts = cut_behind(self._parts, count)
+        part._layout = self._layout[:count]
+        part.config = replace(
+            self.config, num_layers=count, sliding_window=self.config.sliding_window[:count]
+        )
+        return part
+
+    def linear_sites(self) -> tuple[LinearSite, ...]:
+        """Under the names that Transformers has for them."""
+        return self._parts.sites
+
+    def operations(self) -> Ops:
+        return self._ops
+
+    def with_operations(self, ops: Ops) -> DecoderModel:
+        other = copy.copy(self)
+        other._ops = ops
+        return other
 
     def weight_bytes(self) -> int:
         return self._parts.num_bytes

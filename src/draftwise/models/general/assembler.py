@@ -3,7 +3,7 @@ and weights packed one after another, each given up by its model before the next
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from draftwise.kernels.base import Linear as PackedLinear
 from draftwise.kernels.base import Norm as PackedNorm
 from draftwise.kernels.base import Ops
 from draftwise.kernels.routing import Activation
+from draftwise.models.base import LinearSite, SitePart
 from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step, attended
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.latent import Latent, latent_of
@@ -32,8 +33,9 @@ from draftwise.models.general.nodes import (
     Turn,
     Unary,
 )  # fmt: skip
-from draftwise.models.general.plans import LinearRows, Plan, as_linear, id_of
+from draftwise.models.general.plans import LinearRows, Plan, alike, as_linear, id_of
 from draftwise.models.general.rotations import Rotation, no_rotation, rotation_of
+from draftwise.models.general.stored import StoredLayer, pack_stored
 from draftwise.models.general.trace import Traced
 
 
@@ -43,6 +45,7 @@ class Assembler:
     Args:
         known: frequencies of rotations, see `rotations.frequencies`.
         num_positions: that rotations are needed for.
+        names: of modules, by the `id_of` of their whole weights.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Assembler:
         known: Sequence[tuple[Tensor, float]],
         num_positions: int,
         traced: Traced,
+        names: Mapping[Hashable, str],
     ) -> None:
+        self._names = names
         self._ops, self._known, self._num_positions = ops, known, num_positions
         self._calls = list(calls)
         self._positions = traced.positions
@@ -64,7 +69,8 @@ class Assembler:
         self.num_bytes = 0
         self.num_linears = 0
         self.num_mixtures = 0
-        self._free: Callable[[int], None] = lambda _: None
+        self._free: Callable[[Hashable], None] = lambda _: None
+        self.sites: list[LinearSite] = []
         self.embedding: Tensor | None = None
 
     # ------------------------------------------------------------------------------------------ what to do
@@ -149,18 +155,39 @@ class Assembler:
 
     def _packed(self, parts: list[LinearRows], paired: bool) -> PackedLinear:
         """The rows of ``parts`` below each other as one linear layer."""
-        weights = [part.weight() for part in parts]
+        ops = self._ops
         biases = [part.bias() for part in parts]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None
         if any(b is not None for b in biases):
-            pairs = zip(weights, biases, strict=True)
-            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b.to(w) for w, b in pairs])
-        pack = self._ops.pack_gate_up if paired else self._ops.pack_linear
-        handle = pack(weight.detach().contiguous(), None if bias is None else bias.detach().contiguous())
+            empty = torch.zeros(0, dtype=ops.dtype, device=ops.device)
+            pairs = zip(parts, biases, strict=True)
+            bias = torch.cat(
+                [empty.new_zeros(p.outputs) if b is None else b.detach().to(empty) for p, b in pairs]
+            )
+        stored = [(p.layer.weight, p.rows) for p in parts if isinstance(p.layer.weight, StoredLayer)]
+        if stored:
+            assert len(stored) == len(parts), "planned to be alike"
+            handle = pack_stored(ops, stored, bias, paired=paired)
+        else:
+            weights = [part.weight() for part in parts]
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            pack = ops.pack_gate_up if paired else ops.pack_linear
+            handle = pack(weight.detach().contiguous(), bias)
         self.num_bytes += handle.num_bytes
         self.num_linears += len(parts)
+        self._note_site(handle, parts)
         return handle
+
+    def _note_site(self, handle: PackedLinear, parts: list[LinearRows]) -> None:
+        """Adapters may add to it, if every part is a module of the model."""
+        found = []
+        for part in parts:
+            weight = part.layer.weight
+            name = self._names.get(id_of(weight))
+            if name is None or (isinstance(weight, Tensor) and not _whole(weight)):
+                return
+            found.append(SitePart(name, part.layer.width, part.rows))
+        self.sites.append(LinearSite(handle, parts[0].layer.x.width, tuple(found)))
 
     def _norm(self, node: Norm) -> Plan:
         if node.group != node.width:
@@ -203,8 +230,9 @@ class Assembler:
         gate, up = (node.a, node.b) if isinstance(node.a, Unary) else (node.b, node.a)
         if isinstance(gate, Unary) and gate.function in ("silu", "gelu_tanh"):
             parts = [as_linear(gate.x), as_linear(up)]
-            if parts[0] is not None and parts[1] is not None and parts[0].layer.x is parts[1].layer.x:
-                return self._gated(node, [parts[0], parts[1]], gate.function)
+            found = [part for part in parts if part is not None]
+            if len(found) == 2 and found[0].layer.x is found[1].layer.x and alike(found):
+                return self._gated(node, found, gate.function)
         return Plan(
             node,
             (node.a, node.b),
@@ -230,7 +258,10 @@ class Assembler:
         x, scores = node.x, node.scores
 
         def make() -> Run:
-            weight, bias = scores.weight.detach(), scores.bias
+            weight, bias = scores.weight, scores.bias
+            weight = (
+                weight.floats().to(self._ops.device) if isinstance(weight, StoredLayer) else weight.detach()
+            )
             dtype = self._ops.dtype
             router = self._ops.pack_router(
                 weight.to(dtype).contiguous(), None if bias is None else bias.detach().to(weight).to(dtype)
@@ -287,7 +318,7 @@ class Assembler:
             weight = None if norm.weight is None else norm.weight.cpu()[rotation.order]
             return self._packed_norm(dim, weight, norm.eps)
 
-        if len(found) == 3 and all(part.layer.x is found[0].layer.x for part in found):
+        if len(found) == 3 and all(part.layer.x is found[0].layer.x for part in found) and alike(found):
             x = found[0].layer.x
             rows = [found[0].ordered(columns[0]), found[1].ordered(columns[1]), found[2]]
 
@@ -323,9 +354,10 @@ class Assembler:
         x, shared = latent.shared.layer.x, latent.shared
 
         def make() -> Run:
-            absorbed, out, common = latent.pack(self._ops, own.key_dim)
-            self.num_bytes += absorbed.num_bytes + out.num_bytes + common.num_bytes
-            self.num_linears += 3
+            absorbed, out = latent.pack(self._ops, own.key_dim)
+            common = self._packed([shared], paired=False)
+            self.num_bytes += absorbed.num_bytes + out.num_bytes
+            self.num_linears += 2
 
             def run(work: Pass) -> Tensor:
                 ops = work.ops
@@ -381,11 +413,11 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------- to steps
 
-    def make(self, free: Callable[[int], None]) -> AssembledParts:
+    def make(self, free: Callable[[Hashable], None]) -> AssembledParts:
         """Pack everything; ``free`` is told of weights that nobody wants any more, by their `id_of`."""
         self._free = free
         kept = {id_of(plan.node.table) for plan in self._plans if isinstance(plan.node, Embed)}
-        users: dict[int, list[Linear]] = {}  # of each weight, as often as it will be packed
+        users: dict[Hashable, list[Linear]] = {}  # of each weight, as often as it will be packed
         for each in (*(one for plan in self._plans for one in plan.layers), self._head):
             users.setdefault(id_of(each.weight), []).append(each)
 
@@ -393,7 +425,7 @@ class Assembler:
             name = id_of(layer.weight)
             left = users[name]
             left.remove(layer)
-            if layer not in left:
+            if layer not in left and isinstance(layer.weight, Tensor):
                 layer.weight = layer.weight.new_empty(0)
             if not left and name not in kept:
                 free(name)
@@ -410,24 +442,7 @@ class Assembler:
             steps.append(Step(plan.node, plan.make(), done))
             for layer in plan.layers:
                 packed(layer)
-        head = self._head.weight.detach()
-        bias = self._head.bias
-        tied = (
-            bias is None
-            and self.embedding is not None
-            and id_of(head) in kept
-            and head.shape == self.embedding.shape
-        )
-        if tied:
-            assert self.embedding is not None
-            handle = self._ops.pack_tied_head(self.embedding)
-        else:
-            handle = (
-                self._ops.pack_head(head.contiguous())
-                if bias is None
-                else self._ops.pack_linear(head.contiguous(), bias.detach().to(head))
-            )
-        del head
+        handle = self._packed_head(kept)
         packed(self._head)
         self.num_bytes += handle.num_bytes
         ropes = [
@@ -439,8 +454,22 @@ class Assembler:
             entering.setdefault(node, []).append(number)
         return AssembledParts(
             self._calls, steps[: self._body], steps[self._body :], traced.hidden, traced.given, self._head.x, handle,
-            self._tail, ropes, entering, self.embedding, self.num_bytes, self.num_linears, self.num_mixtures,
+            tuple(self._tail), ropes, entering, self.embedding, self.num_bytes, self.num_linears, self.num_mixtures,
+            tuple(self.sites),
         )  # fmt: skip
+
+    def _packed_head(self, kept: Container[Hashable]) -> PackedLinear:
+        """The output layer. ``kept``: `id_of` of embeddings."""
+        head, bias, ops = self._head.weight, self._head.bias, self._ops
+        if isinstance(head, StoredLayer):
+            return pack_stored(ops, [(head, None)], bias)
+        head = head.detach()
+        if bias is not None:
+            return ops.pack_linear(head.contiguous(), bias.detach().to(head))
+        table = self.embedding
+        if table is not None and id_of(head) in kept and head.shape == table.shape:
+            return ops.pack_tied_head(table)
+        return ops.pack_head(head.contiguous())
 
     def _adding(self, node: Add) -> Run:
         """Sums are added in place, into a result that nobody wants afterwards: best that of the residual, to which a
@@ -458,3 +487,8 @@ class Assembler:
         ):  # would be added where it is made, and be gone
             return lambda work: work.ops.add(work.ops.copy(work.results[source]), work.results[target])
         return lambda work: work.ops.add(work.results[source], work.results[target])
+
+
+def _whole(weight: Tensor) -> bool:
+    """Whether it is all of the memory that it lies in: a part of a module's weight goes by no name."""
+    return weight.numel() * weight.element_size() == weight.untyped_storage().nbytes()

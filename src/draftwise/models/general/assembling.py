@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from draftwise.models.general.experts import Stack
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.plans import id_of
 from draftwise.models.general.rotations import frequencies
+from draftwise.models.general.stored import StoredLinear
 from draftwise.models.general.trace import trace
 from draftwise.models.general.ways import Interface
 from draftwise.models.recorded import recorded
@@ -45,15 +47,23 @@ def assembled(
         WrongAssembly: it gives other numbers. The model's weights are gone.
     """
     config, ops, calls = decoder.config, decoder.ops, way.calls
-    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, trace(decoder, way, stacks))
+    names: dict[Hashable, str] = {}
+    freeing: dict[Hashable, list[Callable[[], None]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StoredLinear):
+            names[module.layer] = name
+            freeing[module.layer] = [module.release]
+        for part, parameter in module.named_parameters(recurse=False):
+            freeing.setdefault(id_of(parameter), []).append(partial(_empty, parameter))
+            if part == "weight" and parameter.ndim == 2:
+                names[id_of(parameter)] = name
+    traced = trace(decoder, way, stacks)
+    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, traced, names)
     maker.plan()
-    owners: dict[int, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        owners.setdefault(id_of(parameter), []).append(parameter)
 
-    def free(name: int) -> None:
-        for parameter in owners.pop(name, ()):
-            parameter.data = torch.empty(0)
+    def free(name: Hashable) -> None:
+        for each in freeing.pop(name, ()):
+            each()
 
     parts = maker.make(free)
     found = AssembledDecoder(config, ops, parts)
@@ -64,3 +74,7 @@ def assembled(
     logger.info("%s runs on own operations: %d attention layers, %d linear layers, %d mixtures of experts",
                 config.architecture, len(calls), parts.num_linears, parts.num_mixtures)  # fmt: skip
     return recorded(found, ops)
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    parameter.data = torch.empty(0)

@@ -1,24 +1,74 @@
-"""A Transformers model filled from what it cannot read itself, or not without twice the memory: GGUF files, and
-checkpoints whose linear layers are quantised, whose weights become floats. Tensor by tensor."""
+"""A Transformers model filled from a checkpoint, tensor by tensor, without twice the memory.
+
+Transformers knows which tensor of a checkpoint goes where, renamed, stacked or cut; it is given objects that read a
+tensor when it is asked for, in bounded pieces and not through mapped pages, which would count as this process's memory
+for as long as a file is open. Linear layers that kernels will keep in few bits are given as tensors of one number that
+say they are as large as the layer: whatever module has one of these afterwards becomes a `StoredLinear`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
-from draftwise.models.checkpoint import TensorEntry, copy_tensors
+from draftwise.kernels.base import Ops
+from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
+from draftwise.models.general.stored import FloatLayer, QuantizedLayer, StoredLayer, StoredLinear
 from draftwise.models.weights import release_freed_memory
 from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
 
-_EXPERTS = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
-_RELEASED = 64 << 20  # bytes filled after which freed memory is given back
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_RELEASED = 64 << 20  # bytes read after which freed memory is given back
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = _FLOATS | {
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Lazy:
+    """A tensor of the checkpoint, read where Transformers takes ``[...]`` of it."""
+
+    name: str
+    entries: Mapping[str, TensorEntry]
+    dtype: torch.dtype
+
+    def __getitem__(self, all_of_it: Any) -> Tensor:
+        value = torch.empty(self.entries[self.name].shape, dtype=self.dtype)
+        copy_tensors(self.entries, {self.name: value})
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Floats:
+    """A stored layer's weight as floats."""
+
+    layer: StoredLayer
+    turned: bool
+
+    def __getitem__(self, all_of_it: Any) -> Tensor:
+        value = self.layer.floats()
+        return value.t().contiguous() if self.turned else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One number that stands for a stored layer's weight."""
+
+    number: Tensor  # [1, 1]
+    shape: tuple[int, int]
+
+    def __getitem__(self, all_of_it: Any) -> Tensor:
+        return self.number.expand(self.shape)
 
 
 def build_filled(
@@ -27,116 +77,232 @@ def build_filled(
     layout: CheckpointFormat | None,
     cls: Any,
     model_config: Any,
-    dtype: torch.dtype,
+    ops: Ops,
     *,
-    whole: bool,
+    whole: bool = False,
+    rounded: bool = False,
 ) -> Any:
-    """A model of Transformers with a checkpoint's weights in ``dtype``. Peak memory is the weights and one layer.
+    """A model of Transformers with a checkpoint's weights in the type of ``ops``, on its device. Peak memory is the
+    weights, as they are kept, and one layer.
 
     Args:
         place: what errors name.
         entries: the checkpoint's tensors.
         layout: how quantised layers are stored; None: there are none.
         cls, model_config: Transformers' class and configuration object.
+        ops: what packs linear layers that are quantised, or rounded.
         whole: a tensor that is no parameter of the model is an error.
+        rounded: ``ops`` rounds linear layers: these are packed at once, too.
 
     Raises:
         ModelLoadError: Transformers cannot build it, or the tensors are not its parameters; names them.
     """
-    from transformers.initialization import no_init_weights
+    try:
+        layers = _stored_layers(entries, layout, ops.dtype, rounded=rounded)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{place}: {error}") from error
+    turned = _turned_layers(cls, model_config)
+    read_now = {base for base in layers if _EXPERT.search(base)}
+    while True:
+        state, places = _state(entries, layers, read_now, turned, _type_of_floats(cls, ops.dtype), ops.dtype)
+        model, surplus = _from_state(place, cls, model_config, ops.dtype, state, whole=whole)
+        _refuse_biases(place, entries, layers, surplus)
+        lost = places.keys() - _kept(model, places)
+        if not lost:
+            break
+        read_now |= lost  # what is stacked, cut or kept in another type on the way has to be there
+        del model
+    try:
+        with torch.no_grad():
+            _exchange(model, layers, places, ops)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{place}: {error}") from error
+    release_freed_memory()
+    return model.to(ops.device)
+
+
+def _stored_layers(
+    entries: Mapping[str, TensorEntry], layout: CheckpointFormat | None, dtype: torch.dtype, *, rounded: bool
+) -> dict[str, StoredLayer]:
+    """The layers that stay in the checkpoint, by their names in it: quantised ones, or, ``rounded``, all matrices."""
+    found: dict[str, StoredLayer] = {}
+    missing: list[str] = []
+    for base in dict.fromkeys(name.rpartition(".")[0] for name in entries):
+        if layout is not None:
+            form = layout.of([base], entries.keys())
+            if form is not None:
+                outputs, inputs = form.shape(lambda suffix, base=base: entries[base + suffix].shape)  # type: ignore[misc]
+                found[base] = layer = QuantizedLayer(base, outputs, inputs, entries, dtype, form)
+                missing += layer.check()
+        elif rounded:
+            entry = entries.get(f"{base}.weight")
+            if (
+                entry is not None
+                and len(entry.shape) == 2
+                and 0 not in entry.shape
+                and entry.dtype in _FLOATS
+            ):
+                found[base] = FloatLayer(base, *entry.shape, entries, dtype)
+    if missing:
+        raise ModelLoadError(f"tensors are missing: {shorten(sorted(missing))}")
+    return found
+
+
+def _turned_layers(cls: Any, model_config: Any) -> frozenset[str]:
+    """Last names of modules that keep their weight as [inputs, outputs], as GPT-2 does."""
+    from transformers.pytorch_utils import Conv1D
 
     try:
-        with no_init_weights():
-            model = cls._from_config(model_config, dtype=dtype, attn_implementation="eager")
+        with torch.device("meta"):
+            model = cls._from_config(model_config, attn_implementation="eager")
+    except Exception:  # whatever a model's code raises: it will be said where it is built
+        return frozenset()
+    return frozenset(name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, Conv1D))
+
+
+def _type_of_floats(cls: Any, dtype: torch.dtype) -> torch.dtype | None:
+    """What floats are read as; None: as they are stored, since the model keeps some of them in float32."""
+    kept = (getattr(cls, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    return None if any(kept) else dtype
+
+
+def _state(
+    entries: Mapping[str, TensorEntry],
+    layers: Mapping[str, StoredLayer],
+    read_now: set[str],
+    turned: frozenset[str],
+    floats: torch.dtype | None,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What Transformers is given, and the numbers that stand for layers, by their names."""
+    state: dict[str, Any] = {}
+    places: dict[str, Tensor] = {}
+    hidden: set[str] = set()
+    for base, layer in layers.items():
+        is_turned = isinstance(layer, QuantizedLayer) and base.rpartition(".")[2] in turned
+        if base in read_now:
+            state[f"{base}.weight"] = _Floats(layer, is_turned)
+        else:
+            shape = (layer.outputs, layer.inputs)
+            places[base] = torch.zeros((1, 1), dtype=dtype)
+            state[f"{base}.weight"] = _Place(places[base], shape[::-1] if is_turned else shape)
+        if isinstance(layer, QuantizedLayer):
+            suffixes = layer.form.tensors(layer.outputs, layer.inputs).keys()
+            hidden.update(base + suffix for suffix in suffixes)
+            hidden.update(layer.form.unneeded([base]))
+    for name, entry in entries.items():
+        if name in state or name in hidden or entry.dtype not in _DTYPES:
+            continue
+        if entry.source is not None and entry.dtype == "U8":
+            continue  # the bytes of a layer whose numbers stand there, too
+        own = _DTYPES[entry.dtype]
+        state[name] = _Lazy(name, entries, floats if floats is not None and entry.dtype in _FLOATS else own)
+    return state, places
+
+
+def _from_state(
+    place: Path, cls: Any, model_config: Any, dtype: torch.dtype, state: dict[str, Any], *, whole: bool
+) -> tuple[Any, list[str]]:
+    """The model, and names of tensors that it has not."""
+    try:
+        model, info = cls.from_pretrained(
+            None,
+            config=model_config,
+            state_dict=state,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            attn_implementation="eager",
+        )
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{place}: {error}") from error
     except Exception as error:  # whatever a model's code raises
         raise ModelLoadError(
-            f"{place}: Transformers cannot build it: {type(error).__name__}: {error}"
+            f"{place}: Transformers cannot load it: {type(error).__name__}: {error}"
         ) from error
-    model.tie_weights()
-    filler = _Filler(place, entries, layout)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # tied ones once
-            for part, target in _parts(name, parameter.data).items():
-                filler.fill(part, target)
-    surplus = sorted(
-        name for name, entry in entries.items() if entry.dtype != "U8" and name not in filler.used
-    )
-    if filler.missing:
-        raise ModelLoadError(f"{place}: tensors are missing: {shorten(sorted(filler.missing))}")
-    if whole and surplus:
-        raise ModelLoadError(f"{place}: tensors are not of this architecture: {shorten(surplus)}")
-    return model
+    wrong = [("missing", info["missing_keys"]), ("of another shape", info["mismatched_keys"])]
+    if whole:
+        wrong.append(("not of this architecture", info["unexpected_keys"]))
+    for what, names in wrong:
+        if names:
+            raise ModelLoadError(f"{place}: tensors are {what}: {shorten(sorted(map(str, names)))}")
+    return model.eval(), sorted(map(str, info["unexpected_keys"]))
 
 
-class _Filler:
-    """Fills one tensor after the other and notes what was read."""
+def _refuse_biases(
+    place: Path, entries: Mapping[str, TensorEntry], layers: Mapping[str, StoredLayer], surplus: Sequence[str]
+) -> None:
+    """Writers of GPTQ put biases of zeros beside layers that have none; others are no part of the model.
 
-    def __init__(
-        self, place: Path, entries: Mapping[str, TensorEntry], layout: CheckpointFormat | None
-    ) -> None:
-        self._place, self._entries, self._layout = place, entries, layout
-        self._filled = 0  # bytes since freed memory was given back
-        self.used: set[str] = set()
-        self.missing: list[str] = []
+    Raises:
+        ModelLoadError: there is one that is not zero.
+    """
+    for name in surplus:
+        if not name.endswith(".bias") or name.removesuffix(".bias") not in layers or name not in entries:
+            continue
+        if bool(read_rows(entries[name], name, 0, entries[name].shape[0]).any()):
+            raise ModelLoadError(f"{place}: a tensor that this architecture does not have: {name}")
 
-    def fill(self, name: str, target: Tensor) -> None:
-        base = name.removesuffix(".weight")
-        form = None
-        if self._layout is not None and base != name and target.ndim == 2:
-            form = self._layout.of([base], self._entries.keys())
-        if form is not None:
-            self._dequantize(base, form, target)
-        elif name in self._entries:
-            self._check({name: target})
-            copy_tensors(self._entries, {name: target})
-            self.used.add(name)
-        else:
-            self.missing.append(name)
-            return
-        self._filled += target.numel() * target.element_size()
-        if self._filled > _RELEASED:
-            self._filled = 0
+
+def _kept(model: Any, places: Mapping[str, Tensor]) -> set[str]:
+    """Which of the numbers are still what some parameter is made of."""
+    known = {number.data_ptr(): base for base, number in places.items()}
+    return {known[p.data_ptr()] for p in model.parameters() if p.data_ptr() in known}
+
+
+def _exchange(model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str, Tensor], ops: Ops) -> None:
+    """Put stored layers into their places: linear modules are packed, any other parameter is read as it is."""
+    from transformers.pytorch_utils import Conv1D
+
+    known = {number.data_ptr(): layers[base] for base, number in places.items()}
+    head = model.get_output_embeddings()
+    scores = _numbers_of_experts(model)
+    modules = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if (type(child) is nn.Linear and child is not head) or isinstance(child, Conv1D)
+    ]
+    tables = {p.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    packed: dict[nn.Module, StoredLinear] = {}
+    released = 0
+    for parent, name, child in modules:
+        layer = known.get(child.weight.data_ptr())
+        if layer is None or child.weight.data_ptr() in tables:
+            continue
+        if isinstance(layer, FloatLayer) and (isinstance(child, Conv1D) or layer.outputs in scores):
+            continue  # stays one; it is read below. What chooses experts is not rounded
+        if child not in packed:
+            bias = None if child.bias is None else child.bias.detach().to(ops.device)
+            packed[child] = StoredLinear(ops, layer, bias)
+            released += layer.outputs * layer.inputs
+        setattr(parent, name, packed[child])
+        if released > _RELEASED:
+            released = 0
             release_freed_memory()
-
-    def _dequantize(self, base: str, form: CheckpointFormat, target: Tensor) -> None:
-        outputs, inputs = target.shape
-        try:
-            raw = {s: torch.empty(t.shape, dtype=t.dtype) for s, t in form.tensors(outputs, inputs).items()}
-            places = {base + suffix: value for suffix, value in raw.items()}
-            absent = [name for name in places if name not in self._entries]
-            if absent:
-                self.missing += absent
-                return
-            self._check(places)
-            copy_tensors(self._entries, places)
-            target.copy_(form.decode(raw, outputs, inputs).dequantize())
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{self._place}: {base}: {error}") from error
-        self.used.update(places)
-        self.used.update(form.unneeded([base]))
-
-    def _check(self, places: Mapping[str, Tensor]) -> None:
-        for name, target in places.items():
-            shape = self._entries[name].shape
-            if shape != tuple(target.shape) and not (torch.Size(shape).numel() == target.numel() == 1):
-                raise ModelLoadError(
-                    f"{self._place}: {name} has shape {list(shape)}, expected {list(target.shape)}"
-                )
+    for parameter in model.parameters():
+        layer = known.get(parameter.data_ptr())
+        if layer is not None:
+            value = layer.floats().to(parameter.dtype)
+            turned = value.shape != parameter.shape
+            parameter.data = value.t().contiguous() if turned else value
 
 
-def _parts(name: str, place: Tensor) -> dict[str, Tensor]:
-    """Names of a checkpoint's tensors that fill a parameter, and where each goes. Experts lie in one stack each:
-    ``gate_up_proj`` [E, 2 I, H] (gate first), ``down_proj`` [E, H, I]."""
-    found = _EXPERTS.match(name)
-    if found is None:
-        return {name: place}
-    base, kind = found.groups()
-    parts: dict[str, Tensor] = {}
-    for i in range(place.shape[0]):
-        if kind == "down_proj":
-            parts[f"{base}.{i}.down_proj.weight"] = place[i]
-        else:
-            half = place.shape[1] // 2
-            parts[f"{base}.{i}.gate_proj.weight"] = place[i, :half]
-            parts[f"{base}.{i}.up_proj.weight"] = place[i, half:]
-    return parts
+def _numbers_of_experts(model: nn.Module) -> set[int]:
+    """How many experts its mixtures have: modules with stacks of matrices."""
+    names = ("down_proj", "w2")
+    stacks = (getattr(module, name, None) for module in model.modules() for name in names)
+    return {len(stack) for stack in stacks if isinstance(stack, Tensor) and stack.ndim == 3}
+
+
+def restore_read(model: nn.Module) -> None:
+    """Modules whose weight the model's own code reads get it back."""
+    for parent in model.modules():
+        for name, child in list(parent.named_children()):
+            if isinstance(child, StoredLinear) and child.was_read:
+                setattr(parent, name, child.plain())
+
+
+def stored_bytes(modules: Sequence[nn.Module]) -> int:
+    """Bytes of packed weights of stored layers."""
+    return sum(m.packed.num_bytes for m in modules if isinstance(m, StoredLinear))

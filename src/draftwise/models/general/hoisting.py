@@ -33,7 +33,7 @@ class EndsUse:
         self._hooks = [
             linear.register_forward_hook(self._noting(name), with_kwargs=True)
             for name, linear in module.named_children()
-            if type(linear) is nn.Linear
+            if type(linear) is nn.Linear or isinstance(linear, PackedLinear)
         ]
 
     def _noting(self, name: str) -> Any:

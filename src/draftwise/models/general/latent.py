@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Heads, HeadShape, Linear, Ops
+from draftwise.kernels.base import Heads, HeadShape, Ops
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import Attend, CannotAssemble, Concat, Node, Select
 from draftwise.models.general.plans import LinearRows, as_linear
@@ -54,27 +54,22 @@ class Latent:
         size = self.latent.width + self.shared_width
         return Rotation(torch.arange(size), torch.cat([frequencies, still]), rotation.scaling)
 
-    def pack(self, ops: Ops, key_dim: int) -> tuple[Heads, Heads, Linear]:
-        """What queries of each head [key_dim] go through, what results go through, and the layer of the shared columns.
-        Stored are [first | first half of the latent | second | its second half]."""
+    def pack(self, ops: Ops, key_dim: int) -> tuple[Heads, Heads]:
+        """What queries of each head [key_dim] go through, and what results go through. Stored are [first | first half of the latent | second | its second half]."""
         width, half = self.latent.width, self.latent.width // 2
         part = len(self.first)
         size = width + 2 * part
         in_latent = torch.arange(half) + part
         places = torch.cat((in_latent, in_latent + size // 2))
-        keys = self.keys.weight().detach().view(self.heads, len(self.own), width)
-        values = self.values.weight().detach().view(self.heads, -1, width)
+        keys = self.keys.weight().to(ops.device).view(self.heads, len(self.own), width)
+        values = self.values.weight().to(ops.device).view(self.heads, -1, width)
         absorbed = keys.new_zeros((self.heads, size, key_dim))
         absorbed[:, places[:, None], self.own] = keys.transpose(1, 2)
         absorbed[:, torch.arange(part), self.first] = 1.0
         absorbed[:, torch.arange(part) + size // 2, self.second] = 1.0
         out = values.new_zeros((self.heads, values.shape[1], size))
         out[:, :, places] = values
-        bias = self.shared.bias()
-        shared = ops.pack_linear(
-            self.shared.weight().detach().contiguous(), None if bias is None else bias.detach().contiguous()
-        )
-        return ops.pack_heads(absorbed), ops.pack_heads(out), shared
+        return ops.pack_heads(absorbed), ops.pack_heads(out)
 
     def stored(self, ops: Ops, queries: Tensor, shared: Tensor, latent: Tensor) -> Tensor:
         """Absorbed queries, and what the token stores, in one row."""

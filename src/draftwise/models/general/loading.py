@@ -25,7 +25,7 @@ from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.config import transformers_config
 from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts, stacks_of
-from draftwise.models.general.filling import build_filled
+from draftwise.models.general.filling import build_filled, restore_read, stored_bytes
 from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
@@ -34,7 +34,6 @@ from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.reader import is_gguf
-from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
 
 logger = logging.getLogger("draftwise")
@@ -44,33 +43,33 @@ def load_general(
     folder: Path,
     config: ModelConfig,
     ops: Ops,
+    entries: Mapping[str, TensorEntry],
+    layout: CheckpointFormat | None = None,
     *,
     rounded: bool = False,
-    adapters: bool = False,
-    stored: tuple[CheckpointFormat | None, Mapping[str, TensorEntry]] | None = None,
 ) -> DecoderModel:
     """Load a causal model of Transformers: one whose attention goes through its attention interface, or that keeps
     keys and values in a cache it is given.
 
-    ``rounded``: ``ops`` packs weights in few bits. ``adapters``: requests will have adapters, whose places are the
-    model's own modules: it is not put together from our operations. ``stored``: the tensors of a checkpoint that
-    Transformers does not read as it is, and how its quantised layers lie there; None: it reads it.
+    ``entries``: the checkpoint's tensors; ``layout``: how its quantised layers are stored, None: it has none.
+    ``rounded``: ``ops`` packs weights in few bits.
 
     Raises:
         ModelLoadError: it cannot be served; says what about it.
     """
     register()
-    model = _loaded(folder, config, ops, stored)
+    model = _loaded(folder, config, ops, entries, layout, rounded)
     try:
         try:
             with quiet():
-                return _prepared(model, config, ops, rounded, assemble=not adapters)
+                return _prepared(model, config, ops, rounded)
         except WrongAssembly as error:
             logger.warning(
                 "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
                 config.architecture, error,
             )  # fmt: skip
-            return _prepared(_loaded(folder, config, ops, stored), config, ops, rounded, assemble=False)
+            model = _loaded(folder, config, ops, entries, layout, rounded)
+            return _prepared(model, config, ops, rounded, assemble=False)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
 
@@ -79,49 +78,21 @@ def _loaded(
     folder: Path,
     config: ModelConfig,
     ops: Ops,
-    stored: tuple[CheckpointFormat | None, Mapping[str, TensorEntry]] | None,
+    entries: Mapping[str, TensorEntry],
+    layout: CheckpointFormat | None,
+    rounded: bool,
 ) -> Any:
-    if stored is None:
-        return _from_folder(folder, config, ops)
-    layout, entries = stored
-    if layout is not None:
-        logger.info("%s: layers stored as %s become floats: %s runs on Transformers' code",
-                    folder, layout.name, config.architecture)  # fmt: skip
     raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
+    if layout is None and len(raw) != len(config.raw):
+        raise ModelLoadError(
+            f"{folder}: {config.architecture} runs on Transformers' code, for which its quantised form is not read"
+        )
     try:
         cls, own = _class_and_config(replace(config, raw=raw))
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
-    # of a GGUF file the layers' numbers are read, whatever their type
-    kept = None if is_gguf(folder) else layout
     with quiet():
-        model = build_filled(folder, entries, kept, cls, own, ops.dtype, whole=is_gguf(folder))
-    return model.eval().to(ops.device)
-
-
-def _from_folder(folder: Path, config: ModelConfig, ops: Ops) -> Any:
-    with quiet():
-        try:
-            cls, own = _class_and_config(config)
-            found: Any = cls.from_pretrained(
-                folder,
-                config=own,
-                dtype=ops.dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                attn_implementation="eager",
-            )
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{folder}: {error}") from error
-        except Exception as error:  # whatever a model's code raises
-            raise ModelLoadError(
-                f"{folder}: Transformers cannot load it: {type(error).__name__}: {error}"
-            ) from error
-    model, info = found
-    for what, names in (("missing", info["missing_keys"]), ("of another shape", info["mismatched_keys"])):
-        if names:
-            raise ModelLoadError(f"{folder}: tensors are {what}: {shorten(sorted(map(str, names)))}")
-    return model.eval().to(ops.device)
+        return build_filled(folder, entries, layout, cls, own, ops, whole=is_gguf(folder), rounded=rounded)
 
 
 def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
@@ -151,6 +122,7 @@ def _prepared(
         units = _units(model, config.vocab_size)
         with ExpertsUse(model) as mixtures:
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
+        restore_read(model)
         decoder, linears = _served(model, config, ops, reference, units)
         stacks = stacks_of(mixtures.calls)
         if assemble and isinstance(decoder.way, Interface) and not units:
@@ -160,6 +132,7 @@ def _prepared(
                 logger.info("%s runs on Transformers' code: %s", config.architecture, error)
         head = model.get_output_embeddings()
         packed = exchange(model, linears, ops, head) + exchange_experts(model, mixtures.calls, stacks, ops)
+        packed += stored_bytes(list(model.modules()))
         decoder.renew()
         check(decoder, reference, exchanged=True, rounded=rounded)
     rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}

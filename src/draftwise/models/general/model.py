@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftwise.kernels.base import Ops
 from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel, LinearSite
+from draftwise.models.base import DecoderModel, LinearSite, SitePart
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.models.general.attention import taking
 from draftwise.models.general.carried import Unit, running
@@ -143,7 +143,7 @@ class GeneralDecoder(DecoderModel):
     def linear_sites(self) -> tuple[LinearSite, ...]:
         """Linear layers on our kernels, under the names that Transformers has for them."""
         return tuple(
-            LinearSite(module.packed, module.in_features, ((name, module.out_features),))
+            LinearSite(module.packed, module.in_features, (SitePart(name, module.out_features),))
             for name, module in self._model.named_modules()
             if isinstance(module, PackedLinear) and module is not self._model.get_output_embeddings()
         )

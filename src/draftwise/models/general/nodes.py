@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftwise.kernels.routing import Routing
 from draftwise.models.general.experts import Stack
+from draftwise.models.general.stored import StoredLayer
 
 
 class CannotAssemble(Exception):
@@ -47,10 +48,10 @@ class Embed(Node):
 
 @dataclass(eq=False, slots=True)
 class Linear(Node):
-    """``weight`` [width, x.width], ``bias`` [width]. The weight is taken away once it is packed."""
+    """``weight`` [width, x.width], ``bias`` [width]. A weight in memory is taken away once it is packed."""
 
     x: Node
-    weight: Tensor
+    weight: Tensor | StoredLayer
     bias: Tensor | None = None
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from draftwise.models.general.assembled import Run
 from draftwise.models.general.nodes import Linear, Node, Select
+from draftwise.models.general.stored import StoredLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,15 @@ class LinearRows:
     layer: Linear
     rows: Tensor | None = None
 
+    @property
+    def outputs(self) -> int:
+        return self.layer.width if self.rows is None else len(self.rows)
+
     def weight(self) -> Tensor:
-        return self.layer.weight if self.rows is None else self.layer.weight[self.rows]
+        """As floats [outputs, inputs]; read, if it is stored."""
+        weight = self.layer.weight
+        weight = weight.floats() if isinstance(weight, StoredLayer) else weight.detach()
+        return weight if self.rows is None else weight[self.rows]
 
     def bias(self) -> Tensor | None:
         bias = self.layer.bias
@@ -38,6 +46,12 @@ def as_linear(node: Node) -> LinearRows | None:
     return None
 
 
+def alike(parts: Sequence[LinearRows]) -> bool:
+    """Whether these can be one layer, their rows below each other: all in memory, or stored in one form."""
+    weights = [part.layer.weight for part in parts]
+    return len({each.kind if isinstance(each, StoredLayer) else None for each in weights}) == 1
+
+
 @dataclass(slots=True)
 class Plan:
     """How ``node`` will be computed. ``make`` packs what it needs of ``layers``."""
@@ -48,6 +62,6 @@ class Plan:
     layers: tuple[Linear, ...] = ()
 
 
-def id_of(weight: Tensor) -> int:
-    """Of the memory that it lies in."""
-    return weight.untyped_storage().data_ptr()
+def id_of(weight: Tensor | StoredLayer) -> Hashable:
+    """Of the memory that it lies in, or of its place in the checkpoint."""
+    return weight if isinstance(weight, StoredLayer) else weight.untyped_storage().data_ptr()

@@ -24,6 +24,7 @@ from draftwise.models.general.nodes import (
     Unary,
 )  # fmt: skip
 from draftwise.models.general.rows import Blank, Graph, Marks, Rows, Sheet, Stat, Tokens, Unknown, Value, same
+from draftwise.models.general.stored import StoredLayer
 
 _LAYOUT = frozenset({
     "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select",
@@ -204,6 +205,17 @@ class Rules(Graph):
         if at != 0 or x.index.ndim != 2 or (bias is not None and bias.ndim != 1):
             raise CannotAssemble("it multiplies with columns for rows")
         return self.fresh(Linear(matrix.shape[1], node, matrix.t(), bias), out.shape, 0)
+
+    def product(self, x: Any, layer: StoredLayer, bias: Tensor | None, out: Tensor) -> Value:
+        """``out`` [..., outputs] is what a module makes of ``x`` [..., inputs], its weight in the checkpoint."""
+        if not isinstance(x, Rows):
+            raise CannotAssemble("it multiplies something else than rows")
+        node, at = self.node(x)
+        if at == x.index.ndim - 1 or node.width != layer.inputs:
+            raise CannotAssemble("it multiplies with columns for rows")
+        found = self.fresh(Linear(layer.outputs, node, layer, bias), out.shape, at)
+        self._keep(found, out)
+        return found
 
     def _do__fused_rms_norm(self, name: str, values: Any, args: Any, kwargs: Any, out: Any) -> Value:
         x, shape, weight, eps = args[:4]

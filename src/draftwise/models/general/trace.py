@@ -34,6 +34,7 @@ from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.nodes import Attend, CannotAssemble, Given, Linear, Node
 from draftwise.models.general.rows import Rows, Tokens, Unknown, Value
 from draftwise.models.general.rules import Rules
+from draftwise.models.general.stored import StoredLinear
 from draftwise.models.general.ways import Interface
 
 _ROUTED = 40  # rows from which a routing is told
@@ -80,6 +81,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def held(self, tensor: Tensor) -> Value | None:
         """What is known of it; None: it depends on no token."""
         return self._rules.held(tensor)
+
+    def put_product(self, tensor: Tensor, x: Tensor, module: StoredLinear) -> None:
+        """``tensor`` is what ``module`` made of ``x``."""
+        try:
+            value = self._rules.product(self._rules.held(x), module.layer, module.bias, tensor)
+        except CannotAssemble as error:
+            value = Unknown(str(error))
+        self._rules.put(tensor, value)
 
     def node_of(self, tensor: Tensor) -> Node:
         """Raises CannotAssemble if what the tensor holds is no node."""
@@ -146,14 +155,24 @@ def _functions(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 @contextmanager
-def _naming(functions: Mapping[nn.Module, str], tracer: Tracer) -> Iterator[None]:
-    """What these modules give is what their name says."""
+def _naming(
+    functions: Mapping[nn.Module, str], modules: Iterable[nn.Module], tracer: Tracer
+) -> Iterator[None]:
+    """What these modules give is what their name says, and what stored layers give is their product."""
 
     def named(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         if args:
             tracer.put_function(out, args[0], functions[module])
 
+    def multiplied(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        assert isinstance(module, StoredLinear)
+        if args:
+            tracer.put_product(out, args[0], module)
+        else:
+            tracer.put_unknown(out, "it calls a linear layer by the name of what it gives")
+
     hooks = [module.register_forward_hook(named) for module in functions]
+    hooks += [m.register_forward_hook(multiplied) for m in modules if isinstance(m, StoredLinear)]
     try:
         yield
     finally:
@@ -201,10 +220,11 @@ def _trace(decoder: GeneralDecoder, way: Interface, last: int, stacks: Mapping[n
     tokens = torch.tensor(sample(decoder.config.vocab_size, len(spread), seed=8), device=decoder.device)
     tracer = Tracer(positions, frozenset(stack.count for stack in stacks.values()))
     tracer.put_tokens(tokens)
-    functions = _functions(decoder.modules())
+    modules = list(decoder.modules())
+    naming = _naming(_functions(modules), modules, tracer)
     with (
         _explained(), torch.inference_mode(False), torch.no_grad(),
-        _naming(functions, tracer), following(stacks, tracer), tracer,
+        naming, following(stacks, tracer), tracer,
     ):  # fmt: skip
         part = way.part(tokens, positions, _Taking(tracer, way.calls))
         output = decoder.compute([part], len(spread), range(decoder.num_blocks + 1))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear
 from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import LogitsTail
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 
@@ -35,6 +36,15 @@ class TargetLink:
     max_model_len: int  # no position of the engine reaches it
     embedding: Tensor  # [V, H] of the target, in its dtype
     head: Linear  # the target's output layer [V, H], packed by the same Ops as the head's own weights
+    tail: LogitsTail = ()  # what the target does to what its output layer gives: `finish_logits`
+
+
+def logits_tail(link: TargetLink, *, own_head: bool, logit_scale: float = 1.0) -> LogitsTail:
+    """What is done to a draft head's logits: what its own settings say, or, where it borrows the target's output layer,
+    what belongs to that."""
+    if logit_scale != 1.0:
+        return (("scale", logit_scale),)
+    return () if own_head else link.tail
 
 
 @dataclass(frozen=True, slots=True)

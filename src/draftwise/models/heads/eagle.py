@@ -19,8 +19,9 @@ from torch import Tensor
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
-from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
+from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, logits_tail, pick_rows
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights
 from draftwise.models.mlp import load_linear
@@ -98,6 +99,9 @@ class EagleHead(HeadModel):
             self._loaded[i] = None
         self._layers = tuple(layers)
         self._head = self._link.head
+        self._tail = logits_tail(
+            self._link, own_head=self.options.own_head, logit_scale=self.options.logit_scale
+        )
         if self._loaded_head is not None:
             plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
@@ -132,8 +136,7 @@ class EagleHead(HeadModel):
         return HeadOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._ops.logits(hidden, self._head)
-        return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
+        return finish_logits(self._ops, self._ops.logits(hidden, self._head), self._tail)
 
     def weight_bytes(self) -> int:
         return self._weight_bytes

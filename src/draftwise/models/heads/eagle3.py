@@ -32,8 +32,9 @@ from torch import Tensor
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
-from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
+from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, logits_tail, pick_rows
 from draftwise.models.heads.vocabulary import check_target_ids
 from draftwise.models.layers import DenseLayer, DenseNames, LayerPass, LayerWeights
 from draftwise.models.mlp import load_linear
@@ -191,6 +192,9 @@ class Eagle3Head(HeadModel):
         self._hidden_norm = norm(self._loaded_hidden_norm)
         self._norm = norm(self._loaded_norm)
         self._head = self._link.head
+        self._tail = logits_tail(
+            self._link, own_head=self._loaded_head is not None, logit_scale=self.options.logit_scale
+        )
         if self._loaded_head is not None:
             plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
@@ -252,8 +256,7 @@ class Eagle3Head(HeadModel):
         return HeadOutput(hidden, ops.copy(hidden) if self.options.norm_output else residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._ops.logits(hidden, self._head)
-        return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
+        return finish_logits(self._ops, self._ops.logits(hidden, self._head), self._tail)
 
     def weight_bytes(self) -> int:
         return self._weight_bytes

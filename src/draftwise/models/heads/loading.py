@@ -138,6 +138,7 @@ def target_link(
         max_model_len=max_model_len,
         embedding=shared.embedding,
         head=shared.head,
+        tail=shared.tail,
     )
     return link, ops
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
-from draftwise.models.heads.base import TargetLink
+from draftwise.models.base import finish_logits
+from draftwise.models.heads.base import TargetLink, logits_tail
 from draftwise.models.heads.tensors import HeadTensors
 from draftwise.models.heads.vocabulary import check_target_ids
 from draftwise.models.weights import WeightPlan
@@ -147,7 +148,7 @@ class MedusaHeads:
         check_target_ids(target_ids, self.draft_vocab_size, link.vocab_size, "the Medusa heads", "token_map")
         self.target_ids = None if target_ids is None else target_ids.to(ops.device)
         self._shape = shape
-        self._scale = scale
+        self._tail = logits_tail(link, own_head=shape.output != "target", logit_scale=scale)
         self._ops = ops
         self._plan = plan
         self._hidden = hidden = link.hidden_size
@@ -200,7 +201,7 @@ class MedusaHeads:
         else:
             for i in range(count):
                 self._ops.logits(states[i], self._heads[i], out=out[i])
-        return out if self._scale == 1.0 else out * self._scale
+        return finish_logits(self._ops, out, self._tail)
 
     def weight_bytes(self) -> int:
         """Bytes of the heads' own parameters."""

@@ -21,8 +21,9 @@ from torch import Tensor
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
-from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
+from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, logits_tail, pick_rows
 from draftwise.models.heads.eagle3 import HEAD_NAMES
 from draftwise.models.heads.mtp_names import MtpForm
 from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights, layer_spec, packed_rope
@@ -117,6 +118,7 @@ class MtpHead(HeadModel):
             layers.append(_Layer(token_norm, feature_norm, projections[part], packed, norm))
         self._layers = tuple(layers)
         self._head = self._link.head
+        self._tail = logits_tail(self._link, own_head=self._loaded_head is not None)
         if self._loaded_head is not None:
             plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
@@ -148,7 +150,7 @@ class MtpHead(HeadModel):
         return HeadOutput(hidden, hidden if form.normed_feature else residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._ops.logits(hidden, self._head)
+        return finish_logits(self._ops, self._ops.logits(hidden, self._head), self._tail)
 
     def weight_bytes(self) -> int:
         return self._weight_bytes

@@ -32,18 +32,27 @@ class PackedAdapter:
         Raises:
             ModelLoadError: a layer that it changes is none of the model's, or has another shape.
         """
-        places = {name: (site, rows) for site in sites for name, rows in site.parts}
+        places = {part.name: (site.inputs, part.outputs) for site in sites for part in site.parts}
         unknown = sorted(adapter.keys() - places.keys())
         if unknown:
             raise ModelLoadError(
                 f"the model has no linear layers of these names to add to: {shorten(unknown)}"
             )
+        present: dict[str, set[int]] = {}
+        for site in sites:
+            for one in site.parts:
+                rows = range(one.outputs) if one.rows is None else one.rows.tolist()
+                present.setdefault(one.name, set()).update(rows)
         for name, part in adapter.items():
-            site, rows = places[name]
-            if part.down.shape[1] != site.inputs or part.up.shape[0] != rows:
+            inputs, outputs = places[name]
+            if part.down.shape[1] != inputs or part.up.shape[0] != outputs:
                 raise ModelLoadError(
                     f"{name}: the adapter is for {part.up.shape[0]} outputs over {part.down.shape[1]} inputs, "
-                    f"the model's has {rows} over {site.inputs}"
+                    f"the model's has {outputs} over {inputs}"
+                )
+            if len(present[name]) < outputs:
+                raise ModelLoadError(
+                    f"{name}: only some of its outputs are computed as a linear layer to which something can be added"
                 )
         self._sites: dict[int, _Packed] = {}
         for site in sites:
@@ -57,16 +66,18 @@ class PackedAdapter:
 
 def _pack(adapter: Mapping[str, LowRank], site: LinearSite, ops: Ops) -> _Packed | None:
     downs, ups, start, first = [], [], 0, 0
-    for name, rows in site.parts:
-        part = adapter.get(name)
-        if part is not None:
-            up = (part.up.float() * part.scale).to(ops.dtype)
-            downs.append(part.down.to(ops.dtype))
-            ups.append(
-                (slice(first, first + part.rank), slice(start, start + rows), ops.pack_exact(_on(up, ops)))
-            )
-            first += part.rank
-        start += rows
+    shared: dict[str, slice] = {}  # of a layer that stands there in several parts, down is computed once
+    for part in site.parts:
+        low = adapter.get(part.name)
+        if low is not None:
+            if part.name not in shared:
+                shared[part.name] = slice(first, first + low.rank)
+                downs.append(low.down.to(ops.dtype))
+                first += low.rank
+            up = (low.up.float() * low.scale).to(ops.dtype)
+            up = up if part.rows is None else up[part.rows]
+            ups.append((shared[part.name], slice(start, start + part.size), ops.pack_exact(_on(up, ops))))
+        start += part.size
     return _Packed(ops.pack_exact(_on(torch.cat(downs), ops)), tuple(ups)) if downs else None
 
 

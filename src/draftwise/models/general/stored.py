@@ -1,0 +1,214 @@
+"""Linear layers of a Transformers model whose weights stay in the checkpoint until kernels pack them.
+
+A module is packed from the file as soon as the model is built, and so the model never has these weights as floats. What
+is put together from a watched model stacks layers (q, k and v) and puts rows into another order: it reads them again,
+under the name that the module has in the checkpoint, and packs them as they shall be.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from draftwise.errors import ModelLoadError
+from draftwise.kernels.base import Linear, Ops
+from draftwise.models.checkpoint import TensorEntry, copy_tensors
+from draftwise.models.general.modules import PackedLinear
+from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
+from draftwise.quantization.weights import QuantizedWeight, stack_rows
+
+
+@dataclass(frozen=True, eq=False)
+class StoredLayer(ABC):
+    """The weight [outputs, inputs] of a linear layer in a checkpoint, under ``base`` and some suffix. ``dtype``: of its
+    floats."""
+
+    base: str
+    outputs: int
+    inputs: int
+    entries: Mapping[str, TensorEntry]
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Layers of one kind can be stacked to one."""
+
+    @abstractmethod
+    def floats(self) -> Tensor:
+        """Read it: [outputs, inputs]. Raises ModelLoadError if it cannot be."""
+
+    @abstractmethod
+    def pack(
+        self,
+        ops: Ops,
+        others: Sequence[tuple[StoredLayer, Tensor | None]],
+        bias: Tensor | None,
+        *,
+        paired: bool,
+    ) -> Linear:
+        """Pack layers of this one's kind as one, see `pack_stored`."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedLayer(StoredLayer):
+    """One that the checkpoint has quantised."""
+
+    form: CheckpointFormat
+
+    @property
+    def kind(self) -> Hashable:
+        return self.form.name, self.form.dynamic
+
+    def check(self) -> list[str]:
+        """Names of tensors that are missing.
+
+        Raises:
+            ModelLoadError: one has another shape or type.
+        """
+        missing = []
+        for suffix, tensor in self._tensors().items():
+            name = self.base + suffix
+            entry = self.entries.get(name)
+            if entry is None:
+                missing.append(name)
+            elif entry.shape != tensor.shape and not prod(entry.shape) == prod(tensor.shape) == 1:
+                raise ModelLoadError(f"{name} has shape {list(entry.shape)}, expected {list(tensor.shape)}")
+            elif entry.dtype not in tensor.stored:
+                raise ModelLoadError(
+                    f"{name} is stored as {entry.dtype}, expected {' or '.join(tensor.stored)}"
+                )
+        return missing
+
+    def read(self) -> QuantizedWeight:
+        """Its codes. Raises ModelLoadError if there are none that fit together."""
+        raw = {s: torch.empty(t.shape, dtype=t.dtype) for s, t in self._tensors().items()}
+        copy_tensors(self.entries, {self.base + suffix: value for suffix, value in raw.items()})
+        try:
+            return self.form.decode(raw, self.outputs, self.inputs)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{self.base}: {error}") from error
+
+    def _tensors(self) -> dict[str, RawTensor]:
+        try:
+            return self.form.tensors(self.outputs, self.inputs)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{self.base}: {error}") from error
+
+    def floats(self) -> Tensor:
+        return self.read().dequantize().to(self.dtype)
+
+    def pack(
+        self,
+        ops: Ops,
+        others: Sequence[tuple[StoredLayer, Tensor | None]],
+        bias: Tensor | None,
+        *,
+        paired: bool,
+    ) -> Linear:
+        known: dict[StoredLayer, QuantizedWeight] = {}
+        parts = []
+        for layer, rows in others:
+            assert isinstance(layer, QuantizedLayer) and layer.kind == self.kind
+            if layer not in known:
+                known[layer] = layer.read()
+            parts.append(known[layer] if rows is None else known[layer].in_order(rows))
+        known.clear()
+        weight = stack_rows(parts)
+        del parts
+        return ops.pack_quantized(weight, bias, dynamic=self.form.dynamic, paired=paired)
+
+
+@dataclass(frozen=True, eq=False)
+class FloatLayer(StoredLayer):
+    """One of floats, which kernels round as they pack it."""
+
+    @property
+    def kind(self) -> Hashable:
+        return "floats"
+
+    def floats(self) -> Tensor:
+        name = f"{self.base}.weight"
+        value = torch.empty((self.outputs, self.inputs), dtype=self.dtype)
+        copy_tensors(self.entries, {name: value})
+        return value
+
+    def pack(
+        self,
+        ops: Ops,
+        others: Sequence[tuple[StoredLayer, Tensor | None]],
+        bias: Tensor | None,
+        *,
+        paired: bool,
+    ) -> Linear:
+        known: dict[StoredLayer, Tensor] = {}
+        parts = []
+        for layer, rows in others:
+            if layer not in known:
+                known[layer] = layer.floats()
+            parts.append(known[layer] if rows is None else known[layer][rows])
+        known.clear()
+        weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(ops.device)
+        del parts
+        return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
+
+
+def pack_stored(
+    ops: Ops,
+    layers: Sequence[tuple[StoredLayer, Tensor | None]],
+    bias: Tensor | None = None,
+    *,
+    paired: bool = False,
+) -> Linear:
+    """Read layers of one kind and pack them as one, their rows below each other.
+
+    Args:
+        layers: each with its rows that are wanted, int64, in order; None: all, as they are.
+        bias: of the rows that are wanted.
+        paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
+
+    Raises:
+        ModelLoadError: one of them cannot be read.
+    """
+    return layers[0][0].pack(ops, layers, bias, paired=paired)
+
+
+class StoredLinear(PackedLinear):
+    """A module whose weight is packed and can be read from the checkpoint again.
+
+    ``was_read``: the model's own code asked for ``weight``, which is read from the file each time: it wants a module
+    that has it.
+    """
+
+    def __init__(self, ops: Ops, layer: StoredLayer, bias: Tensor | None) -> None:
+        """``bias``: [outputs]."""
+        super().__init__(ops, pack_stored(ops, [(layer, None)], bias), layer.inputs, layer.outputs)
+        self.layer = layer
+        self.bias = bias
+        self.was_read = False
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs] in the model's dtype."""
+        self.was_read = True
+        return self._floats()
+
+    def plain(self) -> nn.Linear:
+        """The module with its weight in memory."""
+        module = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        module.weight = nn.Parameter(self._floats(), requires_grad=False)
+        if self.bias is not None:
+            module.bias = nn.Parameter(self.bias, requires_grad=False)
+        return module
+
+    def release(self) -> None:
+        """Let go of the packed weight: nobody calls the module any more."""
+        del self.packed
+
+    def _floats(self) -> Tensor:
+        return self.layer.floats().to(self._ops.device)
