@@ -262,7 +262,6 @@ def test_requests_that_make_no_sense(llm: LLM, world: World, tmp_path: Path) -> 
         ("use_dora", True, "DoRA"),
         ("bias", "all", "bias 'all'"),
         ("modules_to_save", ["lm_head"], "modules_to_save"),
-        ("fan_in_fan_out", True, "fan_in_fan_out"),
         ("init_lora_weights", "pissa_niter_4", "pissa_niter_4"),
         ("target_parameters", ["experts.up"], "target_parameters"),
         ("r", 5, "adapter_config.json says 5"),

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from draftwise.kernels.base import Ops
 from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
-from draftwise.models.base import DecoderModel, LinearSite, SitePart
+from draftwise.models.base import (
+    DecoderModel,
+    LinearSite,
+    LogitsTail,
+    SharedWeights,
+    SitePart,
+    finish_logits,
+)
 from draftwise.models.config import ModelConfig, RawConfig
 from draftwise.models.general.attention import taking
 from draftwise.models.general.carried import Unit, running
@@ -28,6 +35,8 @@ from draftwise.types import StepInput, TargetOutput
 class GeneralDecoder(DecoderModel):
     """Made by `loading.load_general`, finished: modules as they are, but for those that our kernels compute, and
     keys and values in the paged cache."""
+
+    capturable = False  # its code asks the host
 
     def __init__(
         self,
@@ -139,6 +148,44 @@ class GeneralDecoder(DecoderModel):
         finally:
             self._given.hidden = None
         return found[0].float()
+
+    def shared_weights(self) -> SharedWeights:
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        table = getattr(embedding, "weight", None)
+        if not isinstance(head, PackedLinear) or not isinstance(table, Tensor):
+            raise NotImplementedError(
+                f"{self.config.architecture} has no output layer on kernels of ours to lend"
+            )
+        size = (self.config.vocab_size, self.config.hidden_size)
+        if table.shape != size or (head.out_features, head.in_features) != size:
+            raise NotImplementedError(
+                f"the embedding or output layer of {self.config.architecture} has another shape"
+            )
+        return SharedWeights(table.detach(), head.packed, self.ops, self._logits_tail(head))
+
+    def _logits_tail(self, head: PackedLinear) -> LogitsTail:
+        """What the model does to its logits, found by what it makes of a few hidden states.
+
+        Raises:
+            NotImplementedError: it is more than a factor and a cap, or something stands before the output layer.
+        """
+        states = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(1)).to(self.device)
+        with torch.inference_mode():
+            wanted = self.logits(states.to(self.dtype))
+            plain = self.ops.logits(states.to(self.dtype), head.packed)
+            largest = plain.abs().argmax()
+            ratio = float(wanted.flatten()[largest] / plain.flatten()[largest])
+            cap = getattr(self._model.config, "final_logit_softcapping", None)
+            tails: list[LogitsTail] = [(), (("scale", ratio),)]
+            tails += [(("softcap", float(cap)),)] if cap else []
+            close = 1e-3 * float(wanted.abs().max())
+            for tail in tails:
+                found = finish_logits(self.ops, plain.clone(), tail)
+                if float((found - wanted).abs().max()) <= close:
+                    return tail
+        raise NotImplementedError(
+            f"{self.config.architecture} does more than scale what its output layer gives"
+        )
 
     def linear_sites(self) -> tuple[LinearSite, ...]:
         """Linear layers on our kernels, under the names that Transformers has for them."""

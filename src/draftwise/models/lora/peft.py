@@ -22,7 +22,6 @@ _KEY = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.wei
 _REFUSED = {
     "use_dora": "DoRA (magnitudes beside the low-rank part)",
     "modules_to_save": "modules_to_save (whole modules in the place of the model's)",
-    "fan_in_fan_out": "fan_in_fan_out (transposed weights)",
     "lora_bias": "lora_bias (biases in the low-rank part)",
     "layer_replication": "layer_replication (layers that stand there twice)",
     "trainable_token_indices": "trainable_token_indices (rows of the embedding)",

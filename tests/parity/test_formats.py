@@ -1,0 +1,52 @@
+"""Families in every format of weights, with one head: the numbers that the checkpoint stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.native import native_or_skip
+from tests.parity.formats import CHECKPOINTS, FAMILIES, ROUNDED, checkpoint, drafted, rounded
+
+_SAMPLE = {
+    ("granite", "w4a16"), ("gpt2", "GPTQ"), ("gpt_neox", "AWQ"), ("glm4", "w8a8"), ("bloom", "GPTQ 8"),
+    ("qwen3_moe", "GPTQ 8"), ("granitemoe", "w8a16"), ("stablelm", "fp8 blocks"), ("starcoder2", "GPTQ act-order"),
+}  # fmt: skip
+_HEADS = {"granite", "cohere", "gemma2", "bloom"}
+_ROUNDED = {("gpt_neox", "int4"), ("olmo2", "int8")}
+
+
+def _marked(key: tuple[str, ...], sample: object) -> object:
+    return key if key in sample else pytest.param(*key, marks=pytest.mark.slow)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [_marked((kind, form), _SAMPLE) for kind in FAMILIES for form in CHECKPOINTS]
+)
+@pytest.mark.filterwarnings("ignore")  # of Transformers' models
+def test_a_quantised_checkpoint(kind: str, form: str, tmp_path: Path) -> None:
+    native_or_skip()
+    found = checkpoint(kind, form, tmp_path)
+    assert found.kept != "refused", found.words
+    assert (
+        found.kept == "codes"
+        or form in ("GPTQ act-order", "fp8", "fp8 blocks", "fp8 tensor")
+        or kind == "gpt_oss"
+    )
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [_marked((k, s), _ROUNDED) for k in FAMILIES for s in ROUNDED])
+@pytest.mark.filterwarnings("ignore")
+def test_rounded_as_it_is_loaded(kind: str, scheme: str, tmp_path: Path) -> None:
+    native_or_skip()
+    assert rounded(kind, scheme, tmp_path).kept == "codes"
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in _HEADS else pytest.param(k, marks=pytest.mark.slow) for k in FAMILIES]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_that_borrows(kind: str, tmp_path: Path) -> None:
+    native_or_skip()
+    assert drafted(kind, tmp_path).kept == "drafts"
