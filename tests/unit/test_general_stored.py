@@ -39,7 +39,8 @@ def logits(model: DecoderModel) -> Tensor:
     kv = KVStorage(model.kv_layout(), 4, 4, model.dtype, CPU)
     rows = build_step_input([RowInput(TOKENS, 0, torch.arange(4, dtype=torch.int32).numpy())], 4, CPU)
     with torch.inference_mode():
-        return model.forward_logits(rows, kv)[1].clone()
+        found: Tensor = model.forward_logits(rows, kv)[1].clone()
+    return found
 
 
 def test_no_float_of_a_quantised_layer_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,8 @@ def test_scales_and_caps_are_lent_with_the_output_layer(
         "granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.25}, "gemma2": {"final_logit_softcapping": 7.0},
         "bloom": {},
     }.items():  # fmt: skip
-        save(small(kind, **tail), tmp_path / kind)
+        settings: dict[str, Any] = dict(tail)
+        save(small(kind, **settings), tmp_path / kind)
         with caplog.at_level(logging.INFO, logger="draftwise"):
             model = load_model(tmp_path / kind, dtype=torch.float32, device=CPU, ops=ops())
         what = "softcap" if kind == "gemma2" else "scale"
