@@ -31,6 +31,7 @@ class Pair:
     architecture: str
     quantized: Path
     plain: Path
+    count: int  # numbers in quantised layers
 
     def reference(self, tokens: list[int]) -> Tensor:
         """Transformers' logits of the plain one [T, V] float32."""
@@ -65,7 +66,9 @@ def write_pair(folder: Path, kind: str, form: str) -> Pair:
     writer, description = CASES[form]
     generator = torch.Generator().manual_seed(11)
     quantized, plain = dict(tensors), dict(tensors)
+    count = 0
     for name, turned in linear_names(made, tensors).items():
+        count += tensors[name].numel()
         shape = tensors[name].shape
         outputs, inputs = (shape[1], shape[0]) if turned else shape
         written, weight = writer(outputs, inputs, generator)
@@ -80,7 +83,7 @@ def write_pair(folder: Path, kind: str, form: str) -> Pair:
     )
     save_file(quantized, folder / "quantized" / "model.safetensors")
     save_file(plain, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-    return Pair(made.architecture, folder / "quantized", folder / "plain")
+    return Pair(made.architecture, folder / "quantized", folder / "plain", count)
 
 
 def write_rounded(folder: Path, kind: str, scheme: str) -> Pair:
@@ -89,12 +92,14 @@ def write_rounded(folder: Path, kind: str, scheme: str) -> Pair:
     save(made, folder / "float")
     save(made, folder / "plain")
     tensors = _tensors(folder / "float")
+    count = 0
     for name, turned in linear_names(made, tensors).items():
+        count += tensors[name].numel()
         weight = tensors[name].t().contiguous() if turned else tensors[name]
         rounded = quantize(weight, parse_scheme(scheme)).dequantize()
         tensors[name] = (rounded.t() if turned else rounded).contiguous()
     save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-    return Pair(made.architecture, folder / "float", folder / "plain")
+    return Pair(made.architecture, folder / "float", folder / "plain", count)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

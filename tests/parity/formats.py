@@ -108,7 +108,8 @@ def checkpoint(kind: str, form: str, folder: Path) -> Outcome:
     native = load_model(pair.quantized, dtype=torch.bfloat16, device=CPU)
     _assert_near(native, wanted, kind, form)
     plain = load_model(pair.plain, dtype=torch.bfloat16, device=CPU)
-    kept = "codes" if native.weight_bytes() < 0.9 * plain.weight_bytes() else "floats"
+    saved = plain.weight_bytes() - native.weight_bytes()  # of two bytes each
+    kept = "codes" if saved > 0.25 * 2 * pair.count else "floats"
     return Outcome(kind, form, kept, way_of(native))
 
 

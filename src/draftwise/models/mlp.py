@@ -15,6 +15,7 @@ from draftwise.kernels.routing import SILU, Activation, Routing
 from draftwise.kernels.split import summed, summed_experts
 from draftwise.models.cuts import BY_INPUTS, Split, by_outputs
 from draftwise.models.weights import QuantizedLinear, WeightPlan
+from draftwise.quantization.weights import QuantizedWeight
 
 LoadedLinear = tuple[Tensor | QuantizedLinear, Tensor | None]
 """A linear layer as declared: weight, bias."""
@@ -28,6 +29,7 @@ def load_linear(
     *,
     paired: bool = False,
     order: Tensor | None = None,
+    expert: bool = False,
 ) -> Linear:
     """Read a linear layer from the checkpoint and pack it as what it is, a float or a quantised one.
 
@@ -36,6 +38,7 @@ def load_linear(
         bias: declared likewise, [outputs].
         paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
         order: which output of the checkpoint stands where, int64 [outputs]; None: as they are.
+        expert: of a mixture, whose kernels have no layers that are held as two: these become floats.
     """
     plan.fill(weight)
     if bias is not None:
@@ -45,6 +48,8 @@ def load_linear(
         codes = weight.weight()
         if order is not None:
             codes = codes.in_order(order)
+        if expert and codes.is_wide:
+            codes = QuantizedWeight.of_values(codes.dequantize())
         return ops.pack_quantized(codes, bias, dynamic=weight.dynamic, paired=paired)
     if order is not None:
         weight = weight[order.to(weight.device)]
@@ -196,7 +201,8 @@ class SparseWeights:
                 continue
             # popped: a kernel that repacks then frees the source before the next one is packed
             up, down = self._layers.pop()
-            packed.append((load_linear(ops, plan, *up, paired=True), load_linear(ops, plan, *down)))
+            gate_up = load_linear(ops, plan, *up, paired=True, expert=True)
+            packed.append((gate_up, load_linear(ops, plan, *down, expert=True)))
             del up, down
         experts = summed_experts(plan.part, ops.pack_experts(packed, self._routing, self._correction))
         return SparseMlp(ops.pack_router(self._router), experts)
