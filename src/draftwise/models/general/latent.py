@@ -55,7 +55,8 @@ class Latent:
         return Rotation(torch.arange(size), torch.cat([frequencies, still]), rotation.scaling)
 
     def pack(self, ops: Ops, key_dim: int) -> tuple[Heads, Heads]:
-        """What queries of each head [key_dim] go through, and what results go through. Stored are [first | first half of the latent | second | its second half]."""
+        """What queries of each head [key_dim] go through, and what results go through. Stored are [first | first half
+        of the latent | second | its second half]."""
         width, half = self.latent.width, self.latent.width // 2
         part = len(self.first)
         size = width + 2 * part
