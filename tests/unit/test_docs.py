@@ -89,6 +89,13 @@ def test_every_page_is_in_the_index() -> None:
     assert missing == []
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
+    named = set(re.findall(r"- (?:Start: )?(\S+\.md)$", nav, re.MULTILINE)) - {"reference.md"}
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in PAGES if p.is_relative_to(ROOT / "docs")}
+    assert named == pages | {f"about/{p.name}" for p in PAGES if p.parent == ROOT}
+
+
 def test_every_variable_of_the_environment_is_on_the_page() -> None:
     files = [
         *(ROOT / "src").rglob("*.py"),
