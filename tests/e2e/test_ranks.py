@@ -91,6 +91,36 @@ def test_sampled_drafts_keep_ranks_together(pair: Pair, method: str) -> None:
     assert sum(len(step.draft_tokens) for o in outputs for step in o.outputs[0].trace or ()) > 9
 
 
+@pytest.fixture(scope="module")
+def one_drafts(pair: Pair) -> Iterator[LLM]:
+    """An engine whose drafters are on rank 0 alone."""
+    alone = [spec | {"draft_tensor_parallel_size": 1} for spec in pair.family if spec["method"] in ALONE]
+    with LLM(
+        pair.target, tensor_parallel_size=2, speculative_config=alone, keep_trace=True, **OPTIONS
+    ) as made:
+        yield made
+
+
+ALONE = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "hybrid")
+
+
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("method", ALONE)
+def test_one_rank_drafts_for_all(pair: Pair, one_drafts: LLM, method: str, shape: str) -> None:
+    one_drafts.reset_prefix_cache()
+    accepted = 0
+    for rule, params in RULES.items():
+        asked = [p.replace(speculation={"method": method, **SHAPES[shape]}) for p in params]
+        outputs = one_drafts.generate(pair.prompts, asked)
+        assert token_ids(outputs) == pair.plain[rule]
+        accepted += sum(len(step.accepted_nodes) for o in outputs for step in o.outputs[0].trace or ())
+    sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True,
+                             speculation={"method": method, "rule": "rejection", **SHAPES[shape]})  # fmt: skip
+    one_drafts.generate(pair.prompts[:3], sampled)  # distributions travel, too
+    assert accepted > 2 and not one_drafts.stats().drafter_failures
+    one_drafts.check_integrity()
+
+
 def test_logits_are_those_of_one_process(pair: Pair) -> None:
     params = SamplingParams(
         temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=VOCAB, prompt_logprobs=2
@@ -123,5 +153,10 @@ def test_what_cannot_be_divided_is_said_before_anything_is_started(tmp_path: Pat
     with pytest.raises(ConfigError, match="tensor_parallel_size: 8 tokens are too few for"):
         LLM(make_target(tmp_path / "more", num_attention_heads=16, num_key_value_heads=16, vocab_size=8,
                         hidden_size=64), tensor_parallel_size=16, **OPTIONS)  # fmt: skip
+    early = {"method": "early_exit", "draft_tensor_parallel_size": 1}
+    with pytest.raises(ConfigError, match="'early_exit' drafts with the target's own layers"):
+        LLM(target, tensor_parallel_size=2, speculative_config=early, **OPTIONS)
+    with pytest.raises(ConfigError, match="enable_expert_parallel: LlamaForCausalLM has no experts"):
+        LLM(target, tensor_parallel_size=2, enable_expert_parallel=True, **OPTIONS)
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         LLM(target, pipeline_parallel_size=2, **OPTIONS)

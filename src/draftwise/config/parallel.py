@@ -45,10 +45,10 @@ def check_parallel(config: ParallelSettings) -> None:
             raise ConfigError(
                 f"speculative_config.draft_tensor_parallel_size: {drafting} is neither 1 nor the target's {size}"
             )
-        if drafting == 1 and size > 1:
+        if drafting == 1 and size > 1 and spec.method == "early_exit":
             raise ConfigError(
-                "speculative_config.draft_tensor_parallel_size: 1 is not supported yet with tensor_parallel_size over "
-                "1; leave it out"
+                "speculative_config.draft_tensor_parallel_size: method 'early_exit' drafts with the target's own "
+                "layers, which are on all ranks; leave it out"
             )
     if config.enable_expert_parallel and size == 1:
         raise ConfigError(

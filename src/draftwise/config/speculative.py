@@ -306,6 +306,11 @@ class SpeculativeConfig:
         elif self._shape_is_open() and defaults.num_tokens is not None:
             self._set("num_speculative_tokens", min(defaults.num_tokens, MAX_TREE_NODES))
 
+    @property
+    def has_model(self) -> bool:
+        """Whether it drafts with weights of its own, or with the target's MTP layers: no look-up."""
+        return self.method in ("draft_model", "hybrid", *HEAD_METHODS)
+
     def _shapes_allow_parallel(self) -> bool:
         """Whether the user asks for nothing that drafting in one pass cannot do."""
         return self.speculative_token_tree is None and self.speculative_dynamic_tree is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from draftwise.kernels.ranks import Ranks
 from draftwise.kernels.select import native_reason
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
+from draftwise.models.lending import WholeTables
 from draftwise.models.loader import load_model
 from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.propose.base import Proposer, ProposerContext
 from draftwise.propose.registry import resolve_proposer
+from draftwise.propose.shared import FollowingProposer, LeadingProposer
 from draftwise.runner.local import LocalExecutor
 from draftwise.structured.grammars import Grammars
 from draftwise.verify.rates import SyntheticAcceptance
@@ -230,7 +232,15 @@ def _load_proposers(
             raise ConfigError(
                 f"speculative_config.speculative_dynamic_tree: method {spec.method!r} drafts no dynamic trees"
             )
-        proposers[spec.method] = proposer.create(context)
+        if ranks is None or spec.draft_tensor_parallel_size != 1 or not spec.has_model:
+            proposers[spec.method] = proposer.create(context)
+        elif ranks.part.rank > 0:
+            proposers[spec.method] = FollowingProposer(proposer, ranks)
+        else:
+            assert config.model is not None
+            whole = WholeTables(model, config.model, config.revision, config.quantization)
+            alone = replace(context, ranks=None, target_model=whole)
+            proposers[spec.method] = LeadingProposer(proposer.create(alone), ranks)
     return proposers
 
 
