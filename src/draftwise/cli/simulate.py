@@ -111,13 +111,13 @@ def add_planner_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="constant, arima, kalman or seasonal (constant)",
     )
-    group.add_argument("--margin", type=from_zero, default=0.15, metavar="X", help="share kept free (0.15)")
+    group.add_argument("--margin", type=from_zero, default=0.0, metavar="X", help="share kept free (0)")
     group.add_argument(
         "--hold",
         type=positive,
-        default=5,
+        default=3,
         metavar="N",
-        help="intervals for which fewer must do before some go (5)",
+        help="intervals for which fewer must do before some go (3)",
     )
     group.add_argument(
         "--dynamo", action="store_true", help="Dynamo's rule instead: no queue, hysteresis, speculation"
@@ -250,6 +250,7 @@ def make_planner(args: argparse.Namespace, found: Modelled, speculating: bool) -
         least=args.least,
         margin=args.margin,
         hold=args.hold,
+        startup=args.startup,
         predictor=args.predictor,
         period=max(round(86_400 / args.interval), 2),
         dynamo=args.dynamo,

@@ -60,18 +60,16 @@ class ModelCapacity:
         sla: Sla,
         *,
         most_requests: int = 256,
-        drafts: Sequence[int] | None = None,
+        most_drafts: int = 7,
         methods: Sequence[str] | None = None,
         ignore_speculation: bool = False,
-        devices: int = 1,
     ) -> None:
-        """``drafts``: numbers to choose among (None: up to 7). ``ignore_speculation``: reckon as if nothing were
-        drafted, as planners do that do not know of it. ``devices``: of one replica."""
+        """``most_requests``, ``most_drafts``: of an engine. ``ignore_speculation``: reckon as if nothing were
+        drafted, as planners do that do not know of it."""
         self._times, self._acceptance, self._sla = times, acceptance, sla
         self._most = most_requests
-        self._most_drafts = 0 if ignore_speculation else max(drafts) if drafts else 7
+        self._most_drafts = 0 if ignore_speculation else most_drafts
         self._methods = methods
-        self.devices = devices
         self._kept: dict[tuple[int, int, int, int], Rates] = {}
 
     def __call__(self, isl: float, osl: float, slower: float = 1.0, accepted: float | None = None) -> Rates:

@@ -17,6 +17,8 @@ from draftwise.plan.predictors import Predictor, predictor
 
 ENGINES, PREFILL, DECODE = "engines", "prefill", "decode"
 _HISTORY = 4096
+_TREND = 8
+"""Intervals over which growth is looked for."""
 _MOST_RATE, _MOST_TOKENS = 1e9, float(1 << 24)
 """Beyond, an observation is a fault of who observes."""
 
@@ -77,7 +79,8 @@ class PlannerConfig:
     devices in all; ``devices``: of a replica of each pool (missing: 1). ``least``: replicas of each pool that are
     always there. ``margin``: share of what a replica could do that is kept free. ``hold``: ticks for which fewer
     must have been enough before some are given up. ``most_change``: replicas added or given up in one tick, per
-    pool. ``dynamo``: the rule of Dynamo's planner: no queue, no hysteresis, no margin.
+    pool. ``startup``: seconds until a new replica serves: a load that grows is planned for as it will be then.
+    ``dynamo``: the rule of Dynamo's planner: no queue, no growth, no hysteresis, no margin.
     """
 
     interval: float = 60.0
@@ -85,9 +88,10 @@ class PlannerConfig:
     budget: int = 8
     devices: Mapping[str, int] = field(default_factory=dict)
     least: int = 1
-    margin: float = 0.15
-    hold: int = 5
+    margin: float = 0.0
+    hold: int = 3
     most_change: int = 4
+    startup: float = 60.0
     predictor: str = "constant"
     period: int = 1440
     dynamo: bool = False
@@ -99,6 +103,8 @@ class PlannerConfig:
             raise ConfigError(f"margin: expected a share from 0 to 1, got {self.margin:g}")
         if self.least < 0 or self.hold < 0 or self.most_change < 1:
             raise ConfigError("expected least >= 0, hold >= 0 and most_change >= 1")
+        if not 0 <= self.startup < math.inf:
+            raise ConfigError(f"startup: expected seconds from 0 on, got {self.startup:g}")
         needed = sum(self.least * self.size(pool) for pool in self.pools)
         if self.budget < max(needed, 1):
             raise ConfigError(
@@ -119,6 +125,27 @@ def known(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
+@dataclass(slots=True)
+class _Patience:
+    """Of a pool: for how many ticks fewer replicas must have been enough before some are given up.
+
+    It doubles when replicas that were given up are wanted back soon, and comes down again in calm times, so that a
+    load at the border between two numbers does not make the pool swing.
+    """
+
+    ticks: int
+    calm: int = 0  # ticks without a change
+    since_down: int = 1 << 20  # ticks since some were given up
+
+    def note(self, change: int, hold: int) -> None:
+        if change > 0 and self.since_down <= 4 * self.ticks:
+            self.ticks = min(2 * self.ticks, 16 * max(hold, 1))
+        self.since_down = 0 if change < 0 else min(self.since_down + 1, 1 << 20)
+        self.calm = 0 if change else self.calm + 1
+        if self.calm > 8 * self.ticks:
+            self.ticks, self.calm = max(self.ticks // 2, hold), 0
+
+
 class Planner:
     """Told of each interval in turn."""
 
@@ -133,6 +160,7 @@ class Planner:
         self._corrections = {"prefill": 1.0, "decode": 1.0}
         self._accepted: float | None = None
         self._lower: dict[str, list[int]] = {pool: [] for pool in config.pools}
+        self._patience = {pool: _Patience(config.hold) for pool in config.pools}
         self._last: Decision | None = None
 
     # ------------------------------------------------------------------------------------------- a tick
@@ -151,6 +179,10 @@ class Planner:
         forecast = {name: self._predictors[name].predict(values) for name, values in self._history.items()}
         isl, osl = max(forecast["isl"], 1.0), max(forecast["osl"], 1.0)
         rate = forecast["rate"]
+        growth = 0.0 if self.config.dynamo else _slope(self._history["rate"][-_TREND:])
+        if growth > 0:
+            rate += growth * self.config.startup / self.config.interval
+            reasons.append(f"growing by {60 * growth / self.config.interval:.2g}/s a minute")
         if known(seen.queue) and seen.queue and not self.config.dynamo:
             extra = min(max(seen.queue / self.config.interval, 0.0), _MOST_RATE)
             rate += extra
@@ -226,13 +258,13 @@ class Planner:
         wanted = self._within_budget(self._floors(needed), reasons)
         for pool in config.pools:
             now, want = current[pool], wanted[pool]
-            lower = self._lower[pool]
+            lower, patience = self._lower[pool], self._patience[pool]
             if want >= now:
                 lower.clear()
             elif not config.dynamo:
                 lower.append(want)
-                if len(lower) <= config.hold:
-                    reasons.append(f"{pool}: {want} would do, waiting ({len(lower)} of {config.hold})")
+                if len(lower) <= patience.ticks:
+                    reasons.append(f"{pool}: {want} would do, waiting ({len(lower)} of {patience.ticks})")
                     want = now
                 else:
                     want = max(lower)  # the most that was needed meanwhile
@@ -241,6 +273,7 @@ class Planner:
             if change != want - now:
                 reasons.append(f"{pool}: {change:+d} of {want - now:+d} now")
             target[pool] = now + change
+            patience.note(change, config.hold)
         return self._within_budget(target, reasons)
 
     def _floors(self, replicas: Mapping[str, int]) -> dict[str, int]:
@@ -288,6 +321,7 @@ class Planner:
             "history": {name: list(values) for name, values in self._history.items()},
             "corrections": dict(self._corrections),
             "accepted": self._accepted,
+            "patience": {pool: [p.ticks, p.calm, p.since_down] for pool, p in self._patience.items()},
             "lower": {pool: list(values) for pool, values in self._lower.items()},
             "last": None if self._last is None else self._last.as_dict(),
         }
@@ -301,12 +335,30 @@ class Planner:
             self._corrections = {n: float(state["corrections"][n]) for n in ("prefill", "decode")}
             self._accepted = None if state["accepted"] is None else float(state["accepted"])
             self._lower = {pool: [int(v) for v in state["lower"][pool]] for pool in self.config.pools}
+            self._patience = {
+                pool: _Patience(*map(int, state["patience"][pool])) for pool in self.config.pools
+            }
             last = state["last"]
             self._last = None if last is None else Decision(**{**last, "reasons": tuple(last["reasons"])})
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"planner: this is no state of a planner: {error!r}") from None
+
+
+def _slope(values: list[float]) -> float:
+    """Growth per interval by least squares; 0 if it is not twice as large as chance alone may make it.
+
+    Example: 1, 2, 3, 4 is 1; 5, 1, 4, 2 is 0.
+    """
+    n = len(values)
+    if n < 4:
+        return 0.0
+    middle, mean = (n - 1) / 2, math.fsum(values) / n
+    spread = n * (n * n - 1) / 12
+    slope = math.fsum((i - middle) * (v - mean) for i, v in enumerate(values)) / spread
+    rest = math.fsum((v - mean - slope * (i - middle)) ** 2 for i, v in enumerate(values))
+    return slope if abs(slope) > 2 * math.sqrt(rest / (n - 2) / spread) else 0.0
 
 
 def _up(replicas: float) -> int:
