@@ -6,6 +6,7 @@ Host arrays end in ``_np``; everything else that has a shape is a torch tensor o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,12 @@ def tree_depth(parents: tuple[int, ...]) -> int:
     n = len(parents)
     if parents == (_CHAINS[n] if n <= MAX_TREE_NODES else chain_parents(n)):
         return n
+    return _tree_depth(parents)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tree_depth(parents: tuple[int, ...]) -> int:
+    """Asked of every tree at several places in a step, and requests mostly share their shapes."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tests.native import native_or_skip
 
+from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.columns import RowPacker, own_packer, row_packer
-from draftwise.models.inputs import _pack
+from draftwise.models.inputs import Blocks, TreeRows, _pack, _place_tree, pack_rows, pack_spans
 
 CPU = torch.device("cpu")
 
@@ -79,3 +80,88 @@ def test_only_an_own_packer_reuses_tensors() -> None:
     many = list(range(513))
     long = (many, [0, 513], [0], [129], [0], np.arange(129, dtype=np.int32), 4, 0)
     assert own.pack(*long)[0][0] is not own.pack(*long)[0][0]
+
+
+@pytest.mark.parametrize("known_places", [True, False])
+def test_runs_of_known_tokens_are_packed_from_where_they_lie(known_places: bool) -> None:
+    packer = RowPacker(native_or_skip())
+    rng = np.random.default_rng(6)
+    for requests in (1, 3, 8):
+        tokens = [rng.integers(0, 5000, int(rng.integers(1, 30))).astype(np.int32) for _ in range(requests)]
+        first = [int(rng.integers(0, len(own))) for own in tokens]
+        tables = [
+            rng.integers(0, 99, -(-len(own) // 4) + int(rng.integers(0, 3))).astype(np.int32)
+            for own in tokens
+        ]
+        keys = [int(rng.integers(0, begin + 1)) for begin in first]
+        tokens_at, tables_at = [0] * requests, [0] * requests
+        if known_places:
+            tokens_at, tables_at = [address(own) for own in tokens], [address(own) for own in tables]
+        given = pack_spans(
+            first, tokens, tables, tokens_at, tables_at, 4, CPU,
+            position_offset=-1, first_keys=keys, packer=packer,
+        )  # fmt: skip
+        rows = [token for own, begin in zip(tokens, first, strict=True) for token in own[begin:].tolist()]
+        starts = [
+            0,
+            *np.cumsum([len(own) - begin for own, begin in zip(tokens, first, strict=True)]).tolist(),
+        ]
+        oracle = pack_rows(
+            rows, starts, first, Blocks.of(tables), 4, CPU, position_offset=-1, first_keys=keys
+        )
+        for name in ("token_ids", "positions", "slots"):
+            assert torch.equal(getattr(given, name), getattr(oracle, name)), name
+        for name in ("query_start_np", "context_len_np", "is_tree_np", "block_tables_np", "first_key_np"):
+            mine, theirs = getattr(given.attention, name), getattr(oracle.attention, name)
+            if theirs is None:
+                assert mine is None
+                continue
+            assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
+
+
+@pytest.mark.parametrize(
+    ("first", "stop", "widths", "at"),
+    [
+        ([8], [9], [2], [1]),  # no block for key 8
+        ([-1], [1], [2], [1]),
+        ([3], [2], [2], [1]),
+        ([0], [1], [1], [0]),  # lies nowhere
+        ([0, 0], [1], [1], [1]),
+    ],
+)
+def test_runs_that_do_not_fit_together_are_refused(
+    first: list[int], stop: list[int], widths: list[int], at: list[int]
+) -> None:
+    packer = RowPacker(native_or_skip())
+    numbers_np = np.zeros(16, np.int32)
+    places = [address(numbers_np) * flag for flag in at]
+    with pytest.raises(ValueError):
+        packer.pack_spans(first, stop, widths, places, places, 4, 0)
+
+
+def test_trees_are_placed_as_in_python() -> None:
+    packer = RowPacker(native_or_skip())
+    rng = np.random.default_rng(7)
+    trees = [[int(rng.integers(-1, i)) for i in range(n)] for n in (0, 1, 5, 63)]
+    roots, total = [], 2
+    for tree in trees:
+        roots.append(total)
+        total += 1 + len(tree) + int(rng.integers(0, 3))
+    mine, theirs = torch.zeros(total, dtype=torch.int64), np.zeros(total, np.int64)
+    masks, oracle = np.zeros(total, np.uint64), np.zeros(total, np.uint64)
+    for root, tree in zip(roots, trees, strict=True):
+        mine[root] = theirs[root] = 10 + root
+        own = slice(root, root + 1 + len(tree))
+        _place_tree(TreeRows(0, tree), 10 + root, theirs[own], oracle[own])
+    packer.place_trees(roots, trees, mine, masks)
+    assert np.array_equal(mine.numpy(), theirs) and np.array_equal(masks, oracle)
+
+
+@pytest.mark.parametrize(
+    ("root", "parents"), [(0, [-1] * 64), (3, [-1, -1]), (-1, [-1]), (0, [0]), (0, [-2])]
+)
+def test_trees_that_cannot_be_are_refused(root: int, parents: list[int]) -> None:
+    packer = RowPacker(native_or_skip())
+    positions, masks = torch.zeros(5, dtype=torch.int64), np.zeros(5, np.uint64)
+    with pytest.raises(ValueError):
+        packer.place_trees([root], [parents], positions, masks)

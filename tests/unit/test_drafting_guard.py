@@ -19,7 +19,7 @@ from draftwise.propose.lookup.suffix import SuffixProposer
 from draftwise.runner import guard as guards
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.guard import whole_number
-from draftwise.runner.proposal_checks import checked, is_foreign
+from draftwise.runner.proposal_checks import are_sound, checked, is_foreign
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
@@ -55,6 +55,9 @@ class Scripted(Proposer):
 
     def drafts_stored(self, row: DraftRow) -> Any:
         return self._answer("drafts_stored", 2)
+
+    def stored_after(self, rows: Sequence[DraftRow]) -> Any:
+        return self._answer("stored_after", None)
 
     def observe(self, *_: Any) -> None:
         self._answer("observe", None)
@@ -170,6 +173,30 @@ def test_a_wrong_word_on_what_was_committed_marks_nothing(books: Books, answer: 
     books.drafting.removed(row)
     assert books.proposer.asked == ["remove"] and row.proposal is EMPTY_PROPOSAL
     assert books.drafting.take_failures() == ()
+
+
+def test_what_is_stored_may_be_said_of_all_at_once(books: Books) -> None:
+    rows = [books.entered(0), books.entered(1)]
+    books.proposer.answers["stored_after"] = [10, 4], [1, 0]
+    books.drafting.propose([(row, 3) for row in rows])
+    fills = [row.fill["scripted"] for row in rows]
+    assert [(fill.tokens, fill.drafts) for fill in fills] == [(10, 1), (4, 0)]
+    assert books.proposer.asked == ["propose", "stored_after"]
+
+
+@pytest.mark.parametrize(
+    "answer", [RuntimeError("no"), ([10], [0]), ([10, 10], [0]), 3, ([10, 11], [0, 0]), ([10, 10], [0, -1])]
+)
+def test_a_wrong_word_on_what_all_have_stored_marks_nothing(books: Books, answer: Any) -> None:
+    """A number that cannot be is the fault of the request that it was said of; all else is everybody's."""
+    rows = [books.entered(0), books.entered(1)]
+    books.proposer.answers["stored_after"] = answer
+    books.drafting.propose([(row, 3) for row in rows])
+    one = answer in (([10, 11], [0, 0]), ([10, 10], [0, -1]))
+    assert [row.drafting_failed for row in rows] == [not one, True]
+    assert rows[1].fill["scripted"].drafts == 0
+    if not one:
+        assert books.marks == []
 
 
 @pytest.mark.parametrize("hook", ["filled_after", "drafts_stored"])
@@ -386,13 +413,30 @@ def test_what_is_no_proposal_is_refused(name: str) -> None:
             checked(wrong, draft_row(budget), VOCAB, torch.device("cpu"), foreign=True)
 
 
+def q_of(rows: int) -> torch.Tensor:
+    return torch.full((rows, VOCAB), 1.0 / VOCAB)
+
+
 def test_limits_of_a_proposal_are_exact() -> None:
     """Budget 8, depth 6: as many are taken, one more is refused."""
 
+    def sound(proposal: Proposal) -> bool:
+        try:
+            return are_sound([EMPTY_PROPOSAL, proposal], [draft_row(), draft_row()], VOCAB)
+        except ValueError:
+            return False
+
     def refused(proposal: Proposal) -> bool:
         try:
-            checked(proposal, draft_row(), VOCAB, torch.device("cpu"), foreign=True)
+            checked(proposal, draft_row(), VOCAB, torch.device("cpu"), foreign=False)
+            assert sound(proposal)
         except ValueError:
+            assert not sound(proposal)
+            return True
+        try:
+            checked(proposal, draft_row(), VOCAB, torch.device("cpu"), foreign=True)
+        except ValueError:  # values of q are looked at where the drafter is somebody else's
+            assert proposal.q is not None
             return True
         return False
 
@@ -401,6 +445,8 @@ def test_limits_of_a_proposal_are_exact() -> None:
     for make in chains:
         assert [refused(make(n)) for n in (5, 6, 7)] == [False, False, True]
     assert [refused(Proposal((5,) * n, (-1,) * n, "x")) for n in (8, 9)] == [False, True]
+    assert refused(Proposal((5, 5), (0, -1), "x")) and refused(Proposal((5,), (-1, 0), "x"))
+    assert refused(Proposal((), (-1,), "x")) and refused(Proposal((5,), (-1,), "x", "fixed", q_of(2), (2,)))
     assert [refused(chain([token], "x")) for token in (-1, 0, VOCAB - 1, VOCAB)] == [True, False, False, True]
     q = torch.zeros(1, VOCAB)
     q[0, 3] = 1.0

@@ -15,7 +15,7 @@ from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.guard import Guard, whole_number
-from draftwise.runner.proposal_checks import are_chains, checked, is_foreign
+from draftwise.runner.proposal_checks import are_sound, checked, is_foreign
 from draftwise.runner.rows import DrafterFill, Row
 from draftwise.types import (
     EMPTY_PROPOSAL,
@@ -284,7 +284,7 @@ class Drafting:
         if self._chains_only and not all(proposal.is_chain for proposal in proposals):
             raise ValueError("a tree for a model that carries recurrent state")
         size, device, foreign = self._vocab_size, self._device, name in self._foreign
-        if not foreign and are_chains(proposals, rows, size):
+        if not foreign and are_sound(proposals, rows, size):
             return proposals
         return [
             checked(proposal, row, size, device, foreign=foreign)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from operator import index
 
@@ -16,21 +17,33 @@ _TOLERANCE = 1e-3
 """How far a row of q may be from a sum of 1: rounding is a hundred times less."""
 
 
-def are_chains(proposals: Sequence[Proposal], rows: Sequence[DraftRow], vocab_size: int) -> bool:
-    """Whether all of these are chains that may be proposed, or none: what `checked` says of each, in one look at their
-    tokens. False says nothing. For the package's own drafters. Raises ValueError as `checked` does."""
+def are_sound(proposals: Sequence[Proposal], rows: Sequence[DraftRow], vocab_size: int) -> bool:
+    """Whether all of these may be proposed as they are: what `checked` says of each, in one look at their tokens. False
+    says nothing. For the package's own drafters. Raises ValueError as `checked` does."""
     tokens: list[int] = []
     for proposal, row in zip(proposals, rows, strict=True):
         if proposal.__class__ is not Proposal:
             return False
-        own = proposal.tokens
+        own, parents = proposal.tokens, proposal.parents
         n = len(own)
-        if n > row.budget or n > row.max_depth or proposal.parents != chain_parents(n):
+        if not n and not parents:
+            continue
+        depth = n if parents is chain_parents(n) else _depth(parents)
+        if n > row.budget or depth > row.max_depth or len(parents) != n:
             return False
         tokens += own
-        if n and proposal.q is not None:
+        if proposal.q is not None:
             _check_q(proposal, proposal.q, vocab_size)
     return not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _depth(parents: tuple[int, ...]) -> int:
+    """Of the deepest node. Raises ValueError if they are no tree's: requests mostly share shapes that were seen before."""
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < i:
+            raise ValueError(f"node {i} has parent {parent}, which does not precede it")
+    return tree_depth(parents)
 
 
 def checked(
@@ -63,11 +76,8 @@ def checked(
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise ValueError(f"tokens {tokens}, some of them outside of the vocabulary")
     depth = n
-    if parents is not chain_parents(n) and not proposal.is_chain:
-        for i, parent in enumerate(parents):
-            if not -1 <= parent < i:
-                raise ValueError(f"node {i} has parent {parent}, which does not precede it")
-        depth = tree_depth(parents)
+    if parents is not chain_parents(n):
+        depth = _depth(parents)
     if depth > row.max_depth:
         raise ValueError(f"a node has depth {depth}, allowed are {row.max_depth}")
     if proposal.q is not None:

@@ -326,34 +326,45 @@ class Scheduler:
         return self._controller.stats()
 
     def _commit_row(self, request: Request, plan: RowPlan, row: RowResult, now: float) -> RequestUpdate:
-        if row.prompt_logprobs is not None:
+        (
+            _,
+            token_ids,
+            drafted,
+            accepted,
+            nodes,
+            drafts,
+            parents,
+            method,
+            proposed,
+            logprobs,
+            of_prompt,
+            params,
+            _,
+        ) = row
+        if of_prompt is not None:
             assert request.prompt_logprobs is not None
-            request.prompt_logprobs.extend(row.prompt_logprobs)
-        request.num_proposed = row.num_proposed
-        if not row.token_ids:  # a chunk that did not reach the last known token
+            request.prompt_logprobs.extend(of_prompt)
+        request.num_proposed = proposed
+        if not token_ids:  # a chunk that did not reach the last known token
             self.kv.commit(request.rid, plan.num_new, request.tokens_np, request.num_tokens)
             request.num_computed += plan.num_new
             return RequestUpdate(request, 0, False)
 
-        if row.kv_transfer_params is not None:
-            request.kv_transfer_params = row.kv_transfer_params
-        taken, reason = request.append(row.token_ids)
+        if params is not None:
+            request.kv_transfer_params = params
+        taken, reason = request.append(token_ids)
         if request.logprobs is not None:
-            assert row.logprobs is not None
-            request.logprobs.extend(row.logprobs[:taken])
+            assert logprobs is not None
+            request.logprobs.extend(logprobs[:taken])
         # K/V exists for the new tokens and the accepted drafts; of a cut step only what was delivered counts.
-        accepted = row.num_accepted if row.num_accepted < taken else taken
+        if accepted > taken:
+            accepted = taken
         computed = plan.num_new + accepted
         self.kv.commit(request.rid, computed, request.tokens_np, request.num_tokens)
         request.num_computed += computed
-        drafted = row.num_drafted
-        request.counts.add(row.method, drafted, accepted, tree_depth(row.draft_parents) if drafted else 0)
+        request.counts.add(method, drafted, accepted, tree_depth(parents) if drafted else 0)
         if request.trace is not None and len(request.trace) < MAX_TRACE_STEPS:
-            request.trace.append(
-                StepTrace(
-                    row.method, row.draft_tokens, row.draft_parents, row.accepted_nodes, row.token_ids[:taken]
-                )
-            )
+            request.trace.append(StepTrace(method, drafts, parents, nodes, token_ids[:taken]))
         if request.first_token_time is None:
             request.first_token_time = now
         request.last_token_time = now
