@@ -24,6 +24,7 @@ SPINE = (
     "draftwise.propose.models.draft_model",
     "draftwise.propose.heads.proposer",
     "draftwise.propose.heads.features",
+    "draftwise.propose.heads.loops",
     "draftwise.propose.heads.passes",
     "draftwise.propose.heads.state",
     "draftwise.propose.heads.trees",

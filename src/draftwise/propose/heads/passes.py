@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
-from draftwise.models.inputs import RowInput, build_step_input, pack_spans
-from draftwise.propose.base import DraftRow
+from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.propose.chains import ChainDraft
 from draftwise.propose.heads.features import FeatureSource
 from draftwise.propose.heads.state import Features, HeadState, Piece, Track, joined
-from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
-
-T = TypeVar("T")
+from draftwise.types import IntArray, StepInput
 
 _PASS_ROWS = 2048
 """Rows of one pass that fills in what is missing: a long prompt is filled in pieces, so that activations stay small."""
@@ -87,10 +83,8 @@ class HeadPasses:
     def __init__(self, head: HeadModel, block_size: int) -> None:
         self.head = head
         self.block_size = block_size
-        self._packer = own_packer(head.device)
+        self.packer = own_packer(head.device)
         self._time = 0.0
-        self.filled: list[int] = []
-        """Of the requests of the latest `chains` or `trees` that was not None: leading tokens that are stored."""
         self._storage: KVStorage | None = None
         self.block_features: Tensor
         """[blocks + 1, depths, F] of each block's last token, as each depth reads it; the last one is spare."""
@@ -175,96 +169,6 @@ class HeadPasses:
         features = track.queue.of(first - 1, stop - 1)
         tokens_np = draft.row.token_ids_np[first:]
         return _rows(tokens_np, first, draft.row.block_table_np, track.first_key, features)
-
-    def chains(
-        self, rows: Sequence[DraftRow], states: Sequence[HeadState], steps: int, draws: ChainDraws | None
-    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        """`HeadModel.draft_chains` for these requests, if the head can; what is missing (`missing`) is stored on the
-        way."""
-        return self._at_once(
-            rows,
-            states,
-            [row.block_table_np for row in rows],
-            [row.blocks_at for row in rows],
-            lambda batch, features, last: self.head.draft_chains(
-                batch, features, self.kv, last, steps, draws
-            ),
-        )
-
-    def trees(
-        self,
-        rows: Sequence[DraftRow],
-        states: Sequence[HeadState],
-        draws: Sequence[TreeDraws],
-        tables: Sequence[IntArray] | None = None,
-    ) -> list[DraftedTree] | None:
-        """`HeadModel.draft_trees` for these requests, if the head can. ``tables``: their blocks, with scratch ones
-        behind them; None: their own alone."""
-        own = tables is None
-        return self._at_once(
-            rows,
-            states,
-            [row.block_table_np for row in rows] if tables is None else tables,
-            [row.blocks_at if own else 0 for row in rows],
-            lambda batch, features, last: self.head.draft_trees(batch, features, self.kv, last, draws),
-        )
-
-    def _at_once(
-        self,
-        rows: Sequence[DraftRow],
-        states: Sequence[HeadState],
-        tables: Sequence[IntArray],
-        tables_at: Sequence[int],
-        call: Callable[[StepInput, Tensor, list[int] | None], T | None],
-    ) -> T | None:
-        """Let the head do all passes for these requests, the first of them over what is missing; None: it cannot."""
-        if self.head.num_depths > 1:
-            return None  # what the first depth gives is queued for the next one
-        begun = time.perf_counter()
-        firsts: list[int] = []
-        first_keys: list[int] = []
-        pieces: list[Piece] = []
-        saved: list[tuple[Track, int, tuple[int, int, list[Piece]]]] = []
-        filled: list[int] = []
-        size = 0
-        # What is stored is written down before it is: behind the passes the caches are full of weights, and what is at
-        # hand now would have to be fetched again, at four times the cost.
-        for row, state in zip(rows, states, strict=True):
-            track, stop = state.tracks[0], len(row.token_ids_np)
-            queue = track.queue
-            first = self.first_missing(track, stop)
-            firsts.append(first)
-            first_keys.append(track.first_key)
-            pieces += queue.of(first - 1, stop - 1)
-            size += stop - first
-            saved.append((track, track.next, queue.saved()))
-            track.advance(stop)
-            filled.append(state.filled)
-        answer: T | None = None
-        try:
-            batch = pack_spans(
-                firsts,
-                [row.token_ids_np for row in rows],
-                tables,
-                [row.tokens_at for row in rows],
-                tables_at,
-                self.block_size,
-                self.head.inputs_on,
-                position_offset=-1,
-                first_keys=first_keys,
-                packer=self._packer,
-            )
-            last = None if size == len(rows) else (batch.attention.query_start_np[1:] - 1).tolist()
-            answer = call(batch, joined(pieces), last)
-        finally:
-            if answer is None:
-                for track, stored, queue_was in saved:
-                    track.next = stored
-                    track.queue.restore(queue_was)
-        self._time += time.perf_counter() - begun
-        if answer is not None:
-            self.filled = filled
-        return answer
 
     def catch_up(self, drafts: Sequence[HeadDraft]) -> tuple[Tensor, Tensor]:
         """Feed all rows that are missing: logits [R, Vd] and features [R, F] of the last one of each request."""
@@ -434,7 +338,7 @@ class HeadPasses:
     ) -> tuple[StepInput, Tensor, list[int] | None]:
         """The rows as a batch, their features [T, F], and each request's last row (None: each has one)."""
         inputs = [job.input for job in jobs]
-        batch = build_step_input(inputs, self.block_size, self.head.inputs_on, -1, self._packer)
+        batch = build_step_input(inputs, self.block_size, self.head.inputs_on, -1, self.packer)
         if features is None:
             features = joined([piece for job in jobs for piece in job.features])
         last = None

@@ -22,6 +22,7 @@ from draftwise.propose.chains import (
     loop_proposals,
     one_loop,
 )
+from draftwise.propose.heads.loops import HeadLoops
 from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.heads.resident import ResidentHead
 from draftwise.propose.heads.state import MANY_FEATURES, Features, HeadState
@@ -76,6 +77,7 @@ class HeadProposer(Proposer):
         most likely token."""
         self._head = head
         self._passes = HeadPasses(head, block_size)
+        self._loops = HeadLoops(self._passes)
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._max_len = min(max_model_len, head.max_model_len)
@@ -219,11 +221,11 @@ class HeadProposer(Proposer):
             states = [self._states[row.rid] for row in rows]
         except KeyError:  # the head was told nothing of one of them
             return None
-        chains = self._passes.chains(rows, states, length, loop_draws(rows, kind))
+        chains = self._loops.chains(rows, states, length, loop_draws(rows, kind))
         if chains is None:
             return None
         self.forward_time += self._passes.take_time()
-        self._together = [row.rid for row in rows], self._passes.filled
+        self._together = [row.rid for row in rows], self._loops.filled
         drawn, q = chains
         return loop_proposals(drawn.tolist(), self._of_target(q), kind, self.name)
 
@@ -236,11 +238,11 @@ class HeadProposer(Proposer):
             states = [self._states[row.rid] for row in rows]
         except KeyError:
             return None
-        trees = self._passes.trees(rows, states, draws)
+        trees = self._loops.trees(rows, states, draws)
         if trees is None:
             return None
         self.forward_time += self._passes.take_time()
-        self._together = [row.rid for row in rows], self._passes.filled
+        self._together = [row.rid for row in rows], self._loops.filled
         return tree_proposals(trees, self.name)
 
     def _start(self, row: DraftRow) -> HeadDraft | None:
@@ -255,7 +257,7 @@ class HeadProposer(Proposer):
         if kind is None or any(draft.tokens for draft in drafts):
             return False
         draws = chain_draws(drafts, kind)
-        chains = self._passes.chains(
+        chains = self._loops.chains(
             [draft.row for draft in drafts], [draft.state for draft in drafts], drafts[0].length, draws
         )
         if chains is None:
@@ -325,7 +327,7 @@ class HeadProposer(Proposer):
         if draws is None:
             return False
         tables = [self._scratch.table(i, draft.row.block_table_np) for i, draft in enumerate(drafts)]
-        trees = self._passes.trees(
+        trees = self._loops.trees(
             [draft.row for draft in drafts], [draft.state for draft in drafts], draws, tables
         )
         if trees is None:

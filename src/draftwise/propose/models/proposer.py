@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import ClassVar, Self
 import numpy as np
 import torch
 
-from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -29,13 +27,12 @@ from draftwise.propose.chains import (
     one_loop,
 )
 from draftwise.propose.models.carried import CarriedStates
+from draftwise.propose.models.loading import load_draft_model
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
 from draftwise.propose.trees.native import as_proposal, native_draws, static_draws, tree_proposals
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal, StepInput
-
-logger = logging.getLogger("draftwise")
 
 CATCH_UP_ROWS = 2048
 """Rows of one catch-up pass: a long prompt is caught up in pieces, so that activations stay small."""
@@ -98,31 +95,8 @@ class ModelProposer(Proposer, TreeModel):
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
         """Load the draft model named by ``speculative_config``; raises ConfigError if it does not fit the target."""
-        from draftwise.models.loader import load_model
-
+        model = load_draft_model(context)
         config = context.speculative
-        if config.model is None:
-            raise ConfigError("speculative_config: method 'draft_model' needs 'model', a folder or hub id")
-        model = load_model(
-            config.model,
-            dtype=context.dtype,
-            device=context.device,
-            revision=config.revision,
-            quantization=config.quantization,
-            adapter=config.lora_path,
-            ranks=context.ranks,
-        )
-        if config.use_heterogeneous_vocab:
-            model = _mapped(model, context)
-        elif model.config.vocab_size != context.vocab_size:
-            raise ConfigError(
-                f"the draft model {config.model!r} has a vocabulary of {model.config.vocab_size} tokens, the target "
-                f"one of {context.vocab_size}; they must be the same (or use_heterogeneous_vocab given)"
-            )
-        elif context.graphs is not None:
-            model = context.graphs.draft_model(
-                model, config.num_speculative_tokens, context.graphs.tree_of(config)
-            )
         return cls(
             model,
             block_size=context.block_size,
@@ -425,25 +399,3 @@ class ModelProposer(Proposer, TreeModel):
             states=None if self._carried is None else self._carried.store,
         )  # fmt: skip
         model.prepare(self._storage)
-
-
-def _mapped(model: DecoderModel, context: ProposerContext) -> DecoderModel:
-    """The draft model behind a map between its vocabulary and the target's."""
-    from draftwise.models.mapped import MappedDecoder, VocabularyMap
-    from draftwise.models.tokenizer import load_tokenizer
-
-    assert context.speculative.model is not None
-    if context.tokenizer is None:
-        raise ConfigError(
-            "speculative_config.use_heterogeneous_vocab: needs the target's tokenizer (skip_tokenizer_init is given)"
-        )
-    own = load_tokenizer(context.speculative.model, context.speculative.revision)
-    vocabulary = VocabularyMap.of(context.tokenizer, own, context.vocab_size, model.config.vocab_size)
-    logger.info(
-        "the draft model %r shares %d of its %d tokens with the target, which has %d",
-        context.speculative.model,
-        len(vocabulary.shared_outer),
-        model.config.vocab_size,
-        context.vocab_size,
-    )
-    return MappedDecoder(model, vocabulary)
