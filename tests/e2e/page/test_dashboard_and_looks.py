@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from tests.e2e.page.driving import Scripts, needs_chromium, run
 from tests.fakes.chromium import Tab
 from tests.fakes.running_server import RunningServer
-from tests.fakes.traced_engine import chain
+from tests.fakes.traced_engine import chain, plain
 
 
 @needs_chromium
@@ -40,7 +43,7 @@ def test_the_dashboard_draws_the_metrics(server: RunningServer, open_page: Calla
         assert lines[title].startswith("M"), title
     assert "NaN" not in json.dumps(lines)
     assert (
-        "steps" in tab.text(".charts").lower()
+        "steps" in tab.text("#dashboard").lower()
         and tab.evaluate("document.querySelectorAll('.bar').length") > 0
     )
     tab.click("#pause")
@@ -168,3 +171,142 @@ def test_it_fits_any_width(width: int, scripts: Scripts, open_page: Callable[...
         for name in ("playground", "dashboard"):
             tab.evaluate(f"document.querySelector('#tab-{name}').click()")
             assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+
+
+@needs_chromium
+def test_the_dashboard_begins_with_what_matters(server: RunningServer, open_page: Callable[..., Tab]) -> None:
+    tab = open_page(server, "/#dashboard")
+    assert tab.evaluate("document.querySelector('#window').value") == "60"
+    tab.wait("document.querySelectorAll('#totals dd').length > 0")
+    titles = "[...document.querySelectorAll('.chart .name')].filter(n => n.checkVisibility()).map(n => n.textContent)"
+    assert tab.evaluate(titles) == [
+        "Tokens generated per second", "Tokens per verified draft", "Drafts accepted", "Time to first token"
+    ]  # fmt: skip
+    tab.click("#more-charts summary")
+    tab.wait("document.querySelector('#more-charts').open")
+    assert len(tab.evaluate(titles)) == 12
+
+
+@needs_chromium
+def test_the_help_can_be_read(server: RunningServer, open_page: Callable[..., Tab]) -> None:
+    tab = open_page(server)
+    tab.click("#help-button")
+    rows = tab.evaluate(
+        "[...document.querySelectorAll('#help dl > div')].map(d => { const b = d.getBoundingClientRect();"
+        " return [Math.round(b.top), Math.round(b.left), b.height]; })"
+    )
+    assert len({left for _, left, _ in rows}) == 1, "one column"
+    assert all(below[0] >= above[0] + above[2] for above, below in pairwise(rows)), "no overlap"
+
+
+@needs_chromium
+def test_the_badge_tells_the_truth(scripts: Scripts, open_page: Callable[..., Tab]) -> None:
+    with RunningServer(scripts([("ab", ())])) as server:
+        tab = open_page(server)
+        tab.wait("document.querySelector('#health').textContent === 'ready'")
+    tab.click("#run")  # the server is gone: whoever sees a request fail sees it in the sign, too
+    tab.wait("document.querySelector('#problem').textContent.includes('cannot be reached')")
+    assert (
+        tab.text("#health") == "not reachable"
+        and tab.evaluate("document.querySelector('#health').dataset.state") == "bad"
+    )
+
+
+@needs_chromium
+def test_things_are_explained_where_they_stand(server: RunningServer, open_page: Callable[..., Tab]) -> None:
+    tab = open_page(server)
+    tab.point(".figures div:nth-child(2) dd")
+    tab.wait("!document.querySelector('#tip').hidden")
+    assert tab.text("#tip") == "Tokens that one pass of the model gives on average. Without drafts it is 1."
+    tab.key("Escape")
+    assert tab.evaluate("document.querySelector('#tip').hidden")
+    tab.evaluate("document.querySelector('#prompt').focus()")
+    for _ in range(5):  # over the examples to the first number
+        tab.key("Tab")
+    assert tab.evaluate("document.activeElement.id") == "temperature"
+    assert "most likely" in tab.text("#tip") and not tab.evaluate("document.querySelector('#tip').hidden")
+    bare = tab.evaluate(
+        "[...document.querySelectorAll('#request .grid2 input, .pane-settings input, .pane-settings select,"
+        " .figures dt')].filter(e => !e.closest('[data-help]')).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert bare == []
+    inside = (
+        "(() => { const b = document.querySelector('#tip').getBoundingClientRect();"
+        " return [b.left >= 0, b.right <= innerWidth, b.top >= 0, b.bottom <= innerHeight]; })()"
+    )
+    assert all(tab.evaluate(inside))
+
+
+@needs_chromium
+def test_a_pause_of_the_controller_is_explained(scripts: Scripts, open_page: Callable[..., Tab]) -> None:
+    with RunningServer(scripts([("ab" * 10, plain(b"ab" * 10))])) as server:
+        tab = open_page(server)
+        tab.wait("document.querySelector('[data-pane=A] [name=method]').options.length > 1")
+        run(tab)
+        assert tab.evaluate("document.querySelector('.paused').hidden"), "nobody asked for drafts"
+        tab.fill("[data-pane=A] [name=method]", "ngram")
+        run(tab)
+        tab.wait("!document.querySelector('.paused').hidden")
+        assert tab.text(".paused").startswith("In this answer nothing was drafted: ")
+
+
+@needs_chromium
+def test_the_inspector_folds_away_and_a_phone_scrolls_to_the_output(
+    scripts: Scripts, open_page: Callable[..., Tab]
+) -> None:
+    with RunningServer(scripts([("ab", plain(b"ab"))])) as server:
+        tab = open_page(server, width=390, height=800)
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        tab.command("Emulation.setEmulatedMedia", features=[still])
+        run(tab)
+        tab.wait("document.querySelector('#panes').getBoundingClientRect().top < 200")
+        tab.click("#inspector summary h2")
+        assert not tab.evaluate("document.querySelector('#tree').checkVisibility()")
+        tab.wait("localStorage.getItem('draftwise.inspector') === 'false'")
+        tab.go(server.url + "/")
+        tab.wait("document.documentElement.dataset.ready === 'true'")
+        assert not tab.evaluate("document.querySelector('#inspector').open"), "it stays folded"
+
+
+@needs_chromium
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(theme: str, scripts: Scripts, open_page: Callable[..., Tab]) -> None:
+    """axe-core (https://github.com/dequelabs/axe-core), if a package that brings it is installed."""
+    script = axe_script()
+    if script is None:
+        pytest.skip("no axe-core")
+    markdown = "## Head\n\n* a\n* `b`\n\n```py\nx\n```\n\n| a |\n|---|\n| b |"
+    with RunningServer(
+        scripts([(markdown, (chain("ngram", markdown.encode(), len(markdown) - 1, "!"),))])
+    ) as server:
+        tab = open_page(server)
+        tab.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        tab.evaluate(script)
+        run(tab)
+        tab.point(".output .tok")
+        for place in ("prompt", "chat", "dashboard", "help"):
+            if place == "chat":
+                tab.click("[name=mode][value=chat] + span")
+                tab.fill("#composer", "x")
+                tab.click("#send")
+                tab.wait("!!document.querySelector('.regenerate')")
+            elif place == "dashboard":
+                tab.click("#tab-dashboard")
+                tab.click("#more-charts summary")
+            elif place == "help":
+                tab.click("#help-button")
+            found = tab.evaluate(
+                "axe.run(document, {resultTypes: ['violations']}).then(r => r.violations.map(v =>"
+                " [v.id, v.help, v.nodes.slice(0, 3).map(n => n.html.slice(0, 160))]))"
+            )
+            assert found == [], place
+
+
+def axe_script() -> str | None:
+    for package in ("axe_playwright_python", "axe_core_python"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            path = Path(folder) / "axe.min.js"
+            if path.is_file():
+                return path.read_text(encoding="utf-8") + "\n;0"
+    return None

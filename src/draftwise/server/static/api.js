@@ -2,6 +2,7 @@
 
 let key = "";
 let onUnauthorized = () => {};
+let onUnreachable = () => {};
 
 /** Use this key from now on. Kept for the tab's life, where the browser lets us. */
 export function setKey(value) {
@@ -19,6 +20,11 @@ export function restoreKey() {
   } catch {
     key = "";
   }
+}
+
+/** `callback()` is called when no answer comes at all. */
+export function whenUnreachable(callback) {
+  onUnreachable = callback;
 }
 
 /** `callback(hadKey)` is called when the server answers 401. */
@@ -45,6 +51,7 @@ export async function open(path, options = {}) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    onUnreachable();
     throw new ApiError(0, "The server cannot be reached. Is it still running?");
   }
   if (response.status === 401) onUnauthorized(Boolean(key));
@@ -104,6 +111,7 @@ export async function* stream(path, body, signal) {
         yield chunk;
       }
     }
+    onUnreachable();
     throw new ApiError(0, "The stream ended before the answer did.");
   } finally {
     reader.cancel().catch(() => {});

@@ -1,11 +1,12 @@
 // The page: what the server is, tabs, theme, key, shortcuts.
 
-import { getJSON, getText, restoreKey } from "./api.js";
+import { getJSON, getText, restoreKey, whenUnreachable } from "./api.js";
 import { forgetColours } from "./colours.js";
 import { Dashboard } from "./dashboard.js";
 import { $ } from "./dom.js";
 import { setUpKey, setUpTheme } from "./frame.js";
 import { Playground } from "./playground.js";
+import { describeFields, hideTip, setUpTips } from "./tips.js";
 
 const playground = new Playground();
 const dashboard = new Dashboard();
@@ -63,10 +64,15 @@ async function loadServer() {
 async function checkHealth() {
   let [state, words] = ["good", "ready"];
   try {
-    await getText("health");
+    // A server that takes the connection and does not answer is as good as gone.
+    await getText("health", { signal: AbortSignal.timeout(HEALTH_TIMEOUT), cache: "no-store" });
   } catch (error) {
     [state, words] = error.status === 503 ? ["bad", error.message] : ["bad", "not reachable"];
   }
+  showHealth(state, words);
+}
+
+function showHealth(state, words) {
   const sign = $("health");
   const before = sign.dataset.state;
   if (sign.textContent !== words) sign.textContent = words;
@@ -74,12 +80,18 @@ async function checkHealth() {
   if (before === "bad" && state === "good") loadServer();
 }
 
+const HEALTH_TIMEOUT = 3000;
+
 async function watchHealth() {
   for (;;) {
     if (!document.hidden) await checkHealth();
     await new Promise((resolve) => setTimeout(resolve, 5000));
   }
 }
+
+// What the sign says is not older than what can be seen: who comes back to the tab, or sees a request fail, sees it, too.
+document.addEventListener("visibilitychange", () => document.hidden || checkHealth());
+whenUnreachable(() => showHealth("bad", "not reachable"));
 
 // ----------------------------------------------------------------------------------------------- shortcuts
 
@@ -90,6 +102,7 @@ document.addEventListener("keydown", (event) => {
     showTab("playground");
     playground.run();
   } else if (event.key === "Escape" && !$("help").open) {
+    hideTip();
     playground.stop();
   } else if (event.altKey && (event.code === "Digit1" || event.code === "Digit2")) {
     showTab(TABS[event.code === "Digit1" ? 0 : 1]);
@@ -110,6 +123,8 @@ if (/Mac|iPhone|iPad/.test(navigator.platform)) {
   $("run").querySelector("kbd").textContent = "⌘ ↵";
 }
 
+setUpTips();
+describeFields(document);
 restoreKey();
 loadServer();
 watchHealth();

@@ -28,7 +28,7 @@ export class Chart {
     this.root = el(
       "figure",
       { class: "chart" },
-      el("figcaption", {}, el("span", { class: "name", title: hint }, title), this.now),
+      el("figcaption", {}, el("span", { class: "name", "data-help": hint }, title), this.now),
       this.picture,
       el("div", { class: "keys" }, ...keys),
     );

@@ -12,6 +12,9 @@ const SMOOTH = 3; // a rate is taken over so many readings, or single steps woul
 
 const either = (a, b) => (a === null && b === null ? null : (a ?? 0) + (b ?? 0));
 
+/** The charts that are always there; the others unfold. */
+const FIRST = ["Tokens generated per second", "Tokens per verified draft", "Drafts accepted", "Time to first token"];
+
 /** Charts: `values(change, reading)` gives one number or null for each series. */
 const CHARTS = [
   {
@@ -114,10 +117,13 @@ export class Dashboard {
     this.charts = CHARTS.map((options) => ({ ...options, chart: new Chart(options), points: [] }));
     this.positions = el("div", { class: "bars" });
     this.methods = el("div", { class: "bars" });
-    $("charts").append(
-      ...this.charts.map(({ chart }) => chart.root),
+    const first = ({ title }) => FIRST.includes(title);
+    $("charts").append(...this.charts.filter(first).map(({ chart }) => chart.root));
+    $("charts-more").append(
+      ...this.charts.filter((one) => !first(one)).map(({ chart }) => chart.root),
       card(["Accepted by position", this.positions], ["Steps by method", this.methods]),
     );
+    $("more-charts").addEventListener("toggle", () => this.draw());
     $("window").addEventListener("change", () => this.draw());
     $("pause").addEventListener("click", (event) => {
       this.paused = !this.paused;

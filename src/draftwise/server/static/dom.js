@@ -19,6 +19,24 @@ function fill(node, attributes, children) {
   return node;
 }
 
+/** What this browser remembers under a name; null: nothing. */
+export function recall(name) {
+  try {
+    return JSON.parse(localStorage.getItem(name) ?? "null");
+  } catch {
+    return null;
+  }
+}
+
+/** Remember something; where storage is off, nothing is. */
+export function remember(name, value) {
+  try {
+    localStorage.setItem(name, JSON.stringify(value));
+  } catch {
+    // A convenience.
+  }
+}
+
 /** Text of a token made visible: spaces, line breaks and tabs have signs. */
 export function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍");

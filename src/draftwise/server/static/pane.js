@@ -97,7 +97,7 @@ export class Pane {
     this.root.querySelector(".finish").textContent = "";
     this.root.querySelector(".positions").replaceChildren();
     this.root.querySelector(".copy").disabled = true;
-    this.root.querySelector(".keep").hidden = true;
+    this.root.querySelector(".paused").hidden = true;
     for (const name of ["speed", "length", "rate", "ttft", "counts"]) this.figure(name, "–");
     this.strip.reset(this.steps);
   }
@@ -161,6 +161,31 @@ export class Pane {
   acceptance() {
     const drafted = this.steps.reduce((sum, step) => sum + step.draft.length, 0);
     return drafted ? this.accepted.reduce((sum, n) => sum + n, 0) / drafted : null;
+  }
+
+  /** Steps at the end of the answer in which nothing was drafted. */
+  idleSteps() {
+    let idle = 0;
+    while (idle < this.steps.length && !this.steps.at(-1 - idle).draft.length) idle++;
+    return idle;
+  }
+
+  /** Say why nothing was drafted; null: there is nothing to say. */
+  explainPause(text) {
+    const note = this.root.querySelector(".paused");
+    note.textContent = text ?? "";
+    note.hidden = !text;
+  }
+
+  /** The run in a line. Example: "41.2 tokens/s, 2.60 per step, 71 % accepted". */
+  summary() {
+    const speed = this.speed();
+    const share = this.acceptance();
+    const parts = [];
+    if (speed) parts.push(`${short(speed)} tokens/s`);
+    if (this.steps.length) parts.push(`${(this.tokenIds.length / this.steps.length).toFixed(2)} per step`);
+    if (share !== null) parts.push(`${percent(share)} accepted`);
+    return parts.join(", ");
   }
 
   /** Mark where this text leaves another's: tokens from the i-th on. */

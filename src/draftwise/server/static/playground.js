@@ -2,14 +2,21 @@
 
 import { ApiError, stream } from "./api.js";
 import { Conversation } from "./conversation.js";
-import { $, el, short } from "./dom.js";
+import { $, el, recall, remember, short } from "./dom.js";
+import { chips, PROMPTS, QUESTIONS } from "./examples.js";
 import { paint, SOURCES } from "./methods.js";
 import { Pane } from "./pane.js";
+import { explainPause } from "./pause.js";
 import { Samples } from "./samples.js";
+import { describeFields } from "./tips.js";
 import { describe, drawTree } from "./tree.js";
 
 const SAVED = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "seed", "n"];
 const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "n"];
+
+const NOTES = { aborted: "stopped", error: "failed" };
+
+const pace = () => (matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth");
 
 const MOST_SAMPLES = 16; // tabs that one can still tell apart
 
@@ -24,15 +31,12 @@ export class Playground {
     this.invitation = $("step-text").textContent;
     const make = (letter) => {
       const pane = new Pane(letter, hooks);
-      pane.root.querySelector(".keep").addEventListener("click", () => {
-        this.conversation.answer(pane.text);
-        pane.root.querySelector(".keep").hidden = true;
-      });
+      describeFields(pane.root);
       return pane;
     };
     this.panes = [make("A"), make("B")]; // they hold the settings, and the first sample of each
     this.samples = new Samples(this.panes, make);
-    this.conversation = new Conversation($("messages"));
+    this.conversation = new Conversation({ run: (options) => this.run(options), stop: () => this.abort?.abort() });
     this.abort = null;
     this.inspected = null;
     this.guarantees = null;
@@ -62,11 +66,11 @@ export class Playground {
   }
 
   focusPrompt() {
-    (this.mode === "chat" ? $("messages").querySelector("li:last-child textarea") : $("prompt"))?.focus();
+    $(this.mode === "chat" ? "composer" : "prompt").focus();
   }
 
   focusOutput() {
-    this.panes[0].output.focus();
+    (this.mode === "chat" && $("anatomy").hidden ? $("thread") : this.panes[0].output).focus();
   }
 
   /** What Escape does: end a run, or let go of a step that a click kept. */
@@ -96,7 +100,17 @@ export class Playground {
       $("seed").value = crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
       this.#save();
     });
-    $("add-message").addEventListener("click", () => this.conversation.add());
+    $("anatomy-button").addEventListener("click", () => {
+      remember("draftwise.anatomy", $("anatomy").hidden);
+      this.#showMode();
+    });
+    $("inspector").addEventListener("toggle", () => remember("draftwise.inspector", $("inspector").open));
+    $("inspector").open = recall("draftwise.inspector") ?? true;
+    chips($("examples"), PROMPTS, (text) => {
+      $("prompt").value = text;
+      $("prompt").focus();
+    });
+    chips($("chat-examples"), QUESTIONS, (text) => this.conversation.write(text));
     $("step-back").addEventListener("click", () => this.inspected?.moveStep(-1));
     $("step-next").addEventListener("click", () => this.inspected?.moveStep(1));
     for (const pane of this.panes) {
@@ -114,6 +128,14 @@ export class Playground {
     const chat = this.mode === "chat";
     $("completion-fields").hidden = chat;
     $("chat-fields").hidden = !chat;
+    $("chat").hidden = !chat;
+    $("actions").hidden = chat;
+    const open = !chat || recall("draftwise.anatomy") === true;
+    $("anatomy").hidden = !open;
+    $("anatomy-button").setAttribute("aria-expanded", String(open));
+    document.querySelector(".stage").classList.toggle("chatting", chat);
+    document.querySelector(".stage").classList.toggle("opened", chat && open);
+    for (const pane of this.samples.all) pane.strip.draw(pane.current?.step ?? null);
   }
 
   #showPanes() {
@@ -159,9 +181,7 @@ export class Playground {
       throw new Error(`Setting ${pane.letter}: the tree is no JSON. An example: [[0],[1],[0,0]]`);
     }
     if (this.mode === "chat") {
-      const messages = this.conversation.messages();
-      if (!messages.length) throw new Error("Write a message first.");
-      return ["v1/chat/completions", { ...body, messages }];
+      return ["v1/chat/completions", { ...body, messages: this.conversation.request() }];
     }
     if (!$("prompt").value) throw new Error("Write a prompt first.");
     return ["v1/completions", { ...body, prompt: $("prompt").value }];
@@ -169,13 +189,19 @@ export class Playground {
 
   // --------------------------------------------------------------------------------------------------- run
 
-  async run() {
+  /** `fresh`: with a seed of its own, to get another answer than before. */
+  async run({ fresh = false } = {}) {
     if (this.abort) return;
     this.#problem(null);
+    const chat = this.mode === "chat";
+    if (chat && !this.conversation.send() && !this.conversation.waits) {
+      this.#problem("Write a message first.");
+      return;
+    }
     $("verdict").hidden = true;
     const panes = this.comparing ? this.panes : this.panes.slice(0, 1);
     // Two texts can be told apart from chance only if they have one seed.
-    const drawn = panes.length === 2 && $("seed").value === "";
+    const drawn = fresh || (panes.length === 2 && $("seed").value === "");
     const seed = drawn ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1 : null;
     let requests;
     try {
@@ -191,6 +217,9 @@ export class Playground {
     this.samples.resize(Math.max(1, Math.floor(requests[0][1].n ?? 1)));
     this.#showPanes();
     for (const pane of this.samples.all) pane.reset();
+    if (chat) this.conversation.begin();
+    // On a phone the output is below all fields.
+    else if (matchMedia("(max-width: 860px)").matches) $("panes").scrollIntoView({ block: "start", behavior: pace() });
     try {
       // One after the other: at the same time they would take each other's speed.
       for (const i of panes.keys()) await this.#runOne(this.samples.lists[i], ...requests[i]);
@@ -198,6 +227,9 @@ export class Playground {
     } catch (error) {
       if (error.name !== "AbortError") this.#problem(sentence(error));
     } finally {
+      if (chat) {
+        this.conversation.finish(NOTES[this.panes[0].finishReason] ?? this.panes[0].summary(), $("problem").textContent);
+      }
       this.abort = null;
       $("run").disabled = false;
       $("stop-button").disabled = true;
@@ -214,7 +246,9 @@ export class Playground {
         const choice = chunk.choices[0];
         if (!choice) continue;
         const text = choice.text ?? choice.delta?.content ?? "";
-        panes[choice.index].push(text, chunk.trace ?? [], performance.now());
+        const thoughts = choice.delta?.reasoning ?? "";
+        panes[choice.index].push(thoughts + text, chunk.trace ?? [], performance.now());
+        if (panes[choice.index] === this.panes[0]) this.conversation.push(text, thoughts);
         reasons[choice.index] = choice.finish_reason ?? reasons[choice.index];
         metrics = chunk.metrics ?? metrics;
       }
@@ -227,9 +261,9 @@ export class Playground {
       panes.forEach((pane, i) => {
         // The server's times are those of all samples together.
         pane.finish(reasons[i], panes.length === 1 ? metrics : null);
-        pane.root.querySelector(".keep").hidden = this.mode !== "chat" || !pane.text;
       });
       this.samples.label();
+      for (const pane of panes) explainPause(pane, this.panes.find((one) => one.letter === pane.letter));
     }
   }
 
