@@ -32,7 +32,7 @@ const LinearKernels linear_avx512vnni = {
     finish,
     quantize,
     {12, 12, 10, 12, 10, 8},
-    {6, 0, 0, 6, 0, 4},
+    {6, 0, 0, 0, 0, 0},
     {},
     nullptr};
 
