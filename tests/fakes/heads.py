@@ -42,6 +42,9 @@ class HeadShape:
     own_head: bool = True
     draft_vocab: int | None = None
     mask_token: int | None = None  # a P-EAGLE head
+    latent: tuple[int | None, int, int, int, int] | None = None
+    """Latent attention, as in DeepSeek: sizes of the queries' latent, of the stored one, of a head's key, plain and
+    rotated, and of its value."""
     extra: dict[str, Any] = field(default_factory=dict)  # more of config.json
 
     @property
@@ -86,10 +89,24 @@ def random_weights(shape: HeadShape, seed: int = 0, scale: float = 0.25) -> Weig
     for i in range(shape.layers):
         at = "midlayer." if eagle3 and shape.layers == 1 else f"layers.{i}."
         inputs = 2 * h if eagle3 and i == 0 else h
-        out[at + "self_attn.q_proj.weight"] = normal(shape.heads * d, inputs)
-        out[at + "self_attn.k_proj.weight"] = normal(shape.kv_heads * d, inputs)
-        out[at + "self_attn.v_proj.weight"] = normal(shape.kv_heads * d, inputs)
-        out[at + "self_attn.o_proj.weight"] = normal(h, shape.heads * d)
+        if shape.latent is None:
+            out[at + "self_attn.q_proj.weight"] = normal(shape.heads * d, inputs)
+            out[at + "self_attn.k_proj.weight"] = normal(shape.kv_heads * d, inputs)
+            out[at + "self_attn.v_proj.weight"] = normal(shape.kv_heads * d, inputs)
+            out[at + "self_attn.o_proj.weight"] = normal(h, shape.heads * d)
+        else:
+            queries, stored, plain, rotated, value = shape.latent
+            width = shape.heads * (plain + rotated)
+            if queries is None:
+                out[at + "self_attn.q_proj.weight"] = normal(width, inputs)
+            else:
+                out[at + "self_attn.q_a_proj.weight"] = normal(queries, inputs)
+                out[at + "self_attn.q_a_layernorm.weight"] = norm(queries)
+                out[at + "self_attn.q_b_proj.weight"] = normal(width, queries)
+            out[at + "self_attn.kv_a_proj_with_mqa.weight"] = normal(stored + rotated, inputs)
+            out[at + "self_attn.kv_a_layernorm.weight"] = norm(stored)
+            out[at + "self_attn.kv_b_proj.weight"] = normal(shape.heads * (plain + value), stored)
+            out[at + "self_attn.o_proj.weight"] = normal(h, shape.heads * value)
         out[at + "mlp.gate_proj.weight"] = normal(shape.inner, h)
         out[at + "mlp.up_proj.weight"] = normal(shape.inner, h)
         out[at + "mlp.down_proj.weight"] = normal(h, shape.inner)
@@ -141,6 +158,11 @@ def save_head(folder: Path, shape: HeadShape, weights: Weights) -> str:
             config["eagle_config"] = {"use_aux_hidden_state": False}
         else:
             config["eagle_aux_hidden_state_layer_ids"] = list(shape.feature_layers)
+    if shape.latent is not None:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        config |= dict(zip(names, shape.latent, strict=True))
+        config["num_key_value_heads"] = shape.heads
+        del config["head_dim"]
     if shape.mask_token is not None:
         config |= {"ptd_token_id": shape.mask_token, "parallel_drafting": True}
     (folder / "config.json").write_text(json.dumps(config | shape.extra))
@@ -228,6 +250,8 @@ class ReferenceHead:
         return normed @ self.output.T, normed if shape.norm_output else residual
 
     def _attention(self, i: int, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        if self.shape.latent is not None:
+            return self._latent_attention(i, x, positions, mask)
         shape, at = self.shape, f"layers.{i}.self_attn."
         count, d = x.shape[0], shape.head_dim
         q = rotate((x @ self.w[at + "q_proj.weight"].T).view(count, -1, d), positions, shape.theta)
@@ -236,6 +260,32 @@ class ReferenceHead:
         group = shape.heads // shape.kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).reshape(count, -1) @ self.w[at + "o_proj.weight"].T
+
+    def _latent_attention(self, i: int, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Keys and values of every head are made of the latent; neighbours are rotated."""
+        assert self.shape.latent is not None
+        shape, at = self.shape, f"layers.{i}.self_attn."
+        queries, stored, plain, rotated, _ = shape.latent
+        count = x.shape[0]
+
+        def turned(part: Tensor) -> Tensor:
+            return rotate(torch.cat((part[..., 0::2], part[..., 1::2]), -1), positions, shape.theta)
+
+        if queries is None:
+            q = x @ self.w[at + "q_proj.weight"].T
+        else:
+            latent = rms_norm(x @ self.w[at + "q_a_proj.weight"].T, self.w[at + "q_a_layernorm.weight"], 1e-6)
+            q = latent @ self.w[at + "q_b_proj.weight"].T
+        q = q.view(count, shape.heads, -1)
+        q = torch.cat((q[..., :plain], turned(q[..., plain:])), -1)
+        down = x @ self.w[at + "kv_a_proj_with_mqa.weight"].T
+        latent = rms_norm(down[:, :stored], self.w[at + "kv_a_layernorm.weight"], 1e-6)
+        up = (latent @ self.w[at + "kv_b_proj.weight"].T).view(count, shape.heads, -1)
+        common = turned(down[:, None, stored:]).expand(count, shape.heads, rotated)
+        k, v = torch.cat((up[..., :plain], common), -1), up[..., plain:]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (plain + rotated) ** -0.5
         weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(count, -1) @ self.w[at + "o_proj.weight"].T
 

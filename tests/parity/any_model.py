@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,8 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """``way``: one of `WAYS`, "refused", or "" where no small model can be made. ``words``: why."""
+    """``way``: one of `WAYS`, "refused", or "" where no small model can be made. ``words``: why; of models on
+    Transformers' code, why they are not put together from our operations."""
 
     kind: str
     architecture: str
@@ -79,10 +82,11 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
         {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3},
     ]
     try:
-        llm = LLM(
-            str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, num_kv_blocks=40,
-            max_num_batched_tokens=24, speculative_config=drafters, speculation_control="static",
-        )  # fmt: skip
+        with _said() as said:
+            llm = LLM(
+                str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, num_kv_blocks=40,
+                max_num_batched_tokens=24, speculative_config=drafters, speculation_control="static",
+            )  # fmt: skip
     except ModelLoadError as error:
         words = str(error).replace(str(folder), "").lstrip(": ")
         if made.model is None and "no file named" in words:
@@ -115,10 +119,39 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
                     assert abs(one.logprob - float(logprobs[i, prompt[i + 1]])) < LIMIT, name
         llm.check_integrity()
         inner = getattr(model, "inner", model)  # of a recorded one
-        way = WAYS[1] if isinstance(inner, AssembledDecoder) else WAYS[0]
+        way, words = WAYS[1] if isinstance(inner, AssembledDecoder) else WAYS[0], ""
         if isinstance(inner, GeneralDecoder):
             way = f"Transformers' code, {inner.way.name}"
-    return Outcome(kind, made.architecture, way)
+            words = said[0] if said else "its attention is its own"
+            if model.state_spec() is not None:
+                words = "it keeps a recurrent state"
+    return Outcome(kind, made.architecture, way, words)
+
+
+@contextmanager
+def _said() -> Iterator[list[str]]:
+    """Why models are not put together: what the log says of it."""
+    found: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if " runs on Transformers' code: " in text:
+                found.append(text.split(" runs on Transformers' code: ")[1])
+
+    logger, listener, disabled = logging.getLogger("draftwise"), Listener(), logging.root.manager.disable
+    level, propagate = logger.level, logger.propagate
+    logging.disable(logging.NOTSET)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(listener)
+    logger.propagate = propagate and disabled == logging.NOTSET
+    try:
+        yield found
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        logging.disable(disabled)
 
 
 def _unmade(kind: str, words: str) -> Outcome:
@@ -164,6 +197,14 @@ def table(outcomes: list[Outcome], what: str) -> str:
     for way in WAYS:
         if way in ways:
             lines += [f"- {way}: " + ", ".join(f"`{kind}`" for kind in ways[way])]
+    causes: dict[str, list[str]] = {}
+    for found in outcomes:
+        if found.way in WAYS[2:]:
+            causes.setdefault(found.words, []).append(found.kind)
+    if causes:
+        lines += ["", "| not put together | why |", "|---|---|"]
+        by_number = sorted(causes.items(), key=lambda cause: (-len(cause[1]), cause[1]))
+        lines += [f"| {', '.join(kinds)} | {words} |" for words, kinds in by_number]
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [
         f"| {', '.join(kinds)} | {words} |" for words, kinds in sorted(reasons.items(), key=lambda r: r[1])

@@ -103,6 +103,56 @@ def test_eagle3(tmp_path: Path, target: Target, first: str) -> None:
     check(load_eagle3(target.context("eagle3", folder)), target, EAGLE3, weights)
 
 
+LATENT = (12, 16, 8, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers"),
+    [(LATENT, 1), ((None, *LATENT[1:]), 1), (LATENT, 2)],
+    ids=["", "plain queries", "two layers"],
+)
+def test_eagle3_with_latent_attention(
+    tmp_path: Path, target: Target, sizes: tuple[int | None, int, int, int, int], layers: int
+) -> None:
+    """Heads for DeepSeek and Kimi. What is stored is the latent and the shared key."""
+    shape = replace(EAGLE3, latent=sizes, layers=layers)
+    weights = random_weights(shape)
+    head = load_eagle3(target.context("eagle3", save_head(tmp_path, shape, weights)))
+    check(head, target, shape, weights)
+    assert {spec.tensors for spec in head.kv_layout()} == {(("latent", (1, 20)),)}
+
+
+def test_latent_attention_in_an_eagle_head_is_refused(tmp_path: Path, target: Target) -> None:
+    shape = HeadShape("eagle", 32, 32, 61, latent=LATENT)
+    folder = save_head(tmp_path, shape, random_weights(shape))
+    refused(load_eagle, target.context("eagle", folder), "latent attention", "is not supported")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+        {"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2]}},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+                "mrope_interleaved": True,
+            }
+        },
+    ],
+    ids=["type", "section", "newer"],
+)
+def test_rotations_of_several_positions_over_text_are_plain_ones(
+    tmp_path: Path, target: Target, rope: dict[str, Any]
+) -> None:
+    """Heads for Qwen-VL."""
+    shape = replace(EAGLE3, extra=rope)
+    weights = random_weights(shape)
+    check(load_eagle3(target.context("eagle3", save_head(tmp_path, shape, weights))), target, shape, weights)
+
+
 def test_eagle3_architecture_names_and_default_layers(tmp_path: Path, target: Target) -> None:
     """Without a list of layers: those entering 2, L // 2 and L - 3."""
     shape = replace(EAGLE3, feature_layers=(1, 2, 3))  # of 6 layers: 2, 3, 3 is no rising list; of 5: 2, 2, 2

@@ -85,7 +85,7 @@ def latent_config(
     raw: RawConfig,
     architecture: str,
     max_model_len: int | None,
-    experts: ExpertsConfig,
+    experts: ExpertsConfig | None,
     *,
     interleaved: bool,
 ) -> ModelConfig:

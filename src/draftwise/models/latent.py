@@ -94,10 +94,12 @@ class LatentWeights(LayerWeights):
         qkv_inputs: int | None = None,
         sparse: type[SparseWeights] = SparseWeights,
     ) -> None:
-        assert config.latent is not None and input_norm and qkv_inputs is None
+        assert config.latent is not None and input_norm
         sizes, hidden, heads = config.latent, config.hidden_size, config.num_heads
         self._sizes, self._heads, self._interleaved = sizes, heads, config.rope.interleaved
         at = names.q.format(i=i).removesuffix("q_proj.weight")
+
+        inputs = qkv_inputs or hidden
 
         def linear(name: str, rows: int, columns: int, split: Split | None = None) -> LoadedLinear:
             return declare_linear(plan, [(f"{at}{name}.weight", rows)], columns, split=split)
@@ -107,12 +109,12 @@ class LatentWeights(LayerWeights):
         self.q_a_norm: Tensor | None = None
         width = heads * (sizes.plain + sizes.rotated)
         if sizes.queries is None:
-            self.q_all = linear("q_proj", width, hidden, by_outputs(width))
+            self.q_all = linear("q_proj", width, inputs, by_outputs(width))
         else:
-            self.q_a = linear("q_a_proj", sizes.queries, hidden)
+            self.q_a = linear("q_a_proj", sizes.queries, inputs)
             self.q_a_norm = plan.tensor(at + "q_a_layernorm.weight", (sizes.queries,))
             self.q_all = linear("q_b_proj", width, sizes.queries, by_outputs(width))
-        self.kv_a = linear("kv_a_proj_with_mqa", sizes.latent + sizes.rotated, hidden)
+        self.kv_a = linear("kv_a_proj_with_mqa", sizes.latent + sizes.rotated, inputs)
         self.kv_a_norm = plan.tensor(at + "kv_a_layernorm.weight", (sizes.latent,))
         expanded = heads * (sizes.plain + sizes.values)
         self.kv_b = linear("kv_b_proj", expanded, sizes.latent, by_outputs(expanded))

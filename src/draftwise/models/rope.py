@@ -107,6 +107,16 @@ class RopeConfig:
         return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
 
 
+def over_text(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a rotation as they are for text alone. A token of text has three positions that are alike, so that
+    M-RoPE is the plain rotation."""
+    plain = {name: value for name, value in params.items() if not name.startswith("mrope_")}
+    return {
+        name: "default" if name in ("rope_type", "type") and value == "mrope" else value
+        for name, value in plain.items()
+    }
+
+
 def parse_rope(
     raw: Mapping[str, Any],
     head_dim: int,

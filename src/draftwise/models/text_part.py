@@ -20,6 +20,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.models.checkpoint import TensorEntry
 from draftwise.models.config import RawConfig
 from draftwise.models.registry import supported_architectures
+from draftwise.models.rope import over_text
 
 PLAIN = frozenset(
     {
@@ -89,10 +90,8 @@ def text_config(raw: RawConfig, names: Callable[[], Iterable[str]] = tuple) -> d
             text[name] = said
     rope = text.get("rope_parameters")
     if isinstance(rope, Mapping):
-        rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+        rope = over_text(rope)
         rope.pop("type", None)  # Transformers' object says it under its newer name, too
-        if rope.get("rope_type") == "mrope":
-            rope["rope_type"] = "default"
         text["rope_parameters"] = rope
     text.pop("rope_scaling", None)
     heads = [name for name in names() if name.endswith("lm_head.weight")]

@@ -16,6 +16,8 @@ What published heads vary: ``norm_before_residual`` (the residual starts at the 
 output after the last norm is fed back), several layers (only the first reads the token), and whether embedding, output
 layer and draft vocabulary are the head's own.
 
+Heads for DeepSeek and Kimi have latent attention (`models.latent`), over token and feature side by side, too.
+
 P-EAGLE heads (arXiv:2602.01469) have the same layers and draft all tokens in one pass: a row whose token or
 feature is not known yet reads a mask token, and what ``fc`` makes of the learned ``mask_hidden``.
 """
@@ -36,7 +38,8 @@ from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, logits_tail, pick_rows
 from draftwise.models.heads.vocabulary import check_target_ids
-from draftwise.models.layers import DenseLayer, DenseNames, LayerPass, LayerWeights
+from draftwise.models.latent import LatentWeights
+from draftwise.models.layers import DenseLayer, DenseNames, LayerPass, LayerWeights, layer_spec, packed_rope
 from draftwise.models.mlp import load_linear
 from draftwise.models.weights import QuantizedLinear, WeightPlan
 from draftwise.types import StepInput, TargetOutput
@@ -128,8 +131,9 @@ class Eagle3Head(HeadModel):
         self._embedding = link.embedding
         if options.own_embedding:
             self._embedding = plan.tensor("embed_tokens.weight", (link.vocab_size, hidden))
+        weights = LayerWeights if config.latent is None else LatentWeights
         self._loaded: list[LayerWeights | None] = [
-            LayerWeights(config, HEAD_NAMES, plan, i, qkv_inputs=None if i else 2 * hidden)
+            weights(config, HEAD_NAMES, plan, i, qkv_inputs=None if i else 2 * hidden)
             for i in range(config.num_layers)
         ]
         self._loaded_hidden_norm = plan.tensor("layers.0.hidden_norm.weight", (hidden,))
@@ -203,7 +207,7 @@ class Eagle3Head(HeadModel):
             self._fc = load_linear(ops, plan, self._loaded_fc, self._loaded_fc_bias)
         self._input_norm = None if self._loaded_input_norm is None else norm(self._loaded_input_norm)
         self._fc_norms = [norm(weight) for weight in self._loaded_fc_norms]
-        self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, self.max_model_len)
+        self._rope = packed_rope(ops, config.rope, config.head_dim, self.max_model_len)
         if self._loaded_mask is not None:
             plan.fill(self._loaded_mask)
             mask = self._loaded_mask.reshape(1, -1)
@@ -216,8 +220,7 @@ class Eagle3Head(HeadModel):
         del self._loaded_fc, self._loaded_fc_bias, self._loaded_input_norm, self._loaded_fc_norms
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        spec = KVLayerSpec.dense(self.config.num_kv_heads, self.config.head_dim)
-        return (spec,) * self.config.num_layers
+        return (layer_spec(self.config),) * self.config.num_layers
 
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         if self.feature_layers is None:
@@ -240,7 +243,8 @@ class Eagle3Head(HeadModel):
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         ops = self._ops
         rope = ops.rope_rows(self._rope, batch.positions)
-        layers = LayerPass(ops, self._heads, self.config.head_dim**-0.5, rope, batch.slots, batch.attention)
+        scale = self.config.attn_scale or self.config.head_dim**-0.5
+        layers = LayerPass(ops, self._heads, scale, rope, batch.slots, batch.attention)
         first = self._layers[0].input_norm
         assert first is not None
         embedded = ops.rms_norm(ops.embedding(batch.token_ids, self._embedding), first)

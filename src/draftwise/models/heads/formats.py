@@ -23,6 +23,7 @@ import torch
 from draftwise.config.heads import mask_token_of
 from draftwise.errors import ModelLoadError
 from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int
+from draftwise.models.deepseek import latent_config
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.heads.base import TargetLink
 from draftwise.models.heads.eagle import EagleOptions
@@ -32,6 +33,9 @@ from draftwise.models.heads.vocabulary import target_ids_of
 from draftwise.models.layers import LayerWeights
 from draftwise.models.mlp import ExpertNames
 from draftwise.models.registry import resolve_model
+from draftwise.models.rope import over_text
+
+_ROTATIONS = ("rope_scaling", "rope_parameters")
 
 logger = logging.getLogger("draftwise")
 
@@ -71,24 +75,42 @@ def head_settings(raw: RawConfig, method: str) -> RawConfig:
     return {"norm_before_residual": kind != "peagle", **layer, **outer}
 
 
-def layer_config(raw: RawConfig, tensors: HeadTensors, num_layers: int) -> ModelConfig:
+def layer_config(
+    raw: RawConfig, tensors: HeadTensors, num_layers: int, *, latent: bool = False
+) -> ModelConfig:
     """The shape of a head's ``layers.{i}.*``: sizes from its settings, biases and per-head norms from its tensors.
+
+    M-RoPE, of heads for models of text and images, is the plain rotation: rows are of text.
+
+    Args:
+        latent: layers may have latent attention, as those of heads for DeepSeek and Kimi.
 
     Raises:
         ModelLoadError: the layers are of a kind that is not supported (experts, latent attention), or a size is
             missing.
     """
+    raw = {
+        name: (over_text(value) or None) if name in _ROTATIONS and isinstance(value, Mapping) else value
+        for name, value in raw.items()
+    }
     first = "layers.0."
     odd = [
         name
         for name in tensors
-        if ".mlp.experts." in name or "kv_a_proj" in name or ".mlp.gate.weight" in name
+        if ".mlp.experts." in name or ("kv_a_proj" in name and not latent) or ".mlp.gate.weight" in name
     ]
     if odd:
         kind = "latent attention" if "kv_a_proj" in odd[0] else "experts"
         raise ModelLoadError(f"a draft layer with {kind} ({tensors[odd[0]].origin}) is not supported")
+    raw = {**raw, "num_hidden_layers": num_layers}
+    if any("kv_a_proj" in name for name in tensors):
+        if first + "self_attn.q_a_proj.weight" not in tensors:
+            raw["q_lora_rank"] = None
+        interleaved = bool(raw.get("rope_interleave", True))
+        config = latent_config(raw, "draft head", None, None, interleaved=interleaved)
+        return replace(config, sliding_window=(None,) * num_layers)
     config = dense_config(
-        {**raw, "num_hidden_layers": num_layers},
+        raw,
         architecture="draft head",
         head_dim=_head_dim(raw, tensors),
         qkv_bias=first + "self_attn.q_proj.bias" in tensors,

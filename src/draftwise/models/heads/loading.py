@@ -190,7 +190,7 @@ def declare_eagle3(context: HeadContext) -> DeclaredHead:
     tensors = scan_head(folder).renamed(rename_eagle)
     with _named(folder):
         check_target(raw, link)
-        config = layer_config(raw, tensors, number_of_layers(tensors))
+        config = layer_config(raw, tensors, number_of_layers(tensors), latent=True)
         config = replace(config, sliding_window=head_windows(raw, config.num_layers))
         plan = WeightPlan(ops.dtype, ops.device)
         options = eagle3_options(raw, tensors, link)

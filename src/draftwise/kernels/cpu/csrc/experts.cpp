@@ -8,6 +8,7 @@
 
 #include "boundary.h"
 #include "isa.h"
+#include "linear_part.h"
 #include "linear_weights.h"
 #include "memory.h"
 #include "ops.h"
@@ -132,7 +133,17 @@ struct Mix {
   uint8_t* out;
   int64_t rows;
   int64_t row_step;  // of a task of the last phase
+  int threads;
 };
+
+// What the thread that has a task now probably reads next: threads take tasks in turns, first the ups', then the downs'.
+const uint8_t* read_after(const Mix& mix, size_t task) {
+  const size_t next = task + (size_t)mix.threads, ups = mix.up.size();
+  if (next >= ups + mix.down.size()) return nullptr;
+  const Part& part = next < ups ? mix.up[next] : mix.down[next - ups];
+  const auto& layers = next < ups ? mix.experts->gate_up : mix.experts->down;
+  return linear_part(layers[(size_t)part.expert], part.part, part.parts);
+}
 
 thread_local Scratch t_gathered, t_gate_up, t_inner, t_results;
 
@@ -159,14 +170,14 @@ void run_up(void* raw, int task) {
   uint8_t* inner = mix.inner + part.begin * e.widest * element;
   LinearCall call{&w, x, e.hidden, inner, e.widest, e.input, part.rows, EP_SILU_MUL};
   if (e.setting.activation == ACT_SILU) {
-    linear_run_part(&call, part.part, part.parts);
+    linear_run_part_before(&call, part.part, part.parts, read_after(mix, (size_t)task));
     return;
   }
   auto* both = static_cast<uint8_t*>(t_gate_up.reserve((size_t)(part.rows * w.outputs * element)));
   call.out = both;
   call.ldo = w.outputs;
   call.epilogue = EP_STORE;
-  linear_run_part(&call, part.part, part.parts);
+  linear_run_part_before(&call, part.part, part.parts, read_after(mix, (size_t)task));
   int64_t first, last;
   columns_of(w, part.part, part.parts, &first, &last);
   for (int64_t r = 0; r < part.rows; r++) {
@@ -183,7 +194,7 @@ void run_down(void* raw, int task) {
   const Linear& w = *e.down[(size_t)part.expert];
   const uint8_t* inner = mix.inner + part.begin * e.widest * element_bytes(e.input);
   LinearCall call{&w, inner, e.widest, mix.results + part.begin * e.hidden, e.hidden, F32, part.rows, EP_STORE};
-  linear_run_part(&call, part.part, part.parts);
+  linear_run_part_before(&call, part.part, part.parts, read_after(mix, mix.up.size() + (size_t)task));
 }
 
 void run_combine(void* raw, int task) {
@@ -328,6 +339,7 @@ void experts_run(const Shares& shares, const ExpertsCall* call) {
   const int64_t block = std::max<int64_t>(1, RESULT_BYTES / 4 / (per_row * e.hidden));
   Mix mix{};
   mix.experts = &e;
+  mix.threads = shares.threads;
   for (int64_t r = 0; r < call->rows; r += block) {
     mix.rows = std::min(block, call->rows - r);
     mix.x = static_cast<const uint8_t*>(call->x) + r * row_bytes;

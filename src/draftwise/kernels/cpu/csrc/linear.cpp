@@ -9,6 +9,7 @@
 #include "boundary.h"
 #include "compiler.h"
 #include "isa.h"
+#include "linear_part.h"
 #include "linear_weights.h"
 #include "memory.h"
 
@@ -154,6 +155,7 @@ struct Pass {
   uint64_t id;
   int tasks;
   Tiles tiles;
+  const uint8_t* after = nullptr;  // what is read when a task is done
 };
 
 std::atomic<uint64_t> g_pass{0};
@@ -259,6 +261,8 @@ void run_panels(void* raw, int task, int) {
           t.next_w = w.weights + g * stride + w.offset(u + units);
         else if (group_end < last)
           t.next_w = w.weights + group_end * stride;
+        else
+          t.next_w = pass.after;
         for (int tile = 0; tile < tiles.count; ++tile) {
           int64_t row = tiles.begin(tile);
           int rows = int(tiles.begin(tile + 1) - row);
@@ -355,11 +359,17 @@ void linear_run(Pool* pool, const LinearCall* call) {
   parallel_for(pool, int(tasks), run_panels, &pass);
 }
 
-void linear_run_part(const LinearCall* call, int part, int parts) {
+void linear_run_part(const LinearCall* call, int part, int parts) { linear_run_part_before(call, part, parts, nullptr); }
+
+const uint8_t* linear_part(const Linear* w, int part, int parts) {
+  return w->weights + w->panels * part / parts * w->panel_bytes();
+}
+
+void linear_run_part_before(const LinearCall* call, int part, int parts, const uint8_t* after) {
   if (call->rows <= 0) return;
   const LinearKernels& kernels = linear_kernels();
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, parts,
-            Tiles(call->rows, kernels.tile_rows[call->weights->format])};
+            Tiles(call->rows, kernels.tile_rows[call->weights->format]), after};
   if (one_row_as_it_is(kernels, call)) pass.packed = const_cast<void*>(call->x);
   run_panels(&pass, part, 0);
 }
