@@ -43,15 +43,16 @@ class EngineDeadError(DraftwiseError):
     """The engine stopped after an internal failure, or was closed; no further request is accepted."""
 
 
-def suggest(name: str, valid: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest valid name, or an empty string.
+def suggest(name: str, valid: Iterable[str], least: float = 0.6) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest valid name, or an empty string if none is near
+    (``least``: how alike the two must be, from 0 to 1).
 
     >>> suggest("num_speculative_token", ["method", "num_speculative_tokens"])
     "; did you mean 'num_speculative_tokens'?"
     """
     if len(name) > 100:  # no misspelling, and the search takes long
         return ""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=least)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -273,7 +273,8 @@ def test_interrupting_a_process() -> None:
 
 
 def test_interrupting_a_conversation() -> None:
-    """On a terminal: Ctrl-C in an answer gives the prompt back, Ctrl-C at the prompt ends with 130."""
+    """On a terminal: Ctrl-C in an answer gives the prompt back, at the prompt it clears the line, and twice it ends
+    with 130."""
     terminal, inner = pty.openpty()
     on_terminal = "import os; os.login_tty(0)\n" + INTERRUPTIBLE
     arguments = ["chat", "--chat-template", TEMPLATE, "--max-tokens", "900", "--ignore-eos", *SMALL]
@@ -294,6 +295,10 @@ def test_interrupting_a_conversation() -> None:
     os.write(terminal, b"\x03")
     read_until(b"\r\n> ")
     assert b"Traceback" not in seen
+    time.sleep(0.5)
+    os.write(terminal, b"half a line\x03")
+    read_until(b"ends)\r\n> ")
+    assert process.poll() is None
     for _ in range(3):  # one that comes before input() listens is lost: press again after a while
         time.sleep(0.5)
         os.write(terminal, b"\x03")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftwise.cli.main import COMMANDS, _help_of, build_parser, normalise
+from draftwise.cli.main import COMMANDS, _help_of, build_parser, module_of, normalise
 from draftwise.config.engine import ENGINE_OPTIONS
 from draftwise.config.foreign import FOREIGN, HARMLESS
 from draftwise.config.resolve import ALIASES, OLD_SPECULATIVE
@@ -74,7 +74,7 @@ def test_commands_of_every_page_parse(name: str) -> None:
                 continue
             command, rest = words[1], words[1:]
             assert command in COMMANDS, line
-            module = __import__(f"draftwise.cli.{command}", fromlist=["BOOLEANS"])
+            module = module_of(command)
             parser = build_parser(command)
             if part.rstrip().endswith("..."):  # shortened on the page: what it shows has to exist
                 assert {w for w in rest if w.startswith("--")} <= set(_help_of(parser, command).split())

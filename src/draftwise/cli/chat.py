@@ -1,15 +1,15 @@
-"""``draftwise chat``: a conversation with a chat model."""
+"""``draftwise chat``: a conversation with a model."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import functools
 import sys
-import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from draftwise.cli import signals
+from draftwise.cli.conversation import Conversation, banner
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import (
     ENGINE_BOOLEANS,
@@ -19,25 +19,22 @@ from draftwise.cli.options import (
     engine_kwargs,
     sampling_params,
 )
-from draftwise.cli.report import note, output_as_dict, print_json, statistics_line
-from draftwise.errors import RequestError
+from draftwise.cli.report import loading
 
 if TYPE_CHECKING:
-    from draftwise import AsyncLLM, RequestOutput, SamplingParams
     from draftwise.cli.options import Subparsers
 
 BOOLEANS = (*ENGINE_BOOLEANS, *SAMPLING_BOOLEANS)
-
-Messages = list[dict[str, str]]
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Register ``chat``."""
     parser = subparsers.add_parser(
         "chat",
-        help="talk with a chat model",
+        help="talk with a model",
         usage="draftwise chat [options] [MESSAGE]",
-        description="Talk with a chat model. With a message: answer it and end. /clear forgets, /quit ends.",
+        description="Talk with a model through its chat template. With a message: answer it and end. In a conversation "
+        "/help lists commands.",
     )
     parser.add_argument("message", nargs="?", help="one message, instead of a conversation; - reads stdin")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -58,20 +55,25 @@ def run(args: argparse.Namespace) -> int:
     template = _template(args.chat_template)
     from draftwise import AsyncLLM
 
-    llm = AsyncLLM(**engine_kwargs(args))
+    options = engine_kwargs(args)
+    with loading(options.get("model")):
+        llm = AsyncLLM(**options)
     with contextlib.closing(llm), asyncio.Runner() as runner:
         if template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
             raise UsageError(
                 "this model has no chat template: it is a base model that continues text. "
-                'Use draftwise generate "..." instead, a chat model (--model), or --chat-template'
+                'Use draftwise generate "..." or draftwise complete instead, a chat model (--model), or --chat-template'
             )
-        messages: Messages = [{"role": "system", "content": args.system}] if args.system else []
+        render: Any = functools.partial(llm.apply_chat_template, chat_template=template)
+        conversation = Conversation(llm, params, system=args.system, render=render)
         if args.message is not None:
             text = sys.stdin.read() if args.message == "-" else args.message
-            messages.append({"role": "user", "content": text})
-            runner.run(_answer(llm, messages, params, template, quiet=args.json))
+            conversation.messages.append({"role": "user", "content": text})
+            runner.run(conversation.answer(as_json=args.json))
             return 0
-        return _converse(runner, llm, messages, params, template)
+        if sys.stdin.isatty():
+            print(banner(llm, "Chat with"), flush=True)
+        return conversation.run(runner)
 
 
 def _template(given: str | None) -> str | None:
@@ -83,65 +85,3 @@ def _template(given: str | None) -> str | None:
             return file.read()
     except OSError as error:
         raise UsageError(f"--chat-template {given}: {error.strerror}") from None
-
-
-async def _answer(
-    llm: AsyncLLM, messages: Messages, params: SamplingParams, template: str | None, *, quiet: bool = False
-) -> str:
-    """Stream one answer to stdout; returns its text."""
-    prompt = llm.apply_chat_template(messages, chat_template=template)
-    start = time.perf_counter()
-    shown = 0
-    last: RequestOutput | None = None
-    async for last in llm.generate(prompt, params):
-        text = last.outputs[0].text
-        if not quiet:
-            print(text[shown:], end="", flush=True)
-        shown = len(text)
-    assert last is not None
-    if quiet:
-        print_json(output_as_dict(last))
-    else:
-        print(flush=True)
-        note(statistics_line([last], time.perf_counter() - start))
-    return last.outputs[0].text
-
-
-def _converse(
-    runner: asyncio.Runner, llm: AsyncLLM, messages: Messages, params: SamplingParams, template: str | None
-) -> int:
-    """Read, answer, repeat. Ctrl-C stops an answer, or ends the conversation at the prompt."""
-    with signals.raised():
-        return _read_and_answer(runner, llm, messages, params, template)
-
-
-def _read_and_answer(
-    runner: asyncio.Runner, llm: AsyncLLM, messages: Messages, params: SamplingParams, template: str | None
-) -> int:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing and history in input())
-    system = messages[:1] if messages else []
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return 0
-        if line in ("/quit", "/exit"):
-            return 0
-        if line == "/clear":
-            messages = list(system)
-            continue
-        if not line:
-            continue
-        messages.append({"role": "user", "content": line})
-        try:
-            text = runner.run(_answer(llm, messages, params, template))
-        except KeyboardInterrupt:
-            print(flush=True)
-            messages.pop()
-            continue
-        except RequestError as error:  # for example a conversation that no longer fits
-            note(f"draftwise: {error}")
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": text})

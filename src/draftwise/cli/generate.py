@@ -20,7 +20,7 @@ from draftwise.cli.options import (
     engine_kwargs,
     sampling_params,
 )
-from draftwise.cli.report import note, output_as_dict, print_json, progress, statistics_line
+from draftwise.cli.report import loading, note, output_as_dict, print_json, progress, statistics_line
 from draftwise.errors import RequestError
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from draftwise import AsyncLLM
 
     async def work() -> int:
-        async with AsyncLLM(**options) as llm:
+        with loading(options.get("model")):
+            llm = AsyncLLM(**options)
+        async with llm:
             if len(prompts) == 1 and params.n == 1 and not args.json:
                 return await _stream(llm, prompts[0], params, echo=args.echo)
             return await _together(llm, prompts, params, as_json=args.json, echo=args.echo)

@@ -13,26 +13,37 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from draftwise.cli import signals
 from draftwise.cli.errors import UsageError
+from draftwise.cli.help import help_text, innermost, wanted
 from draftwise.errors import ConfigError, DraftwiseError, ModelLoadError, RequestError, suggest
 
 COMMANDS = {
     "generate": "continue prompts, streaming to the terminal",
-    "chat": "talk with a chat model",
+    "chat": "talk with a model",
+    "complete": "continue what you type",
     "serve": "an OpenAI-compatible server, with metrics",
     "bench": "measure latency, throughput or acceptance",
     "profile": "measure what steps take here, and what drafters get accepted",
     "plan": "plan replicas over a recorded load, in a simulated cluster",
     "simulate": "what a cluster would do under a load, without one",
+    "run-batch": "answer a file of requests in OpenAI's batch format",
+    "tokenize": "token ids of texts, and texts of token ids",
     "extract": "hidden states of a model over text, for training draft heads",
     "train": "train models",
     "demo": "see speculative decoding at work on the embedded models",
     "show": "what a model is and what drafts for it, without loading it",
     "env": "what this machine and this installation are",
+    "completions": "a script that completes commands and options in your shell",
 }
 """Subcommands and what ``--help`` says of them; each is a module ``draftwise.cli.<name>``, imported when needed."""
+
+
+def module_of(command: str) -> ModuleType:
+    """The module of a subcommand: ``run-batch`` is ``draftwise.cli.run_batch``."""
+    return importlib.import_module(f"draftwise.cli.{command.replace('-', '_')}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +69,7 @@ def build_parser(command: str | None = None) -> Parser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, text in COMMANDS.items():
         if name == command:
-            importlib.import_module(f"draftwise.cli.{name}").add_parser(subparsers)
+            module_of(name).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=text)
     return parser
@@ -136,14 +147,19 @@ def _run(arguments: list[str]) -> int:
     command = next((a for a in arguments if not a.startswith("-")), None)
     if command is not None and command not in COMMANDS:
         raise UsageError(
-            f"unknown command {command!r}{suggest(command, COMMANDS)} (commands: {', '.join(COMMANDS)})"
+            f"unknown command {command!r}{suggest(command, COMMANDS, 0.7)} (commands: {', '.join(COMMANDS)})"
         )
     parser = build_parser(command)
     if command is None:
         parser.parse_args(normalise(arguments, ()))  # --help and --version end here
         parser.print_help()
         return 2
-    module = importlib.import_module(f"draftwise.cli.{command}")
+    module = module_of(command)
+    what = wanted(arguments)
+    if what is not None:
+        print(help_text(innermost(parser, arguments), what), end="")
+        return 0
+    _log_to_stderr()
     booleans: Sequence[str] = getattr(module, "BOOLEANS", ())
     args, unknown = parser.parse_known_args(normalise(arguments, booleans))
     if unknown:
@@ -156,6 +172,15 @@ def _run(arguments: list[str]) -> int:
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     code = args.run(args)
     return int(code)
+
+
+def _log_to_stderr() -> None:
+    """What the package logs stands on stderr like a command's own lines; ``serve`` adds times to it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("draftwise: %(levelname)s: %(message)s"))
+    logger = logging.getLogger("draftwise")
+    if not logger.handlers and not logging.getLogger().handlers:
+        logger.addHandler(handler)
 
 
 def _help_of(parser: argparse.ArgumentParser, command: str) -> str:

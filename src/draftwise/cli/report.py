@@ -78,6 +78,21 @@ def _logprobs(position: Any) -> list[dict[str, Any]]:
 
 
 @contextmanager
+def loading(model: object) -> Iterator[None]:
+    """Say on a terminal that a model is being loaded, and for how long already; nothing for what loads in a moment."""
+    if model is None or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("loading {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(str(model), total=None)
+        yield
+
+
+@contextmanager
 def progress(total: int, text: str, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """A bar on stderr that the yielded function moves by one and describes; nothing where stderr is no terminal."""
     if not shown or not sys.stderr.isatty():
