@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -15,6 +15,7 @@ Line = tuple[str, list[tuple[float, float]]]
 Panel = tuple[str, Sequence[Line]]
 """A title and its lines; lines without a point are left out."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 180, 64, 110, 34, 36
+_HEAD = 18
 _DOTS = 40
 """Points up to which each has a dot with its numbers."""
 
@@ -36,16 +37,28 @@ def write_svg(text: str, path: Path, flag: str = "--plot") -> None:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
 
 
-def lines_svg(panels: Sequence[Panel], axis: str, labels: Sequence[tuple[float, str]] | None = None) -> str:
+def lines_svg(
+    panels: Sequence[Panel],
+    axis: str,
+    labels: Sequence[tuple[float, str]] | None = None,
+    *,
+    heads: Sequence[str] = (),
+    limits: Mapping[str, tuple[str, float]] | None = None,
+) -> str:
     """The chart. ``axis``: what stands to the right below. ``labels``: (x, word) along the axis; None: round
-    numbers."""
+    numbers. ``heads``: lines above all panels, the first one in bold. ``limits``: by the title of a panel a name and a
+    height, drawn as a dashed line across it."""
     tall = _TOP + _HEIGHT + _BOTTOM
-    width, height = _LEFT + _WIDTH + _RIGHT, tall * len(panels)
+    head = _HEAD * len(heads) + (12 if heads else 0)
+    width, height = _LEFT + _WIDTH + _RIGHT, head + tall * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
+    for i, line in enumerate(heads):
+        weight = ' font-size="14" font-weight="bold"' if i == 0 else ' fill="#4b5563"'
+        parts.append(f'<text x="{_LEFT}" y="{_HEAD * (i + 1)}"{weight}>{escape(line)}</text>')
     xs = [x for _, lines in panels for _, line in lines for x, _ in line]
     xs += [x for x, _ in labels or ()]
     most = max([*xs, 0.0]) or 1.0
@@ -54,7 +67,9 @@ def lines_svg(panels: Sequence[Panel], axis: str, labels: Sequence[tuple[float, 
         most = marks[-1]
         labels = [(x, f"{x:g}") for x in marks]
     for i, (title, lines) in enumerate(panels):
-        parts += _panel(i * tall + _TOP, title, [line for line in lines if line[1]], most, labels, axis)
+        shown = [line for line in lines if line[1]]
+        limit = (limits or {}).get(title)
+        parts += _panel(head + i * tall + _TOP, title, shown, most, labels, axis, limit)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -68,9 +83,16 @@ def ticks(most: float) -> list[float]:
 
 
 def _panel(
-    top: float, title: str, lines: Sequence[Line], most: float, labels: Sequence[tuple[float, str]], axis: str
+    top: float,
+    title: str,
+    lines: Sequence[Line],
+    most: float,
+    labels: Sequence[tuple[float, str]],
+    axis: str,
+    limit: tuple[str, float] | None,
 ) -> list[str]:
-    heights = ticks(max((y for _, line in lines for _, y in line), default=0.0))
+    highest = max((y for _, line in lines for _, y in line), default=0.0)
+    heights = ticks(highest if limit is None else max(highest, limit[1]))
     bottom = top + _HEIGHT
 
     def across(x: float) -> float:
@@ -88,6 +110,13 @@ def _panel(
     for x, word in labels:
         parts.append(f'<text x="{across(x)}" y="{bottom + 14}" text-anchor="middle">{escape(word)}</text>')
     parts.append(f'<text x="{_LEFT + _WIDTH}" y="{bottom + 28}" text-anchor="end">{escape(axis)}</text>')
+    if limit is not None:
+        name, y = limit
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{up(y)}" y2="{up(y)}" stroke="#dc2626" '
+            'stroke-dasharray="6 4"/>'
+        )
+        parts.append(f'<text x="{_LEFT + 6}" y="{up(y) - 4}" fill="#dc2626">{escape(name)}</text>')
     named: list[float] = []
     # From the lowest end up: names of lines that end close together are moved apart.
     for colour, (name, line) in sorted(zip(COLOURS, lines, strict=False), key=lambda pair: pair[1][1][-1][1]):

@@ -58,6 +58,7 @@ class FakeLLM:
     steps: int = 0
     resets: int = 0
     forgotten: int = 0
+    ignore_eos: bool = True  # what requests are expected to say
 
     def reset_prefix_cache(self) -> bool:
         self.resets += 1
@@ -86,7 +87,7 @@ class FakeLLM:
     def generate(
         self, prompts: Sequence[dict[str, Any]], params: SamplingParams, use_tqdm: bool
     ) -> list[RequestOutput]:
-        assert params.speculation is not None and params.ignore_eos and use_tqdm is False
+        assert params.speculation is not None and params.ignore_eos is self.ignore_eos and use_tqdm is False
         method = params.speculation["method"]
         assert params.max_tokens is not None
         firsts = [prompt["prompt_token_ids"][0] for prompt in prompts]

@@ -92,7 +92,7 @@ def test_the_plot_shows_what_was_measured(tmp_path: Path) -> None:
         _load(float("inf"), 0.4, {"ttft": 0.25}),
     ]
     path = tmp_path / "a.svg"
-    draw_serve(points, path, "requests per second sent")
+    draw_serve(points, path, "requests per second sent", ["model <m> at http://x", "64 requests"])
     root = ET.fromstring(path.read_text())
     space = "{http://www.w3.org/2000/svg}"
     titles = [t.text for t in root.iter(f"{space}title")]
@@ -101,6 +101,10 @@ def test_the_plot_shows_what_was_measured(tmp_path: Path) -> None:
     assert "within SLA: 0.6667 at 1" in titles and "within SLA: 0 at 7" in titles, "inf: one step beyond 4"
     words = [t.text for t in root.iter(f"{space}text")]
     assert "all at once" in words and words.count("requests per second sent") == 4
+    assert words[:2] == ["model <m> at http://x", "64 requests"]
+    dashed = [line for line in root.iter(f"{space}line") if "stroke-dasharray" in line.attrib]
+    assert "SLA 250 ms" in words and len(dashed) == 1, "of the time that the SLA limits"
+    assert float(dashed[0].attrib["y1"]) == float(dashed[0].attrib["y2"])
     places = [float(c.attrib["cy"]) for c in root.iter(f"{space}circle")]
     assert all(0 <= y <= float(root.attrib["height"]) for y in places)
 

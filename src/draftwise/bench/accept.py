@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from draftwise import LLM
 
 
+OVERALL = "all prompts"
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptRow:
     """One variant (a method, or "method/tree" with dynamic trees) on one workload.
@@ -45,12 +48,17 @@ def accept(
     methods: Sequence[str],
     temperature: float = 0.0,
     output_tokens: int = 96,
+    ignore_eos: bool = True,
     advance: Callable[[str], None] = lambda _: None,
 ) -> list[AcceptRow]:
-    """Run each workload's prompts, one at a time, with each variant and plainly; the variants take turns."""
+    """Run each workload's prompts, one at a time, with each variant and plainly; the variants take turns.
+
+    Of several workloads whose answers end by themselves (``ignore_eos`` false) there are rows of all prompts together
+    at the end, as the workload `OVERALL`."""
     from draftwise import SamplingParams
 
     rows: list[AcceptRow] = []
+    overall = {name: Series(name, temperature) for name in ("none", *methods)}
     for workload in workloads:
         series = {name: Series(name, temperature) for name in ("none", *methods)}
         for turn, prompt in enumerate(workload.prompts):
@@ -58,13 +66,18 @@ def accept(
                 params = SamplingParams(
                     temperature=temperature,
                     max_tokens=output_tokens,
-                    ignore_eos=True,
+                    ignore_eos=ignore_eos,
                     speculation=speculation_of(name),
                 )
                 series[name].samples.append(measure(llm, [prompt], params))
                 advance(f"{name}, {workload.name}")
+        for name, one in series.items():
+            overall[name].samples += one.samples
         plain = series.pop("none").tokens_per_second
         rows += [_row(one, workload.name, plain) for one in series.values()]
+    if len(workloads) > 1 and not ignore_eos:
+        plain = overall.pop("none").tokens_per_second
+        rows += [_row(one, OVERALL, plain) for one in overall.values()]
     return rows
 
 

@@ -11,6 +11,11 @@ from draftwise.bench.serve import ServeReport
 from draftwise.charts import Line, lines_svg, write_svg
 
 _SHOWN = (50, 90, 99)
+_TIMES = (
+    ("time to first token, ms", "ttft"),
+    ("time per token after the first, ms", "tpot"),
+    ("whole request, ms", "e2e"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +26,24 @@ class LoadPoint:
     report: ServeReport
 
 
-def draw_serve(points: Sequence[LoadPoint], path: Path, load: str) -> None:
-    """Write the chart. ``load``: what the horizontal axis is. Raises ConfigError."""
-    write_svg(serve_svg(points, load), path)
+def draw_serve(points: Sequence[LoadPoint], path: Path, load: str, heads: Sequence[str] = ()) -> None:
+    """Write the chart. ``load``: what the horizontal axis is; ``heads``: lines above it. Raises ConfigError."""
+    write_svg(serve_svg(points, load, heads), path)
 
 
-def serve_svg(points: Sequence[LoadPoint], load: str) -> str:
+def serve_svg(points: Sequence[LoadPoint], load: str, heads: Sequence[str] = ()) -> str:
     """Panels one above the other: time to first token, per token, whole requests, requests per second.
 
     Loads without a number (all failed, no token after the first) have no point. An infinite load stands at the
-    right, as one step more than the largest finite one.
+    right, as one step more than the largest finite one. Where the SLA limits a time, a dashed line stands at the
+    limit.
     """
     xs = _places([point.load for point in points])
-    panels = [
-        (title, _percentiles(points, xs, name))
-        for title, name in (
-            ("time to first token, ms", "ttft"),
-            ("time per token after the first, ms", "tpot"),
-            ("whole request, ms", "e2e"),
-        )
-    ]
+    panels = [(title, _percentiles(points, xs, name)) for title, name in _TIMES]
+    sla = points[0].report.sla if points else {}
+    limits = {
+        title: (f"SLA {1000 * sla[name]:g} ms", 1000 * sla[name]) for title, name in _TIMES if name in sla
+    }
     rates: list[Line] = [
         ("answered", [(x, p.report.request_rate) for x, p in zip(xs, points, strict=True)]),
         (
@@ -52,7 +55,7 @@ def serve_svg(points: Sequence[LoadPoint], load: str) -> str:
     labels = [
         (x, "all at once" if math.isinf(p.load) else f"{p.load:g}") for x, p in zip(xs, points, strict=True)
     ]
-    return lines_svg(panels, load, labels)
+    return lines_svg(panels, load, labels, heads=heads, limits=limits)
 
 
 def _places(loads: Sequence[float]) -> list[float]:

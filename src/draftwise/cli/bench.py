@@ -79,7 +79,20 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
         add("--output-tokens", 128, "tokens generated per request")
         add("--rounds", 3, "times each batch is run with each method")
     else:
-        add("--prompts", 8, "prompts per workload")
+        group.add_argument(
+            "--prompts",
+            type=_prompts,
+            default=8,
+            metavar="N|FILE",
+            help="prompts per workload (8); or a JSONL file of your own instead of the workloads: a line has turns, "
+            "question, prompt or messages, and perhaps a category (Spec-Bench, MT-Bench, GSM8K, HumanEval)",
+        )
+        group.add_argument(
+            "--per-category",
+            type=positive,
+            metavar="N",
+            help="of a file: at most so many prompts of each category, drawn at random (all)",
+        )
         add("--temperature", 0.0, "temperature", temperature)
         add("--output-tokens", 96, "tokens generated per prompt")
         group.add_argument(
@@ -236,11 +249,26 @@ def _throughput(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple
 
 def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any, str]:
     from draftwise.bench.accept import accept
+    from draftwise.bench.prompt_files import read_prompt_file
 
     tokenizer = llm.get_tokenizer()
-    workloads = [
-        make_workload(name, tokenizer, args.prompts, args.prompt_tokens, args.seed) for name in args.workloads
-    ]
+    own = isinstance(args.prompts, Path)
+    if own:
+        room = llm.max_model_len - args.output_tokens
+        workloads, left_out = read_prompt_file(args.prompts, tokenizer, room, args.per_category, args.seed)
+        if left_out:
+            note(
+                f"{left_out} prompts are longer than the {room} tokens that there is room for; they are left out"
+            )
+        head = f"{args.prompts.name}: {sum(len(w.prompts) for w in workloads)} prompts, at most {args.output_tokens} "
+    else:
+        if args.per_category is not None:
+            raise UsageError("--per-category: needs a file (--prompts FILE)")
+        workloads = [
+            make_workload(name, tokenizer, args.prompts, args.prompt_tokens, args.seed)
+            for name in args.workloads
+        ]
+        head = f"{args.prompts} prompts of each kind, {args.output_tokens} "
     methods = [name for name in methods if name != "none"]
     if not methods:
         raise UsageError("--methods: name at least one drafter")
@@ -252,11 +280,18 @@ def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any
             methods=methods,
             temperature=args.temperature,
             output_tokens=args.output_tokens,
+            ignore_eos=not own,
             advance=advance,
         )
+    counts = {workload.name: len(workload.prompts) for workload in workloads}
     lines: list[list[str] | str] = []
     for workload in dict.fromkeys(row.workload for row in rows):
-        lines.append(f"{workload}: {WORKLOADS.get(workload, '')}".rstrip(": "))
+        about = (
+            WORKLOADS.get(workload, "")
+            if not own
+            else f"{counts.get(workload, sum(counts.values()))} prompts"
+        )
+        lines.append(f"{workload}: {about}".rstrip(": "))
         lines += [
             [
                 _shown(row.method),
@@ -271,7 +306,7 @@ def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any
             if row.workload == workload
         ]
     drawn = table(
-        f"{args.prompts} prompts of each kind, {args.output_tokens} generated, temperature {args.temperature:g}",
+        f"{head}generated, temperature {args.temperature:g}",
         [
             "<method", "accept.\nlength", "tokens\n/step", "<accepted at\nposition 1, 2, ..", "drafting\n/step",
             "target\n/step", "speed\n-up",
@@ -284,6 +319,13 @@ def _accept(args: argparse.Namespace, llm: LLM, methods: list[str]) -> tuple[Any
         draw_accept(rows, args.plot)
         note(f"drawn in {args.plot}")
     return rows, drawn
+
+
+def _prompts(text: str) -> int | Path:
+    """A number, or a file."""
+    if text.isdecimal():
+        return positive(text)
+    return Path(text)
 
 
 def _variants(llm: LLM, methods: Sequence[str], shapes: Sequence[str]) -> list[str]:

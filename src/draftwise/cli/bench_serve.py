@@ -131,11 +131,11 @@ def run(args: argparse.Namespace) -> int:
         check_svg(args.plot)
     prompts = _prompts(args)
 
-    async def main() -> list[ServeReport]:
+    async def main() -> tuple[str, list[ServeReport]]:
         model = args.model or await _first_model(target)
         bodies = [_body(args, model, prompts[i % len(prompts)]) for i in range(args.num_requests)]
         with progress(len(bodies) * len(loads), "requests") as advance:
-            return [
+            return model, [
                 await bench_serve(
                     target,
                     bodies,
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
             ]
 
     try:
-        reports = asyncio.run(main())
+        model, reports = asyncio.run(main())
     except HttpError as error:
         raise UsageError(f"{args.url}: {error}") from None
     if args.json:
@@ -179,12 +179,26 @@ def run(args: argparse.Namespace) -> int:
             LoadPoint(rate if rate is not None else float(concurrency or 0), result)
             for (rate, concurrency), result in zip(loads, reports, strict=True)
         ]
-        draw_serve(points, args.plot, "clients" if args.request_rate is None else "requests per second sent")
+        axis = "clients" if args.request_rate is None else "requests per second sent"
+        draw_serve(points, args.plot, axis, _heads(args, model, sla))
         note(f"drawn: {args.plot}")
     for result in reports:
         for message, count in result.errors.items():
             note(f"{count} requests failed: {message}")
     return 1 if all(result.num_failed == result.num_requests for result in reports) else 0
+
+
+def _heads(args: argparse.Namespace, model: str, sla: dict[str, float]) -> list[str]:
+    """What stands above the plot: which server, what it was asked, and what was promised."""
+    prompts = f"of {args.prompt_tokens} tokens" if args.prompts_file is None else f"from {args.prompts_file}"
+    lines = [
+        f"{model} at {args.url}",
+        f"{args.num_requests} requests per load, prompts {prompts}, {args.output_tokens} tokens generated, "
+        f"temperature {args.temperature:g}",
+    ]
+    if sla:
+        lines.append("SLA: " + ", ".join(f"{name} {1000 * limit:g} ms" for name, limit in sla.items()))
+    return lines
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -76,6 +76,7 @@ def test_hostile_text_stays_text(scripts: Scripts, open_page: Callable[..., Tab]
     with RunningServer(engine, model_names=("<b>m</b>",)) as server:
         tab = open_page(server)
         run(tab)
+        tab.wait("!!document.querySelector('#model').textContent")
         assert shown(tab) == text and tab.text("#model") == "<b>m</b>"
         tab.point(".output .tok")
         assert "<" in tab.text("#tree")
