@@ -3,15 +3,19 @@ and trees; and logits are those of one process."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from draftwise import LLM, SamplingParams
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, RequestError
 from draftwise.kernels.select import native_reason
 from tests.e2e.conftest import token_ids
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
@@ -141,8 +145,6 @@ def test_logits_are_those_of_one_process(pair: Pair) -> None:
 
 
 def native_reason_of_float32() -> str | None:
-    import torch
-
     return native_reason(torch.float32, torch.device("cpu"))
 
 
@@ -160,3 +162,43 @@ def test_what_cannot_be_divided_is_said_before_anything_is_started(tmp_path: Pat
         LLM(target, tensor_parallel_size=2, enable_expert_parallel=True, **OPTIONS)
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         LLM(target, pipeline_parallel_size=2, **OPTIONS)
+
+
+_WITHOUT_LIBRARY = """
+import sys
+from draftwise import LLM, SamplingParams
+options = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64}
+params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+prompts = [{"prompt_token_ids": [1, 2, 3, 4]}, {"prompt_token_ids": [5, 6]}]
+texts = []
+for size in (1, 2):
+    with LLM(sys.argv[1], tensor_parallel_size=size, speculative_config={"method": "ngram"}, **options) as llm:
+        texts.append([out.outputs[0].token_ids for out in llm.generate(prompts, params)])
+assert texts[0] == texts[1], texts
+print("the same")
+"""
+
+
+@pytest.mark.slow
+def test_without_native_kernels_sums_go_through_torch_distributed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_LIBRARY, make_target(tmp_path)],
+        env=os.environ | {"DRAFTWISE_CPU_LIBRARY": str(tmp_path / "none.so")},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "the same" in done.stdout, done.stderr[-3000:]
+
+
+def steep(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor that ranks can import."""
+    return logits * 1.5
+
+
+def test_functions_of_requests_go_to_the_ranks_if_they_can(pair: Pair) -> None:
+    one = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logits_processors=(steep,))
+    plain = one.replace(logits_processors=())
+    assert token_ids(pair.llm.generate(pair.prompts[:2], one)) == token_ids(
+        pair.llm.generate(pair.prompts[:2], plain)
+    )
+    with pytest.raises(RequestError, match=r"logits_processors: .* cannot be sent to ranks"):
+        pair.llm.generate(pair.prompts[:1], one.replace(logits_processors=(lambda ids, logits: logits,)))

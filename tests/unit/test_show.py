@@ -18,9 +18,10 @@ from draftwise.cli import main
 from draftwise.cli.show import size
 from draftwise.config.embedded import embedded_path
 from draftwise.errors import ModelLoadError
+from draftwise.kernels.ranks import Ranks
 from draftwise.kv.storage import KVStorage
 from draftwise.models.checkpoint import TensorEntry
-from draftwise.models.describe import describe
+from draftwise.models.describe import describe, describe_ranks
 from draftwise.models.drafters import given
 from draftwise.models.loader import load_model
 
@@ -247,3 +248,29 @@ def test_sizes_are_readable() -> None:
     assert [size(n) for n in (0, 1023, 1536, 20 << 30, 999 << 20)] == [
         "0 B", "1023 B", "1.5 KiB", "20 GiB", "999 MiB",
     ]  # fmt: skip
+
+
+def test_what_each_rank_would_have(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = show(capsys)
+    assert whole["ranks"] == []
+    report = show(capsys, "--tensor-parallel-size", "4")
+    ranks = report["ranks"]
+    assert [(r["rank"], r["heads"], r["kv_heads"]) for r in ranks] == [(i, 1, 1) for i in range(4)]
+    for name, count in whole["weight_bytes"].items():
+        assert count < sum(r["weight_bytes"][name] for r in ranks) < 1.1 * count, "norms, K/V heads: on all"
+    for name, count in whole["cache_bytes_per_token"].items():
+        assert all(r["cache_bytes_per_token"][name] == count // 2 for r in ranks), "two K/V heads, each twice"
+
+
+def test_what_a_rank_would_have_is_what_it_loads() -> None:
+    from tests.fakes.ranks import on_ranks
+
+    folder = embedded_path("target")
+    shown = describe_ranks(describe(folder), 2)
+
+    def loaded(ranks: Ranks) -> int:
+        device = torch.device("cpu")
+        return load_model(folder, dtype=torch.float32, device=device, ranks=ranks).weight_bytes()
+
+    for facts, nbytes in zip(shown, on_ranks(2, loaded), strict=True):
+        assert facts.weight_bytes()["float32"] == pytest.approx(nbytes, rel=0.02)

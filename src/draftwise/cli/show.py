@@ -11,7 +11,7 @@ from draftwise.cli.report import print_json
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
-    from draftwise.models.describe import ModelFacts
+    from draftwise.models.describe import ModelFacts, RankFacts
     from draftwise.models.drafters import Drafter
 
 _NAME, _WIDTH = 14, 80
@@ -43,6 +43,16 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="DRAFTER",
         help="a draft model or head: does it fit? may be repeated",
     )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="what each of N ranks would have",
+    )
+    parser.add_argument(
+        "--enable-expert-parallel", action="store_true", help="ranks have some of the experts whole"
+    )
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     parser.set_defaults(run=run)
 
@@ -50,7 +60,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``draftwise show``."""
     from draftwise.config.embedded import embedded_path
-    from draftwise.models.describe import describe
+    from draftwise.models.describe import describe, describe_ranks
     from draftwise.models.drafters import beside, given, modelless
 
     model = args.model if args.model is not None else str(embedded_path("target"))
@@ -60,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
         drafters = [*modelless(facts), *beside(facts)]
         known = {drafter.model for drafter in drafters}
         drafters += [given(facts, path) for path in args.speculative_model if path not in known]
-    report = as_dict(facts, drafters)
+    ranks: list[RankFacts] = []
+    if args.tensor_parallel_size > 1:
+        by_rank = args.enable_expert_parallel
+        ranks = describe_ranks(facts, args.tensor_parallel_size, experts_by_rank=by_rank)
+    report = as_dict(facts, drafters, ranks)
     if args.json:
         print_json(report)
     else:
@@ -68,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_dict(facts: ModelFacts, drafters: list[Drafter]) -> dict[str, Any]:
+def as_dict(facts: ModelFacts, drafters: list[Drafter], ranks: list[RankFacts]) -> dict[str, Any]:
     """All that is shown. Sizes in bytes, lengths in tokens; null: not known."""
     config = facts.config
     out: dict[str, Any] = {
@@ -85,6 +99,16 @@ def as_dict(facts: ModelFacts, drafters: list[Drafter]) -> dict[str, Any]:
         "cache_bytes_per_token": facts.cache_bytes(),
         "state_bytes": None if facts.state is None else facts.state.num_bytes,
         "cache_is_exact": facts.layout_is_exact if facts.layout else None,
+        "ranks": [
+            {
+                "rank": r.rank,
+                "heads": r.heads,
+                "kv_heads": r.kv_heads,
+                "weight_bytes": r.weight_bytes(),
+                "cache_bytes_per_token": r.cache_bytes(),
+            }
+            for r in ranks
+        ],
         "drafters": [
             {
                 "method": d.method,
@@ -137,6 +161,11 @@ def lines(report: dict[str, Any]) -> list[str]:
     rows += _cache(report)
     if report["state_bytes"] is not None:
         rows.append(("state", f"{size(report['state_bytes'])} a request and draft"))
+    for r in report["ranks"]:
+        over = "" if r["heads"] == r["kv_heads"] else f" over {r['kv_heads']} of keys"
+        rows.append((f"rank {r['rank']}", f"{r['heads']} heads{over}"))
+        rows.append(("  memory", _sizes(r["weight_bytes"])))
+        rows.append(("  cache", f"{_sizes(r['cache_bytes_per_token'])} a token"))
     rows += [("drafts" if i == 0 else "", _drafter(d)) for i, d in enumerate(report["drafters"])]
     return [line for name, text in rows for line in _wrapped(name, text)]
 

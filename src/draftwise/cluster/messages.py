@@ -41,6 +41,7 @@ class Start:
     seconds: float  # that a rank waits for another
     meeting: str | None  # where torch.distributed meets; None: memory is shared
     memory: int | None  # file descriptor of the shared memory
+    device: str  # what torch.distributed exchanges tensors of
     log_level: int
     methods: tuple[tuple[str, str], ...]  # that third parties registered, and where their classes are
     setting: Any

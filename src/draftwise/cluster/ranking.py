@@ -106,7 +106,7 @@ def _join(start: Start) -> Ranks:
     part = Part(start.rank, start.size)
     if start.memory is None:
         assert start.meeting is not None
-        return join_torch(part, start.meeting, start.seconds, torch.device("cpu"))
+        return join_torch(part, start.meeting, start.seconds, torch.device(start.device))
     from draftwise.kernels.cpu.library import native_library
     from draftwise.kernels.cpu.ranks import SharedRanks, shared_bytes
 

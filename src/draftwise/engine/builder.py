@@ -92,6 +92,7 @@ def build_engine(
         grammars=grammars,
         limits=config.request_limits,
         most_drafts=facts.most_drafts,
+        elsewhere=device is None,
     )
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")

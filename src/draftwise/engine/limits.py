@@ -7,11 +7,12 @@ request. Values of a wrong type are passed over here: whoever reads them says wh
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from draftwise.config.limits import RequestLimits
-from draftwise.errors import LimitError, RequestError
+from draftwise.errors import LimitError, RequestError, shown
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.structured import StructuredOutputs
 
@@ -189,3 +190,18 @@ def _too_deep(limits: RequestLimits, name: str) -> LimitError:
 def _shown(number: int) -> str:
     """An integer in few characters: one of a hundred thousand digits is not printed, and cannot be."""
     return str(number) if number.bit_length() < 64 else "over 2**63"
+
+
+def check_portable(params: SamplingParams) -> None:
+    """Whether a request's functions can be sent to other processes. Raises RequestError."""
+    for function in params.logits_processors:
+        try:
+            data = pickle.dumps(function)
+        except Exception as error:
+            raise RequestError(
+                f"logits_processors: {shown(function)} cannot be sent to ranks: {error}"
+            ) from None
+        if b"__main__" in data:
+            raise RequestError(
+                f"logits_processors: {shown(function)} is in __main__, which ranks do not have; put it into a module"
+            )

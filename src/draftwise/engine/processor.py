@@ -15,7 +15,7 @@ from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
 from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.facts import Traits
 from draftwise.engine.group import RequestGroup
-from draftwise.engine.limits import check_params, check_prompt
+from draftwise.engine.limits import check_params, check_portable, check_prompt
 from draftwise.engine.states import WHY_NO_TREES
 from draftwise.engine.stops import StopStrings
 from draftwise.engine.workers import Lane
@@ -86,8 +86,10 @@ class Processor:
         grammars: Grammars | None = None,
         limits: RequestLimits | None = None,
         most_drafts: int | None = None,
+        elsewhere: bool = False,
     ) -> None:
-        """``most_drafts``: a request may have in a step, of a model with recurrent state; None: the model has none."""
+        """``elsewhere``: steps are executed in other processes.
+        ``most_drafts``: a request may have in a step, of a model with recurrent state; None: the model has none."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.limits = limits or RequestLimits()
@@ -99,6 +101,7 @@ class Processor:
         self._clock = clock
         self._keep_trace = keep_trace
         self._most_drafts = most_drafts
+        self._elsewhere = elsewhere
         self._next_rid = 0
         self._lock = Lock()
         eos = end_tokens(model_config, tokenizer)
@@ -110,6 +113,8 @@ class Processor:
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Whether the sizes of a request are within the limits, as far as that is quick. Raises `LimitError`."""
         check_params(self.limits, params, walk=False)
+        if self._elsewhere:
+            check_portable(params)
         text = prompt_text(prompt)
         if text is not None and not (isinstance(prompt, Mapping) and "prompt_token_ids" in prompt):
             check_prompt(self.limits, text, self.max_model_len)

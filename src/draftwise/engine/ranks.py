@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from dataclasses import replace
 
 import torch
@@ -14,6 +16,7 @@ from draftwise.config import EngineConfig
 from draftwise.config.registry import third_party_methods
 from draftwise.cpus import default_threads
 from draftwise.engine.facts import DeviceFacts
+from draftwise.errors import ConfigError
 from draftwise.models.loader import check_divided
 
 _MODULE = "draftwise.engine.worker"
@@ -33,26 +36,38 @@ def start_ranks(config: EngineConfig) -> tuple[RanksExecutor, DeviceFacts]:
     assert config.model is not None, "resolve_engine_config names the embedded model"
     check_divided(config.model, size, config.revision, config.max_model_len, config.enable_expert_parallel)
     threads = config.num_threads or max(1, default_threads(torch.get_num_threads()) // size)
-    setting = replace(config, num_threads=threads)
-    shared = native_library() is not None
+    on_cuda = torch.device(config.device).type == "cuda"
+    if on_cuda and torch.cuda.device_count() < size:
+        raise ConfigError(f"tensor_parallel_size: {size} ranks on {torch.cuda.device_count()} CUDA devices")
+    shared = native_library() is not None and not on_cuda
     methods = third_party_methods()
     level = logging.getLogger("draftwise").getEffectiveLevel()
+    folder = tempfile.mkdtemp(prefix="draftwise-")
 
     def start(rank: int, memory: int) -> Start:
+        device = f"cuda:{rank}" if on_cuda else config.device
         return Start(
             rank,
             size,
             config.worker_timeout,
-            None,
+            None if shared else f"file://{folder}/meeting",
             memory if shared else None,
+            device,
             level,
             methods,
-            setting,
+            replace(config, num_threads=threads, device=device),
         )
 
-    processes = RankProcesses(
-        _MODULE, size, start, seconds=config.worker_timeout, memory_bytes=shared_bytes(size)
-    )
+    try:
+        processes = RankProcesses(
+            _MODULE, size, start, seconds=config.worker_timeout, memory_bytes=shared_bytes(size)
+        )
+        return _built(processes)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _built(processes: RankProcesses) -> tuple[RanksExecutor, DeviceFacts]:
     try:
         facts = processes.first_answer()
     except BaseException:

@@ -156,8 +156,11 @@ def _native(dtype: torch.dtype, scheme: Scheme | None, ranks: Ranks | None) -> O
     settle_level(library)
     pool = shared_pool(torch.get_num_threads())
     if ranks is not None:
+        from draftwise.kernels.cpu.library import Isa
         from draftwise.kernels.cpu.ranks import SplitNativeOps, SplitQuantizedOps
 
+        # what all ranks compute must be the same bits, and a choice that is measured may differ
+        library.use_isa(Isa[ranks.told(library.isa.name)])
         return _joined(
             SplitNativeOps(library, pool, dtype)
             if scheme is None

@@ -13,6 +13,7 @@ import torch
 
 from draftwise.errors import DraftwiseError, ModelLoadError
 from draftwise.kernels.base import Linear
+from draftwise.kernels.ranks import Part
 from draftwise.kernels.select import native_reason
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.states import StateSpec
@@ -20,8 +21,10 @@ from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.checkpoint import TensorEntry
 from draftwise.models.config import ModelConfig, RawConfig
+from draftwise.models.cuts import vocabulary_cut
 from draftwise.models.general.shapes import call_shapes, empty_model, state_shapes
-from draftwise.models.loader import declare, is_general, load_config
+from draftwise.models.loader import check_divided, declare, is_general, load_config
+from draftwise.models.parts import of_rank
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
 from draftwise.models.source import checkpoint_format, read_raw, scan
@@ -64,6 +67,46 @@ class Parameters:
         return linear + self.head + 4 * self.head_outputs + (self.table + self.other) * width
 
 
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one of several ranks has of a model (`tensor_parallel_size`)."""
+
+    rank: int
+    heads: int
+    kv_heads: int
+    parameters: Parameters | None  # None: of a quantised checkpoint, of which ``read_bytes`` are known
+    layout: tuple[KVLayerSpec, ...]
+    read_bytes: int
+    quantized: str | None
+
+    def weight_bytes(self) -> dict[str, int]:
+        """As `ModelFacts.weight_bytes`, of this rank."""
+        return _weight_bytes(self.parameters, self.quantized, self.read_bytes)
+
+    def cache_bytes(self) -> dict[str, int]:
+        """As `ModelFacts.cache_bytes`, of this rank."""
+        return _cache_bytes(self.layout)
+
+
+def _weight_bytes(parameters: Parameters | None, quantized: str | None, stored: int) -> dict[str, int]:
+    if quantized is not None:
+        return {quantized: stored}
+    if parameters is None:
+        return {}
+    out = {}
+    for name in FORMATS:
+        scheme = parse_scheme(name) if name.startswith("int") else None
+        dtype = torch.float32 if name == "float32" else torch.bfloat16
+        out[name] = parameters.bytes_in(scheme, dtype)
+    return out
+
+
+def _cache_bytes(layout: tuple[KVLayerSpec, ...]) -> dict[str, int]:
+    if not layout:
+        return {}
+    return {name: KVStorage.bytes_per_block(layout, 1, d) for name, d in CACHE_DTYPES.items()}
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """A checkpoint. ``refused``: why no engine is built of it; then what could not be found out is None or empty."""
@@ -87,22 +130,11 @@ class ModelFacts:
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes per format that ``dtype`` or ``quantization`` may name; of a quantised checkpoint as it is."""
-        if self.quantized is not None:
-            return {self.quantized: self.stored_bytes}
-        if self.parameters is None:
-            return {}
-        out = {}
-        for name in FORMATS:
-            scheme = parse_scheme(name) if name.startswith("int") else None
-            dtype = torch.float32 if name == "float32" else torch.bfloat16
-            out[name] = self.parameters.bytes_in(scheme, dtype)
-        return out
+        return _weight_bytes(self.parameters, self.quantized, self.stored_bytes)
 
     def cache_bytes(self) -> dict[str, int]:
         """Bytes of one token's keys and values in all layers, per dtype of the cache."""
-        if not self.layout:
-            return {}
-        return {name: KVStorage.bytes_per_block(self.layout, 1, d) for name, d in CACHE_DTYPES.items()}
+        return _cache_bytes(self.layout)
 
 
 def describe(path: str | Path, revision: str | None = None, max_model_len: int | None = None) -> ModelFacts:
@@ -136,12 +168,36 @@ def describe(path: str | Path, revision: str | None = None, max_model_len: int |
         layout = checkpoint_format(folder)
         found["quantized"] = None if layout is None else layout.name
         found |= _of_general(raw, config) if general else _of_own(folder, config, cls, entries)
+        found.pop("read_bytes", None)
         found["lends_to_heads"] = cls.shared_weights is not DecoderModel.shared_weights
         found["cuts"] = cls.first_layers is not DecoderModel.first_layers
     except DraftwiseError as error:
         reason = str(error).removeprefix(f"{folder}: ")
         return ModelFacts(**found, refused=reason)
     return ModelFacts(**found)
+
+
+def describe_ranks(facts: ModelFacts, size: int, *, experts_by_rank: bool = False) -> list[RankFacts]:
+    """What each of ``size`` ranks has of a model in a local folder. No weight is read.
+
+    Raises:
+        ConfigError: it cannot be divided so.
+        ModelLoadError: as `describe`.
+    """
+    if facts.config is None or facts.refused is not None:
+        raise ModelLoadError(facts.refused or "the model cannot be served")
+    check_divided(facts.folder, size, experts_by_rank=experts_by_rank)
+    _, cls = resolve_model(read_raw(facts.folder))
+    entries, found = scan(facts.folder), []
+    for rank in range(size):
+        part = Part(rank, size)
+        config = of_rank(facts.config, part, experts_by_rank)
+        own = _of_own(facts.folder, config, cls, entries)
+        heads = (config.num_heads, config.num_kv_heads)
+        found.append(
+            RankFacts(rank, *heads, own["parameters"], own["layout"], own["read_bytes"], facts.quantized)
+        )
+    return found
 
 
 def _headers(folder: Path, path: str, revision: str | None) -> Mapping[str, TensorEntry]:
@@ -171,25 +227,31 @@ def _of_own(
     """A family of ours declares its parameters without memory behind them; that the files have them is checked."""
     ops = TorchOps(torch.bfloat16, META)
     layout = checkpoint_format(folder)
-    plan = WeightPlan(torch.bfloat16, META, layout, entries.keys())
+    plan = WeightPlan(torch.bfloat16, META, layout, entries.keys(), config.part)
     model = declare(folder, config, cls, plan, ops, entries)
     stacked = {name for parts in plan.linears for name, _ in parts}
     shapes = {name: tuple(target.dest.shape) for name, target in plan.targets.items()}
-    tables = {name for name, shape in shapes.items() if shape and shape[0] == config.vocab_size}
+    ((first, end),) = vocabulary_cut(config.part, config.vocab_size, config.hidden_size).ranges[0]
+    rows = end - first
+    tables = {name for name, shape in shapes.items() if shape and shape[0] == rows}
     tables = {name for name in tables if len(shapes[name]) == 2 and name not in stacked}
-    table = config.vocab_size * config.hidden_size
+    table = rows * config.hidden_size
     linear = sum(prod(shapes[name]) for name in stacked)
     counts = Parameters(
         linear=linear,
         linear_outputs=sum(shapes[name][0] for name in stacked),
         head=table,
-        head_outputs=config.vocab_size,
+        head_outputs=rows,
         table=table,
         other=sum(prod(shape) for name, shape in shapes.items() if name not in stacked | tables),
         tied=config.tied,
     )
     quantized = layout is not None
-    return {"layout": model.kv_layout(), "parameters": None if quantized else counts}
+    return {
+        "layout": model.kv_layout(),
+        "parameters": None if quantized else counts,
+        "read_bytes": plan.num_bytes,
+    }
 
 
 def _of_general(raw: RawConfig, config: ModelConfig) -> dict[str, Any]:
