@@ -56,6 +56,16 @@ def suggest(name: str, valid: Iterable[str], least: float = 0.6) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def install(extra: str) -> str:
+    """How the packages of an extra are installed, as a hint behind an error. The package is not published: a name of an
+    index would be nobody's, or somebody else's.
+
+    >>> install("serve")
+    "run pip install '.[serve]' in the folder of Draftwise's sources"
+    """
+    return f"run pip install '.[{extra}]' in the folder of Draftwise's sources"
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8

@@ -56,18 +56,18 @@ class Folder:
             "FAKE": str(self._python), "REAL": sys.executable,
         }  # fmt: skip
 
-    def start(self, more: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start(self, more: Mapping[str, str], kind: str | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [str(SETUP)],
+            [str(SETUP), *([] if kind is None else [kind])],
             env={**self._environment, **more},
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
 
-    def setup(self, code: int = 0, **more: str) -> str:
+    def setup(self, code: int = 0, kind: str | None = None, **more: str) -> str:
         """Run it; what it told."""
-        process = self.start(more)
+        process = self.start(more, kind)
         _, told = process.communicate(timeout=120)
         assert process.returncode == code, told
         return told
@@ -89,6 +89,19 @@ def test_the_first_time_and_the_second(folder: Folder) -> None:
     assert folder.did() == FIRST and folder.stamp.exists()
     assert folder.setup() == ""
     assert folder.did() == []
+
+
+def test_running_needs_less_than_testing_and_takes_nothing_away(folder: Folder) -> None:
+    assert "2 of 2: draftwise" in folder.setup(kind="run")
+    assert folder.did() == ["venv", "pip torch", "pip ."]
+    assert folder.setup(kind="run") == "" and folder.did() == []
+    folder.setup()
+    assert folder.did() == UPDATE
+    assert folder.setup(kind="run") == "" and folder.setup() == "" and folder.did() == []
+    folder.stamp.write_text("of another day dev")
+    folder.setup(kind="run")
+    assert folder.did() == UPDATE, "what was there for tests stays"
+    assert "not everything" in folder.setup(code=2, kind="everything")
 
 
 def test_an_outdated_one_is_updated(folder: Folder) -> None:

@@ -163,7 +163,7 @@ class Conversation:
         elif name == "/stats" and rest.strip() in ("on", "off"):
             self._stats = rest.strip() == "on"
         else:
-            note(f"draftwise: unknown command {line!r}{suggest(name, _NAMES, 0.7)}; /help lists them")
+            note(f"draftwise: unknown command {line!r}{suggest(name, _NAMES, 0.7)} (/help lists them)")
         return False
 
     def _back(self, runner: asyncio.Runner, *, again: bool) -> None:

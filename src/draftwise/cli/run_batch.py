@@ -14,6 +14,7 @@ from draftwise.cli.errors import UsageError
 from draftwise.cli.numbers import positive
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import note, progress
+from draftwise.errors import install
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"{error.name} is not installed: pip install 'draftwise[serve]'") from None
+        raise UsageError(f"{error.name} is not installed: {install('serve')}") from None
     from draftwise import AsyncLLM
     from draftwise.server.app import create_app
     from draftwise.server.batch import answer_all

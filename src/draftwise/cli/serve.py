@@ -12,7 +12,7 @@ from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.config.coerce import boolean
 from draftwise.config.lora import parse_modules
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, install
 from draftwise.server.reasoning import REASONING_PARSERS
 from draftwise.server.tool_parsers import PARSERS
 
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"{error.name} is not installed: pip install 'draftwise[serve]'") from None
+        raise UsageError(f"{error.name} is not installed: {install('serve')}") from None
     logging.basicConfig(
         level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

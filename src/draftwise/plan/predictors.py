@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from draftwise.errors import ConfigError, suggest
+from draftwise.errors import ConfigError, install, suggest
 
 _FEW = 12
 """Values below which a model has nothing to be fitted to: the newest value stands."""
@@ -150,7 +150,7 @@ def predictor(name: str, period: int = 1440) -> Predictor:
         from importlib.util import find_spec
 
         if find_spec("statsmodels") is None:
-            raise ConfigError(f"predictor {name!r} needs statsmodels: pip install 'draftwise[plan]'")
+            raise ConfigError(f"predictor {name!r} needs statsmodels: {install('plan')}")
     kinds: Mapping[str, Callable[[], Predictor]] = {
         "constant": Constant,
         "arima": Arima,

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from draftwise import __version__
 from draftwise.engine.outputs import RequestOutput, SpeculationMetrics
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, install
 from draftwise.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Spans:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(
-                f"otlp_traces_endpoint needs the package {error.name!r}: pip install 'draftwise[otel]'"
+                f"otlp_traces_endpoint needs the package {error.name!r}: {install('otel')}"
             ) from None
         # Service name and version can be given by OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which win.
         resource = Resource({"service.name": "draftwise", "service.version": __version__}).merge(_named())

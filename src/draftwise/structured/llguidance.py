@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from draftwise.errors import ConfigError, RequestError
+from draftwise.errors import ConfigError, RequestError, install
 from draftwise.sampling.masks import Words
 from draftwise.sampling.structured import GrammarKind, StructuredOutputs
 from draftwise.structured.base import Grammar, GrammarBackend, Matcher
@@ -56,7 +56,7 @@ class LlguidanceBackend(GrammarBackend):
             self._library: Any = import_module("llguidance")
         except ImportError:
             raise ConfigError(
-                "structured_outputs needs the package 'llguidance': pip install 'draftwise[structured]'"
+                f"structured_outputs needs the package 'llguidance': {install('structured')}"
             ) from None
         # A model may have rows that its tokenizer does not know (padding), or, rarely, the other way round.
         self.num_tokens = max(vocab_size, len(tokenizer))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.bench.gpu.report import PartReport, table
+from draftwise.errors import install
 
 TEXT = "one GPU: kernels, graphs, drafting and whole engines, with random weights; under 8 minutes"
 PARTS: dict[str, tuple[str, float]] = {
@@ -99,7 +100,7 @@ def why_not(device: str) -> str | None:
     if device != "cpu" and not torch.cuda.is_available():
         return "torch sees no CUDA device; there is nothing to measure"
     if device != "cpu" and importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install draftwise[gpu])"
+        return f"the package triton is not installed ({install('gpu')})"
     return None
 
 

@@ -9,6 +9,8 @@ from typing import Final
 
 import torch
 
+from draftwise.errors import install
+
 LAUNCH: Final = {"enable_fp_fusion": False}
 """Options of every launch: a product and a sum are rounded one after the other, whatever Triton's default is, so that
 the same formula gives the same bits in every kernel and every specialisation of it."""
@@ -35,7 +37,7 @@ def installed() -> bool:
 def why_not_triton(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why Triton kernels do not serve a model of this dtype on this device; None if they do."""
     if not installed():
-        return "the package triton is not installed (pip install draftwise[gpu])"
+        return f"the package triton is not installed ({install('gpu')})"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"Triton kernels know no {str(dtype).removeprefix('torch.')} activations"
     if interpreted():
