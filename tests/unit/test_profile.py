@@ -72,6 +72,7 @@ def test_times_are_those_measured_and_what_lies_between() -> None:
     assert times.target_time(8, 8, 8 * 64) == pytest.approx(0.0108, rel=0.05)
     assert times.draft_time("eagle3", 4, 3) == pytest.approx(1.5e-3, rel=0.02)
     assert times.prompt_time(0, 256, True) == pytest.approx(0.0356)
+    assert times.most_drafts == 3
     assert times.outside(4, 4, 256) is None
     assert "measured up to 16" in (times.outside(40, 40, 40) or "")
     assert "context" in (times.outside(1, 1, 9000) or "")

@@ -22,7 +22,13 @@ from draftwise.cli.planning import (
     trace_of,
 )
 from draftwise.cli.report import note, print_json, progress
-from draftwise.cli.simulate import add_engine_sizes, add_planner_options, engine_settings, make_planner
+from draftwise.cli.simulate import (
+    adaptive_policy,
+    add_engine_sizes,
+    add_planner_options,
+    engine_settings,
+    make_planner,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +86,6 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``draftwise plan``."""
     from draftwise.charts import check_svg, write_svg
-    from draftwise.simulate.engine import Policy
 
     if args.plot is not None:
         check_svg(args.plot)
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     args.prefill = 1 if args.pools else 0
     found = modelled(args)
     trace, words = trace_of(args)
-    adaptive = Policy(found.method, 7 if found.method != "none" else 0, adaptive=True)
+    adaptive = adaptive_policy(found, None)
     planner = make_planner(args, found, True)
     if args.state is not None and args.state.exists():
         planner.restore(_read_state(args.state))

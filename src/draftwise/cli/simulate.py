@@ -48,7 +48,9 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="K",
         help="numbers of drafts (0: plain), ranges as 0-7, adaptive (0 adaptive)",
     )
-    group.add_argument("--most-drafts", type=positive, default=7, metavar="K", help="adaptive: at most (7)")
+    group.add_argument(
+        "--most-drafts", type=positive, metavar="K", help="adaptive: at most (what is known, or 7)"
+    )
     add_engine_sizes(parser)
     group = parser.add_argument_group("cluster")
     group.add_argument("--replicas", type=positive, default=1, metavar="N", help="whole engines (1)")
@@ -132,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         check_svg(args.plot)
     found = modelled(args)
     trace, words = trace_of(args)
-    policies = _policies(args, found.method)
+    policies = _policies(args, found)
     start = time.perf_counter()
     outcomes: list[Outcome] = []
     with progress(_PARTS * len(policies), "simulate") as advance:
@@ -160,21 +162,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _policies(args: argparse.Namespace, method: str) -> list[Policy]:
+def adaptive_policy(found: Modelled, most: int | None) -> Policy:
+    """The adaptive controller, with as many drafts as something is known about, unless ``most`` says so."""
+    from draftwise.simulate.engine import Policy
+
+    if found.method == "none":
+        return Policy(adaptive=True)
+    known = 7 if found.times.most_drafts is None else found.times.most_drafts
+    return Policy(found.method, most or known, adaptive=True)
+
+
+def _policies(args: argparse.Namespace, found: Modelled) -> list[Policy]:
     from draftwise.simulate.engine import Policy
 
     out: list[Policy] = []
     for text in args.policies:
         if text == "adaptive":
-            out.append(Policy(method, args.most_drafts if method != "none" else 0, adaptive=True))
+            out.append(adaptive_policy(found, args.most_drafts))
             continue
         low, _, high = text.partition("-")
         if not low.isdecimal() or not (high or low).isdecimal():
             raise UsageError(f"--policies: expected a number of drafts, a range or adaptive, got {text!r}")
         for drafts in range(int(low), int(high or low) + 1):
-            if drafts and method == "none":
+            if drafts and found.method == "none":
                 raise UsageError("--policies: no method drafts here; name one with --method")
-            out.append(Policy(method if drafts else "none", drafts))
+            out.append(Policy(found.method if drafts else "none", drafts))
+    if not out:
+        raise UsageError(f"--policies: {' '.join(args.policies)} names none")
+    most = found.times.most_drafts
+    for policy in out:
+        if most is not None and policy.drafts > most:
+            note(f"{policy.name}: {policy.drafts} drafts are beyond what was measured ({most})")
     return out
 
 
@@ -221,7 +239,13 @@ def _simulate(
 
 
 def _sampled(count: int, share: float) -> int:
-    return max(round(count * min(share, 1.0)), 1) if count else 0
+    """So many of ``count`` replicas or devices. Raises UsageError if they are no whole number, to within a tenth."""
+    found = count * min(share, 1.0)
+    if abs(round(found) - found) > 0.1 * found:
+        raise UsageError(
+            f"--sample: {share:g} of {count} is {found:.3g}, no whole number of replicas or devices"
+        )
+    return round(found)
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:

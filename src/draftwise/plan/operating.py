@@ -123,6 +123,8 @@ def points(
         room = min(room, times.kv_tokens // max(context, 1))
     if room < 1:
         return
+    if times.most_drafts is not None:
+        most_drafts = min(most_drafts, times.most_drafts)
     names = [m for m in (methods if methods is not None else times.methods) if m != "none"]
     for n in ladder(room):
         for method, drafts in [("none", 0), *((m, k) for m in names for k in range(1, most_drafts + 1))]:

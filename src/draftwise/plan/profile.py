@@ -102,6 +102,7 @@ class Profile:
             max_context=max(
                 max(s.context // s.requests for s in setting.steps), max(n for n, _ in setting.prefill)
             ),
+            most_drafts=max((s.drafts for s in setting.steps), default=0),
             methods=sorted({s.method for s in setting.steps if s.method != "none"}),
         )
 

@@ -35,12 +35,13 @@ class StepTimes(ABC):
     """Seconds of the parts of a step.
 
     ``kv_tokens``: tokens that the cache holds, None: not known. ``methods``: drafters whose times are known.
-    ``max_context``: longest request that is known of; None: no limit.
+    ``max_context``, ``most_drafts``: longest request, and most drafts, that are known of; None: no limit.
     """
 
     kv_tokens: int | None = None
     methods: Sequence[str] = ()
     max_context: int | None = None
+    most_drafts: int | None = None
 
     @abstractmethod
     def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
@@ -143,6 +144,7 @@ class Measured(StepTimes):
         most_requests: int,
         most_rows: int,
         max_context: int,
+        most_drafts: int | None = None,
         methods: Sequence[str] = (),
     ) -> None:
         """``prefill``: (tokens, seconds from an empty cache to the first token). ``most_requests``, ``most_rows``: the
@@ -154,6 +156,7 @@ class Measured(StepTimes):
         self.kv_tokens = kv_tokens
         self.methods = tuple(methods)
         self.max_context = max_context
+        self.most_drafts = most_drafts
         self._most_requests, self._most_rows = most_requests, most_rows
 
     def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:

@@ -56,9 +56,9 @@ def model_name(config: EngineConfig) -> str:
 
 
 @contextmanager
-def _engine(config: EngineConfig) -> Iterator[Engine]:
+def _engine(config: EngineConfig, clock: Callable[[], float]) -> Iterator[Engine]:
     with lifetime.computing():
-        engine = build_engine(config)
+        engine = build_engine(config, clock)
     try:
         yield engine
     finally:
@@ -87,8 +87,11 @@ class Profiler:
         settings: ProfileSettings,
         texts: Callable[[Engine], Mapping[str, Sequence[Sequence[int]]]],
         clock: Callable[[], float] = time.monotonic,
+        engine_clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``texts``: prompts by kind of text, token ids, for an engine's tokenizer."""
+        """``texts``: prompts by kind of text, token ids, for an engine's tokenizer. ``clock``: of the budget;
+        ``engine_clock``: what steps are timed by."""
+        self._engine_clock = engine_clock
         self.profile = profile
         self._settings, self._texts, self._clock = settings, texts, clock
         self._until = math.inf if settings.budget is None else clock() + settings.budget
@@ -100,7 +103,7 @@ class Profiler:
     ) -> bool:
         """Measure what is missing. ``total``: told how many points there are, answers what is to be called after each.
         False: the budget ran out before all was measured."""
-        with _engine(config) as engine:
+        with _engine(config, self._engine_clock) as engine:
             texts = self._texts(engine)
             stream = [token for prompts in texts.values() for prompt in prompts for token in prompt]
             measurer = Measurer(engine, stream)

@@ -21,6 +21,8 @@ from draftwise.simulate.engine import EngineSettings, Policy, SimulatedEngine, p
 from draftwise.simulate.outcome import Moment, Outcome
 from draftwise.simulate.replicas import Replica, Work, router
 
+_PATIENCE = 3600.0
+"""Seconds after the last arrival for which a planner without replicas is asked whether it wants some."""
 _MOMENTS = 240
 """Moments of a run that are kept, where no planner says how often to look."""
 
@@ -135,6 +137,7 @@ class Cluster:
         self._moments: list[Moment] = []
         self._wanted: dict[str, int] = {}
         self._why = ""
+        self._give_up = trace.seconds + _PATIENCE
         self._tick = planner.config.interval if planner else max(trace.seconds / _MOMENTS, 1e-3)
 
     # ------------------------------------------------------------------------------------------- the run
@@ -280,7 +283,7 @@ class Cluster:
         work.done += request.num_output
         if work.done < work.osl:  # the prompt is read: what comes is decoded elsewhere
             s = self._settings
-            seconds = s.latency + work.isl * s.kv_bytes / s.bandwidth
+            seconds = s.latency + (work.isl + work.done) * s.kv_bytes / s.bandwidth
             self._at(self._now + seconds, self._send, work, DECODE)
             return
         assert work.first_token is not None
@@ -413,7 +416,8 @@ class Cluster:
             )
         )
         self._window = _Window()
-        if self._left and (self._events or self._now < self._trace.seconds):
+        waits = self._planner is not None and any(self._backlog.values()) and self._now < self._give_up
+        if self._left and (self._events or waits or self._now < self._trace.seconds):
             self._at(self._now + self._tick, self._look)
 
     def _note(self, decision: Decision) -> None:
