@@ -360,3 +360,30 @@ def test_metrics_agree_with_the_engine(server: RunningServer, client: openai.Ope
     assert total("time_to_first_token_seconds_count") + total("inter_token_latency_seconds_count") <= (
         stats.num_generation_tokens
     )
+
+
+def test_sources_of_tokens(client: openai.OpenAI) -> None:
+    """Of each token who drafted it and where it stood in its step: what the trace says, in short."""
+    body = {"return_token_sources": True, "return_trace": True, "return_token_ids": True, **EXACT}
+    whole: Any = client.completions.create(prompt="xyxyxyxy", **GREEDY, extra_body=body)
+    choice = whole.choices[0]
+    told = [
+        {
+            "source": token["source"],
+            "method": step["method"] if step["draft"] else "none",
+            "position": token["position"],
+        }
+        for step in whole.trace
+        for token in step["tokens"]
+    ]
+    assert choice.token_sources == told and len(told) == len(choice.token_ids) == 24
+    assert {one["source"] for one in told} >= {"draft"} and {one["method"] for one in told} >= {"ngram"}
+    streamed: list[Any] = []
+    for chunk in client.completions.create(prompt="xyxyxyxy", **GREEDY, stream=True, extra_body=body):
+        extra = chunk.choices[0].model_extra
+        assert extra is not None and len(extra["token_sources"]) == len(extra["token_ids"])
+        streamed += extra["token_sources"]
+    assert streamed == told
+    message: Any = [{"role": "user", "content": "xyxyxyxy"}]
+    chat: Any = client.chat.completions.create(messages=message, **GREEDY, extra_body={**body, "n": 2})
+    assert all(len(c.token_sources) == len(c.token_ids) for c in chat.choices) and len(chat.choices) == 2

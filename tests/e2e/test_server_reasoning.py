@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from draftwise import AsyncLLM
+from draftwise.config.embedded import embedded_path
 from draftwise.models.tokenizer import load_tokenizer
 from tests.fakes.running_server import RunningServer
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -180,3 +182,74 @@ def test_earlier_reasoning_reaches_the_template(scripted: Make, folder: str) -> 
         model="tiny", input=[item, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "x"}]
     )
     assert engine.prompts[-1]["prompt"] == "[Hm]yes[]x"
+
+
+UNIT = '<think>the level is low</think>{"level":2}\n'
+LEVEL = {
+    "type": "object",
+    "properties": {"level": {"type": "integer", "maximum": 9}},
+    "required": ["level"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[openai.OpenAI]:
+    llm = AsyncLLM(
+        num_kv_blocks=256,
+        max_model_len=1024,
+        speculation_control="static",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 16, "prompt_lookup_min": 1},
+    )
+    template = "{{ messages[0].content }}"  # the model goes on with what was written
+    with (
+        RunningServer(llm, reasoning_parser="qwen3", chat_template=template) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+    llm.check_integrity()
+    assert llm.stats().num_used_blocks == 0
+    llm.close()
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_reasoning_ends_inside_an_accepted_draft(embedded: openai.OpenAI, forced: bool) -> None:
+    """With a grammar behind it: the same answer as without drafts, whole and streamed, and the mark in mid-draft."""
+    text = UNIT * 6 + "<think>"
+    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 60}
+    if forced:
+        ask["tools"] = [{"type": "function", "function": {"name": "f", "parameters": LEVEL}}]
+        ask["tool_choice"] = {"type": "function", "function": {"name": "f"}}
+    else:
+        ask["extra_body"] = {"structured_outputs": {"json": LEVEL, "disable_any_whitespace": True}}
+    found = {}
+    for method in ("none", "ngram"):
+        more = {"speculation": {"method": method}, "return_token_sources": True, "return_token_ids": True}
+        body = {**ask.get("extra_body", {}), **more}
+        answer: Any = embedded.chat.completions.create(**{**ask, "extra_body": body}, temperature=0)
+        message = answer.choices[0].message
+        said = message.tool_calls[0].function.arguments if forced else message.content
+        assert message.reasoning == "the level is low" and json.loads(said) == {"level": 2}
+        found[method] = answer.choices[0]
+        streamed: dict[str, Any] = {"reasoning": "", "content": "", "arguments": "", "sources": []}
+        for chunk in embedded.chat.completions.create(
+            **{**ask, "extra_body": body}, temperature=0, stream=True
+        ):
+            delta: Any = chunk.choices[0].delta
+            streamed["reasoning"] += delta.model_extra.get("reasoning") or ""
+            streamed["content"] += delta.content or ""
+            streamed["arguments"] += "".join(c.function.arguments for c in delta.tool_calls or ())
+            streamed["sources"] += (chunk.choices[0].model_extra or {})["token_sources"]
+        assert streamed["reasoning"] == message.reasoning
+        assert streamed["arguments" if forced else "content"] == said
+        assert streamed["sources"] == answer.choices[0].token_sources
+    plain, drafted = found["none"], found["ngram"]
+    assert plain.token_ids == drafted.token_ids
+    assert {source["method"] for source in plain.token_sources} == {"none"}
+    # The tokens of "</think>" and what follows them, with the place of each in its step's draft.
+    tokenizer = load_tokenizer(str(embedded_path("target")))
+    texts = [tokenizer.decode([token]) for token in drafted.token_ids]
+    end = next(i for i in range(len(texts)) if "".join(texts[: i + 1]).endswith("</think>"))
+    last, after = drafted.token_sources[end : end + 2]
+    assert last["source"] == after["source"] == "draft" and last["method"] == after["method"] == "ngram"
+    assert after["position"] == last["position"] + 1 > 0, "one draft holds the end of reasoning and goes on"

@@ -32,7 +32,7 @@ from draftwise.server.protocol import ChatBody
 from draftwise.server.sse import TextEvents, event
 from draftwise.server.tool_formats import CallPiece, Found, HermesParser
 from draftwise.server.tools import whole_calls
-from draftwise.server.trace import Tracer
+from draftwise.server.trace import Tracer, token_sources
 
 # ------------------------------------------------------------------------------------------------ tools
 
@@ -351,3 +351,16 @@ def test_events_of_text_are_events(text: str, chosen: str) -> None:
     for name in (chosen, "\0text\0"):
         made = TextEvents(lambda part, name=name: {"id": name, "choices": [{"text": part, "n": None}]})  # type: ignore[misc]
         assert made(text) == event({"id": name, "choices": [{"text": text, "n": None}]})
+
+
+def test_sources_end_with_the_trace() -> None:
+    step = StepTrace("ngram", (5, 6), (-1, 0), (0,), (5, 9))
+    plain = StepTrace("ngram", (), (), (), (7,))
+    assert token_sources((step, plain), 5) == [
+        {"source": "draft", "method": "ngram", "position": 0},
+        {"source": "recovered", "method": "ngram", "position": 1},
+        {"source": "target", "method": "none", "position": 0},
+        None,
+        None,
+    ]
+    assert token_sources((step, plain), 2) == token_sources((step,), 2) and token_sources(None, 1) == [None]
