@@ -253,3 +253,19 @@ def test_reasoning_ends_inside_an_accepted_draft(embedded: openai.OpenAI, forced
     last, after = drafted.token_sources[end : end + 2]
     assert last["source"] == after["source"] == "draft" and last["method"] == after["method"] == "ngram"
     assert after["position"] == last["position"] + 1 > 0, "one draft holds the end of reasoning and goes on"
+
+
+def test_defaults_of_the_server_hold_where_requests_say_nothing(scripted: Make) -> None:
+    template = "{{ enable_thinking }}|{{ language }}"
+    engine, client = scripted(
+        ["a"],
+        chat_template=template,
+        default_chat_template_kwargs={"enable_thinking": False, "language": "d"},
+        enable_force_include_usage=True,
+    )
+    client.chat.completions.create(model="tiny", messages=USER)
+    assert engine.prompts[-1]["prompt"] == "False|d"
+    own: Any = {"chat_template_kwargs": {"enable_thinking": True}}
+    chunks = list(client.chat.completions.create(model="tiny", messages=USER, stream=True, extra_body=own))
+    assert engine.prompts[-1]["prompt"] == "True|d"
+    assert chunks[-1].usage is not None and not chunks[-1].choices

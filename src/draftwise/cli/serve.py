@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.cli.serve_foreign import SWITCHES, add_foreign, take_server_flags, tell_server_flags
 from draftwise.config.coerce import boolean
 from draftwise.config.lora import parse_modules
 from draftwise.errors import ConfigError, install
@@ -26,6 +27,9 @@ BOOLEANS = (
     "allow-credentials",
     "trust-request-chat-template",
     "enable-auto-tool-choice",
+    "enable-force-include-usage",
+    "return-tokens-as-token-ids",
+    *SWITCHES,
 )
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -103,6 +107,14 @@ def add_parser(subparsers: Subparsers) -> None:
         help="with --enable-lora: adapters that are served as models of these names",
     )
     add("chat-template", "a Jinja template, or a file with one", metavar="TEMPLATE")
+    add(
+        "default-chat-template-kwargs",
+        'variables of the chat template for requests that do not set them: {"enable_thinking": false}',
+        _mapping,
+        metavar="JSON",
+    )
+    add("enable-force-include-usage", "end every stream with the usage", _boolean, metavar="BOOL")
+    add("return-tokens-as-token-ids", "tokens of logprobs as token_id:ID", _boolean, metavar="BOOL")
     add("trust-request-chat-template", "take templates from requests", _boolean, metavar="BOOL")
     add(
         "otlp-traces-endpoint",
@@ -122,6 +134,7 @@ def add_parser(subparsers: Subparsers) -> None:
     hidden = {"help": argparse.SUPPRESS}
     parser.add_argument("--enable-auto-tool-choice", dest="auto_tool_choice", type=_boolean, **hidden)  # type: ignore[arg-type]
     parser.add_argument("--uvicorn-log-level", dest="server_log_level", **hidden)  # type: ignore[arg-type]
+    add_foreign(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -137,6 +150,17 @@ def _strings(text: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
         raise argparse.ArgumentTypeError(f"expected a JSON list of strings, got {text!r}")
     return tuple(value)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return value
 
 
 def _boolean(text: str) -> bool:
@@ -158,6 +182,7 @@ def run(args: argparse.Namespace) -> int:
         level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    tell_server_flags(args)
     from draftwise.server.sockets import bind, check_tls
 
     spans = None
@@ -191,7 +216,7 @@ def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
     from draftwise.server.config_file import read_config_file
 
     file_engine, file_server = read_config_file(args.config) if args.config else ({}, {})
-    given = engine_kwargs(args)
+    given = {**take_server_flags(args), **engine_kwargs(args)}
     if "speculative_config" in given or "speculative_model" in given or "speculative_method" in given:
         file_engine.pop("speculative_config", None)
     engine = {**file_engine, **given}

@@ -41,6 +41,7 @@ from draftwise.server.protocol import (
 )
 from draftwise.server.spans import Spans
 from draftwise.server.sse import ClientGone
+from draftwise.server.template_options import checked_options
 
 logger = logging.getLogger("draftwise.server")
 
@@ -253,7 +254,7 @@ def _add_tokens(app: FastAPI, context: Context) -> None:
 def _ids_of(context: Context, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
         return context.encode(body.prompt, body.add_special_tokens is not False)
-    options = chat.checked_options(body.chat_template_kwargs or {})
+    options = checked_options(body.chat_template_kwargs or {})
     if body.continue_final_message:
         options["continue_final_message"] = True
     rendered = context.render_chat(

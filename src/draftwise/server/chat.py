@@ -19,6 +19,7 @@ from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
 from draftwise.server.reader import AnswerReader, Reading, joined, reading_of
 from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
+from draftwise.server.template_options import checked_options
 from draftwise.server.tool_parsers import parser_class
 from draftwise.server.tools import (
     ToolPlan,
@@ -97,23 +98,6 @@ def _render(context: Context, body: ChatBody, plan: ToolPlan) -> tuple[dict[str,
         prompt["prompt_token_ids"] = context.encode(prompt["prompt"], name="messages")
     limit = body.max_completion_tokens or body.max_tokens
     return context.truncated(prompt, body.truncate_prompt_tokens, limit), reading
-
-
-_RESERVED = frozenset(
-    {
-        "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "padding",
-        "truncation", "max_length", "tokenizer_kwargs", "processor_kwargs", "load_audio_from_video",
-    }
-)  # fmt: skip
-"""Arguments of the rendering itself, which no request may set."""
-
-
-def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the template. Raises APIError for those that are arguments of its rendering."""
-    for name in options:
-        if not name.isidentifier() or name in _RESERVED or name.startswith("return_"):
-            raise bad_request(f"chat_template_kwargs: {name[:80]!r} cannot be set", "chat_template_kwargs")
-    return dict(options)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -229,7 +213,7 @@ class _Answer:
             completion.token_ids,
             completion.logprobs,
             self._body.top_logprobs or 0,
-            as_ids=bool(self._body.return_tokens_as_token_ids),
+            as_ids=self._context.tokens_as_ids(self._body.return_tokens_as_token_ids),
         )
 
     # --------------------------------------------------------------------------------------------- chunks
@@ -243,7 +227,9 @@ class _Answer:
             "model": self._model,
         }
         options = body.stream_options
-        with_usage = options is not None and options.include_usage
+        with_usage = self._context.config.enable_force_include_usage or (
+            options is not None and options.include_usage
+        )
         running = options is not None and options.continuous_usage_stats
         # Chunks of text and nothing else, which nearly all are, go a shorter way.
         per_token = body.return_token_ids or body.return_token_sources

@@ -132,9 +132,8 @@ class _Answer:
         return choice
 
     def _form(self) -> CompletionLogprobs:
-        return CompletionLogprobs(
-            self._body.logprobs or 0, as_ids=bool(self._body.return_tokens_as_token_ids)
-        )
+        as_ids = self._context.tokens_as_ids(self._body.return_tokens_as_token_ids)
+        return CompletionLogprobs(self._body.logprobs or 0, as_ids=as_ids)
 
     def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         if self._body.logprobs is None or completion.logprobs is None:
@@ -164,7 +163,9 @@ class _Answer:
     async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         body, head, n = self._body, self._head, self._n
         options = body.stream_options
-        with_usage = options is not None and options.include_usage
+        with_usage = self._context.config.enable_force_include_usage or (
+            options is not None and options.include_usage
+        )
         running = options is not None and options.continuous_usage_stats
         forms: dict[int, CompletionLogprobs] = {}
         # Chunks of text and nothing else, which nearly all are, go a shorter way.

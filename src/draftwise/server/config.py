@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from draftwise.config.lora import LoRARequest
 from draftwise.cpus import processors
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.hosts import check_hosts
 from draftwise.server.reasoning import reasoning_class
+from draftwise.server.template_options import may_be_set
 from draftwise.server.tool_parsers import parser_class
 
 DEFAULT_MODEL_NAME = "draftwise-demo"
@@ -66,7 +69,12 @@ class ServerConfig:
     send_timeout: float = 120.0  # how long a client may leave an answer unread
     drain_timeout: float = 30.0  # how long running requests may go on after SIGTERM
     chat_template: str | None = None  # text of a Jinja template; None: the model's
+    default_chat_template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # a request's own come first
     trust_request_chat_template: bool = False
+    enable_force_include_usage: bool = False  # at the end of every stream
+    return_tokens_as_token_ids: bool = False  # of requests that do not say
     tool_call_parser: str = "hermes"  # the form in which the model writes tool calls
     reasoning_parser: str | None = None  # the form in which it marks its reasoning; None: reasoning is text
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector (OTLP over HTTP)
@@ -122,6 +130,11 @@ class ServerConfig:
                 f"{suggest(self.unknown_fields, UNKNOWN_FIELDS)}"
             )
         check_hosts(self.allowed_hosts)
+        if not isinstance(self.default_chat_template_kwargs, Mapping):
+            raise ConfigError("default_chat_template_kwargs: expected a mapping")
+        for name in self.default_chat_template_kwargs:
+            if not isinstance(name, str) or not may_be_set(name):
+                raise ConfigError(f"default_chat_template_kwargs: {str(name)[:80]!r} cannot be set")
         parser_class(self.tool_call_parser)
         if self.reasoning_parser is not None:
             reasoning_class(self.reasoning_parser)

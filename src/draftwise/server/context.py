@@ -189,6 +189,10 @@ class Context:
         ids = prompt["prompt_token_ids"]
         return prompt if len(ids) <= room else {"prompt_token_ids": ids[-room:]}
 
+    def tokens_as_ids(self, asked: bool | None) -> bool:
+        """Whether log-probabilities name tokens by their ids."""
+        return self.config.return_tokens_as_token_ids if asked is None else asked
+
     def check_salt(self, salt: str | None) -> None:
         """Raises APIError for a wish that nobody else shall share the prefix, where all do."""
         if salt is not None and self.engine.config.enable_prefix_caching:
@@ -220,7 +224,7 @@ class Context:
             chat_template=chat_template or self.config.chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            template_options=template_options,
+            template_options={**self.config.default_chat_template_kwargs, **(template_options or {})},
         )
 
 

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import RequestOutput
-from draftwise.server.chat import checked_options
 from draftwise.server.context import Context, Prepared, metrics_of
 from draftwise.server.errors import APIError, bad_request
 from draftwise.server.generation import Generation
@@ -19,6 +18,7 @@ from draftwise.server.params import messages_params
 from draftwise.server.protocol import CountTokensBody, MessagesBody
 from draftwise.server.reader import AnswerReader, Reading, reading_of
 from draftwise.server.sse import EventStream, event, unless_gone
+from draftwise.server.template_options import checked_options
 from draftwise.server.tool_parsers import parser_class
 from draftwise.server.tools import ToolPlan, forced_call_errors
 
