@@ -57,7 +57,7 @@ def profiled(path: Path, config: EngineConfig, clock: Clock) -> Profile:
     """The file's, measured now if it is not there."""
     if path.exists():
         return Profile.load(path)
-    profile = Profile(machine(config.device), model_name(config))
+    profile = Profile(machine(config.device, config.num_threads), model_name(config))
     settings = ProfileSettings(path, [2, 4], [1, 2, 4, 8, 16], [64, 128, 256], [METHOD])
     profiler = Profiler(
         profile,

@@ -104,6 +104,13 @@ def test_requests_are_sorted_with_all_that_belongs_to_them() -> None:
     assert (trace.isl_np.tolist(), trace.kinds, trace.blocks) == ([10, 30], ["early", "late"], [[1], [3]])
 
 
+def test_times_of_the_clock_begin_at_zero() -> None:
+    assert make_trace([1.7e9 + 5, 1.7e9], [1, 2], [1, 1]).times_np.tolist() == [0.0, 5.0]
+    assert make_trace([-3.0, 1.0], [1, 2], [1, 1]).times_np.tolist() == [0.0, 4.0]
+    with pytest.raises(ConfigError, match="days long"):
+        make_trace([0.0, 1e18], [1, 1], [1, 1])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_made_up_loads_have_the_rate_that_was_asked_for(shape: str) -> None:
     trace = poisson_trace(50, 200, 100, 10, shape=shape, spread=0.5, seed=3)

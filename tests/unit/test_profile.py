@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from draftwise.profile.report import best_settings, break_even, choices, draw
 
 def made(path: Path | None = None) -> Profile:
     """Of a machine whose steps take 10 ms + 0.1 per row + 0.01 per 1000 keys, and drafts 0.5 ms each."""
-    setting = Setting("int8", 40_000, 16, 1000.0, [(n, 0.010 + n * 1e-4) for n in (32, 256, 1024)])
+    setting = Setting("int8", 40_000, 16, 1000.0, prefill=[(n, 0.010 + n * 1e-4) for n in (32, 256, 1024)])
     for n in (1, 4, 16):
         for context in (64, 1024):
             for method, k in (("none", 0), ("eagle3", 1), ("eagle3", 3)):
@@ -78,12 +79,16 @@ def test_times_are_those_measured_and_what_lies_between() -> None:
     assert "context" in (times.outside(1, 1, 9000) or "")
 
 
-def test_the_report_says_what_fits_or_what_comes_nearest() -> None:
+def test_the_report_says_what_fits_or_what_comes_nearest(tmp_path: Path) -> None:
     profile = made()
     ((weights, best),) = best_settings(profile, Sla(itl=0.02), 64, 32)
     assert weights == "int8" and isinstance(best, OperatingPoint) and best.method == "eagle3"
     ((_, none),) = best_settings(profile, Sla(itl=1e-5), 64, 32)
     assert isinstance(none, Infeasible) and isinstance(none.nearest, OperatingPoint)
+    double = made()
+    double.settings["int8/2"] = replace(double.settings["int8"], devices=2)
+    double.save(tmp_path / "double.json")
+    assert Profile.load(tmp_path / "double.json").settings["int8/2"].devices == 2
     ((context, row), *_) = break_even(profile, "int8", "eagle3", 3)
     assert context == 64 and dict(row)[1].break_even == pytest.approx(
         (0.0104 + 0.0015) / 0.0101 - 1, rel=0.02

@@ -123,6 +123,11 @@ def test_a_failed_replica_loses_no_request_and_no_token() -> None:
     assert found.e2e_np.mean() > quiet.e2e_np.mean()
 
 
+def test_a_failure_of_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no replica 2"):
+        run(make_trace([0.0], [10], [10]), settings=ClusterSettings(replicas=2, failures=(Failure(1.0, 2),)))
+
+
 def test_a_cluster_that_fails_whole_goes_on_when_it_is_back() -> None:
     trace = make_trace([0.0, 1.0], [100, 100], [200, 50])
     found = run(trace, settings=ClusterSettings(failures=(Failure(0.5, 0, 20.0),)))

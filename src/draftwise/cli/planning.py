@@ -150,6 +150,7 @@ def modelled(args: argparse.Namespace) -> Modelled:
         if args.acceptance is None and profile.drafted:
             acceptance = profile.acceptance()
         kv_bytes = setting.kv_bytes
+        args.parallel = setting.devices  # of one engine
         source = (
             f"{profile.model} in {setting.weights}, measured on {profile.machine.get('cpu', 'some machine')}"
         )

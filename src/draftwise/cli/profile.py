@@ -53,6 +53,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="FORMAT",
         help="formats of weights, each an engine: auto, float32, bfloat16, int8, int4 (as the engine is configured)",
     )
+    group.add_argument(
+        "--parallel",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="numbers of devices or processes that share the model, each an engine (as it is configured)",
+    )
     group.add_argument("--methods", nargs="+", metavar="METHOD", help="drafters (all that are loaded)")
     group.add_argument(
         "--drafts", nargs="+", type=positive, default=[1, 3, 5, 7], metavar="K", help="(1 3 5 7)"
@@ -97,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
 
     sla = Sla(*(None if limit is None else limit / 1000 for limit in (args.ttft, args.itl)))
     profile = Profile.load(args.output) if args.report else _measure(args)
-    if not args.report and not profile.tells:
+    if not profile.tells:
+        if args.report:
+            raise UsageError(f"--report: too little is in {args.output} for a report; measure on")
         note("too little was measured for a report")
         return 0
     if args.plots is not None:
@@ -137,12 +146,15 @@ def _measure(args: argparse.Namespace) -> Profile:
             more["dtype"] = name
         elif name != "configured":
             raise UsageError(f"--formats: expected auto, float32, bfloat16, int8 or int4, got {name!r}")
-        config = resolve_engine_config(**options, **more)
-        if name == "configured":
-            name = config.quantization or config.dtype
-        configs[name] = config
+        for size in args.parallel or [None]:
+            if size is not None:
+                more["tensor_parallel_size"] = size
+            config = resolve_engine_config(**{**options, **more})
+            weights = config.quantization or config.dtype if name == "configured" else name
+            size = config.tensor_parallel_size
+            configs[weights if size == 1 else f"{weights}/{size}"] = config
     first = next(iter(configs.values()))
-    here, model = machine(first.device), model_name(first)
+    here, model = machine(first.device, first.num_threads), model_name(first)
     if args.output.exists():
         profile = Profile.load(args.output)
         profile.check_of(model, here)
@@ -263,6 +275,8 @@ def _print(args: argparse.Namespace, profile: Profile, sla: Sla) -> None:
             [str(c), *(_setting(cells[c, n]) if (c, n) in cells else "-" for n in requests)] for c in contexts
         ]
         title = f"\n{weights}: best setting by context (down) and requests at once; cache {setting.kv_tokens} tokens"
+        if setting.devices > 1:
+            title += f"; {setting.devices} devices"
         table(title, ["context", *map(str, requests)], rows, [])
         for method in profile.times(weights).methods:
             drafts = min(3, most_drafts(setting))
@@ -284,6 +298,14 @@ def _print(args: argparse.Namespace, profile: Profile, sla: Sla) -> None:
                 print(f"    nearest: {_sentence(found.nearest)}")
         else:
             print(f"  {weights}: {_sentence(found)}")
+    fitting = [
+        (found.tokens_per_second / profile.settings[weights].devices, weights)
+        for weights, found in best_settings(profile, sla, args.isl, args.osl)
+        if isinstance(found, OperatingPoint)
+    ]
+    if len(fitting) > 1:
+        rate, weights = max(fitting)
+        print(f"  most per device: {weights}, {rate:.0f} tokens/s")
 
 
 def _setting(point: OperatingPoint) -> str:

@@ -254,7 +254,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
 
     return EngineSettings(
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=max(args.max_num_batched_tokens, args.max_num_seqs),
+        max_num_batched_tokens=args.max_num_batched_tokens,
         num_kv_blocks=args.num_kv_blocks,
         block_size=args.block_size,
         prefix_caching=args.enable_prefix_caching,

@@ -38,13 +38,14 @@ class StepSample:
 
 @dataclass(slots=True)
 class Setting:
-    """One format of weights. ``prefill``: (tokens of a prompt, median seconds from an empty cache to the first
-    token)."""
+    """One format of weights on one number of devices. ``prefill``: (tokens of a prompt, median seconds from an empty
+    cache to the first token)."""
 
     weights: str
     kv_tokens: int
     block_size: int
     kv_bytes: float
+    devices: int = 1
     prefill: list[tuple[int, float]] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
 
@@ -231,6 +232,7 @@ def _setting(raw: Mapping[str, Any]) -> Setting:
         _count(raw["kv_tokens"]),
         _count(raw["block_size"]),
         _seconds(raw["kv_bytes"]),
+        max(_count(raw["devices"]), 1),
         prefill,
         steps,
     )

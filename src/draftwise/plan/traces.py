@@ -21,6 +21,7 @@ Ints = npt.NDArray[np.int32]
 MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's ``hash_ids`` names."""
 _MOST_TOKENS = 1 << 24
+_DAY = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Trace:
 
 
 def make_trace(times: Iterable[float], isl: Iterable[int], osl: Iterable[int], **more: Any) -> Trace:
-    """A trace of plain sequences; sorted, beginning at its first arrival's own time. Raises ConfigError."""
+    """A trace of plain sequences, sorted. Times from 0 up to a day stay as they are; of others, such as seconds
+    since 1970, the first arrival is time 0. Raises ConfigError."""
     times_np = np.fromiter(times, np.float64)
     isl_np, osl_np = np.fromiter(isl, np.int64), np.fromiter(osl, np.int64)
     for name, lengths_np in (("input", isl_np), ("output", osl_np)):
@@ -97,6 +99,10 @@ def make_trace(times: Iterable[float], isl: Iterable[int], osl: Iterable[int], *
     if not np.isfinite(times_np).all():
         bad = int(np.flatnonzero(~np.isfinite(times_np))[0])
         raise ConfigError(f"trace: request {bad + 1} comes at {times_np[bad]}: no finite time")
+    if len(times_np) and not 0 <= times_np.min() <= _DAY:
+        times_np = times_np - times_np.min()
+    if len(times_np) and times_np.max() > 1000 * _DAY:
+        raise ConfigError(f"trace: it is {times_np.max() / _DAY:.3g} days long; expected at most 1000")
     order = np.argsort(times_np, kind="stable")
     for name in ("blocks", "kinds"):
         if more.get(name) is not None:

@@ -39,7 +39,10 @@ class Measurer:
         """What is known of the engine before anything is measured."""
         kv = self._engine.core.scheduler.kv
         tokens = kv.num_blocks * kv.block_size
-        return Setting(weights, tokens, kv.block_size, self._engine.kv_cache_bytes / max(tokens, 1))
+        bytes_per_token = self._engine.kv_cache_bytes / max(tokens, 1)
+        return Setting(
+            weights, tokens, kv.block_size, bytes_per_token, self._engine.config.tensor_parallel_size
+        )
 
     def _prompt(self, tokens: int) -> list[int]:
         """The next ``tokens`` tokens of the text, which begins anew at its end: no two prompts begin alike."""

@@ -37,13 +37,14 @@ class ProfileSettings:
     with_acceptance: bool = True
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What times depend on: processor, cores, GPU."""
-    found = {
+def machine(device: str, threads: int | None = None) -> dict[str, Any]:
+    """What times depend on: processor, cores, threads of an engine (None: its own choice), GPU."""
+    found: dict[str, Any] = {
         "cpu": cpus.model().name,
         "cores": cpus.processors().allowed,
         "platform": platform.machine(),
         "device": device,
+        "threads": threads or cpus.default_threads(torch.get_num_threads()),
     }
     if torch.device(device).type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(torch.device(device))

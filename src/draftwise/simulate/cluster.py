@@ -110,6 +110,12 @@ class Cluster:
         self._policy, self._seed, self._advance = policy, seed, advance
         self._settings = settings or ClusterSettings()
         pooled = self._settings.pooled
+        count = self._settings.prefill + self._settings.decode if pooled else self._settings.replicas
+        late = [f.number for f in self._settings.failures if f.number >= count]
+        if late and planner is None:
+            raise ConfigError(
+                f"failures: there is no replica {late[0]} (they are numbered from 0 to {count - 1})"
+            )
         self._engine_settings = replace(
             engine, prefix_caching=engine.prefix_caching or pooled or trace.blocks is not None
         )
