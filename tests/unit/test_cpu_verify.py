@@ -126,7 +126,7 @@ def test_columns_of_unequal_length_never_reach_the_kernel(short: str) -> None:
     )
     cut = columns._replace(**{short: getattr(columns, short)[:-1]})
     with pytest.raises(ValueError, match="columns of the same length"):
-        rules().decide(logits, cut)
+        rules().deciding(cut)(logits)
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -165,6 +165,7 @@ class LocalExecutor(Executor):
         if batch is None:
             return self._nothing(plan)
         steps = batch.steps
+        deciding = self._verifying.deciding(batch)
         built = self._clock()
         output, logits = self._model.forward_logits(
             batch.input, self._storage, batch.rows, self._drafting.capture_layers
@@ -175,7 +176,7 @@ class LocalExecutor(Executor):
             prompt[i] = self._prompt_logprobs(output.hidden, steps[i], first, n)
         if self._drafting.observes:
             self._drafting.observe([s.row for s in steps], batch.input, output)
-        decided = self._verifying.verify(logits, batch)
+        decided = self._verifying.verify(logits, batch, deciding)
         answers: list[Outcome] = decided
         if len(decided) < len(steps):
             answers = [None] * len(steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from draftwise.errors import RequestError
@@ -9,10 +11,12 @@ from draftwise.kv.storage import KVStorage
 from draftwise.runner.batch import StepBatch
 from draftwise.runner.outcome import Outcome
 from draftwise.runner.rows import Row
+from draftwise.types import Verification
 from draftwise.verify.base import BatchRules, PassSlots
 from draftwise.verify.batch import verify_batch
 from draftwise.verify.rates import SyntheticAcceptance
 
+Deciding = Callable[[torch.Tensor], list[Verification]]
 _NOT_FINITE = RequestError("the model's logits are not finite")
 
 
@@ -33,17 +37,27 @@ class Verifying:
         """Whether the accepted path of a request stands where it belongs once it is decided."""
         return self._compacting is not None and self._compacting.decides(row.state, row.speculation.rule)
 
-    def verify(self, logits: torch.Tensor, batch: StepBatch) -> list[Outcome]:
+    def deciding(self, batch: StepBatch) -> Deciding | None:
+        """To be asked before the target's pass, for `verify`: what decides the step if kernels can."""
+        rules = self._columns
+        if rules is None or not (
+            batch.owners and batch.plain and rules.names.issuperset(batch.decided.rules)
+        ):
+            return None
+        return rules.deciding(batch.decided)
+
+    def verify(self, logits: torch.Tensor, batch: StepBatch, deciding: Deciding | None) -> list[Outcome]:
         """Decide all requests, each structured one under its grammar's masks, made while a GPU still computes.
 
         Args:
             logits: [M, V] float32, raw, of ``batch.rows``; overwritten.
             batch: the step.
+            deciding: of the step.
         """
-        rules = self._columns
-        if rules is not None and batch.plain and rules.names.issuperset(batch.decided.rules):
-            decided = rules.decide(logits, batch.decided) if batch.owners else []
-            return [_NOT_FINITE if answer.token_ids[-1] < 0 else answer for answer in decided]
+        if deciding is not None:
+            return [_NOT_FINITE if answer.token_ids[-1] < 0 else answer for answer in deciding(logits)]
+        if not batch.owners:
+            return []
         requests = batch.requests()
         failed: dict[int, Exception] = {}
         for j in batch.structured:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -113,6 +113,8 @@ class BatchRules(ABC):
     ) -> list[Verification]:
         """As `Rule.verify`; ``rules``: each request's, one of ``names``. With ``stored``, paths are compacted, too."""
 
-    def decide(self, logits: torch.Tensor, columns: VerifyColumns) -> list[Verification]:
-        """The same of requests side by side, where it ``shapes`` and does not compact."""
+    def deciding(self, columns: VerifyColumns) -> Callable[[torch.Tensor], list[Verification]]:
+        """What decides requests side by side once their raw logits [M, V] float32 are there, if the kernels take them
+        before temperature (``shapes``) and do not compact. What it has to know of the requests is packed here, while
+        they are at hand: behind the target's pass the caches are full of weights."""
         raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -53,14 +53,11 @@ class NativeRules(BatchRules):
             [request.first_row for request in requests],
             rules,
         )
-        return self.decide(logits, columns)
+        return self.deciding(columns)(logits)
 
-    def decide(self, logits: torch.Tensor, columns: VerifyColumns) -> list[Verification]:
-        require(logits.dtype is torch.float32 and logits.is_cpu, "float32 logits on the CPU")
-        if not logits.is_contiguous():
-            logits = logits.contiguous()
+    def deciding(self, columns: VerifyColumns) -> Callable[[torch.Tensor], list[Verification]]:
         states, proposals, first_rows, rules = columns
-        count, vocab = len(states), logits.shape[1]
+        count = len(states)
         require(count == len(proposals) == len(first_rows) == len(rules), "columns of the same length")
         own: list[int] = []
         draws: list[int] = []
@@ -81,7 +78,7 @@ class NativeRules(BatchRules):
                     q_rows += proposal.parents  # not read
                 else:
                     if q is not last_q:  # requests that were drafted together share it
-                        require(q.dtype is torch.float32 and q.shape[1] == vocab, "float32 q for each token")
+                        require(q.dtype is torch.float32, "float32 q")
                         kept_q.append(q.contiguous())
                         last_q, last_q_at = q, kept_q[-1].data_ptr()
                     draw, place = _DRAWS[proposal.draw], last_q_at
@@ -94,35 +91,53 @@ class NativeRules(BatchRules):
         numbers.extend([*first_rows, *own, *map(_RULES.__getitem__, rules), *draws])
         given = array("i", tokens + parents + q_rows)
         places = array("Q", q_at) if kept_q else None
-        found = array("i", bytes(4 * (2 * count + total)))
-        self._verify(
-            self._pool.pointer,
-            logits.data_ptr(),
-            vocab,
-            count,
-            b"".join([state.draw_bytes for state in states]),
-            numbers.buffer_info()[0],
-            None if places is None else places.buffer_info()[0],
-            total,
-            given.buffer_info()[0],
-            found.buffer_info()[0],
-        )
-        del kept_q
-        answer = found.tolist()
-        if not total:
-            return [new_record(Verification, ((), (token,), None)) for token in answer[count:]]
-        results = []
-        at = 2 * count
-        for proposal, size, length, last in zip(proposals, own, answer, answer[count:at], strict=False):
-            if not length:
-                results.append(new_record(Verification, ((), (last,), None)))
+        draw_bytes = b"".join([state.draw_bytes for state in states])
+
+        def decide(logits: torch.Tensor) -> list[Verification]:
+            require(logits.dtype is torch.float32 and logits.is_cpu, "float32 logits on the CPU")
+            if not logits.is_contiguous():
+                logits = logits.contiguous()
+            vocab = logits.shape[1]
+            require(all(q.shape[1] == vocab for q in kept_q), "a q for each token")
+            found = array("i", bytes(4 * (2 * count + total)))
+            self._verify(
+                self._pool.pointer,
+                logits.data_ptr(),
+                vocab,
+                count,
+                draw_bytes,
+                numbers.buffer_info()[0],
+                None if places is None else places.buffer_info()[0],
+                total,
+                given.buffer_info()[0],
+                found.buffer_info()[0],
+            )
+            return _answers(found.tolist(), own, tokens, total)
+
+        return decide
+
+
+def _answers(found: list[int], own: list[int], tokens: list[int], total: int) -> list[Verification]:
+    """What the kernel says of each request: how many nodes were kept, the token behind them, the path.
+
+    ``own``: nodes of each; ``tokens`` [total]: of all.
+    """
+    count = len(own)
+    if not total:
+        return [new_record(Verification, ((), (token,), None)) for token in found[count:]]
+    results = []
+    first = 0  # node of the request
+    at = 2 * count
+    for size, length, last in zip(own, found, found[count:at], strict=False):
+        if not length:
+            results.append(new_record(Verification, ((), (last,), None)))
+        else:
+            begin = at + first
+            path = tuple(found[begin : begin + length])
+            if path[-1] == length - 1:  # nodes 0, 1, ...
+                kept = (*tokens[first : first + length], last)
             else:
-                path = tuple(answer[at : at + length])
-                if path[-1] == length - 1:  # nodes 0, 1, ...
-                    results.append(new_record(Verification, (path, (*proposal.tokens[:length], last), None)))
-                else:
-                    drafts = proposal.tokens
-                    token_ids = (*[drafts[node] for node in path], last)
-                    results.append(new_record(Verification, (path, token_ids, None)))
-            at += size
-        return results
+                kept = (*[tokens[first + node] for node in path], last)
+            results.append(new_record(Verification, (path, kept, None)))
+        first += size
+    return results

@@ -43,12 +43,26 @@ class FeatureSource:
         self._waiting: list[_Waiting] = []
         self._rows = 0  # of the passes that wait
 
-    def wait(self, output: TargetOutput, rows_np: IntArray, ends: list[tuple[int, int]]) -> Features:
+    def expected(self) -> Features:
+        """Features that `wait` will be told of; `Features.value` computes them from then on."""
+        return Features(self.compute)
+
+    def wait(
+        self,
+        output: TargetOutput,
+        rows_np: IntArray,
+        ends: list[tuple[int, int]],
+        features: Features | None = None,
+    ) -> Features:
         """The features [n, F] of rows ``rows_np`` [n] of a pass; `Features.value` computes them.
 
-        ``ends``: which of the n are of tokens that are the last of their blocks, and these blocks.
+        Args:
+            output: of the pass.
+            rows_np: ascending.
+            ends: which of the n are of tokens that are the last of their blocks, and these blocks.
+            features: what `expected` gave for them.
         """
-        features = Features(self.compute)
+        features = features or self.expected()
         self._waiting.append(_Waiting(features, output, rows_np, ends))
         self._rows += output.hidden.shape[0]
         return features

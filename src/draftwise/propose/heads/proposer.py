@@ -121,51 +121,50 @@ class HeadProposer(Proposer):
     def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
         output, self._output = self._output, None
         assert output is not None, "observe comes before committed"
-        passes, source = self._passes, self._passes.source
+        passes, source, states = self._passes, self._passes.source, self._states
         size = self._block_size
+        total = sum([len(part.rows) for part in parts])
+        # A prompt among them: what the others keep of the step must not keep all of it.
+        crowd = len(parts) > 1 and total > max(MANY_FEATURES, _FEW_ROWS * len(parts))
+        features = source.expected()
         rows: list[int] = []
-        states: list[HeadState] = []
+        told: list[HeadState] = []
         ends: list[tuple[int, int]] = []
+        copies: list[tuple[Features, int, int]] = []
+        many: list[Fill] = []
         for part in parts:
-            first_token = part.first_token
-            state = self._states.get(part.rid)
+            first_token, first, count = part.first_token, len(rows), len(part.rows)
+            state = states.get(part.rid)
             if state is None:
-                state = passes.open(first_token, part.filled, part.block_table_np)
-                self._states[part.rid] = state
+                state = states[part.rid] = passes.open(first_token, part.filled, part.block_table_np)
             elif state.tracks[0].queue.end != first_token:
-                state = self._states[part.rid] = state.skipped(first_token)
-            states.append(state)
-            first, count = len(rows), len(part.rows)
+                state = states[part.rid] = state.skipped(first_token)
+            told.append(state)
             rows += part.rows
             if -(first_token + 1) % size < count:
                 ends += [
                     (first + i, block) for i, block in passes.ends(first_token, count, part.block_table_np)
                 ]
-        rows_np = np.array(rows, np.int32)
-        features = source.wait(output, rows_np, ends)
-        # A prompt among them: what the others keep of the step must not keep all of it.
-        crowd = len(parts) > 1 and len(rows) > max(MANY_FEATURES, _FEW_ROWS * len(parts))
-        many: list[Fill] = []
-        first = 0
-        for part, state in zip(parts, states, strict=True):
-            count = len(part.rows)
             if crowd:
-                own = Features.of(features.value[first : first + count].clone())
+                own = Features()
+                copies.append((own, first, first + count))
                 state.tracks[0].queue.append(own, 0, count)
             else:
                 state.tracks[0].queue.append(features, first, first + count)
-            first += count
-            read = part.first_token + count
+            read = first_token + count
             # A chunk of a prompt is filled at once, too: the next request may share it before this one drafts.
             if state.pending >= _PENDING_ROWS or read + 1 < part.num_tokens:
                 # not the row of the first token that was not read: its slot need not be the request's yet
                 many.append(Fill(state, part.token_ids_np, part.block_table_np, read))
+        source.wait(output, np.array(rows, np.int32), ends, features)
+        for own, first, stop in copies:
+            own.give(features.value[first:stop].clone())
         source.bound()
         if not many:
             return None
         self._passes.fill(many)
         self.forward_time += self._passes.take_time()
-        return [state.filled for state in states]
+        return [state.filled for state in told]
 
     def trimmed(self, rid: int, num_tokens: int) -> None:
         state = self._states.get(rid)

@@ -95,7 +95,7 @@ class FeatureQueue:
 
     def append(self, features: Features, start: int, stop: int) -> None:
         """Rows start..stop-1 of ``features`` are those of the next tokens."""
-        self._pieces.append(Piece(features, start, stop))
+        self._pieces.append(new_record(Piece, (features, start, stop)))
         self.end += stop - start
 
     def of(self, start: int, stop: int) -> list[Piece]:
