@@ -291,7 +291,7 @@ def test_the_native_expansion_drafts_the_same_trees(
         nonlocal calls
         calls += 1
 
-    for ways in ("native_draws", "static_draws"):
+    for ways in ("native_draws", "forest_draws"):
         monkeypatch.setattr(models if method == "draft_model" else heads, ways, refuse)
     assert drafted() == at_once
     assert calls > 20

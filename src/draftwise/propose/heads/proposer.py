@@ -30,7 +30,7 @@ from draftwise.propose.heads.trees import HeadTrees
 from draftwise.propose.resident import ResidentDrafter
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeTask
-from draftwise.propose.trees.native import as_proposal, native_draws, static_draws, tree_proposals
+from draftwise.propose.trees.native import as_proposal, forest_draws, native_draws, tree_proposals
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
 
@@ -229,20 +229,31 @@ class HeadProposer(Proposer):
         return loop_proposals(drawn.tolist(), self._of_target(q), kind, self.name)
 
     def _forest(self, rows: Sequence[DraftRow]) -> list[Proposal] | None:
-        """Let the head draft the static trees of all rows, if that is what they want and it can."""
-        draws = static_draws(rows, self._sample_method, self._max_len, self._block_size)
-        if draws is None:
+        """Let the head draft the trees of all rows, if that is what they want and it can."""
+        found = forest_draws(rows, self._sample_method, self._max_len, self._block_size)
+        if found is None:
             return None
         try:
             states = [self._states[row.rid] for row in rows]
         except KeyError:
             return None
-        trees = self._loops.trees(rows, states, draws)
-        if trees is None:
-            return None
+        draws, scratch = found
+        together = self._scratch.num_requests if scratch else len(rows)
+        proposals: list[Proposal] = []
+        filled: list[int] = []
+        for i in range(0, len(rows), together):
+            own = slice(i, i + together)
+            tables = None
+            if scratch:
+                tables = [self._scratch.table(k, row.block_table_np) for k, row in enumerate(rows[own])]
+            trees = self._loops.trees(rows[own], states[own], draws[own], tables)
+            if trees is None:
+                return None
+            filled += self._loops.filled
+            proposals += tree_proposals(trees, self.name)
         self.forward_time += self._passes.take_time()
-        self._together = [row.rid for row in rows], self._loops.filled
-        return tree_proposals(trees, self.name)
+        self._together = [row.rid for row in rows], filled
+        return proposals
 
     def _start(self, row: DraftRow) -> HeadDraft | None:
         state = self._states.get(row.rid)

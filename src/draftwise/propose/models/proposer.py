@@ -30,7 +30,7 @@ from draftwise.propose.models.carried import CarriedStates
 from draftwise.propose.models.loading import load_draft_model
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
-from draftwise.propose.trees.native import as_proposal, native_draws, static_draws, tree_proposals
+from draftwise.propose.trees.native import as_proposal, forest_draws, native_draws, tree_proposals
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal, StepInput
 
@@ -164,9 +164,12 @@ class ModelProposer(Proposer, TreeModel):
         drawn, q = chains
         return loop_proposals(drawn.tolist(), q, kind, self.name)
 
-    def _spans(self, rows: Sequence[DraftRow]) -> tuple[StepInput, list[int] | None] | None:
+    def _spans(
+        self, rows: Sequence[DraftRow], tables: Sequence[IntArray] | None = None
+    ) -> tuple[StepInput, list[int] | None] | None:
         """A batch of the known tokens that the model has not read, the last one of each row in any case, and where
-        these last ones stand in it (None: they are all). None: these are too many for one pass."""
+        these last ones stand in it (None: they are all). None: these are too many for one pass. ``tables``: of the
+        blocks, where these are more than the rows' own."""
         filled = self._filled
         firsts = [min(filled(row), len(row.token_ids_np) - 1) for row in rows]
         tokens = [row.token_ids_np for row in rows]
@@ -176,9 +179,9 @@ class ModelProposer(Proposer, TreeModel):
         batch = pack_spans(
             firsts,
             tokens,
-            [row.block_table_np for row in rows],
+            [row.block_table_np for row in rows] if tables is None else tables,
             [row.tokens_at for row in rows],
-            [row.blocks_at for row in rows],
+            [row.blocks_at for row in rows] if tables is None else [0] * len(rows),
             self._block_size,
             self._model.inputs_on,
             packer=self._packer,
@@ -187,20 +190,30 @@ class ModelProposer(Proposer, TreeModel):
         return batch, last
 
     def _forest(self, rows: Sequence[DraftRow]) -> list[Proposal] | None:
-        """Let the model draft the static trees of all rows, if that is what they want and it can."""
-        draws = static_draws(rows, self._sample_method, self._max_len, self._block_size)
-        found = None if draws is None else self._spans(rows)
-        if draws is None or found is None:
+        """Let the model draft the trees of all rows, if that is what they want and it can."""
+        found = forest_draws(rows, self._sample_method, self._max_len, self._block_size)
+        if found is None:
             return None
-        begun = time.perf_counter()
-        assert self._storage is not None, "allocate comes before propose"
-        batch, last = found
-        trees = self._model.draft_trees(batch, self._storage, last, draws)
-        if trees is None:
-            return None
-        self.forward_time += time.perf_counter() - begun
+        draws, scratch = found
+        together = self._scratch.num_requests if scratch else len(rows)
+        proposals: list[Proposal] = []
+        for i in range(0, len(rows), together):
+            own = rows[i : i + together]
+            tables = None
+            if scratch:
+                tables = [self._scratch.table(k, row.block_table_np) for k, row in enumerate(own)]
+            spans = self._spans(own, tables)
+            if spans is None:
+                return None
+            begun = time.perf_counter()
+            assert self._storage is not None, "allocate comes before propose"
+            trees = self._model.draft_trees(spans[0], self._storage, spans[1], draws[i : i + together])
+            if trees is None:
+                return None
+            self.forward_time += time.perf_counter() - begun
+            proposals += tree_proposals(trees, self.name)
         self._looped = {row.rid: len(row.token_ids_np) for row in rows}
-        return tree_proposals(trees, self.name)
+        return proposals
 
     def _start(self, row: DraftRow) -> ModelDraft:
         length = longest_chain(row, self._max_len, self._block_size)

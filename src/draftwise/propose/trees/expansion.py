@@ -50,17 +50,16 @@ class ScratchBlocks:
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         """``num_blocks``: of the cache; ``max_num_seqs``: requests that may draft at once."""
-        self._first = num_blocks
         self._each = -(-MAX_FED_NODES // block_size)
         self.num_requests = min(SCRATCH_REQUESTS, max_num_seqs)
         self.count = self._each * self.num_requests
+        first, end = num_blocks, num_blocks + self.count
+        self._own_np = np.arange(first, end, dtype=np.int32).reshape(self.num_requests, self._each)
 
     def table(self, member: int, block_table_np: IntArray) -> IntArray:
         """The request's blocks, then scratch ones: [blocks + scratch]. ``member``: its number among those that draft
         together, below ``num_requests``."""
-        first = self._first + member * self._each
-        scratch_np = np.arange(first, first + self._each, dtype=np.int32)
-        return np.concatenate((block_table_np, scratch_np))
+        return np.concatenate((block_table_np, self._own_np[member]))
 
 
 def draft_trees(

@@ -21,12 +21,14 @@ def native_draws(tasks: Sequence[TreeTask], method: DraftSampleMethod) -> list[T
     return [_native_draw(task, method) for task in tasks]
 
 
-def static_draws(
+def forest_draws(
     rows: Sequence[DraftRow], method: DraftSampleMethod, max_len: int, block_size: int
-) -> list[TreeDraws] | None:
-    """`native_draws` of rows as they stand, without a task for each, if all of them want static trees that can be
-    drafted so and whose nodes have room in their own blocks. None: they are not like that."""
+) -> tuple[list[TreeDraws], bool] | None:
+    """`native_draws` of rows as they stand, without a task for each, if all of them want trees that can be drafted so;
+    and whether they need scratch blocks: a static tree whose nodes have room in its request's own blocks does not.
+    None: they are not like that."""
     found: list[TreeDraws] = []
+    scratch = False
     tree: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     cut = 0, 0
@@ -34,9 +36,9 @@ def static_draws(
     size = 0
     for row in rows:
         speculation, state = row.speculation, row.sampling
+        dynamic = speculation.dynamic
         if (
-            speculation.tree is None
-            or speculation.dynamic is not None
+            (speculation.tree is None and dynamic is None)
             or state.steers
             or row.forced
             or row.grammar is not None
@@ -48,6 +50,11 @@ def static_draws(
         depth = min(budget, row.max_depth, max_len - known + 1, slots - known + 1)
         if depth < 1:
             return None
+        if dynamic is not None:
+            scratch = True
+            levels = min(depth, dynamic.depth)
+            found.append(_of_state(row, method, None, dynamic.top_k, levels, budget))
+            continue
         if (
             shape is None
             or (budget, depth) != cut
@@ -55,17 +62,18 @@ def static_draws(
             or speculation.tree_ranks is not ranks
         ):
             tree, ranks, cut = speculation.tree, speculation.tree_ranks, (budget, depth)
+            assert tree is not None
             shape = _cut_shape(tree, ranks, budget, depth)
             size = len(shape.parents)
         if known + size > slots:
-            return None
+            scratch = True
         if state.is_greedy:
             found.append(new_record(TreeDraws, (1.0, 0.0, 0, 0, shape, 1, 1, 1)))
             continue
         if draws_from_q(state, speculation.rule, method):
             return None
         found.append(_of_state(row, method, shape))
-    return found
+    return found, scratch
 
 
 def _is_plain(row: DraftRow, method: DraftSampleMethod) -> bool:
