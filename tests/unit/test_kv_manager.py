@@ -424,3 +424,96 @@ class KVMachine(RuleBasedStateMachine):
 
 KVMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestKVMachine = KVMachine.TestCase
+
+
+LONG = np.arange(2000, dtype=np.int32)
+
+
+def grown(kv: KVManager, rid: int, count: int, step: int = 37) -> None:
+    """Commit tokens of LONG up to ``count``, some at a time, with drafts that are not kept."""
+    while (done := kv.num_committed(rid)) < count:
+        n = min(step, count - done)
+        assert kv.reserve(rid, n + 5) is not None
+        kv.commit(rid, n, LONG)
+        kv.trim(rid)
+        kv.check_integrity()
+
+
+def test_blocks_behind_a_window_are_given_back() -> None:
+    kv = KVManager(200, 16, window=100)
+    kv.open(1, LONG)
+    grown(kv, 1, 354)
+    assert kv.num_behind(1) == 0  # the next row reads tokens 255 to 354
+    grown(kv, 1, 355)
+    assert (kv.num_behind(1), kv.num_used) == (16, -(-355 // 16) - 16)
+    assert len(kv.block_ids(1)) == -(-355 // 16)  # places stay
+    grown(kv, 1, 1500)
+    assert kv.num_behind(1) == (1500 + 1 - 100) // 256 * 16
+    assert kv.num_used <= (100 + 256) // 16 + 2
+    kv.release(1)
+    assert kv.num_used == 0
+    kv.check_integrity()
+
+
+def test_without_a_window_nothing_is_given_back() -> None:
+    kv = KVManager(200, 16)
+    kv.open(1, LONG)
+    grown(kv, 1, 1500)
+    assert (kv.num_behind(1), kv.num_used) == (0, -(-1500 // 16))
+
+
+def test_what_was_given_back_is_found_until_somebody_needs_it() -> None:
+    kv = KVManager(100, 16, window=100)
+    kv.open(1, LONG)
+    grown(kv, 1, 900)
+    behind = kv.num_behind(1)
+    assert behind == 48
+    cached, blocks = kv.open(2, LONG[:800])
+    assert cached == 784 and blocks[:behind] == kv.block_ids(1)[:behind]
+    kv.check_integrity()
+    kv.release(2)
+    kv.open(3, LONG[1000:])  # another text, for which blocks are evicted
+    grown_other = kv.reserve(3, 16 * kv.num_free)
+    assert grown_other is not None and set(kv.block_ids(1)[:behind]) <= set(grown_other)
+    assert kv.match_prefix(LONG[:800]) == 0
+    grown(kv, 1, 901) if kv.num_free else None
+    kv.release(1)
+    kv.check_integrity()
+    kv.release(3)
+    kv.check_integrity()
+
+
+def test_a_request_that_begins_again_reads_its_prefix_and_goes_on() -> None:
+    kv = KVManager(100, 16, window=64)
+    kv.open(1, LONG)
+    grown(kv, 1, 700)
+    kv.release(1)  # preempted
+    cached, _ = kv.open(1, LONG[:700])
+    assert cached == 688 and kv.num_behind(1) == 0
+    grown(kv, 1, 705)
+    assert kv.num_behind(1) == (705 + 1 - 64) // 256 * 16
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_windows_and_many_requests(caching: bool) -> None:
+    """Requests that together need many times the cache; what each can read is its own alone."""
+    kv = KVManager(64, 16, caching, window=200)
+    rng = np.random.default_rng(3)
+    owners: dict[int, tuple[int, int]] = {}  # of each block: request and place, as last written
+    texts = {rid: rng.integers(0, 9, 3000).astype(np.int32) for rid in range(2)}
+    for rid, text in texts.items():
+        kv.open(rid, text)
+    for _ in range(150):
+        for rid, text in texts.items():
+            n = int(rng.integers(1, 20))
+            assert kv.reserve(rid, n) is not None
+            first = kv.num_committed(rid)
+            for place in range(first // 16, (first + n - 1) // 16 + 1):
+                owners[kv.block_ids(rid)[place]] = rid, place
+            low = max(0, first + 1 - 200) // 256 * 256
+            for place in range(low // 16, (first + n - 1) // 16 + 1):  # what attention reads now
+                assert owners[kv.block_ids(rid)[place]] == (rid, place)
+            kv.commit(rid, n, text)
+            kv.check_integrity()
+    assert min(kv.num_behind(rid) for rid in texts) > 64

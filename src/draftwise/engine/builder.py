@@ -75,7 +75,12 @@ def build_engine(
             chunked_prefill=config.enable_chunked_prefill,
         ),
         # A prefix's keys are no use without the state behind it.
-        KVManager(facts.num_blocks, config.block_size, config.enable_prefix_caching and not recurrent),
+        KVManager(
+            facts.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching and not recurrent,
+            window=_window(facts),
+        ),
         _controller(config, facts.drafters),
         clock,
     )
@@ -108,6 +113,14 @@ def build_engine(
             core, enabled=config.enable_lora, most=config.max_loras, max_rank=config.max_lora_rank
         ),
     )
+
+
+def _window(facts: DeviceFacts) -> int | None:
+    """Tokens that a row reads at most, if no layer of the target reads more, and no drafter keeps keys of its own."""
+    windows = facts.model.sliding_window
+    if any(window is None for window in windows) or any(t.has_storage for t in facts.drafters.values()):
+        return None
+    return max((window for window in windows if window is not None), default=None)
 
 
 def _controller(config: EngineConfig, drafters: Mapping[str, Traits]) -> Controller:

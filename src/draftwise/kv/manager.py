@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from draftwise.types import IntArray
 
 
+READ_TOGETHER = 256
+"""Keys that attention reads together, though a row may see a part of them alone: partitions of the
+native kernels (``csrc/attention.h``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVStats:
     """Blocks now (``used + free == total``), and prefix-cache totals in tokens since the start."""
@@ -27,7 +32,7 @@ class KVStats:
 class _Table:
     """One request. ``committed <= committed + reserved <= len(blocks) * block_size`` at all times."""
 
-    __slots__ = ("blocks", "committed", "digest", "hashed", "queried", "reserved")
+    __slots__ = ("blocks", "committed", "digest", "gone", "hashed", "queried", "reserved")
 
     def __init__(self, blocks: list[int], committed: int, digest: bytes, queried: int) -> None:
         self.blocks = blocks
@@ -35,6 +40,7 @@ class _Table:
         self.reserved = 0  # tokens past `committed` that may be committed
         self.digest = digest  # of block `hashed - 1`
         self.hashed = len(blocks)  # leading blocks whose digest is known
+        self.gone = 0  # leading blocks that were given back: no row will read them
         self.queried = queried  # tokens asked of the prefix cache, not yet counted; -1: nothing to count
 
 
@@ -52,6 +58,11 @@ class KVManager:
         release(7)                                        all back, the last block first
 
     Only committed tokens are ever hashed, a block when its last slot is committed. Not thread-safe.
+
+    Where every layer has a ``window``, rows read no more than so many tokens, themselves included. Blocks behind it are
+    given back, in whole partitions of what attention reads together. They keep their places in the table, and stay
+    findable by their prefix until they are evicted. Example: window 100, block size 16, 400 tokens committed. The next
+    row reads tokens 301 to 400, attention from 256 on: the first 16 blocks are given back.
     Methods that take a ``rid`` raise KeyError for one that is not open.
     """
 
@@ -61,14 +72,24 @@ class KVManager:
         "_pool",
         "_queries",
         "_tables",
+        "_window",
         "block_size",
         "enable_prefix_caching",
         "num_blocks",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        window: int | None = None,
+    ) -> None:
+        """``window``: tokens that a row reads at most, in every layer of everybody who keeps keys; None: all."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self._window = window
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -183,6 +204,15 @@ class KVManager:
                 self._cache.register(digest, block)
             table.hashed = full
             table.digest = digests[-1]
+        if self._window is not None and committed >= self._window:
+            self._leave_behind(table, committed + 1 - self._window)
+
+    def _leave_behind(self, table: _Table, first: int) -> None:
+        """No row will read a token before ``first``."""
+        behind = first // READ_TOGETHER * READ_TOGETHER // self.block_size
+        for block in table.blocks[table.gone : behind]:
+            self._pool.release(block, retain=block in self._cache)
+        table.gone = max(table.gone, behind)
 
     def surplus(self, rid: int, keep: int = 0) -> int:
         """Blocks that ``trim(rid, keep)`` would give back."""
@@ -206,7 +236,7 @@ class KVManager:
         requests share and without which the end cannot be found.
         """
         table = self._tables.pop(rid)
-        for block in reversed(table.blocks):
+        for block in reversed(table.blocks[table.gone :]):
             self._pool.release(block, retain=block in self._cache)
 
     # ------------------------------------------------------------------------------------------- questions
@@ -219,8 +249,13 @@ class KVManager:
         return self._tables[rid].reserved
 
     def block_ids(self, rid: int) -> tuple[int, ...]:
-        """The request's block table: token t stands in block ``ids[t // block_size]``, at ``t % block_size``."""
+        """The request's block table: token t stands in block ``ids[t // block_size]``, at ``t % block_size``. The first
+        ones may be others' by now (`num_behind`)."""
         return tuple(self._tables[rid].blocks)
+
+    def num_behind(self, rid: int) -> int:
+        """Leading blocks that were given back, since no row will read them."""
+        return self._tables[rid].gone
 
     def is_open(self, rid: int) -> bool:
         return rid in self._tables
@@ -276,5 +311,5 @@ class KVManager:
             )
             for block in table.blocks[table.hashed :]:
                 assert block not in self._cache, f"request {rid}: block {block} is hashed but not full"
-        self._pool.check_integrity(table.blocks for table in self._tables.values())
+        self._pool.check_integrity(table.blocks[table.gone :] for table in self._tables.values())
         self._cache.check_integrity(set(self._pool.retained()), self._pool.ref_counts)

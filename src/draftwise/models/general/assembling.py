@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,8 @@ def assembled(
             each()
 
     parts = maker.make(free)
+    if len(calls) == config.num_layers:
+        config = replace(config, sliding_window=tuple(call.window for call in calls))
     found = AssembledDecoder(config, ops, parts)
     try:
         check(found, reference, exchanged=True, rounded=rounded)
