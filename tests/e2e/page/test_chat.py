@@ -158,6 +158,7 @@ def test_markdown(server: RunningServer, open_page: Callable[..., Tab]) -> None:
     tab = open_page(server)
     code = '<div class="code"><div class="code-head"><span>{}</span>{}</div><pre><code>{}</code></pre></div>'
     copy = '<button type="button" class="ghost small copy-code">Copy</button>'
+    indented = "x = 1\n\n  y"
     for text, html in (
         ("a *b* **c** __d__ ~~e~~ `f*g`", "<p>a <em>b</em> <strong>c</strong> <strong>d</strong> <del>e</del>"
          " <code>f*g</code></p>"),
@@ -168,6 +169,7 @@ def test_markdown(server: RunningServer, open_page: Callable[..., Tab]) -> None:
         ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
         ("---", "<hr>"),
         ("```py\nx < 1\n```\nend", code.format("py", copy, "x &lt; 1") + "<p>end</p>"),
+        ("a\n\n    x = 1\n\n      y\n\nb", f"<p>a</p>{code.format('code', copy, indented)}<p>b</p>"),
         ("```\nnever closed", code.format("code", copy, "never closed")),
         ("| a | b |\n|---|:-:|\n| 1 |", '<div class="table"><table><thead><tr><th scope="col">a</th>'
          '<th scope="col">b</th></tr></thead><tbody><tr><td>1</td><td></td></tr></tbody></table></div>'),

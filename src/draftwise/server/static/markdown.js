@@ -6,6 +6,7 @@
 import { el } from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)/;
+const INDENTED = /^ {4,}\S/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
@@ -34,6 +35,13 @@ function blocks(lines, depth) {
       while (i < lines.length && !closes(lines[i], fence[1])) body.push(lines[i++]);
       i++;
       out.append(code(body.join("\n"), fence[2]));
+      continue;
+    }
+    if (INDENTED.test(line)) {
+      const body = [];
+      while (i < lines.length && (INDENTED.test(lines[i]) || !lines[i].trim())) body.push(lines[i++].slice(4));
+      while (!body.at(-1).trim()) body.pop();
+      out.append(code(body.join("\n"), ""));
       continue;
     }
     const heading = HEADING.exec(line);
