@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftwise.errors import ConfigError
 from draftwise.plan.acceptance import AcceptanceModel
@@ -121,6 +123,59 @@ def test_a_failed_replica_loses_no_request_and_no_token() -> None:
     assert found.num_moved > 0
     quiet = run(trace, Policy("model", 3), settings=ClusterSettings(replicas=2))
     assert found.e2e_np.mean() > quiet.e2e_np.mean()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_whatever_happens_every_token_is_delivered_once(data: st.DataObject) -> None:
+    """Little caches, failures, pools, routers, a planner that starts and drains replicas: all requests end with all
+    their tokens, or are refused because no engine could ever serve them; times are in order; the same seed does the
+    same."""
+    draw = data.draw
+    count = draw(st.integers(1, 25))
+    lengths = st.lists(st.integers(1, 400), min_size=count, max_size=count)
+    blocks = draw(
+        st.none() | st.lists(st.lists(st.integers(0, 3), max_size=1), min_size=count, max_size=count)
+    )
+    times = draw(st.lists(st.floats(0, 20), min_size=count, max_size=count))
+    trace = make_trace(times, draw(lengths), draw(lengths), blocks=blocks)
+    pooled, planned = draw(st.booleans()), draw(st.booleans())
+    cluster = ClusterSettings(
+        replicas=draw(st.integers(1, 3)),
+        prefill=2 if pooled else 0,
+        decode=2 if pooled else 0,
+        router=draw(st.sampled_from(["load", "prefix", "round_robin"])),
+        startup=draw(st.floats(0, 5)),
+        bandwidth=1e6,
+        kv_bytes=draw(st.floats(0, 1e4)),
+        failures=tuple(
+            Failure(draw(st.floats(0, 30)), draw(st.integers(0, 3)) if pooled else 0, draw(st.floats(0, 9)))
+            for _ in range(draw(st.integers(0, 4)))
+        ),
+    )
+    sizes = EngineSettings(
+        max_num_seqs=draw(st.integers(1, 16)),
+        max_num_batched_tokens=draw(st.integers(16, 300)),
+        num_kv_blocks=draw(st.integers(4, 60)),
+        prefix_caching=draw(st.booleans()),
+    )
+    policy = draw(st.sampled_from([Policy(), Policy("model", 3), Policy("model", 5, adaptive=True)]))
+
+    def once() -> Outcome:
+        capacity = ModelCapacity(Polynomial(2000), ACCEPTANCE, Sla(), most_requests=8)
+        config = PlannerConfig(interval=3.0, mode="pools" if pooled else "engines", budget=6, hold=1)
+        planner = Planner(config, capacity) if planned else None
+        found = Cluster(trace, Polynomial(2000), ACCEPTANCE, policy, sizes, cluster, planner=planner, seed=1)
+        return found.run()
+
+    found = once()
+    assert found.num_ended + found.num_refused == count
+    room = sizes.num_kv_blocks * sizes.block_size  # type: ignore[operator]
+    assert found.num_refused <= int((trace.isl_np + trace.osl_np - 1 > room).sum())
+    served = np.isfinite(found.e2e_np)
+    assert (found.ttft_np[served] > 0).all() and (found.ttft_np[served] <= found.e2e_np[served]).all()
+    assert found.device_seconds > 0
+    assert once().as_dict() == found.as_dict()
 
 
 def test_a_failure_of_nobody_is_refused() -> None:

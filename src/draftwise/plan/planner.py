@@ -197,6 +197,8 @@ class Planner:
             f"{rate:.3g} requests/s of {isl:.0f} + {osl:.0f} tokens need "
             + ", ".join(f"{n} {pool}" for pool, n in needed.items())
         )
+        how = "plain" if rates.method == "none" else f"{rates.method} K={rates.drafts}"
+        reasons.append(f"{how}: {rates.output_tokens:.0f} tokens/s a replica")
         if rates.late:
             reasons.append("no setting keeps to the limit per token")
         target = self._steady(current, needed, reasons)

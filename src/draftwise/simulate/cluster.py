@@ -292,7 +292,7 @@ class Cluster:
             seconds = s.latency + (work.isl + work.done) * s.kv_bytes / s.bandwidth
             self._at(self._now + seconds, self._send, work, DECODE)
             return
-        assert work.first_token is not None
+        assert work.first_token is not None and work.done == work.osl
         self._e2e_np[work.index] = self._now - work.arrived
         if work.osl > 1:
             itl = (self._now - work.first_token) / (work.osl - 1)
