@@ -19,6 +19,7 @@ from draftwise.errors import ConfigError, RequestError
 from draftwise.kernels.select import native_reason
 from tests.e2e.conftest import token_ids
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
+from tests.fakes.tiny import save_llama
 
 RULES = {
     "greedy": [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)] * 7,
@@ -202,3 +203,47 @@ def test_functions_of_requests_go_to_the_ranks_if_they_can(pair: Pair) -> None:
     )
     with pytest.raises(RequestError, match=r"logits_processors: .* cannot be sent to ranks"):
         pair.llm.generate(pair.prompts[:1], one.replace(logits_processors=(lambda ids, logits: logits,)))
+
+
+SLOW: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("", {"quantization": "int8", "dtype": "bfloat16"}),
+    "int4": ("", {"quantization": "int4_weight_only", "dtype": "bfloat16"}),
+    "steps planned ahead": ("", {"async_scheduling": True}),
+    "an int8 cache": ("", {"kv_cache_dtype": "int8"}),
+    "experts": ("mixtral", {}),
+    "experts by rank": (
+        "mixtral",
+        {"enable_expert_parallel": True, "quantization": "int8", "dtype": "bfloat16"},
+    ),
+    "latent attention": ("deepseek_v3", {"tensor_parallel_size": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_other_kinds_of_models_and_engines(tmp_path: Path, name: str) -> None:
+    from tests.fakes.architectures import save, small
+
+    kind, options = SLOW[name]
+    if kind:
+        save(small(kind), tmp_path / "model")
+        target, most = str(tmp_path / "model"), 250
+    else:
+        target, most = save_llama(tmp_path / "model", 3, hidden_size=64, intermediate_size=128), VOCAB
+    rng = np.random.default_rng(1)
+    prompts = [{"prompt_token_ids": rng.integers(3, most, 20).tolist() * 2} for _ in range(4)]
+    drafters = [
+        {"method": "draft_model", "model": target, "num_speculative_tokens": 3},
+        {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4},
+    ]
+    base = OPTIONS | {"num_kv_blocks": 48, "tensor_parallel_size": 2, "speculative_config": drafters}
+    with LLM(target, **(base | options)) as llm:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=20, ignore_eos=True, speculation={"method": "none"}
+        )
+        plain = token_ids(llm.generate(prompts, params))
+        for method in ("draft_model", "ngram"):
+            found = llm.generate(prompts, params.replace(speculation={"method": method}))
+            assert token_ids(found) == plain, method
+        assert llm.stats().speculation.num_accepted_tokens > 10
+        llm.check_integrity()

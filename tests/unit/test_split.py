@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.fakes.architectures import save, small
 from tests.fakes.ranks import on_ranks
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from draftwise.errors import ConfigError
 from draftwise.kernels.ranks import Part, Ranks
 from draftwise.kv.storage import KVStorage
+from draftwise.models import checkpoint
 from draftwise.models.base import DecoderModel
 from draftwise.models.cuts import Cut, Run, Split, axis_cut, copy_part, scaled, vocabulary_cut
 from draftwise.models.inputs import RowInput, build_step_input
@@ -114,6 +117,75 @@ def test_experts_by_rank_that_are_rounded_at_load(folders: dict[str, Path], quan
     answers = on_ranks(2, work)
     assert torch.equal(*answers)
     assert (answers[0] - expected).abs().max() < 0.12 * max(1.0, float(expected.abs().max()))
+
+
+def test_experts_in_mxfp4_are_divided_by_blocks(tmp_path: Path) -> None:
+    """gpt-oss: gates and ups take turns along the outputs, blocks of 32 stand along the inputs."""
+    folder = tmp_path / "oss"
+    save(small("gpt_oss", intermediate_size=128), folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        shape = (count, outputs, inputs // 32)
+        tensors[name + "_blocks"] = torch.randint(
+            0, 256, (*shape, 16), dtype=torch.uint8, generator=generator
+        )
+        tensors[name + "_scales"] = torch.randint(118, 123, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    compare(folder, 2)
+    compare(folder, 4)
+
+
+def test_a_rank_reads_its_own_bytes_and_few_besides(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(folders, "mixtral")
+    counted: list[int] = []
+
+    class Slice:
+        def __init__(self, part: Any) -> None:
+            self._part = part
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._part, name)
+
+        def __getitem__(self, index: Any) -> Tensor:
+            found: Tensor = self._part[index]
+            counted.append(found.numel() * found.element_size())
+            return found
+
+    class Counting:
+        def __init__(self, file: Path, framework: str) -> None:
+            self._handle: Any = safe_open(file, framework=framework)
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._handle, name)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self._handle.get_slice(name))
+
+    monkeypatch.setattr(checkpoint, "safe_open", Counting)
+    loaded(folder)
+    whole, counted[:] = sum(counted), []
+    assert whole == sum(path.stat().st_size for path in folder.glob("*.safetensors")) - header_bytes(folder)
+    for size, by_rank in ((2, False), (2, True), (4, False)):
+        on_ranks(size, lambda ranks, by_rank=by_rank: loaded(folder, ranks, experts_by_rank=by_rank))  # type: ignore[misc]
+        assert sum(counted) < 1.2 * whole * (1 if size == 2 else 1.05), (
+            "norms, routers and copied heads besides"
+        )
+        counted.clear()
+
+
+def header_bytes(folder: Path) -> int:
+    """Of safetensors files: a length of eight bytes and so many more."""
+    return sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
 
 
 def test_what_cannot_be_divided(folders: dict[str, Path]) -> None:

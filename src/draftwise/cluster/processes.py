@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -88,8 +89,7 @@ class RankProcesses:
         self._lock = (
             threading.Lock()
         )  # of the failure: the watching thread and who waits for answers may both see it
-        memory = os.memfd_create("draftwise-ranks")
-        os.ftruncate(memory, memory_bytes)
+        memory = _shared_memory(memory_bytes)
         self._memory = mmap.mmap(memory, memory_bytes)
         lifeline_read, self._lifeline = os.pipe()
         self.ranks: list[RankProcess] = []
@@ -257,6 +257,17 @@ class RankProcesses:
         self._failure = EngineDeadError("the ranks belong to the process that this one was forked from")
 
 
+def _shared_memory(nbytes: int) -> int:
+    """A file descriptor of so many zeros, of a file that no folder has."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("draftwise-ranks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    os.ftruncate(memory, nbytes)
+    return memory
+
+
 def _listen(stream: IO[bytes], said: deque[str], rank: int) -> None:
     """Keep the last lines of what a rank writes, and pass them on."""
     with contextlib.suppress(ValueError, OSError), stream:
@@ -277,14 +288,14 @@ def _kill(ranks: Sequence[RankProcess]) -> None:
 
 
 def _end_all(ranks: list[RankProcess], lifelines: list[int]) -> None:
-    """Wait for ranks that were asked to end; end those that do not."""
-    deadline = time.monotonic() + _PATIENCE
-    for one in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(max(0.0, deadline - time.monotonic()) if one.process.poll() is None else None)
+    """Nobody holds their lifelines any more, so that ranks end; those that do not are ended."""
     for fd in lifelines:
         with contextlib.suppress(OSError):
             os.close(fd)
+    deadline = time.monotonic() + _PATIENCE
+    for one in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.01, deadline - time.monotonic()))
     _kill(ranks)
     for one in ranks:
         one.channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,6 +57,10 @@ def check_parallel(config: ParallelSettings) -> None:
         )
     if size == 1:
         return
+    if sys.platform == "win32":
+        raise ConfigError(
+            "tensor_parallel_size: ranks need descriptors that processes inherit, which Windows lacks"
+        )
     for name in ("enable_lora", "quantization_cache"):
         if getattr(config, name):
             raise ConfigError(f"{name}: not supported with tensor_parallel_size over 1")
