@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import subprocess
 
@@ -73,6 +74,18 @@ def test_only_near_commands_are_suggested() -> None:
     assert suggest("sever", main.COMMANDS, 0.7) == "; did you mean 'serve'?"
     for far in ("prun", "install", "help", "list", "start"):
         assert suggest(far, main.COMMANDS, 0.7) == ""
+
+
+def test_what_is_logged_looks_like_the_commands_own_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger, root = logging.getLogger("draftwise"), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [])
+    main._log_to_stderr()
+    main._log_to_stderr()
+    logger.warning("something")
+    assert capsys.readouterr().err == "draftwise: WARNING: something\n", "once, however often it is asked for"
 
 
 def test_completions_know_every_command_and_flag() -> None:

@@ -159,7 +159,8 @@ def _run(arguments: list[str]) -> int:
     if what is not None:
         print(help_text(innermost(parser, arguments), what), end="")
         return 0
-    _log_to_stderr()
+    if command != "serve":  # it has a log of its own, with times
+        _log_to_stderr()
     booleans: Sequence[str] = getattr(module, "BOOLEANS", ())
     args, unknown = parser.parse_known_args(normalise(arguments, booleans))
     if unknown:
@@ -175,7 +176,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _log_to_stderr() -> None:
-    """What the package logs stands on stderr like a command's own lines; ``serve`` adds times to it."""
+    """What the package logs stands on stderr like a command's own lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("draftwise: %(levelname)s: %(message)s"))
     logger = logging.getLogger("draftwise")
