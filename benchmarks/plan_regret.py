@@ -21,9 +21,10 @@ from draftwise.plan.operating import Sla
 from draftwise.plan.planner import Planner, PlannerConfig
 from draftwise.plan.times import Polynomial
 from draftwise.plan.traces import Trace, poisson_trace
-from draftwise.simulate.cluster import Cluster, ClusterSettings
+from draftwise.simulate.cluster import Cluster
 from draftwise.simulate.engine import EngineSettings, Policy
 from draftwise.simulate.outcome import Outcome
+from draftwise.simulate.settings import ClusterSettings
 
 TIMES = Polynomial(
     8000, prefill=(8.42e-6, 0.3036, 330.0), decode=(-514.8, 1080.2, 114.8), draft_ms=10.0, methods=("eagle3",)

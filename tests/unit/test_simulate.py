@@ -16,9 +16,10 @@ from draftwise.plan.operating import Sla
 from draftwise.plan.planner import Planner, PlannerConfig
 from draftwise.plan.times import Polynomial
 from draftwise.plan.traces import Trace, make_trace, poisson_trace
-from draftwise.simulate.cluster import Cluster, ClusterSettings, Failure
+from draftwise.simulate.cluster import Cluster
 from draftwise.simulate.engine import EngineSettings, Policy, SimulatedEngine, prompt_tokens
 from draftwise.simulate.outcome import Outcome
+from draftwise.simulate.settings import ClusterSettings, Failure
 
 ACCEPTANCE = AcceptanceModel.constant((0.7, 0.5, 0.2))
 

@@ -148,7 +148,8 @@ def _run(
     replicas: int,
     planner: Planner | None,
 ) -> Outcome:
-    from draftwise.simulate.cluster import Cluster, ClusterSettings
+    from draftwise.simulate.cluster import Cluster
+    from draftwise.simulate.settings import ClusterSettings
 
     settings = ClusterSettings(
         replicas=replicas,

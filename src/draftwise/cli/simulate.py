@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
     from draftwise.plan.planner import Planner
     from draftwise.plan.traces import Trace
-    from draftwise.simulate.cluster import Failure
     from draftwise.simulate.engine import EngineSettings, Policy
     from draftwise.simulate.outcome import Outcome
+    from draftwise.simulate.settings import Failure
 
 _TEXT = "what a cluster would do under a load: the real scheduler, on simulated devices"
 _PARTS = 50
@@ -199,7 +199,8 @@ def _policies(args: argparse.Namespace, found: Modelled) -> list[Policy]:
 def _simulate(
     args: argparse.Namespace, found: Modelled, trace: Trace, policy: Policy, advance: object
 ) -> Outcome:
-    from draftwise.simulate.cluster import Cluster, ClusterSettings
+    from draftwise.simulate.cluster import Cluster
+    from draftwise.simulate.settings import ClusterSettings
 
     done = 0
 
@@ -291,7 +292,7 @@ def make_planner(args: argparse.Namespace, found: Modelled, speculating: bool) -
 
 
 def _failures(given: list[str]) -> tuple[Failure, ...]:
-    from draftwise.simulate.cluster import Failure
+    from draftwise.simulate.settings import Failure
 
     out = []
     for text in given:

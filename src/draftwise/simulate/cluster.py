@@ -5,14 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from draftwise.errors import ConfigError, RequestError
 from draftwise.plan.acceptance import AcceptanceModel
-from draftwise.plan.operating import Sla
 from draftwise.plan.planner import DECODE, ENGINES, PREFILL, Decision, Observation, Planner
 from draftwise.plan.times import StepTimes
 from draftwise.plan.traces import MOONCAKE_BLOCK, Trace
@@ -20,71 +19,12 @@ from draftwise.sched.request import RequestUpdate
 from draftwise.simulate.engine import EngineSettings, Policy, SimulatedEngine, prompt_tokens
 from draftwise.simulate.outcome import Moment, Outcome
 from draftwise.simulate.replicas import Replica, Work, router
+from draftwise.simulate.settings import ClusterSettings, Failure, Window
 
 _PATIENCE = 3600.0
 """Seconds after the last arrival for which a planner without replicas is asked whether it wants some."""
 _MOMENTS = 240
 """Moments of a run that are kept, where no planner says how often to look."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Replica ``number`` (as they were started, from 0) stops at ``time`` and begins again ``down`` seconds later."""
-
-    time: float
-    number: int
-    down: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSettings:
-    """``replicas``: whole engines; or ``prefill`` and ``decode`` of two pools. ``startup``: seconds from asking for a
-    replica until it serves (those of the beginning serve at once). ``bandwidth``: bytes/s of K/V from a prefill replica
-    to one that decodes, ``latency`` seconds before it, ``kv_bytes`` per token. ``devices``: of one replica."""
-
-    replicas: int = 1
-    prefill: int = 0
-    decode: int = 0
-    router: str = "load"
-    startup: float = 60.0
-    bandwidth: float = 25e9
-    latency: float = 0.002
-    kv_bytes: float = 131_072.0
-    devices: int = 1
-    failures: tuple[Failure, ...] = ()
-    sla: Sla = field(default_factory=Sla)
-
-    def __post_init__(self) -> None:
-        if (self.prefill > 0) != (self.decode > 0):
-            raise ConfigError("prefill and decode: pools need replicas of both kinds")
-        if min(self.replicas, self.devices) < 1 or min(self.prefill, self.decode) < 0:
-            raise ConfigError("replicas, devices: expected at least 1")
-        numbers = (self.startup, self.latency, self.kv_bytes, *(f.down for f in self.failures))
-        if not all(math.isfinite(x) and x >= 0 for x in numbers) or not self.bandwidth > 0:
-            raise ConfigError("startup, latency, kv_bytes: expected numbers >= 0, and a bandwidth above 0")
-        if any(not math.isfinite(f.time) or f.time < 0 or f.number < 0 for f in self.failures):
-            raise ConfigError("failures: expected times and numbers of replicas from 0 on")
-
-    @property
-    def pooled(self) -> bool:
-        return self.prefill > 0
-
-
-@dataclass(slots=True)
-class _Window:
-    """What is seen between two moments."""
-
-    arrived: int = 0
-    isl: int = 0
-    ended: int = 0
-    good: int = 0
-    osl: int = 0
-    ttft: float = 0.0
-    num_ttft: int = 0
-    itl: float = 0.0
-    num_itl: int = 0
-    proposals: int = 0
-    accepted: int = 0
 
 
 class Cluster:
@@ -139,7 +79,7 @@ class Cluster:
         self._refusal: str | None = None
         self._gone_steps = [0, 0, 0, 0]  # steps, rows, outside, preemptions of engines that are no more
         self._outside: str | None = None
-        self._window = _Window()
+        self._window = Window()
         self._moments: list[Moment] = []
         self._wanted: dict[str, int] = {}
         self._why = ""
@@ -421,7 +361,7 @@ class Cluster:
                 self._why,
             )
         )
-        self._window = _Window()
+        self._window = Window()
         waits = self._planner is not None and any(self._backlog.values()) and self._now < self._give_up
         if self._left and (self._events or waits or self._now < self._trace.seconds):
             self._at(self._now + self._tick, self._look)
