@@ -36,6 +36,20 @@ def release_freed_memory() -> None:
         trim(0)
 
 
+class Freed:
+    """Counts what is let go of, and gives it back to the system now and then."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def count(self, tensor: Tensor) -> None:
+        """``tensor`` is let go of, or was a moment ago."""
+        self._bytes += tensor.numel() * tensor.element_size()
+        if self._bytes > _RELEASED:
+            self._bytes = 0
+            release_freed_memory()
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
     """The place of one checkpoint tensor: ``dest`` has its shape and is a view of a (maybe packed) parameter."""

@@ -37,6 +37,7 @@ from draftwise.models.general.plans import LinearRows, Plan, alike, as_linear, i
 from draftwise.models.general.rotations import Rotation, no_rotation, rotation_of
 from draftwise.models.general.stored import StoredLayer, pack_stored
 from draftwise.models.general.trace import Traced
+from draftwise.models.weights import Freed
 
 
 class Assembler:
@@ -421,12 +422,18 @@ class Assembler:
         for each in (*(one for plan in self._plans for one in plan.layers), self._head):
             users.setdefault(id_of(each.weight), []).append(each)
 
+        freed = Freed()
+
         def packed(layer: Linear) -> None:
             name = id_of(layer.weight)
             left = users[name]
             left.remove(layer)
-            if layer not in left and isinstance(layer.weight, Tensor):
-                layer.weight = layer.weight.new_empty(0)
+            if isinstance(layer.weight, Tensor):
+                freed.count(layer.weight)
+                if layer not in left:
+                    layer.weight = layer.weight.new_empty(0)
+            else:
+                freed.count(torch.empty((layer.width, layer.x.width), dtype=self._ops.dtype, device="meta"))
             if not left and name not in kept:
                 free(name)
 

@@ -82,7 +82,7 @@ class Reference:
             while at >= 0:
                 path.insert(0, nodes[at])
                 at = parents[at]
-            paths.append(run(long + path)[-1])
+            paths.append(run(long + path)[-1].clone())  # a view would keep all rows
         return cls(long, short, nodes, run(long), run(short), paths, parents)
 
 

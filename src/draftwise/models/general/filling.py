@@ -21,12 +21,11 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
 from draftwise.models.general.stored import FloatLayer, QuantizedLayer, StoredLayer, StoredLinear
-from draftwise.models.weights import release_freed_memory
+from draftwise.models.weights import Freed, release_freed_memory
 from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_RELEASED = 64 << 20  # bytes read after which freed memory is given back
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPES = _FLOATS | {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -265,7 +264,7 @@ def _exchange(model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str
     ]
     tables = {p.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     packed: dict[nn.Module, StoredLinear] = {}
-    released = 0
+    freed = Freed()
     for parent, name, child in modules:
         layer = known.get(child.weight.data_ptr())
         if layer is None or child.weight.data_ptr() in tables:
@@ -275,11 +274,8 @@ def _exchange(model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str
         if child not in packed:
             bias = None if child.bias is None else child.bias.detach().to(ops.device)
             packed[child] = StoredLinear(ops, layer, bias)
-            released += layer.outputs * layer.inputs
+            freed.count(torch.empty((layer.outputs, layer.inputs), dtype=layer.dtype, device="meta"))
         setattr(parent, name, packed[child])
-        if released > _RELEASED:
-            released = 0
-            release_freed_memory()
     for parameter in model.parameters():
         layer = known.get(parameter.data_ptr())
         if layer is not None:

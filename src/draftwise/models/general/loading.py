@@ -187,6 +187,10 @@ def _served(
             decoder.release()
             refusals.append(str(error))
             continue
+        if refusals:
+            logger.info(
+                "%s is served in another way than the first: %s", config.architecture, "; ".join(refusals)
+            )
         return decoder, linears
     raise ModelLoadError("; and ".join(dict.fromkeys(refusals)))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.kernels.base import Linear, Ops
+from draftwise.models.weights import Freed
 
 
 class PackedLinear(nn.Module):
@@ -94,7 +95,7 @@ def exchange(model: nn.Module, layers: list[nn.Linear], ops: Ops, head: nn.Modul
     Returns:
         Bytes of the packed weights.
     """
-    wanted = set(layers)
+    wanted, freed = set(layers), Freed()
     total = 0
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     packed: dict[nn.Module, PackedLinear] = {}
@@ -109,6 +110,8 @@ def exchange(model: nn.Module, layers: list[nn.Linear], ops: Ops, head: nn.Modul
             )
             packed[child] = PackedLinear(ops, handle, child.in_features, child.out_features)
             total += handle.num_bytes
+            freed.count(weight)
+            del weight
             child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         setattr(parent, name, packed[child])
     return total
