@@ -71,6 +71,7 @@ class Assembler:
         self.num_linears = 0
         self.num_mixtures = 0
         self._free: Callable[[Hashable], None] = lambda _: None
+        self._packed_one: Callable[[Linear], None] = lambda _: None
         self.sites: list[LinearSite] = []
         self.embedding: Tensor | None = None
 
@@ -165,30 +166,39 @@ class Assembler:
             bias = torch.cat(
                 [empty.new_zeros(p.outputs) if b is None else b.detach().to(empty) for p, b in pairs]
             )
+        site, inputs = self._site(parts), parts[0].layer.x.width
         stored = [(p.layer.weight, p.rows) for p in parts if isinstance(p.layer.weight, StoredLayer)]
         if stored:
             assert len(stored) == len(parts), "planned to be alike"
+            self._let_go(parts)
             handle = pack_stored(ops, stored, bias, paired=paired)
         else:
             weights = [part.weight() for part in parts]
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
+            del weights
+            self._let_go(parts)  # before it is packed: there is one copy beside the packed one
             pack = ops.pack_gate_up if paired else ops.pack_linear
-            handle = pack(weight.detach().contiguous(), bias)
+            handle = pack(weight, bias)
         self.num_bytes += handle.num_bytes
         self.num_linears += len(parts)
-        self._note_site(handle, parts)
+        if site is not None:
+            self.sites.append(LinearSite(handle, inputs, site))
         return handle
 
-    def _note_site(self, handle: PackedLinear, parts: list[LinearRows]) -> None:
-        """Adapters may add to it, if every part is a module of the model."""
+    def _let_go(self, parts: Sequence[LinearRows]) -> None:
+        for part in parts:
+            self._packed_one(part.layer)
+
+    def _site(self, parts: list[LinearRows]) -> tuple[SitePart, ...] | None:
+        """What adapters may add to, if every part is a module of the model."""
         found = []
         for part in parts:
             weight = part.layer.weight
             name = self._names.get(id_of(weight))
             if name is None or (isinstance(weight, Tensor) and not _whole(weight)):
-                return
+                return None
             found.append(SitePart(name, part.layer.width, part.rows))
-        self.sites.append(LinearSite(handle, parts[0].layer.x.width, tuple(found)))
+        return tuple(found)
 
     def _norm(self, node: Norm) -> Plan:
         if node.group != node.width:
@@ -270,6 +280,7 @@ class Assembler:
             experts = node.experts.pack(self._ops, node.routing, node.correction)
             for parameter in node.experts.module.parameters():
                 self._free(id_of(parameter))
+            self._packed_one(scores)
             self.num_bytes += router.num_bytes + experts.num_bytes
             self.num_mixtures += 1
             return lambda work: work.ops.experts(
@@ -357,6 +368,7 @@ class Assembler:
         def make() -> Run:
             absorbed, out = latent.pack(self._ops, own.key_dim)
             common = self._packed([shared], paired=False)
+            self._packed_one(latent.keys.layer)
             self.num_bytes += absorbed.num_bytes + out.num_bytes
             self.num_linears += 2
 
@@ -437,6 +449,7 @@ class Assembler:
             if not left and name not in kept:
                 free(name)
 
+        self._packed_one = packed
         last = {each: i for i, plan in enumerate(self._plans) for each in (plan.node, *plan.inputs)}
         traced = self._traced
         for node in (traced.hidden, self._head.x):
@@ -447,8 +460,6 @@ class Assembler:
             self._dying = set(done)
             self._before = self._plans[i - 1].node if i else None
             steps.append(Step(plan.node, plan.make(), done))
-            for layer in plan.layers:
-                packed(layer)
         handle = self._packed_head(kept)
         packed(self._head)
         self.num_bytes += handle.num_bytes

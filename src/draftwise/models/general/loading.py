@@ -34,6 +34,7 @@ from draftwise.models.general.parts import Called, body_of, text_model
 from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.reader import is_gguf
+from draftwise.models.weights import release_freed_memory
 from draftwise.quantization.checkpoint import CheckpointFormat
 
 logger = logging.getLogger("draftwise")
@@ -62,7 +63,9 @@ def load_general(
     try:
         try:
             with quiet():
-                return _prepared(model, config, ops, rounded)
+                found = _prepared(model, config, ops, rounded)
+            release_freed_memory()
+            return found
         except WrongAssembly as error:
             logger.warning(
                 "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",

@@ -133,10 +133,12 @@ class FloatLayer(StoredLayer):
         return "floats"
 
     def floats(self) -> Tensor:
-        name = f"{self.base}.weight"
         value = torch.empty((self.outputs, self.inputs), dtype=self.dtype)
-        copy_tensors(self.entries, {name: value})
+        self._read(value)
         return value
+
+    def _read(self, target: Tensor) -> None:
+        copy_tensors(self.entries, {f"{self.base}.weight": target})
 
     def pack(
         self,
@@ -146,15 +148,19 @@ class FloatLayer(StoredLayer):
         *,
         paired: bool,
     ) -> Linear:
+        sizes = [layer.outputs if rows is None else len(rows) for layer, rows in others]
+        weight = torch.empty((sum(sizes), self.inputs), dtype=self.dtype)
         known: dict[StoredLayer, Tensor] = {}
-        parts = []
-        for layer, rows in others:
+        for (layer, rows), place in zip(others, torch.split(weight, sizes), strict=True):
+            assert isinstance(layer, FloatLayer)
+            if rows is None:
+                layer._read(place)
+                continue
             if layer not in known:
-                known[layer] = layer.floats()
-            parts.append(known[layer] if rows is None else known[layer][rows])
-        known.clear()
-        weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(ops.device)
-        del parts
+                known = {layer: layer.floats()}
+            torch.index_select(known[layer], 0, rows, out=place)
+        del known
+        weight = weight.to(ops.device)
         return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
 
 
