@@ -31,9 +31,11 @@ def save_adapter(
     rank: int = 4,
     modules: tuple[str, ...] = ALL,
     size: float = 0.2,
+    turned: bool = False,
     **more: Any,
 ) -> str:
-    """An adapter for the linear layers of a folder's model whose names end with ``modules``."""
+    """An adapter for the linear layers of a folder's model whose names end with ``modules``. ``turned``: weights are
+    [inputs, outputs]."""
     generator = torch.Generator().manual_seed(seed)
     config: dict[str, Any] = {
         "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(modules), "bias": "none",
@@ -43,13 +45,14 @@ def save_adapter(
     tensors = {}
     for name, weight in weights_of(model).items():
         module = name.removesuffix(".weight")
-        if not module.endswith(modules):
+        if not module.endswith(modules) or weight.ndim != 2:
             continue
+        outputs, inputs = weight.shape[::-1] if turned else weight.shape
         found = [r for key, r in config["rank_pattern"].items() if re.match(rf"(.*\.)?({key})$", module)]
         r = found[0] if found else rank
         base = f"base_model.model.{module}"
-        tensors[f"{base}.lora_A.weight"] = torch.randn(r, weight.shape[1], generator=generator) * size
-        tensors[f"{base}.lora_B.weight"] = torch.randn(weight.shape[0], r, generator=generator) * size
+        tensors[f"{base}.lora_A.weight"] = torch.randn(r, inputs, generator=generator) * size
+        tensors[f"{base}.lora_B.weight"] = torch.randn(outputs, r, generator=generator) * size
     target.mkdir(parents=True, exist_ok=True)
     (target / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, target / "adapter_model.safetensors")
@@ -72,7 +75,8 @@ def merge(model: Path, adapter: Path, target: Path) -> str:
                 if re.match(rf"(.*\.)?({key})$", module):
                     alpha = value
             scale = alpha / (math.sqrt(len(a)) if config["use_rslora"] else len(a))
-            weight = weight + scale * (b @ a)
+            added = scale * (b @ a)
+            weight = weight + (added.t() if config["fan_in_fan_out"] else added)
         merged[name] = weight
     target.mkdir()
     shutil.copy(model / "config.json", target)

@@ -13,7 +13,7 @@ _SAMPLE = {
     ("granite", "w4a16"), ("gpt2", "GPTQ"), ("gpt_neox", "AWQ"), ("glm4", "w8a8"), ("bloom", "GPTQ 8"),
     ("qwen3_moe", "GPTQ 8"), ("granitemoe", "w8a16"), ("stablelm", "fp8 blocks"), ("starcoder2", "GPTQ act-order"),
 }  # fmt: skip
-_FLOATS = ("GPTQ act-order", "fp8", "fp8 blocks", "fp8 tensor")
+_FLOATS = ("GPTQ act-order", "fp8 blocks")
 _EXPERTS = frozenset(
     kind for kind in FAMILIES if "moe" in kind or kind in ("mixtral", "deepseek_v2", "deepseek_v3")
 )

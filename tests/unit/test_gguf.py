@@ -176,6 +176,26 @@ def test_other_families(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(on_torch(tmp_path / "m.gguf"), tokens), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["gemma", "starcoder2", "phi3"])
+def test_other_families_keep_codes(name: str, tmp_path: Path) -> None:
+    """Also those that are put together from what Transformers' code does."""
+    native_or_skip()
+    kind, settings, metadata = FAMILIES[name]
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model(kind, **(BASE | settings))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    more = {f"{name}.{k}": v for k, v in metadata.items()}
+    weights = convert(tmp_path / "model", tmp_path / "m.gguf", name, "Q4_0", more)
+    expected = on_torch(meant(tmp_path / "model", weights, tmp_path / "meant"))
+    tokens = [3, 7, 11, 2, 60, 5, 9, 3, 3, 8]
+    wanted = logits(expected, tokens)
+    torch.testing.assert_close(logits(on_torch(tmp_path / "m.gguf"), tokens), wanted, rtol=1e-4, atol=1e-4)
+    found = load_model(tmp_path / "m.gguf", dtype=torch.bfloat16, device=CPU)
+    assert float((logits(found, tokens) - wanted).abs().mean() / wanted.std()) < 0.05
+    plain = load_model(tmp_path / "model", dtype=torch.bfloat16, device=CPU)
+    assert found.weight_bytes() < 0.8 * plain.weight_bytes()
+
+
 def test_rotations_of_llama_3_come_from_their_divisors(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0,

@@ -188,6 +188,50 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     assert mixed == [plain[0], expected[1]]
 
 
+_FUSED = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("gpt_neox", _FUSED),  # q, k and v in turns in one layer, a part of a head is rotated
+        ("glm4", (*ATTENTION, "gate_up_proj", "down_proj")),  # neighbours are rotated
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),  # code of our own, a part is rotated
+        ("gpt2", ("c_attn", "c_proj", "c_fc")),  # weights are [inputs, outputs]
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of Transformers' models
+def test_layers_whose_rows_stand_in_another_order(
+    kind: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    save(small(kind, initializer_range=0.3), tmp_path / "model")
+    turned = kind == "gpt2"
+    path = save_adapter(
+        tmp_path / "a", tmp_path / "model", 1, modules=modules, size=0.1, turned=turned, fan_in_fan_out=turned
+    )
+    merged = merge(tmp_path / "model", tmp_path / "a", tmp_path / "merged")
+    with LLM(merged, **OPTIONS) as engine:
+        expected = texts(engine.generate(PROMPTS, GREEDY))
+    with LLM(str(tmp_path / "model"), enable_lora=True, **OPTIONS) as engine:
+        assert engine.guarantees.same_bits or engine._engine is None
+        plain = texts(engine.generate(PROMPTS, GREEDY))
+        which = [LoRARequest("a", 1, path), None] * len(PROMPTS)
+        found = texts(engine.generate(PROMPTS, GREEDY, lora_request=which[: len(PROMPTS)]))
+    assert plain != expected
+    assert found == [(plain if i % 2 else expected)[i] for i in range(len(PROMPTS))]
+
+
+def test_a_layer_of_which_only_a_part_takes_additions_is_named(tmp_path: Path) -> None:
+    """Latent attention absorbs what makes keys and values of a latent."""
+    save(small("minicpm3"), tmp_path / "model")
+    path = save_adapter(tmp_path / "a", tmp_path / "model", 1, modules=("kv_b_proj",))
+    with (
+        LLM(str(tmp_path / "model"), enable_lora=True, **OPTIONS) as engine,
+        pytest.raises(RequestError, match="kv_b_proj"),
+    ):
+        engine.generate(PROMPTS[:1], GREEDY, lora_request=LoRARequest("a", 1, path))
+
+
 @pytest.mark.parametrize(
     ("kind", "modules"),
     [("jamba", ("in_proj", "x_proj", "out_proj", "q_proj")), ("bloom", ("query_key_value", "dense"))],
