@@ -159,3 +159,25 @@ def test_tokens_of_reasoning() -> None:
 def test_unknown_parsers_are_named() -> None:
     with pytest.raises(ConfigError, match="did you mean 'qwen3'"):
         reasoning_class("qwen")
+
+
+def test_a_header_that_never_ends_is_text() -> None:
+    text = "<|channel|>analysis" + "x" * 2000
+    thoughts, answer, _ = read("openai_gptoss", "unknown", text, list(range(0, 2000, 50)))
+    assert (thoughts, answer) == ("", text)
+
+
+def test_tokens_are_counted_as_they_come() -> None:
+    asked: list[int] = []
+    tokens = ["<think>", "Hm", "</think>", "Yes", "."]
+
+    def text(token: int) -> str:
+        asked.append(token)
+        return tokens[token]
+
+    counter = Reading(reasoning_class("qwen3")).counter(text)
+    counter.add([0, 1])
+    assert counter.count == 2
+    counter.add([2, 3])
+    counter.add([4])
+    assert counter.count == 3 and asked == [0, 1, 2], "nothing is looked at behind the end of reasoning"

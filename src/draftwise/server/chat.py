@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from draftwise.server.generation import Generation
 from draftwise.server.logprobs import chat_logprobs, prompt_logprobs
 from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
-from draftwise.server.reader import AnswerReader, Reading, joined, reading_of
+from draftwise.server.reader import AnswerReader, Reading, ThoughtCounter, joined, reading_of
 from draftwise.server.sse import DONE, EventStream, TextEvents, event, unless_gone
 from draftwise.server.template_options import checked_options
 from draftwise.server.tool_parsers import parser_class
@@ -156,7 +156,7 @@ class _Answer:
             "created": self._created,
             "model": self._model,
             "choices": [self._choice(c) for c in output.outputs],
-            "usage": self._details(usage_of(outputs), (c.token_ids for c in output.outputs)),
+            "usage": self._details(usage_of(outputs), sum(self._count(c.token_ids) for c in output.outputs)),
         }
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = list(output.prompt_token_ids)
@@ -199,12 +199,14 @@ class _Answer:
         tools = self._plan.parser(kind, only_one=self._body.parallel_tool_calls is False)
         return AnswerReader(self.reading.parser(), tools)
 
-    def _details(self, usage: dict[str, Any], answers: Iterable[Sequence[int]]) -> dict[str, Any]:
-        """``usage`` with the tokens of ``answers`` that are reasoning."""
+    def _count(self, token_ids: Sequence[int]) -> int:
+        return self.reading.count(token_ids, self._context.token_text)
+
+    def _details(self, usage: dict[str, Any], num_thoughts: int) -> dict[str, Any]:
+        """``usage`` with the number of tokens that are reasoning, where it is told apart."""
         if self.reading.reasoning is None:
             return usage
-        count = sum(self.reading.count(ids, self._context.token_text) for ids in answers)
-        return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": num_thoughts}}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or completion.logprobs is None:
@@ -237,7 +239,7 @@ class _Answer:
         short = not (body.keep_trace or per_token or running or body.logprobs or read)
         texts: dict[int, TextEvents] = {}
         readers: dict[int, AnswerReader] = {}
-        ids: dict[int, list[int]] = {}  # of answers with reasoning
+        counters: dict[int, ThoughtCounter] = {}
         begun: set[int] = set()
         done: set[int] = set()
         prompt_tokens = completion_tokens = cached = 0
@@ -264,8 +266,10 @@ class _Answer:
                 if read:
                     if index not in readers:
                         readers[index] = self._new_reader()
+                        counters[index] = self.reading.counter(self._context.token_text)
                     text, finish = self._read(readers[index], completion, delta)
-                    ids.setdefault(index, []).extend(completion.token_ids)
+                    if with_usage:
+                        counters[index].add(completion.token_ids)
                 if index not in begun:
                     text = self._echo + text
                 if text:
@@ -301,7 +305,8 @@ class _Answer:
                     chunk["usage"] = None
                 yield event(chunk)
         if with_usage:
-            counts = self._details(usage(prompt_tokens, completion_tokens, cached), ids.values())
+            thoughts = sum(counter.count for counter in counters.values())
+            counts = self._details(usage(prompt_tokens, completion_tokens, cached), thoughts)
             yield event({**head, "choices": [], "usage": counts})
         yield DONE
 

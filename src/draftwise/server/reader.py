@@ -72,18 +72,41 @@ class Reading:
         marks = self.reasoning.grammar_marks(self.start)
         return params.replace(structured_outputs=dataclasses.replace(spec, **marks)) if marks else params
 
+    def counter(self, text: Callable[[int], str]) -> ThoughtCounter:
+        """``text``: of a token."""
+        return ThoughtCounter(self.parser(), text)
+
     def count(self, token_ids: Sequence[int], text: Callable[[int], str]) -> int:
         """How many of an answer's tokens are reasoning, its marks included. ``text``: of a token."""
-        parser = self.parser()
-        if parser is None:
-            return 0
-        thinks = False
-        for i, token in enumerate(token_ids):
-            found = parser.push(text(token))
-            thinks = thinks or any(isinstance(part, Thought) for part in found)
-            if parser.over:
-                return i + 1 if thinks else 0
-        return len(token_ids)
+        counter = self.counter(text)
+        counter.add(token_ids)
+        return counter.count
+
+
+class ThoughtCounter:
+    """Counts the tokens of an answer that are reasoning, as they come: all at its end would keep others waiting."""
+
+    def __init__(self, parser: ReasoningParser | None, text: Callable[[int], str]) -> None:
+        self._parser = parser  # None: nothing more is reasoning
+        self._text = text
+        self._num_read = 0
+        self._thinks = False
+
+    @property
+    def count(self) -> int:
+        """Of the tokens so far, marks included."""
+        return self._num_read if self._thinks else 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The next tokens."""
+        for token in token_ids:
+            if self._parser is None:
+                return
+            found = self._parser.push(self._text(token))
+            self._num_read += 1
+            self._thinks = self._thinks or any(isinstance(part, Thought) for part in found)
+            if self._parser.over:
+                self._parser = None
 
 
 def joined(parts: Sequence[Part]) -> tuple[str, str, list[CallPiece]]:

@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.marks import begun, until
 
+_LONGEST_HEADER = 1024
+"""Characters of a header that are looked at again and again until it is complete."""
+
 
 class Thought(NamedTuple):
     """A piece of reasoning."""
@@ -235,7 +238,9 @@ class HarmonyReasoning(ReasoningParser):
             return True
         at = held.find(self.MESSAGE)
         if at < 0:
-            return False
+            if len(held) > _LONGEST_HEADER:
+                self._kind = "answer"  # no header goes on like this
+            return len(held) > _LONGEST_HEADER
         channel = held[:at].partition(self.CHANNEL)[2]
         name = channel.replace("<", " ").split()[0] if channel.strip() else ""
         self._held = held[at + len(self.MESSAGE) :]

@@ -61,7 +61,9 @@ async def responses(context: Context, request: Request, body: ResponsesBody) -> 
     answer.items.begin()
     answer.items.push(completion.text)
     answer.items.finish(completion.finish_reason == "length")
-    return JSONResponse(answer.whole(outputs[0], completion.token_ids))
+    return JSONResponse(
+        answer.whole(outputs[0], len(completion.token_ids), answer.count(completion.token_ids))
+    )
 
 
 def _template_options(body: ResponsesBody) -> dict[str, Any]:
@@ -110,6 +112,10 @@ class _Answer:
         plain = tools is None and reading.reasoning is None
         self.items = OutputItems(None if plain else AnswerReader(reading.parser(), tools))
 
+    def count(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens are reasoning."""
+        return self._reading.count(token_ids, self._token_text)
+
     def _begun(self) -> dict[str, Any]:
         more: dict[str, Any] = {
             "status": "in_progress",
@@ -119,10 +125,8 @@ class _Answer:
         }
         return {**self._base, **more}
 
-    def whole(self, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any]:
+    def whole(self, output: RequestOutput, num_tokens: int, num_thoughts: int) -> dict[str, Any]:
         """The answer, whose items are complete; ``output``: the last one of the generation."""
-        num_tokens = len(token_ids)
-        thought = self._reading.count(token_ids, self._token_text)
         cut = output.outputs[0].finish_reason == "length"
         answer: dict[str, Any] = {
             **self._base,
@@ -133,7 +137,7 @@ class _Answer:
                 "input_tokens": len(output.prompt_token_ids),
                 "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
                 "output_tokens": num_tokens,
-                "output_tokens_details": {"reasoning_tokens": thought},
+                "output_tokens_details": {"reasoning_tokens": num_thoughts},
                 "total_tokens": len(output.prompt_token_ids) + num_tokens,
             },
         }
@@ -154,7 +158,7 @@ class _Answer:
         for one in self.items.begin():
             yield say(*one)
         num_tokens = 0
-        ids: list[int] = []  # of an answer with reasoning
+        counter = self._reading.counter(self._token_text)
         thinks = self._reading.reasoning is not None
         last: RequestOutput | None = None
         async for _, output in generation.outputs() if thinks else generation.pieces():
@@ -163,12 +167,12 @@ class _Answer:
             else:
                 last, text, new = output, output.outputs[0].text, len(output.outputs[0].token_ids)
                 if thinks:
-                    ids += output.outputs[0].token_ids
+                    counter.add(output.outputs[0].token_ids)
             num_tokens += new
             for one in self.items.push(text):
                 yield say(*one)
         assert last is not None
         for one in self.items.finish(last.outputs[0].finish_reason == "length"):
             yield say(*one)
-        whole = self.whole(last, ids if thinks else range(num_tokens))
+        whole = self.whole(last, num_tokens, counter.count)
         yield say(f"response.{whole['status']}", {"response": whole})
