@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from draftwise.cluster.messages import Answer, Order, Start, receive, send
@@ -173,22 +174,25 @@ class RankProcesses:
     def _collected(self, ranks: Sequence[RankProcess], number: int | None) -> Any:
         """(rank, answer) as they come; answers to earlier orders, whose caller went away, are thrown away."""
         deadline = time.monotonic() + self._seconds if number is not None else None
-        waiting = {one.channel: one for one in ranks}
+        waiting = {one.channel.fileno(): one for one in ranks}
+        poller = select.poll()
+        for descriptor in waiting:
+            poller.register(descriptor, select.POLLIN)
         while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(list(waiting), left)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            ready = poller.poll(left)
             if not ready:
                 raise self._late(list(waiting.values()))
-            for channel in ready:
-                assert isinstance(channel, Connection)
-                one = waiting[channel]
+            for descriptor, _ in ready:
+                one = waiting[descriptor]
                 try:
-                    answer = receive(channel)
+                    answer = receive(one.channel)
                 except (EOFError, OSError):
                     raise self._lost(one) from None
                 if number is not None and answer.number != number:
                     continue
-                del waiting[channel]
+                poller.unregister(descriptor)
+                del waiting[descriptor]
                 yield one, answer
 
     # ----------------------------------------------------------------------------------------------- failing

@@ -20,6 +20,9 @@ from draftwise.errors import ConfigError
 from draftwise.models.loader import check_divided
 
 _MODULE = "draftwise.engine.worker"
+_BUILDING = 1800.0
+"""Seconds that a rank waits for another at least: one may be built much later. In a step the host gives up before that,
+and ends both."""
 
 
 def start_ranks(config: EngineConfig) -> tuple[RanksExecutor, DeviceFacts]:
@@ -49,7 +52,7 @@ def start_ranks(config: EngineConfig) -> tuple[RanksExecutor, DeviceFacts]:
         return Start(
             rank,
             size,
-            config.worker_timeout,
+            max(config.worker_timeout, _BUILDING),
             None if shared else f"file://{folder}/meeting",
             memory if shared else None,
             device,
