@@ -89,7 +89,7 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
             )  # fmt: skip
     except ModelLoadError as error:
         words = str(error).replace(str(folder), "").lstrip(": ")
-        if made.model is None and "no file named" in words:
+        if made.model is None and ("no file named" in words or "has no weights" in words):
             return Outcome(
                 kind, made.architecture, "", "it would be served or refused by its weights, which are large"
             )
