@@ -80,7 +80,7 @@ class Asking:
     def __call__(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         try:
             return self._ask(rows)
-        except (AssertionError, LookupError, ValueError) as error:
+        except Exception as error:
             self.wrong = self.wrong or error
             raise
 

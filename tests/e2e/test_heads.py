@@ -207,6 +207,18 @@ def test_a_prompt_that_is_filled_in_is_time_in_the_heads_passes(
     assert stats.draft_forward_time > 0
 
 
+def test_chains_are_time_in_the_heads_passes(
+    heads: dict[str, tuple[str, ReferenceHead]], make_llm: Callable[..., LLM]
+) -> None:
+    """A short prompt and blocks that do not fill up: nothing but drafts."""
+    name = next(iter(heads))
+    llm = engine(make_llm, heads[name][0], name.split()[0], block_size=64, num_kv_blocks=16)
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy(10))
+    stats = llm.stats()
+    assert stats.speculation.num_drafts > 0
+    assert stats.draft_forward_time > 0
+
+
 @pytest.mark.parametrize("method", SHAPES)
 @pytest.mark.parametrize("steps", [range(4, 12), range(12), range(6, 7)], ids=["later", "prompt", "one"])
 def test_what_a_head_was_not_told_of_leaves_a_gap(
