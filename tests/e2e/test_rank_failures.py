@@ -103,6 +103,7 @@ def test_a_rank_that_hangs_is_named(target: str) -> None:
     llm.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_says_what(target: str) -> None:
     llm = LLM(target, **OPTIONS)
     pids = pids_of(llm)

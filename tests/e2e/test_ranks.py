@@ -109,7 +109,7 @@ def one_drafts(pair: Pair) -> Iterator[LLM]:
 ALONE = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "hybrid")
 
 
-@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("shape", ["chain", "static", pytest.param("dynamic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ALONE)
 def test_one_rank_drafts_for_all(pair: Pair, one_drafts: LLM, method: str, shape: str) -> None:
     one_drafts.reset_prefix_cache()
