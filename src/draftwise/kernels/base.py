@@ -320,9 +320,11 @@ class Ops(ABC):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
         """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window, soft cap and sinks as in `attention.base`.
-        Entries of ``Hkv`` heads are keys that are their own values."""
+        Entries of ``Hkv`` heads are keys that are their own values. ``whole``: every row of a request that is no tree
+        sees all of its rows, see `attention.whole`."""
 
     @property
     def capturable(self) -> bool:

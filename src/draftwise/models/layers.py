@@ -106,6 +106,7 @@ class DenseLayer:
     sinks: Tensor | None = None  # [Hq] float32
     after_attention: Norm | None = None  # of what attention gives, before it is added
     after_mlp: Norm | None = None
+    whole: bool = False  # rows see those behind them, too (`Ops.attention`)
 
 
 class LayerWeights:
@@ -294,7 +295,15 @@ class LayerPass:
         rope = self.rope if layer.window is None or self.local_rope is None else self.local_rope
         q = ops.qkv_rope_write(qkv, heads, rope, entries, self.slots, layer.q_norm, layer.k_norm, out=place)
         attended = ops.attention(
-            q, entries, self.attention, self.heads, self.scale, layer.window, self.softcap, layer.sinks
+            q,
+            entries,
+            self.attention,
+            self.heads,
+            self.scale,
+            layer.window,
+            self.softcap,
+            layer.sinks,
+            whole=layer.whole,
         )
         behind = layer.o
         added = ops.linear(attended, behind) if isinstance(behind, Linear) else behind.run(ops, attended)

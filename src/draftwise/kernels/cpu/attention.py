@@ -65,6 +65,7 @@ class AttentionCall(ctypes.Structure):
         ("softcap", _F32),
         ("latent", _I32),
         ("sinks", _PTR),
+        ("whole", _I32),
     )
 
 
@@ -172,7 +173,9 @@ class NativeAttention(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
+        """As `AttentionBackend.run`; ``whole``: as `Ops.attention`."""
         entries, scales = kv_parts(kv)
         rows, heads, dim = q.shape
         require(q.dtype in DTYPES, "float32 or bfloat16 queries")
@@ -206,6 +209,7 @@ class NativeAttention(AttentionBackend):
             softcap or 0.0,
             is_latent(entries, num_kv_heads, dim),
             sinks_of(sinks, heads),
+            whole,
         )
         self._run(self._pool.pointer, DTYPES[q.dtype], call, view)
         del kept

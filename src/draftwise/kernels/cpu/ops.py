@@ -389,9 +389,10 @@ class NativeOps(Ops):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
         if isinstance(q, Symbol):
-            return recording_of(q).attention(q, kv, heads, scale, window, softcap, sinks)
+            return recording_of(q).attention(q, kv, heads, scale, window, softcap, sinks, whole)
         kv_heads = heads.num_kv_heads
         return self._attention.run(
             q,
@@ -403,6 +404,7 @@ class NativeOps(Ops):
             softcap=softcap,
             sinks=sinks,
             out=out,
+            whole=whole,
         )
 
     # --------------------------------------------------------------------------------------------- logits

@@ -372,6 +372,7 @@ class Recording(Tape):
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
         packed = buffer_of(q)
         entries, scales = kv_parts(kv)
@@ -392,7 +393,7 @@ class Recording(Tape):
             kv=self._pointer(entries),
             kv_scales=self._pointer(scales),
             kv_dtype=KV_DTYPES[entries.dtype],
-            epilogue=is_latent(entries, heads.num_kv_heads, heads.head_dim),
+            epilogue=is_latent(entries, heads.num_kv_heads, heads.head_dim) + 2 * whole,
         )
         return as_tensor(out)
 

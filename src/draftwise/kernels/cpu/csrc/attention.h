@@ -2,7 +2,8 @@
 //
 // Same bits: what a row computes depends on the *logical positions* of the keys it sees, never on slots, on the rows
 // beside it, or on how the work is cut. Logical key j of a row is committed token j for j < context, and behind it the
-// row's own path: rows 0..i of a causal request, the set bits of its ancestor mask in a tree, in order. A tree's rows may
+// row's own path: rows 0..i of a causal request (all of its rows, if the call says `whole`), the set bits of its ancestor mask in
+// a tree, in order. A tree's rows may
 // have been stored by several passes; its bits count them all.
 //   * a score is one float32 chain over the head's dimensions in order;
 //   * keys fall into partitions of PARTITION consecutive positions; within one, the maximum, the sum of exponentials
@@ -49,6 +50,7 @@ struct AttentionCall {
   float softcap;  // scores become cap * tanh(score / cap); 0: none
   int32_t latent;  // not 0: a key is its own value, `kv` is [slots, Hkv, D] and `kv_scales` [slots, Hkv]
   const float* sinks;  // [Hq] of each head a score of one key more, whose value is zero; or null
+  int32_t whole;       // not 0: rows of a request that is no tree see all of its rows, those behind them, too
 };
 
 // Rows first .. first + count - 1 of one request, and the partitions [begin, end) that they see.

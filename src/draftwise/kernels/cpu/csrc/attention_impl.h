@@ -39,7 +39,7 @@ void soften_all(Work<T, S>& w, float* top, float* sum) {
   for (int m = 0; m < w.M; m++) {
     const int i = m / w.group, pos = w.position(i);
     const int f = w.rows.first_visible(pos);
-    int a = f > w.base ? f - w.base : 0, b = pos + 1 - w.base;
+    int a = f > w.base ? f - w.base : 0, b = w.rows.last_visible(w.item.tile.first + i) + 1 - w.base;
     if (b > PARTITION) b = PARTITION;
     if (a >= b) a = b = 0;
     float* scores = w.at.scores + m * PARTITION;

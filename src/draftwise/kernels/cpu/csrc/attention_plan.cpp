@@ -46,7 +46,7 @@ struct Reach {
 };
 Reach reach_of(const RequestRows& rows, int first, int count) {
   const int last = first + count - 1;
-  if (!rows.tree) return Reach{rows.first_visible(rows.position(first)), rows.position(last)};
+  if (!rows.tree) return Reach{rows.first_visible(rows.position(first)), rows.last_visible(last)};
   Reach reach{INT32_MAX, 0};
   for (int i = first; i <= last; i++) {
     reach.low = std::min(reach.low, rows.first_visible(rows.position(i)));
@@ -190,7 +190,7 @@ AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchV
   memory.work.clear();
   int64_t total = 0;
   for (int r = 0; r < batch->requests; r++) {
-    const RequestRows rows(*batch, r, call->window);
+    const RequestRows rows(*batch, r, call->window, call->whole != 0);
     for (int first = 0; first < rows.rows(); first += run.tile_rows) {
       const int count = std::min(run.tile_rows, rows.rows() - first);
       const Reach reach = reach_of(rows, first, count);

@@ -89,7 +89,7 @@ struct Work {
   Work(const AttentionItem& it, Arena& arena)
       : item(it), call(*it.call), batch(*it.batch), dim(call.head_dim), padded(whole_vectors(dim)),
         group(call.num_heads / call.num_kv_heads), M(it.tile.count * group),
-        rows(batch, it.tile.request, call.window), at(arena, M, padded, it.end - it.begin) {
+        rows(batch, it.tile.request, call.window, call.whole != 0), at(arena, M, padded, it.end - it.begin) {
     queries = (const T*)call.q + (int64_t)(rows.first_row + it.tile.first) * call.ldq + (int64_t)it.head * group * dim;
     const int entries = call.latent != 0 ? call.num_kv_heads : 2 * call.num_kv_heads;
     stride = (int64_t)entries * dim;
@@ -155,7 +155,10 @@ struct Work {
   }
   int position(int row) const { return rows.position(item.tile.first + row); }  // of a row of the tile
   // Keys that stand where their position says: all of a causal request, the committed ones of a tree.
-  int plain_end() const { return rows.tree ? rows.context : rows.context + item.tile.first + item.tile.count; }
+  int plain_end() const {
+    if (rows.tree) return rows.context;
+    return rows.last_visible(item.tile.first + item.tile.count - 1) + 1;
+  }
 
   // Paths of a tree's rows, in the order of their keys' positions.
   void find_paths() {

@@ -31,7 +31,7 @@ void* address(const Program& program, const PassInput& pass, int32_t buffer) {
 AttentionCall attention_call(const Program& program, const ProgramOp& op, const PassInput& pass) {
   return AttentionCall{address(program, pass, op.x), op.kv, op.kv_scales, address(program, pass, op.out), op.width,
                        op.num_heads, op.num_kv_heads, op.head_dim, op.window, op.kv_dtype, op.scale, op.softcap,
-                       op.epilogue, (const float*)op.weight};
+                       op.epilogue & 1, (const float*)op.weight, op.epilogue >> 1};
 }
 
 constexpr int64_t SMALL_BYTES = 4 << 20;  // of weights

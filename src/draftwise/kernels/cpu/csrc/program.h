@@ -21,7 +21,7 @@ enum OpKind : int32_t {
   OP_SILU_MUL = 4,      // out = silu(gate) * up of x; `width` of out
   OP_LINEAR = 5,        // out = x * weight, epilogue; x rows of `width`, out rows of `out_width` elements of dtype `out_dtype`
   OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv` of `width` slots; `epilogue`: latent
-  OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`; `epilogue`: latent
+  OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`; `epilogue`: 1 latent, 2 whole
   OP_PICK = 8,          // out = the rows of x that the head wants, `width` bytes each
   OP_CONCAT = 9,        // out = x | y, rows of `width` and `out_width` bytes
   OP_ADD = 10,          // y += x, rows of `width` elements
