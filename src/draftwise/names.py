@@ -11,6 +11,7 @@ PROPOSER: Final = "draftwise.propose.base:Proposer"
 """What the class of every method is a subclass of."""
 
 METHODS: Final = {
+    "dflash": "draftwise.propose.heads.block:BlockProposer",
     "draft_model": "draftwise.propose.models.draft_model:DraftModelProposer",
     "eagle": "draftwise.propose.heads.eagle:EagleProposer",
     "eagle3": "draftwise.propose.heads.eagle:Eagle3Proposer",
@@ -28,6 +29,8 @@ METHODS: Final = {
 METHOD_ALIASES: Final = {
     "[ngram]": "ngram",
     "prompt_lookup": "ngram",
+    "dspark": "dflash",
+    "jetspec": "dflash",
     "draft": "draft_model",
     "draft-model": "draft_model",
     "[suffix]": "suffix",
@@ -44,7 +47,7 @@ METHOD_ALIASES: Final = {
 }
 """Spellings that users bring along, and the names they stand for."""
 
-PLANNED_METHODS: Final = ("dflash",)
+PLANNED_METHODS: Final = ("dflash2", "domino")
 """Methods that are known but not built; a third party may register one of these names."""
 
 RESERVED_METHODS: Final = ("none", "auto", "grammar")
@@ -57,7 +60,7 @@ STATIC_METHODS: Final = ("extract_hidden_states", "ngram", "synthetic")
 """Methods that refuse a `speculative_dynamic_tree`."""
 CAPTURED_METHODS: Final = ("draft_model", "eagle", "eagle3", "hybrid", "mtp")
 """Methods whose drafters are captured in CUDA graphs, on a device that has them."""
-HEAD_METHODS: Final = ("eagle", "eagle3", "medusa", "mtp")
+HEAD_METHODS: Final = ("dflash", "eagle", "eagle3", "medusa", "mtp")
 """Methods whose model is a head on the target's hidden states."""
 SHIPPED_HEADS: Final = ("eagle3", "medusa", "mtp")
 """Those the embedded target comes with."""

@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.block import BlockShape, save_block
+from tests.fakes.block import random_weights as random_block
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.medusa import random_heads, save_medusa
 from tests.fakes.mtp import MtpShape, random_layers, save_mtp
@@ -54,6 +56,13 @@ def make_families(root: Path, vocab: int = VOCAB, **settings: Any) -> dict[str, 
     masked = HeadShape("eagle3", 32, 32, vocab, feature_layers=(0, 1, 2), mask_token=vocab - 1)
     one, three = MtpShape("deepseek", vocab=vocab), MtpShape("mimo", vocab=vocab, layers=3)
 
+    blocks = {"vocab": vocab, "target_layers": (0, 2), "num_target_layers": 3, "mask": vocab - 1}
+    dflash = BlockShape(**blocks, windows=(None, 8), own=True, draft_vocab=vocab - 2)
+    dspark = BlockShape("deepspec", **blocks, from_root=True, markov="rnn", own=True)
+
+    def block(name: str, shape: BlockShape) -> str:
+        return save_block(root / name, shape, random_block(shape, seed=4, scale=0.15))
+
     def head(name: str, shape: HeadShape) -> str:
         return save_head(root / name, shape, random_weights(shape, seed=2, scale=0.15))
 
@@ -66,6 +75,7 @@ def make_families(root: Path, vocab: int = VOCAB, **settings: Any) -> dict[str, 
         {"method": "eagle", "model": head("eagle", eagle), "num_speculative_tokens": K},
         {"method": "eagle3", "model": head("eagle3", eagle3), "num_speculative_tokens": K},
         {"method": "mtp", "model": layers("mtp", one), "num_speculative_tokens": K},
+        {"method": "dflash", "model": block("dflash", dflash), "num_speculative_tokens": K},
         {"method": "medusa", "model": save_medusa(root / "medusa", random_heads(32, vocab), 3)},
         {"method": "early_exit", "draft_num_layers": 2, "num_speculative_tokens": K},
         {"method": "hybrid", "hybrid_drafter": inner, "hybrid_min_match": 3, "num_speculative_tokens": 6},
@@ -91,6 +101,7 @@ def make_families(root: Path, vocab: int = VOCAB, **settings: Any) -> dict[str, 
             "num_speculative_tokens": K,
         },
         {"method": "mtp", "model": layers("mtp3", three), "num_speculative_tokens": K},
+        {"method": "dflash", "model": block("dspark", dspark), "num_speculative_tokens": K},
     ]
     return {"methods": methods, "other forms": forms}
 
@@ -100,7 +111,7 @@ CASES: list[tuple[str, str, str]] = [
     *(
         ("methods", method, shape)
         for method in (
-            "draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit", "hybrid", "suffix",
+            "draft_model", "eagle", "eagle3", "mtp", "medusa", "dflash", "early_exit", "hybrid", "suffix",
         )
         for shape in _TREES
     ),
@@ -110,11 +121,12 @@ CASES: list[tuple[str, str, str]] = [
     ("other forms", "draft_model", "chain"),  # PARD
     ("other forms", "eagle3", "chain"),  # P-EAGLE
     *(("other forms", "mtp", shape) for shape in _TREES),  # three layers that take turns
+    *(("other forms", "dflash", shape) for shape in _TREES),  # DSpark
 ]  # fmt: skip
 """(family, method, shape) of all that can be drafted."""
 
 
 def case_id(case: tuple[str, str, str]) -> str:
     family, method, shape = case
-    names = {"draft_model": "pard", "eagle3": "p-eagle", "mtp": "mtp-3-layers"}
+    names = {"draft_model": "pard", "eagle3": "p-eagle", "mtp": "mtp-3-layers", "dflash": "dspark"}
     return f"{names[method] if family == 'other forms' else method}-{shape}"

@@ -57,6 +57,21 @@ def mask_token_of(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a block drafter (DFlash and its kin), which stand in ``dflash_config`` or at the top."""
+    return {**config, **_mapping(config.get("dflash_config"))}
+
+
+def drafts_from_root(config: Mapping[str, Any]) -> bool:
+    """Whether the row of the last known token gives a block drafter's first draft (DSpark), or the first mask's."""
+    for name in ("sample_from_anchor", "shift_label"):
+        if isinstance(config.get(name), bool):
+            return bool(config[name])
+    kind = str(config.get("speculators_model_type") or "").lower()
+    architectures = " ".join(map(str, config.get("architectures") or ())).lower()
+    return "dspark" in kind or "dspark" in architectures
+
+
 def _medusa_heads_in(model: str) -> int | None:
     """Medusa heads that a local folder's file has: config.json may say fewer. None: it cannot be told."""
     folder = Path(model).expanduser()
@@ -76,6 +91,10 @@ def _num_tokens(method: str, config: Mapping[str, Any], heads_in_file: int | Non
         values.append(_mapping(proposals[0]).get("speculative_tokens"))
     if method == "eagle3" and _drafts_in_parallel(config):
         values.append(config.get("num_depths"))  # as many as it was trained to draft
+    if method == "dflash":
+        size = block_settings(config).get("block_size")
+        if isinstance(size, int) and not isinstance(size, bool):
+            values.append(size if drafts_from_root(config) else size - 1)
     found = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0)
     return next(found, None)
 

@@ -12,6 +12,9 @@ from draftwise.config.registry import available_methods, canonical_name, method_
 from draftwise.errors import ConfigError
 from draftwise.names import MODELLESS_METHODS
 
+_MARKERS = ("eagle3", "eagle", "medusa", "dflash2", "dflash", "dspark", "jetspec", "domino", "mtp")
+_METHODS_OF = {"dspark": "dflash", "jetspec": "dflash"}
+
 
 def resolve_method(value: str) -> str:
     """Return the method's canonical name. A path to a class outside the package stays as it is.
@@ -45,9 +48,9 @@ def detect_method(model: str, revision: str | None) -> str:
         return "eagle"
     if config is None:
         lowered = model.lower()
-        for marker in ("eagle3", "eagle", "medusa", "dflash", "mtp"):
+        for marker in _MARKERS:
             if marker in lowered:
-                return marker
+                return _METHODS_OF.get(marker, marker)
         return "draft_model"
     return method_of(config)
 
@@ -81,9 +84,11 @@ def method_of(config: Mapping[str, Any]) -> str:
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
     if any(marker in kind or marker in architectures for marker in ("peagle", "p-eagle")):
         return "eagle3"
-    for marker in ("eagle3", "eagle", "medusa", "dflash", "mtp"):
+    for marker in _MARKERS:
         if marker in kind or marker in architectures:
-            return marker
+            return _METHODS_OF.get(marker, marker)
+    if isinstance(config.get("dflash_config"), Mapping):
+        return "dflash"
     if "medusa_num_heads" in config:
         return "medusa"
     if "draft_vocab_size" in config or "eagle_aux_hidden_state_layer_ids" in config:

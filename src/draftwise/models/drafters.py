@@ -14,6 +14,7 @@ from draftwise.errors import ConfigError, DraftwiseError, ModelLoadError
 from draftwise.models.describe import META, DescribedTarget, ModelFacts, describe
 from draftwise.models.heads.loading import (
     DeclaredHead,
+    declare_block,
     declare_eagle,
     declare_eagle3,
     declare_medusa,
@@ -124,6 +125,8 @@ def _declared(context: _Context) -> DeclaredHead:
         return declare_eagle(context)
     if method == "eagle3":
         return declare_eagle3(context)
+    if method == "dflash":
+        return declare_block(context)
     if method == "mtp":
         return declare_mtp(context, compare=False)
     folder = head_folder(context.speculative.model, context.speculative.revision, method)

@@ -92,6 +92,22 @@ class SplitQkv:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitKv:
+    """Projections of a layer of which keys and values are also computed alone, of other rows than queries are."""
+
+    q: Linear  # [Hq * D, H]
+    kv: Linear  # [2 * Hkv * D, H]
+
+    def run(self, ops: Ops, x: Tensor) -> Tensor:
+        """``x`` [T, H] -> [T, (Hq + 2 * Hkv) * D]."""
+        return ops.concat(ops.linear(x, self.q), ops.linear(x, self.kv))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.q.num_bytes + self.kv.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DenseLayer:
     """One layer's packed weights."""
 
@@ -121,10 +137,12 @@ class LayerWeights:
         *,
         input_norm: bool = True,
         qkv_inputs: int | None = None,
+        split_kv: bool = False,
         sparse: type[SparseWeights] = SparseWeights,
     ) -> None:
         """``input_norm``: whether it has one of its own; ``qkv_inputs``: columns of the q, k and v projections if they
-        read more than the hidden size (layers of draft heads); ``sparse``: how experts are kept."""
+        read more than the hidden size (layers of draft heads); ``split_kv``: keys and values are a layer apart
+        (`SplitKv`); ``sparse``: how experts are kept."""
         hidden, dim = config.hidden_size, config.head_dim
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
 
@@ -147,7 +165,12 @@ class LayerWeights:
         self._offset = config.norm_offset
         self.wide_norm = config.wide_qk_norm
         assert not (self.wide_norm and order is not None), "no family has both"
-        if self.wide_norm:
+        self._split_kv = split_kv
+        if split_kv:
+            assert order is None and not self.wide_norm, "no drafter has these"
+            self.q = linear(parts[:1], columns, config.qkv_bias, by_outputs(rows_q))
+            self.kv = linear(parts[1:], columns, config.qkv_bias, Split(((kv,), (kv,))))
+        elif self.wide_norm:
             self.q, self.k, self.v = (
                 linear([part], columns, config.qkv_bias, by_outputs(part[1])) for part in parts
             )
@@ -202,8 +225,10 @@ class LayerWeights:
 
         post_norm, q_norm, k_norm = norm("post_norm"), norm("q_norm", self._dims), norm("k_norm", self._dims)
         assert post_norm is not None
-        qkv: Linear | SplitQkv
-        if self.wide_norm:
+        qkv: Linear | SplitQkv | SplitKv
+        if self._split_kv:
+            qkv = SplitKv(linear("q"), linear("kv"))
+        elif self.wide_norm:
             assert q_norm is not None and k_norm is not None
             qkv = SplitQkv(linear("q"), linear("k"), linear("v"), q_norm, k_norm)
             q_norm = k_norm = None

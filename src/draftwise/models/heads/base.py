@@ -77,6 +77,8 @@ class HeadModel(ABC):
     """F: width of a feature."""
     feature_layers: tuple[int, ...] | None = None
     """Target layers whose entering hidden states `combine` reads; None: the hidden states after its final norm."""
+    num_passes: int = 1
+    """Kinds of passes that `forward` tells apart by ``depth``, where they are more than the depths (block drafters)."""
     num_depths: int = 1
     """Distinct layers for successive drafts (several MTP layers): draft d, from 0, uses number min(d, this - 1)."""
     target_ids: Tensor | None = None

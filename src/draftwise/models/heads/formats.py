@@ -7,6 +7,7 @@ EAGLE-3                ``fc``, ``midlayer.*`` or ``layers.0.*``, ``norm``, ``lm_
 P-EAGLE                as EAGLE-3, and ``mask_hidden`` [1, 3H] or [1, 1, 3H] (3: the target's layers that are read);
                        the mask token is ``pard_token``, ``mask_token_id`` or ``ptd_token_id`` of config.json
 speculators            a config.json whose layer is described in ``transformer_layer_config``; tensors as above
+block drafters         see `models.heads.block_formats`
 MTP layers             see `models.heads.mtp_names`
 =====================  ======================================================================================
 """
@@ -39,7 +40,7 @@ _ROTATIONS = ("rope_scaling", "rope_parameters")
 
 logger = logging.getLogger("draftwise")
 
-_SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",)}
+_SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",), "dflash": ("dflash", "dspark")}
 
 
 def rename_eagle(name: str) -> str | None:

@@ -20,6 +20,8 @@ from draftwise.models.base import ModelConfig, SharedWeights
 from draftwise.models.checkpoint import read_json
 from draftwise.models.config import RawConfig
 from draftwise.models.heads.base import HeadModel, TargetLink
+from draftwise.models.heads.block import BlockHead
+from draftwise.models.heads.block_formats import block_options, block_windows, rename_block
 from draftwise.models.heads.eagle import EagleHead
 from draftwise.models.heads.eagle3 import Eagle3Head
 from draftwise.models.heads.formats import (
@@ -200,6 +202,27 @@ def declare_eagle3(context: HeadContext) -> DeclaredHead:
             mask_shape = tensors["mask_hidden"].shape
         head = Eagle3Head(config, options, link, ops, plan, draft_ids(tensors), mask_shape)
     return DeclaredHead(head, plan, tensors, ops)
+
+
+def load_block(context: HeadContext) -> HeadModel:
+    """The block drafter (DFlash, DSpark) that a ``speculative_config`` names. Raises as `load_eagle`."""
+    return _filled(declare_block(context))
+
+
+def declare_block(context: HeadContext) -> DeclaredHead:
+    """`load_block` as far as headers of files tell. Raises as that does."""
+    folder, raw, link, ops = _opened(context)
+    with _named(folder):
+        tensors = scan_head(folder).renamed(rename_block)
+        options = block_options(raw, tensors, link)
+        check_target(raw, link)
+        config = layer_config(raw, tensors, number_of_layers(tensors))
+        windows, causal = block_windows(raw, config.num_layers)
+        config = replace(config, sliding_window=windows)
+        plan = WeightPlan(ops.dtype, ops.device)
+        head = BlockHead(config, replace(options, causal=causal), link, ops, plan, draft_ids(tensors))
+    unread = frozenset(name for name in tensors if name.startswith(("confidence_head.", "verifier_")))
+    return DeclaredHead(head, plan, tensors, ops, unread)
 
 
 def load_mtp(context: HeadContext) -> HeadModel:

@@ -42,7 +42,7 @@ class RecordedHead(WrappedHead):
         self._eager = False
         # on a storage of one slot: whether it works is known before anybody relies on it
         tiny = KVStorage(head.kv_layout(), 1, 1, head.dtype, head.device)
-        for depth in range(self.num_depths):
+        for depth in range(max(self.num_depths, self.num_passes)):
             self._program(tiny, depth)
         self._programs.clear()
         self.same_bits = not self._eager

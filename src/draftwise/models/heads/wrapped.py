@@ -19,6 +19,7 @@ class WrappedHead(HeadModel):
         self.same_bits = inner.same_bits
         self.feature_size = inner.feature_size
         self.feature_layers = inner.feature_layers
+        self.num_passes = inner.num_passes
         self.num_depths = inner.num_depths
         self.target_ids = inner.target_ids
         self.draft_vocab_size = inner.draft_vocab_size

@@ -1,0 +1,265 @@
+"""The method ``dflash``: drafters that fill in a block in one pass (DFlash, DSpark; docs/algorithms/dflash.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from draftwise.errors import ConfigError
+from draftwise.kernels.cpu.columns import own_packer
+from draftwise.models.heads.base import HeadModel
+from draftwise.models.heads.block import BLOCK, CONTEXT, BlockHead
+from draftwise.models.heads.wrapped import WrappedHead
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.propose.base import DraftRow, ProposerContext
+from draftwise.propose.chains import draw_in_one_pass, draw_next
+from draftwise.propose.heads.passes import HeadDraft
+from draftwise.propose.heads.proposer import HeadProposer
+from draftwise.propose.trees.expansion import TreeModel, draft_trees, is_tree
+from draftwise.propose.trees.growth import TreeLevel, TreeTask
+from draftwise.types import EMPTY_PROPOSAL, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one pass said of a request's next tokens: draft i, from 0, is drawn from row i."""
+
+    logits: Tensor  # [length, Vd] float32
+    hidden: Tensor  # [length, H]
+
+
+class BlockProposer(HeadProposer):
+    """Runs a block drafter: what it stores of committed tokens are the target's features alone, one pass over those
+    that are new and one over root and masks give the distributions of all drafts.
+
+    They depend on committed tokens alone (DFlash), or also on the draft just before (DSpark's Markov head), never on
+    who else drafts. A chain draws one token of each; a tree draws several of each and goes on below every one of them:
+    the same passes, whatever its shape. Features, chunks, prefix hits, gaps and preemption are `HeadProposer`'s.
+    The block's own keys and values are scratch.
+    """
+
+    name: ClassVar[str] = "dflash"
+
+    @classmethod
+    def load(cls, context: ProposerContext) -> HeadModel:
+        from draftwise.models.heads.loading import load_block
+
+        return load_block(context)
+
+    @classmethod
+    def create(cls, context: ProposerContext) -> Self:
+        """As `HeadProposer.create`; its passes are not captured.
+
+        Raises:
+            ConfigError: more is to be drafted than a block has room for.
+        """
+        proposer = super().create(replace(context, graphs=None))
+        config, room = context.speculative, proposer._block.max_drafts
+        depth = config.num_speculative_tokens
+        what = f"num_speculative_tokens {depth}"
+        if config.speculative_token_tree is not None:
+            depth = max(len(path) for path in config.speculative_token_tree)
+            what = f"speculative_token_tree: a path of {depth} tokens"
+        elif config.speculative_dynamic_tree is not None:
+            depth = config.speculative_dynamic_tree.depth
+            what = f"speculative_dynamic_tree: depth {depth}"
+        if depth > room:
+            raise ConfigError(
+                f"speculative_config.{what} is more than the block of {config.model!r} has room for ({room})"
+            )
+        proposer._width = depth
+        return proposer
+
+    def __init__(self, head: HeadModel, **options: object) -> None:
+        super().__init__(head, **options)  # type: ignore[arg-type]
+        inner = head.inner if isinstance(head, WrappedHead) else head
+        assert isinstance(inner, BlockHead)
+        self._block = inner
+        self._width = inner.max_drafts
+        """Drafts that a block has rows for, whatever of them is wanted: rows that see one another say something else
+        in a shorter block, and what is drafted should not hang on who else has rows in a step."""
+        self._packer = own_packer(head.device)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        drafts = [self._start(row) for row in rows]
+        active = [d for d in drafts if d is not None and d.length > len(d.tokens)]
+        together = self._scratch.num_requests
+        for i in range(0, len(active), together):
+            self._draft(active[i : i + together])
+        self.forward_time += self._passes.take_time()
+        return [
+            EMPTY_PROPOSAL if draft is None else draft.proposal(self.name, self._sample_method)
+            for draft in drafts
+        ]
+
+    def _start(self, row: DraftRow) -> HeadDraft | None:
+        draft = super()._start(row)
+        if draft is not None:
+            draft.length = min(draft.length, self._width)
+            del draft.tokens[draft.length :]
+        return draft
+
+    def _draft(self, drafts: Sequence[HeadDraft]) -> None:
+        blocks = self._fill_in(drafts)
+        trees = [i for i, draft in enumerate(drafts) if is_tree(draft.row)]
+        if trees:
+            self._grow([drafts[i] for i in trees], [blocks[i] for i in trees])
+        chains = [i for i in range(len(drafts)) if not is_tree(drafts[i].row)]
+        if chains:
+            self._draw([drafts[i] for i in chains], [blocks[i] for i in chains])
+
+    def _fill_in(self, drafts: Sequence[HeadDraft]) -> list[Block]:
+        """Both passes.
+
+        Example: 6 known tokens, block size 4: the features of tokens 3 and 4 are new, and go to slots 4 and 5. Root and
+        three masks stand in slots 6 to 9 (scratch behind the request's own), at positions 5 to 8; DFlash's drafts come
+        from the last three rows.
+        """
+        passes, head, block = self._passes, self._head, self._block
+        begun = time.perf_counter()
+        batch, features, _ = passes.batch([passes.missing(draft) for draft in drafts])
+        head.forward(batch, features, passes.kv, CONTEXT)
+        inputs: list[RowInput] = []
+        wanted: list[int] = []
+        lengths: list[int] = []
+        end = 0
+        for i, draft in enumerate(drafts):
+            row, track = draft.row, draft.state.tracks[0]
+            track.advance(row.num_tokens)
+            masks = self._width - 1 if block.from_root else self._width
+            tokens = (int(row.token_ids_np[-1]), *(block.options.mask_token,) * masks)
+            table = self._scratch.table(i, row.block_table_np)
+            inputs.append(RowInput(tokens, row.num_tokens, table, first_key=track.first_key))
+            first = end if block.from_root else end + 1
+            wanted += range(first, first + draft.length)
+            lengths.append(draft.length)
+            end += len(tokens)
+        batch = build_step_input(inputs, self._block_size, head.inputs_on, -1, self._packer)
+        nothing = features.new_empty((end, head.feature_size))
+        output, logits = head.forward_logits(batch, nothing, passes.kv, wanted, BLOCK)
+        hidden = output.hidden[torch.tensor(wanted, device=output.hidden.device)]
+        passes.add_time(begun)
+        return [
+            Block(own, behind)
+            for own, behind in zip(torch.split(logits, lengths), torch.split(hidden, lengths), strict=True)
+        ]
+
+    def _draw(self, drafts: Sequence[HeadDraft], blocks: Sequence[Block]) -> None:
+        """One token of each place, one after the other. Forced tokens take the places of drafts."""
+        markov = self._block.markov
+        if markov is None:
+            logits = torch.cat([b.logits[len(d.tokens) :] for d, b in zip(drafts, blocks, strict=True)])
+            draw_in_one_pass(drafts, logits, self._sample_method, self._head.target_ids)
+            return
+        begun, spent = time.perf_counter(), 0.0
+        active = list(zip(drafts, blocks, strict=True))
+        state: Tensor | None = None
+        step = 0
+        while active:
+            device = blocks[0].logits.device
+            before = [int(d.row.token_ids_np[-1]) if step == 0 else d.tokens[step - 1] for d, _ in active]
+            logits, state = markov.correct(
+                torch.stack([b.logits[step] for _, b in active]),
+                torch.tensor(before, device=device),
+                torch.stack([b.hidden[step] for _, b in active]),
+                state,
+            )
+            drawing = [i for i, (draft, _) in enumerate(active) if len(draft.tokens) == step]
+            if drawing:
+                drawn = time.perf_counter()
+                part = logits if len(drawing) == len(active) else logits[drawing]
+                draw_next([active[i][0] for i in drawing], part, self._sample_method, self._head.target_ids)
+                spent += time.perf_counter() - drawn
+            step += 1
+            going = [i for i, (draft, _) in enumerate(active) if draft.length > step]
+            if state is not None and len(going) < len(active):
+                state = state[going]
+            active = [active[i] for i in going]
+        self._passes.add_time(begun + spent)
+
+    def _grow(self, drafts: Sequence[HeadDraft], blocks: Sequence[Block]) -> None:
+        """Trees from what one pass said of each place: best first or of a given shape (DDTree, arXiv:2604.12989)."""
+        tasks = [
+            TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
+            for d in drafts
+        ]
+        model = BlockTrees(self._block, drafts, blocks)
+        trees = draft_trees(
+            model,
+            tasks,
+            model.roots(),
+            name=self.name,
+            method=self._sample_method,
+            vocab_map=self._head.target_ids,
+        )
+        for draft, tree in zip(drafts, trees, strict=True):
+            draft.tree = tree
+
+
+class BlockTrees(TreeModel):
+    """What a block says of the nodes of trees: those at one depth differ by what the token before each says, if the
+    drafter asks for it, and in nothing else. No pass is run.
+
+    Example: one forced token. The children of the forced token are drawn from row 1 of the block, theirs from row 2.
+    """
+
+    def __init__(self, head: BlockHead, drafts: Sequence[HeadDraft], blocks: Sequence[Block]) -> None:
+        self._markov = head.markov
+        self._drafts = drafts
+        self._blocks = blocks
+        self._depths = [len(draft.tokens) for draft in drafts]  # rows that are used up
+        self._states: dict[
+            tuple[int, int], Tensor
+        ] = {}  # (member, number of a fed node, or -1) -> [r] behind it
+
+    def roots(self) -> Tensor:
+        """Logits [R, Vd] behind the root or the last forced token of each."""
+        out: list[Tensor] = []
+        for member, draft in enumerate(self._drafts):
+            state: Tensor | None = None
+            before = int(draft.row.token_ids_np[-1])
+            logits = self._blocks[member].logits[len(draft.tokens)]
+            for place in range(len(draft.tokens) + 1) if self._markov is not None else ():
+                logits, state = self._correct(member, place, [before], state)
+                logits = logits[0]
+                before = draft.tokens[place] if place < len(draft.tokens) else before
+            if state is not None:
+                self._states[member, -1] = state[0]
+            out.append(logits)
+        return torch.stack(out)
+
+    def expand(self, levels: Sequence[TreeLevel]) -> Tensor:
+        out: list[Tensor] = []
+        for level in levels:
+            member = level.member
+            self._depths[member] += 1
+            place = self._depths[member]
+            if self._markov is None:
+                out.append(self._blocks[member].logits[place].expand(len(level.tokens), -1))
+                continue
+            state = None
+            if self._markov.carries:
+                state = torch.stack([self._states[member, parent] for parent in level.parents])
+            logits, state = self._correct(member, place, level.tokens, state)
+            if state is not None:
+                for i, own in enumerate(state):
+                    self._states[member, level.start + i] = own
+            out.append(logits)
+        return torch.cat(out)
+
+    def _correct(
+        self, member: int, place: int, before: Sequence[int], state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self._markov is not None
+        block, count = self._blocks[member], len(before)
+        return self._markov.correct(
+            block.logits[place].expand(count, -1),
+            torch.tensor(list(before), device=block.logits.device),
+            block.hidden[place].expand(count, -1),
+            state,
+        )
