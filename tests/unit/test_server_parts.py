@@ -224,7 +224,6 @@ def test_what_is_not_there_is_refused_by_name() -> None:
     for words, flags in (
         ("ascend", ["--quantization", "ascend"]),
         ("enable_expert_parallel", ["--enable-expert-parallel"]),
-        ("tensor_parallel_size", ["--tensor-parallel-size", "16"]),
     ):
         engine, server = settings(arguments(*common, *flags))
         assert server.model_names == ("dsv3",)
