@@ -81,7 +81,7 @@ def test_taken_names_and_aliases() -> None:
             "unknown method 'ngramm'; did you mean 'ngram'.*available: .*ngram, .*suffix, synthetic",
         ),
         ("zzz", "unknown method 'zzz' "),
-        ("domino", "'domino' is not supported yet; available: draft_model, .*ngram"),
+        ("domino", "'domino' is not supported yet; available: dflash, draft_model, .*ngram"),
         ("no.such.module.Class", "cannot load"),
         ("draftwise.propose.lookup.ngram.Missing", "cannot load"),
         (".Class", "cannot load"),
