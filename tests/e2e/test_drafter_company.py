@@ -96,7 +96,9 @@ class Asking:
 
 
 @pytest.mark.parametrize("case", ASKED, ids=case_id)
-def test_drafts_are_the_requests_own(engines: Engines, case: tuple[str, str, str]) -> None:
+def test_drafts_are_the_requests_own(
+    engines: Engines, case: tuple[str, str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     family, method, shape = case
     llm = engines.get(family)
     executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
@@ -119,6 +121,7 @@ def test_drafts_are_the_requests_own(engines: Engines, case: tuple[str, str, str
         del proposer.propose
     assert asking.wrong is None
     assert not llm.stats().drafter_failures
+    assert "cannot be recorded" not in caplog.text, "the same drafts, by the slow way"
     assert asking.compared > 30
     if shape != "dynamic" and method != "medusa":
         assert asking.sampled > 5

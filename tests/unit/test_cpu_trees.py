@@ -118,6 +118,14 @@ def test_one_call_equals_level_by_level(folder: str, dtype: torch.dtype, nodes: 
         assert sizes == [63, 8, 30, 8, 63, 63, 1, 63]
 
 
+def test_a_tree_stands_below_the_forced_tokens() -> None:
+    """Forced 9, 8; below them a tree 5 -> 7 and 6: the tree's root is the second forced token."""
+    task = TreeTask(draft_row(VOCAB, rid=0, tokens=[3, 4]), 3, 2, forced=(9, 8))
+    proposal = as_proposal(task, DraftedTree((5, 6, 7), (-1, -1, 0)), "test")
+    assert proposal.tokens == (9, 8, 5, 6, 7)
+    assert proposal.parents == (-1, 0, 1, 1, 2)
+
+
 @torch.inference_mode()
 def test_logits_that_are_no_numbers_give_no_tree(folder: str) -> None:
     model = load(folder)
