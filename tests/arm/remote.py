@@ -82,7 +82,11 @@ class Remote:
     """A library behind a driver; has its functions by name, as a ``ctypes.CDLL`` has."""
 
     def __init__(self, cpu: str, driver: Path, path: Path) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._asking = False
+        self._later: list[tuple[int, int, Sequence[int], Sequence[float]]] = []
+        """Calls that came while another waited for its answer: of finalizers, which the garbage collector runs whenever
+        it likes, also in the middle of a request. They are made behind it."""
         # Of this very process, whoever reads it: the right to it was checked when it was opened.
         memory = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 until close
@@ -123,15 +127,28 @@ class Remote:
     def request(
         self, kind: int, what: int, integers: Sequence[int] = (), floats: Sequence[float] = ()
     ) -> tuple[int, int]:
-        """The result, 64 bits of it, and errno."""
+        """The result, 64 bits of it, and errno; of a finalizer's call that has to wait for its turn, zeros."""
+        with self._lock:
+            if self._asking:
+                self._later.append((kind, what, integers, floats))
+                return 0, 0
+            self._asking = True
+            try:
+                found = self._ask(kind, what, integers, floats)
+                while self._later:
+                    self._ask(*self._later.pop(0))
+                return found
+            finally:
+                self._asking = False
+
+    def _ask(self, kind: int, what: int, integers: Sequence[int], floats: Sequence[float]) -> tuple[int, int]:
         whole = [*integers, *[0] * (_MOST - len(integers))]
         numbers = [*floats, *[0.0] * (_REGISTERS - len(floats))]
-        with self._lock:
-            pipe = self._process.stdin
-            assert pipe is not None
-            pipe.write(_REQUEST.pack(kind, what, *whole, *numbers))
-            pipe.flush()
-            return self._answer()
+        pipe = self._process.stdin
+        assert pipe is not None
+        pipe.write(_REQUEST.pack(kind, what, *whole, *numbers))
+        pipe.flush()
+        return self._answer()
 
     def text(self, address: int) -> bytes:
         room = ctypes.create_string_buffer(4096)

@@ -76,7 +76,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftwise.models.loader.default_ops", ops)
         made = Engines.__new__(Engines)
-        patch.setattr("draftwise.engine.builder.backend_for", lambda device: made.backend(device))
+        patch.setattr("draftwise.engine.device.backend_for", lambda device: made.backend(device))
         made.__init__(tmp_path_factory.mktemp("graphs"))  # type: ignore[misc]
         yield made
         for llm in (*made.made.values(), made.piecewise):

@@ -156,8 +156,8 @@ def _another_tokens_features(patch: pytest.MonkeyPatch) -> None:
     """Rows of the batch are mistaken for their neighbours."""
     real = FeatureSource.wait
 
-    def wait(self: FeatureSource, output: TargetOutput, rows_np: IntArray, ends: Any) -> Features:
-        return real(self, output, np.maximum(rows_np - 1, 0), ends)
+    def wait(self: FeatureSource, output: TargetOutput, rows_np: IntArray, *more: Any) -> Features:
+        return real(self, output, np.maximum(rows_np - 1, 0), *more)
 
     patch.setattr(FeatureSource, "wait", wait)
 

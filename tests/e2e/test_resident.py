@@ -72,7 +72,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftwise.models.loader.default_ops", ops)
-        patch.setattr("draftwise.engine.builder.backend_for", lambda device: FakeGraphs())
+        patch.setattr("draftwise.engine.device.backend_for", lambda device: FakeGraphs())
         made = Engines(tmp_path_factory.mktemp("resident"))
         yield made
         made.waiting.close()

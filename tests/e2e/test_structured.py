@@ -341,7 +341,7 @@ def test_without_the_library(make_llm: Callable[..., LLM], monkeypatch: pytest.M
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     llm = make_llm(speculative_config=PLAIN, max_num_seqs=2)  # an engine that has made no grammar yet
-    with pytest.raises(ConfigError, match=r"draftwise\[structured\]"):
+    with pytest.raises(ConfigError, match=r"\.\[structured\]"):
         llm.generate(PROMPTS[0], params())
 
 

@@ -87,5 +87,5 @@ def test_the_text_is_that_of_engines_that_wait(
     def backend(device: Any) -> GraphBackend:
         return Rerun(device) if interpreted() else CudaGraphs(device)
 
-    monkeypatch.setattr("draftwise.engine.builder.backend_for", backend)
+    monkeypatch.setattr("draftwise.engine.device.backend_for", backend)
     assert outputs(folder, drafter, asked, async_scheduling=True) == expected

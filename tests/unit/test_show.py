@@ -74,7 +74,8 @@ def tiny_general(folder: Path, kind: str) -> Path:
 def test_a_general_model_is_looked_at_without_its_weights(kind: str, tmp_path: Path) -> None:
     folder = tiny_general(tmp_path, kind)
     facts = describe(folder)
-    assert facts.way == "general" and facts.refused is None and facts.layout_is_exact
+    assert facts.way == "general" and facts.refused is None
+    assert facts.layout_is_exact == (kind != "minicpm3"), "numbers tell whether what is latent can be kept so"
     model = load_model(folder, dtype=torch.float32, device=CPU)
     assert facts.layout == model.kv_layout()
     assert facts.parameters is not None

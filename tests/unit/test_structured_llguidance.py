@@ -247,5 +247,5 @@ def test_what_an_engine_cannot_serve(tokenizer: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(RequestError, match="end-of-sequence token"):
         Grammars(tokenizer, VOCAB, ()).compile(spec)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"pip install 'draftwise\[structured\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[structured\]'"):
         Grammars(tokenizer, VOCAB, (EOS,)).compile(spec)

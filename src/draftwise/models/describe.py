@@ -285,9 +285,14 @@ def _of_general(raw: RawConfig, config: ModelConfig) -> dict[str, Any]:
         tied=tied,
     )
     estimate = (KVLayerSpec.dense(config.num_kv_heads, config.head_dim),) * config.num_layers
+    sizes = [size for name in ("kv_lora_rank", "qk_rope_head_dim") if isinstance(size := raw.get(name), int)]
+    latent = len(sizes) == 2
+    if latent:
+        # put together, it keeps what keys and values are computed from; numbers decide whether it can be
+        estimate = (KVLayerSpec((("latent", (1, sum(sizes))),)),) * config.num_layers
     return {
-        "layout": estimate if shapes is None else shapes,
-        "layout_is_exact": shapes is not None,
+        "layout": estimate if shapes is None or latent else shapes,
+        "layout_is_exact": shapes is not None and not latent,
         "state": state,
         "parameters": None if raw.get("quantization_config") is not None else counts,
     }
