@@ -76,9 +76,11 @@ def test_gather() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache", [None, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("norms", [False, True])
-def test_rope_and_kv_write(dtype: torch.dtype, cache: torch.dtype | None, norms: bool) -> None:
-    heads, count, dim = HeadShape(3, 2, 12), 3, 12
-    qkv = random(count, 7 * dim, dtype=dtype)
+@pytest.mark.parametrize("num_q", [3, 0])
+def test_rope_and_kv_write(dtype: torch.dtype, cache: torch.dtype | None, norms: bool, num_q: int) -> None:
+    """No query heads: keys and values alone, as block drafters store features."""
+    heads, count, dim = HeadShape(num_q, 2, 12), 3, 12
+    qkv = random(count, (num_q + 4) * dim, dtype=dtype)
     positions = torch.tensor([0, 9, 4], device=DEVICE)
     slots = torch.tensor([8, 2, 5], device=DEVICE)
     inv_freq = 100.0 ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
