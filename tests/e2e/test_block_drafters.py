@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import Tensor
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, ModelLoadError
 from tests.e2e.conftest import random_prompts, token_ids
+from tests.e2e.test_heads import OPTIONS, Target
 from tests.fakes.block import BlockShape, ReferenceBlock, random_weights, save_block
 from tests.fakes.tiny import VOCAB, TinyModels
 
@@ -32,33 +31,7 @@ FORMS = {
         "speculators", vocab=VOCAB, own=True, draft_vocab=47, from_root=True, markov="vanilla"
     ),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "batch 8": {},
-    "batch 1": {"max_num_seqs": 1},
-    "preemption": {"num_kv_blocks": 44, "max_num_seqs": 8},
-    "chunks": {"max_num_batched_tokens": 19, "max_num_seqs": 5},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "other block size": {"block_size": 16, "num_kv_blocks": 128},
-}
 K = 4
-
-
-class Target:
-    """The tiny target in Transformers: hidden states of whole texts."""
-
-    def __init__(self, folder: str) -> None:
-        self.model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.embedding = self.model.get_input_embeddings().weight.detach()
-        self.output = self.model.lm_head.weight.detach()
-
-    @torch.inference_mode()
-    def states(self, tokens: list[int]) -> list[Tensor]:
-        """Entering each layer, and leaving the last one: [n, H] each."""
-        last: list[Tensor] = []
-        hook = self.model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
-        out = self.model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        hook.remove()
-        return [state[0].clone() for state in (*out[:-1], last[0])]
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu.columns import own_packer
 from draftwise.models.heads.base import HeadModel
 from draftwise.models.heads.block import BLOCK, CONTEXT, BlockHead
 from draftwise.models.heads.wrapped import WrappedHead
-from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.inputs import RowInput
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import draw_in_one_pass, draw_next
-from draftwise.propose.heads.passes import HeadDraft
+from draftwise.propose.heads.passes import HeadDraft, Rows
 from draftwise.propose.heads.proposer import HeadProposer
 from draftwise.propose.trees.expansion import TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
@@ -83,7 +82,6 @@ class BlockProposer(HeadProposer):
         self._width = inner.max_drafts
         """Drafts that a block has rows for, whatever of them is wanted: rows that see one another say something else
         in a shorter block, and what is drafted should not hang on who else has rows in a step."""
-        self._packer = own_packer(head.device)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         drafts = [self._start(row) for row in rows]
@@ -139,8 +137,8 @@ class BlockProposer(HeadProposer):
             wanted += range(first, first + draft.length)
             lengths.append(draft.length)
             end += len(tokens)
-        batch = build_step_input(inputs, self._block_size, head.inputs_on, -1, self._packer)
         nothing = features.new_empty((end, head.feature_size))
+        batch, _, _ = passes.batch([Rows(given, []) for given in inputs], nothing)
         output, logits = head.forward_logits(batch, nothing, passes.kv, wanted, BLOCK)
         hidden = output.hidden[torch.tensor(wanted, device=output.hidden.device)]
         passes.add_time(begun)
