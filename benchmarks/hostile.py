@@ -207,7 +207,7 @@ async def send_bodies(server: Server, args: argparse.Namespace) -> dict[str, Any
                 problems.append(
                     f"{number} {hostile.name}: {status} {answer[-300:]!r} to {hostile.data[:400]!r}"
                 )
-            elif status is not None and status >= 400 and b'{"error": {"message": ' not in answer:
+            elif status is not None and status >= 400 and b'"error": {"message": ' not in answer:
                 problems.append(f"{number} {hostile.name}: {answer[:300]!r}")
             elif b'"code":"generation_failed"' in answer or b"internal error" in answer:
                 problems.append(f"{number} {hostile.name}: {answer[-300:]!r} to {hostile.data[:400]!r}")

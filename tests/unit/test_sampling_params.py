@@ -152,7 +152,7 @@ def test_words_that_are_no_text_are_refused() -> None:
     from draftwise.config.embedded import embedded_path
     from draftwise.models.tokenizer import load_tokenizer
 
-    with pytest.raises(RequestError, match="words that the tokenizer can encode"):
+    with pytest.raises(RequestError, match="bad_words: no text that can be encoded"):
         resolve_bad_words(load_tokenizer(str(embedded_path("target"))), ["half \ud800"])
 
 

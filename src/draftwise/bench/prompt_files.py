@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.bench.workloads import Workload
+from draftwise.encoding import encode_text
 from draftwise.errors import ConfigError
 
 _QUESTIONS = ("question", "instruction", "input", "text")
@@ -74,17 +75,17 @@ def _category(entry: Mapping[str, Any], path: Path) -> str:
 
 
 def _ids(path: Path, number: int, entry: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    prompt = entry.get("prompt")
+    prompt, where = entry.get("prompt"), f"--prompts {path}: line {number}"
     messages = _messages(entry)
     if messages is None and not (isinstance(prompt, str) and prompt):
         names = ", ".join(("turns", *_QUESTIONS, "messages", "conversations", "prompt"))
-        raise ConfigError(f"--prompts {path}: line {number} has no prompt; expected one of {names}")
+        raise ConfigError(f"{where} has no prompt; expected one of {names}")
     if messages is None:
-        return tuple(tokenizer.encode(prompt))
+        return tuple(encode_text(tokenizer, str(prompt), where))
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
-    return tuple(tokenizer.encode(messages[-1]["content"]))
+        return tuple(encode_text(tokenizer, text, where, False))
+    return tuple(encode_text(tokenizer, messages[-1]["content"], where))
 
 
 def _messages(entry: Mapping[str, Any]) -> list[dict[str, str]] | None:

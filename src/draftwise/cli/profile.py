@@ -221,11 +221,12 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _texts(args: argparse.Namespace, engine: Engine) -> Mapping[str, Sequence[Sequence[int]]]:
     from draftwise.bench.workloads import make_workload
+    from draftwise.encoding import encode_text
     from draftwise.engine.builder import tokenizer_of
 
     tokenizer = tokenizer_of(engine)
     if args.prompts is not None:
-        own = [tuple(tokenizer.encode(text)) for text in _read_prompts(args.prompts)]
+        own = [tuple(encode_text(tokenizer, text, "--prompts")) for text in _read_prompts(args.prompts)]
         return {"own": [prompt for prompt in own if prompt]}
     return {kind: make_workload(kind, tokenizer, 8, _PROMPT_TOKENS).prompts for kind in _KINDS}
 

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.texts) == (args.decode is not None):
         raise UsageError("tokenize: give texts, or --decode with token ids")
     from draftwise.config.embedded import embedded_path
+    from draftwise.encoding import encode_text
     from draftwise.models.tokenizer import load_tokenizer
 
     model = args.model if args.model is not None else str(embedded_path("target"))
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for text in args.texts:
         text = sys.stdin.read() if text == "-" else text
-        ids = [int(t) for t in tokenizer.encode(text, add_special_tokens=args.add_special_tokens == "true")]
+        ids = encode_text(tokenizer, text, "tokenize", args.add_special_tokens == "true")
         if args.json:
             print_json({"text": text, "token_ids": ids, "count": len(ids)})
             continue

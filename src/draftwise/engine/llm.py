@@ -12,6 +12,7 @@ import torch
 from draftwise import lifetime
 from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
 from draftwise.config.lora import LoRARequest
+from draftwise.encoding import encode_text
 from draftwise.engine.absent import Absent
 from draftwise.engine.builder import Engine, build_engine, tokenizer_of
 from draftwise.engine.defaults import default_params
@@ -375,10 +376,7 @@ def chat_prompt(
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise RequestError(f"the chat template refused the messages: {error}") from None
     check_prompt(limits, text, max_model_len, "messages")
-    try:  # the template wrote the special tokens itself
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    except (TypeError, UnicodeError):
-        raise RequestError("messages: no text that can be encoded (half a pair of UTF-16?)") from None
+    ids = encode_text(tokenizer, text, "messages", False)  # the template wrote the special tokens itself
     return {"prompt": text, "prompt_token_ids": ids}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from draftwise.config import RequestLimits, SpeculativeConfig
 from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
+from draftwise.encoding import encode_text
 from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.facts import Traits
 from draftwise.engine.group import RequestGroup
@@ -249,10 +250,7 @@ class Processor:
             )
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids")
-        try:
-            ids = self.tokenizer.encode(text)
-        except (TypeError, UnicodeError):
-            raise RequestError("prompt: is no text that can be encoded (half a pair of UTF-16?)") from None
+        ids = encode_text(self.tokenizer, text, "prompt")
         if not ids:
             raise RequestError("the prompt is empty: it has no tokens")
         return text, self._check_ids(ids)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from draftwise.encoding import TextEncoder, encode_text
 from draftwise.errors import RequestError, shown, suggest
 from draftwise.sampling.structured import StructuredOutputs
 
@@ -25,12 +26,6 @@ class RequestOutputKind(enum.StrEnum):
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this decode greedily: dividing float32 logits by them would only produce infinities."""
-
-
-class TextEncoder(Protocol):
-    """The one method `resolve_bad_words` needs of a tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]: ...
 
 
 class _Assignable:
@@ -225,10 +220,7 @@ def resolve_bad_words(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tup
     found: dict[tuple[int, ...], None] = {}  # a set that keeps the order
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):
-            try:
-                ids = tuple(int(t) for t in tokenizer.encode(text, add_special_tokens=False))
-            except (TypeError, UnicodeError):  # half a pair of UTF-16
-                ids = ()
+            ids = tuple(encode_text(tokenizer, text, "bad_words", False))
             if not ids:
                 raise _invalid("bad_words", word, "words that the tokenizer can encode")
             found[ids] = None

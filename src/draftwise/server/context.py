@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from draftwise.encoding import encode_text
 from draftwise.engine.limits import check_prompt
 from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.workers import Lane, Workers
@@ -172,10 +173,10 @@ class Context:
 
     def encode(self, text: str, special_tokens: bool = True, name: str = "prompt") -> list[int]:
         """Token ids of a text; ``name``: the field it stands in. Long work. Raises APIError without a tokenizer,
-        LimitError."""
+        LimitError, RequestError."""
         tokenizer = self.need_tokenizer()
         check_prompt(self.limits, text, self.engine.max_model_len, name)
-        return list(tokenizer.encode(text, add_special_tokens=special_tokens))
+        return encode_text(tokenizer, text, name, special_tokens)
 
     def truncated(self, prompt: dict[str, Any], count: int | None, max_tokens: int | None) -> dict[str, Any]:
         """The end of a prompt: ``count`` tokens of it, -1: what leaves room for ``max_tokens``. Raises APIError."""
