@@ -180,6 +180,48 @@ def test_an_open_pool_wakes_and_sleeps_again() -> None:
     end(pool.pointer)
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two processors"
+)
+def test_workers_stay_off_the_leaders_processor() -> None:
+    """Where the system would wake them there, they take turns with the thread that waits for them."""
+    library = native_or_skip()
+    begin = library.function("dw_pool_begin", None, [ctypes.c_void_p])
+    end = library.function("dw_pool_end", None, [ctypes.c_void_p])
+    allowed = os.sched_getaffinity(0)
+    before = set(os.listdir("/proc/self/task"))
+    pool = ThreadPool(library, 3)
+    for one in sorted(allowed)[:2]:
+        os.sched_setaffinity(0, {one})  # the leader is there, and stays there when it may go elsewhere again
+        os.sched_setaffinity(0, allowed)
+        begin(pool.pointer)
+        workers = set(os.listdir("/proc/self/task")) - before
+        assert len(workers) == 2
+        for worker in workers:
+            assert len(allowed - os.sched_getaffinity(int(worker))) == 1
+        assert run_counting(pool, 6) == [1] * 6
+        end(pool.pointer)
+    assert os.sched_getaffinity(0) == allowed, "the program's own thread is left alone"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors by thread")
+def test_a_program_on_one_processor_keeps_its_workers_there() -> None:
+    library = native_or_skip()
+    begin = library.function("dw_pool_begin", None, [ctypes.c_void_p])
+    allowed = os.sched_getaffinity(0)
+    before = set(os.listdir("/proc/self/task"))
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        pool = ThreadPool(library, 2)
+        begin(pool.pointer)
+        (worker,) = set(os.listdir("/proc/self/task")) - before
+        assert os.sched_getaffinity(int(worker)) == {min(allowed)}
+        assert run_counting(pool, 6) == [1] * 6
+        pool.close()
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def test_close_ends_the_threads() -> None:
     pool = ThreadPool(native_or_skip(), 4)
     before = len(os.listdir("/proc/self/task"))

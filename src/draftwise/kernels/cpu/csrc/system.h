@@ -11,6 +11,7 @@
 #include <windows.h>
 #else
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #endif
@@ -58,6 +59,29 @@ inline void wish_huge_pages(void* begin, size_t bytes) {
   madvise(begin, bytes, MADV_HUGEPAGE);
 #else
   (void)begin, (void)bytes;
+#endif
+}
+
+// The processor that the calling thread runs on; -1: the system does not say.
+inline int current_processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Lets `thread` run wherever the calling thread may, but for one processor. A wish: where the system has no such call, or no
+// other processor is left, nothing happens.
+template <typename Thread>
+inline void keep_off(Thread thread, int processor) {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return;
+  CPU_CLR(processor, &set);
+  if (CPU_COUNT(&set) > 0) pthread_setaffinity_np(thread, sizeof set, &set);
+#else
+  (void)thread, (void)processor;
 #endif
 }
 
