@@ -14,8 +14,10 @@ from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu import attention, build, experts, handles, library, program, trees
+from draftwise.kv.manager import TableBook
 from draftwise.propose.lookup import suffix_native
 from draftwise.sampling.state import DRAW
+from draftwise.sched.request import RequestBook
 
 MIRRORS = {
     "AttentionCall": ctypes.sizeof(attention.AttentionCall),
@@ -25,9 +27,11 @@ MIRRORS = {
     "ExpertsSetting": ctypes.sizeof(experts.Setting),
     "PassInput": ctypes.sizeof(program._PassInput),
     "ProgramOp": ctypes.sizeof(program.Operation),
+    "RequestBook": ctypes.sizeof(RequestBook),
     "RopeCall": ctypes.sizeof(handles.RopeCall),
     "SuffixDraft": ctypes.sizeof(suffix_native.DraftStruct),
     "SuffixLimits": ctypes.sizeof(suffix_native.LimitsStruct),
+    "TableBook": ctypes.sizeof(TableBook),
     "TreeOutput": ctypes.sizeof(trees.TreeOutput),
     "TreeWish": trees.WISH.size,
     "VerifyDraw": DRAW.size,

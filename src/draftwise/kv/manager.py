@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,12 +31,34 @@ class KVStats:
     prefix_hits: int  # of these, tokens that need not be computed
 
 
-class _Table:
+class TableBook(ctypes.Structure):
+    """The numbers of a request, where native code finds them, too (``dw::TableBook`` of ``csrc/books.h``)."""
+
+    _fields_ = (
+        ("committed", ctypes.c_int64),
+        ("reserved", ctypes.c_int64),
+        ("due", ctypes.c_int64),
+    )
+
+    __slots__ = ()
+
+    committed: int
+    reserved: int
+    due: int
+    """So many committed tokens fill a block to be hashed, or leave one behind: `KVManager.settle` has to look."""
+
+
+_NEVER = 1 << 62
+
+
+class _Table(TableBook):
     """One request. ``committed <= committed + reserved <= len(blocks) * block_size`` at all times."""
 
-    __slots__ = ("blocks", "committed", "digest", "gone", "hashed", "queried", "reserved")
+    __slots__ = ("at", "blocks", "digest", "gone", "hashed", "queried")
 
     def __init__(self, blocks: list[int], committed: int, digest: bytes, queried: int) -> None:
+        super().__init__()
+        self.at = ctypes.addressof(self)
         self.blocks = blocks
         self.committed = committed  # tokens whose K/V is written and final
         self.reserved = 0  # tokens past `committed` that may be committed
@@ -150,7 +174,9 @@ class KVManager:
             self._pool.acquire(block)
         queried = len(token_ids_np) if self.enable_prefix_caching and use_cache else -1
         committed = len(blocks) * self.block_size
-        self._tables[rid] = _Table(blocks, committed, found.digest, queried)
+        table = self._tables[rid] = _Table(blocks, committed, found.digest, queried)
+        # Of a long prefix some may stand behind the window already.
+        table.due = 0 if self._window is not None else self._due(table)
         return committed, tuple(blocks)
 
     def reserve(self, rid: int, n: int) -> tuple[int, ...] | None:
@@ -197,6 +223,22 @@ class KVManager:
             raise ValueError(f"request {rid}: {committed} tokens committed of {known} known ones")
         table.committed = committed
         table.reserved -= n
+        if committed >= table.due:
+            self._settle(table, token_ids_np)
+
+    def places(self, rids: Iterable[int]) -> list[int]:
+        """Where the `TableBook` of each of these requests lies in memory, as long as it is open. Who commits there does
+        what `commit` does, and calls `settle` where that is due."""
+        tables = self._tables
+        return [tables[rid].at for rid in rids]
+
+    def settle(self, rid: int, token_ids_np: IntArray) -> None:
+        """Do what follows from the tokens that were committed; ``token_ids_np``: at least these."""
+        self._settle(self._tables[rid], token_ids_np)
+
+    def _settle(self, table: _Table, token_ids_np: IntArray) -> None:
+        """Hash blocks that became full, and give back those behind the window."""
+        committed = table.committed
         if committed >= (table.hashed + 1) * self.block_size and self.enable_prefix_caching:
             full = committed // self.block_size
             digests = block_digests(table.digest, token_ids_np, self.block_size, table.hashed, full)
@@ -206,6 +248,19 @@ class KVManager:
             table.digest = digests[-1]
         if self._window is not None and committed >= self._window:
             self._leave_behind(table, committed + 1 - self._window)
+        table.due = self._due(table)
+
+    def _due(self, table: _Table) -> int:
+        """See `TableBook.due`.
+
+        Example: blocks of 16, 40 tokens committed, two blocks hashed: 48. With a window of 100: 99 + 256 in any case,
+        whose next row reads tokens from 256 on.
+        """
+        due = (table.hashed + 1) * self.block_size if self.enable_prefix_caching else _NEVER
+        if self._window is not None:
+            first = max(table.committed + 1 - self._window, 0)
+            due = min(due, self._window - 1 + (first // READ_TOGETHER + 1) * READ_TOGETHER)
+        return due
 
     def _leave_behind(self, table: _Table, first: int) -> None:
         """No row will read a token before ``first``."""

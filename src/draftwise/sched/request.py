@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -62,6 +64,20 @@ class SpeculationCounts:
         for i in range(accepted):
             per_pos[i] += 1
 
+    def add_many(self, method: str, plain: int, book: RequestBook) -> None:
+        """What a book has: ``plain`` steps without drafts, and steps with drafts of ``method``."""
+        steps = self.steps_by_method
+        for name, count in (("none", plain), (method, book.own_steps)):
+            if count:
+                steps[name] = steps.get(name, 0) + count
+        self.num_drafts += book.num_drafts
+        self.num_draft_tokens += book.num_drafted
+        self.num_accepted_tokens += book.num_accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (book.deepest - len(per_pos)))
+        for i, times in enumerate(book.accepted_at[: book.deepest]):
+            per_pos[i] += times
+
     def merge(self, other: SpeculationCounts) -> None:
         """Add another's counts to these."""
         self.num_drafts += other.num_drafts
@@ -75,28 +91,84 @@ class SpeculationCounts:
             self.steps_by_method[method] = self.steps_by_method.get(method, 0) + n
 
 
-class Request:
+class RequestBook(ctypes.Structure):
+    """The numbers of a request, where native code finds them, too (``dw::RequestBook`` of ``csrc/books.h``)."""
+
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64),
+        ("num_computed", ctypes.c_int64),
+        ("num_proposed", ctypes.c_int64),
+        ("max_total", ctypes.c_int64),
+        ("tokens_at", ctypes.c_void_p),
+        ("stops_at", ctypes.c_void_p),
+        ("num_stops", ctypes.c_int64),
+        ("watched", ctypes.c_int64),
+        ("own_method", ctypes.c_int64),
+        ("taken_in", ctypes.c_double),
+        ("plain_steps", ctypes.c_int64),
+        ("own_steps", ctypes.c_int64),
+        ("num_drafts", ctypes.c_int64),
+        ("num_drafted", ctypes.c_int64),
+        ("num_accepted", ctypes.c_int64),
+        ("deepest", ctypes.c_int64),
+        ("accepted_at", ctypes.c_int32 * 64),
+    )
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # a structure has none
+
+    num_tokens: int
+    num_computed: int
+    num_proposed: int
+    max_total: int
+    tokens_at: int
+    stops_at: int
+    num_stops: int
+    watched: int
+    """Somebody looks at each of its steps: nothing is taken in for it in native code."""
+    own_method: int
+    """See `method_number`."""
+    taken_in: float
+    plain_steps: int
+    own_steps: int
+    num_drafts: int
+    num_drafted: int
+    num_accepted: int
+    deepest: int
+    accepted_at: ctypes.Array[ctypes.c_int32]
+    """Steps that accepted more than so many drafts."""
+
+
+_TALLIES = RequestBook.plain_steps.offset  # type: ignore[attr-defined]  # of a field
+_TALLIES_SIZE = ctypes.sizeof(RequestBook) - _TALLIES
+_METHODS: dict[str, int] = {"none": 0}
+
+
+def method_number(name: str) -> int:
+    """A number for the name of a method, the same as long as the process lives; 0: "none"."""
+    return _METHODS.setdefault(name, len(_METHODS))
+
+
+class Request(RequestBook):
     """Mutable state of one sample of one prompt."""
 
     __slots__ = (
+        "_counts",
+        "_stop_ids",
+        "_stops",
         "adapter",
         "arrival_time",
+        "at",
         "bad_words_ids",
-        "counts",
         "error",
         "finish_reason",
         "finished_time",
         "first_token_time",
         "kv_transfer_params",
-        "last_token_time",
         "logprobs",
-        "max_total",
         "num_cached",
-        "num_computed",
         "num_preemptions",
         "num_prompt",
-        "num_proposed",
-        "num_tokens",
         "params",
         "priority",
         "prompt_logprobs",
@@ -108,7 +180,6 @@ class Request:
         "speculation",
         "status",
         "stop_reason",
-        "stop_token_ids",
         "tokens_np",
         "trace",
     )
@@ -134,6 +205,8 @@ class Request:
         """``max_total``: tokens (prompt + output) at which the request ends; ``stop_token_ids``: end-of-sequence
         and the user's stop tokens, ending the request once ``min_tokens`` are out; ``adapter``: the number of its
         adapter, 0: none."""
+        super().__init__()
+        self.at = ctypes.addressof(self)
         self.rid = rid
         self.adapter = adapter
         self.params = params
@@ -149,6 +222,7 @@ class Request:
         self.num_prompt = len(prompt_np)
         self.num_tokens = self.num_prompt
         self.tokens_np: IntArray = np.empty(max_total, np.int32)
+        self.tokens_at = self.tokens_np.__array_interface__["data"][0]
         self.tokens_np[: self.num_prompt] = prompt_np
         self.num_computed = 0
         self.num_cached = 0
@@ -163,12 +237,45 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             [None] if params.prompt_logprobs is not None else None
         )
-        self.counts = SpeculationCounts()
+        self._counts = SpeculationCounts()
+        self.own_method = method_number(speculation.method)
         self.trace: list[StepTrace] | None = [] if keep_trace else None
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
         self.finished_time: float | None = None
+        self.watched = 1  # until its first token is out
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """See `__init__`."""
+        return self._stop_ids
+
+    @stop_token_ids.setter
+    def stop_token_ids(self, ids: frozenset[int]) -> None:
+        self._stop_ids = ids
+        self._stops = array("i", sorted(token for token in ids if 0 <= token < 1 << 31))
+        self.stops_at, self.num_stops = self._stops.buffer_info()
+
+    @property
+    def last_token_time(self) -> float | None:
+        """When its newest token was taken in."""
+        return None if self.first_token_time is None else self.taken_in
+
+    @last_token_time.setter
+    def last_token_time(self, now: float) -> None:
+        if self.first_token_time is None:
+            self.first_token_time = now
+            self.watched = self.sink is not None or self.logprobs is not None or self.trace is not None
+        self.taken_in = now
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """What speculation did for it so far."""
+        counts, plain = self._counts, self.plain_steps
+        if plain or self.own_steps:
+            counts.add_many(self.speculation.method, plain, self)
+            ctypes.memset(self.at + _TALLIES, 0, _TALLIES_SIZE)
+        return counts
 
     @property
     def num_output(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
 from draftwise.errors import ContextLengthError, RequestError
@@ -14,6 +15,7 @@ from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.order import Ordered
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
 from draftwise.sched.shares import Share, kept_for_drafts
+from draftwise.sched.taking import Books, Planned, native_books
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, new_record, tree_depth
 
 MAX_TRACE_STEPS = 4096
@@ -51,6 +53,9 @@ class Scheduler:
         self._removed: list[int] = []  # the executor still has them
         self._planned: dict[int, RowPlan] = {}  # rows of the newest plan
         self._flying: dict[int, RowPlan] = {}  # of the one before it, while that was not taken in
+        self._books: Books | None = native_books()
+        self._side_by_side: Planned | None = None  # the newest plan, if nobody has left since it was made
+        self._flying_side_by_side: Planned | None = None  # the same of the one before it
         self._trimmed: dict[int, int] = {}
         self._batch_size = 0
         self._shape = StepShape()  # of the newest plan
@@ -120,6 +125,7 @@ class Scheduler:
         self._step += 1
         assert not self._flying, "two steps have not been taken in"
         self._flying, self._planned = self._planned, {}
+        self._flying_side_by_side, self._side_by_side = self._side_by_side, None
         self._trimmed = {}
         # What will run once everybody who can is admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
@@ -228,12 +234,15 @@ class Scheduler:
                     shape.sampled = True
             else:
                 shape.prompt_rows += num_new + num_draft
+        if self._books is not None:
+            self._side_by_side = Planned.of([share.request for share in shares], planned, self.kv)
 
     def _preempt(self, victim: Request) -> None:
         """Give up the request's cache; it is computed again from its tokens (and what the prefix cache kept)."""
         self.num_preemptions += 1
         victim.num_preemptions += 1
         self._running.remove(victim)
+        self._side_by_side = self._flying_side_by_side = None
         self.kv.release(victim.rid)
         self._trimmed.pop(victim.rid, None)
         self._removed.append(victim.rid)
@@ -301,18 +310,33 @@ class Scheduler:
         updates, self._finished = self._finished, []
         now = self._clock()
         # Steps are taken in in their order: the one before the newest plan first.
-        planned = self._flying if result.step < self._step else self._planned
-        for row in result.rows:
-            request = self._requests.get(row.rid)
+        if result.step < self._step:
+            planned, side_by_side = self._flying, self._flying_side_by_side
+            self._flying_side_by_side = None
+        else:
+            planned, side_by_side = self._planned, self._side_by_side
+            self._side_by_side = None
+        rows, requests = result.rows, self._requests
+        answers: Sequence[int] | None = None
+        if self._books is not None and side_by_side is not None:
+            answers = self._books.take_in(side_by_side, rows, now, self.kv)
+        if answers is not None and side_by_side is not None and min(answers, default=0) >= 0:
+            took = zip(side_by_side.requests, answers, strict=True)
+            updates += [new_record(RequestUpdate, (request, taken, False)) for request, taken in took]
+            rows = ()
+        for row, taken in zip(rows, repeat(-1) if answers is None else answers, strict=False):
+            request = requests.get(row.rid)
             plan = planned.get(row.rid)
             if request is None or plan is None or request.status is not RequestStatus.RUNNING:
                 continue
-            if row.error is not None:
+            if taken >= 0:
+                updates.append(new_record(RequestUpdate, (request, taken, False)))
+            elif row.error is not None:
                 request.error = row.error
                 self._finish(request, "error")
                 updates.append(RequestUpdate(request, 0, True))
-                continue
-            updates.append(self._commit_row(request, plan, row, now))
+            else:
+                updates.append(self._commit_row(request, plan, row, now))
         planned.clear()
         return updates
 
@@ -365,8 +389,6 @@ class Scheduler:
         request.counts.add(method, drafted, accepted, tree_depth(parents) if drafted else 0)
         if request.trace is not None and len(request.trace) < MAX_TRACE_STEPS:
             request.trace.append(StepTrace(method, drafts, parents, nodes, token_ids[:taken]))
-        if request.first_token_time is None:
-            request.first_token_time = now
         request.last_token_time = now
         if reason is not None:
             self._finish(request, reason)
@@ -375,6 +397,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
+            self._side_by_side = self._flying_side_by_side = None
             self.kv.release(request.rid)
             self._removed.append(request.rid)
         else:

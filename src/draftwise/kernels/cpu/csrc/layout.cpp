@@ -1,5 +1,6 @@
 // The sizes of the structures that Python mirrors with ctypes and struct, for a test of the mirrors.
 #include "attention.h"
+#include "books.h"
 #include "boundary.h"
 #include "experts.h"
 #include "isa.h"
@@ -19,8 +20,9 @@ const Layout layouts[] = {
     {"AttentionCall", sizeof(dw::AttentionCall)}, {"BatchView", sizeof(dw::BatchView)},
     {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
     {"ExpertsSetting", sizeof(dw::ExpertsSetting)}, {"PassInput", sizeof(dw::PassInput)},
-    {"ProgramOp", sizeof(dw::ProgramOp)},         {"RopeCall", sizeof(dw::RopeCall)},
+    {"ProgramOp", sizeof(dw::ProgramOp)},         {"RequestBook", sizeof(dw::RequestBook)},     {"RopeCall", sizeof(dw::RopeCall)},
     {"SuffixDraft", sizeof(dw::SuffixDraft)},     {"SuffixLimits", sizeof(dw::SuffixLimits)},
+    {"TableBook", sizeof(dw::TableBook)},
     {"TreeOutput", sizeof(dw::TreeOutput)},       {"TreeWish", sizeof(dw::TreeWish)},
     {"VerifyDraw", sizeof(dw::VerifyDraw)},
 };
