@@ -19,7 +19,8 @@ import pytest
 
 from draftwise import LLM, SamplingParams
 from draftwise.cluster.executor import RanksExecutor
-from draftwise.cluster.processes import RankProcesses
+from draftwise.cluster.group import RankGroup
+from draftwise.cluster.processes import LocalRank
 from draftwise.errors import EngineDeadError
 from draftwise.types import RowPlan, StepPlan
 from tests.fakes.tiny import save_llama
@@ -41,15 +42,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_llama(tmp_path_factory.mktemp("failing") / "target", seed=3)
 
 
-def processes_of(llm: LLM) -> RankProcesses:
+def ranks_of(llm: LLM) -> RankGroup:
     assert llm._engine is not None
     executor = llm._engine.core.executor
     assert isinstance(executor, RanksExecutor)
-    return executor._processes
+    return executor.ranks
 
 
 def pids_of(llm: LLM) -> list[int]:
-    return [one.process.pid for one in processes_of(llm).ranks]
+    return [one.running.process.pid for one in ranks_of(llm).ranks if isinstance(one, LocalRank)]
 
 
 def is_running(pid: int) -> bool:
@@ -83,14 +84,14 @@ def fails_after(llm: LLM, delay: float, harm: Callable[[], object]) -> str:
 def test_a_rank_that_is_killed_is_named_and_nobody_stays(target: str) -> None:
     llm = LLM(target, **OPTIONS)
     pids = pids_of(llm)
-    processes = processes_of(llm)
+    ranks = ranks_of(llm)
     assert all(map(is_running, pids))
     said = fails_after(llm, random.uniform(0.0, 0.5), lambda: os.kill(pids[1], signal.SIGSEGV))
     assert said.startswith("rank 1 was ended by SIGSEGV") and "Segmentation fault" in said
     assert all_gone(pids)
     with pytest.raises(EngineDeadError, match="rank 1"):
         llm.generate(PROMPTS, LONG)
-    assert isinstance(processes.failure, EngineDeadError)
+    assert isinstance(ranks.failure, EngineDeadError)
     llm.close()
 
 
@@ -123,7 +124,7 @@ import sys, time
 from draftwise import LLM
 options = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64}
 llm = LLM(sys.argv[1], tensor_parallel_size=2, **options)
-print(*(one.process.pid for one in llm._engine.core.executor._processes.ranks), flush=True)
+print(*(one.running.process.pid for one in llm._engine.core.executor.ranks.ranks), flush=True)
 time.sleep(600)
 """
 

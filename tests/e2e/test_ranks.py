@@ -18,46 +18,9 @@ from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, RequestError
 from draftwise.kernels.select import native_reason
 from tests.e2e.conftest import token_ids
-from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
+from tests.e2e.rank_pairs import OPTIONS, RULES, Pair
+from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_target
 from tests.fakes.tiny import save_llama
-
-RULES = {
-    "greedy": [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)] * 7,
-    "coupled": [
-        SamplingParams(temperature=0.9, top_p=0.97, max_tokens=16, ignore_eos=True, seed=i) for i in range(7)
-    ],
-}
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "skip_tokenizer_init": True,
-    "block_size": 4,
-    "num_kv_blocks": 24,
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 6,
-    "speculation_control": "static",
-    "worker_timeout": 60,
-}
-
-
-class Pair:
-    """An engine of two ranks with all methods, and what it says without them."""
-
-    def __init__(self, root: Path) -> None:
-        self.target = make_target(root)
-        self.family = make_families(root)["methods"]
-        self.llm = LLM(
-            self.target, tensor_parallel_size=2, speculative_config=self.family, keep_trace=True, **OPTIONS
-        )
-        rng = np.random.default_rng(7)
-        prompts = [rng.integers(0, VOCAB, int(rng.integers(3, 40))).tolist() for _ in range(5)]
-        prompts += [prompts[2], [*prompts[4], 1]]  # prefix hits
-        self.prompts = [{"prompt_token_ids": ids} for ids in prompts]
-        plain = {"method": "none"}
-        self.plain = {
-            rule: token_ids(self.llm.generate(self.prompts, [p.replace(speculation=plain) for p in params]))
-            for rule, params in RULES.items()
-        }
 
 
 @pytest.fixture(scope="module")
@@ -70,30 +33,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] == "methods"], ids=case_id)
 def test_every_method_says_what_plain_decoding_says(pair: Pair, case: tuple[str, str, str]) -> None:
     _, method, shape = case
-    llm = pair.llm
-    llm.reset_prefix_cache()
-    llm.reset_drafters()
-    before = llm.stats().num_preemptions
-    accepted = 0
-    for rule, params in RULES.items():
-        asked = [p.replace(speculation={"method": method, **SHAPES[shape]}) for p in params]
-        outputs = llm.generate(pair.prompts, asked)
-        assert token_ids(outputs) == pair.plain[rule]
-        accepted += sum(len(step.accepted_nodes) for o in outputs for step in o.outputs[0].trace or ())
-    assert accepted > 2
-    assert not llm.stats().drafter_failures
-    assert llm.stats().num_preemptions > before
-    llm.check_integrity()
+    pair.check(method, shape)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "suffix"])
 def test_sampled_drafts_keep_ranks_together(pair: Pair, method: str) -> None:
-    """Rejection draws what it draws on both ranks: a digest that differs would end the engine."""
-    speculation = {"method": method, "num_speculative_tokens": 3, "rule": "rejection"}
-    params = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, speculation=speculation)
-    outputs = pair.llm.generate(pair.prompts[:3], params)
-    assert [len(ids) for ids in token_ids(outputs)] == [24] * 3
-    assert sum(len(step.draft_tokens) for o in outputs for step in o.outputs[0].trace or ()) > 9
+    pair.draw(method)
 
 
 @pytest.fixture(scope="module")

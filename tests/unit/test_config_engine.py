@@ -262,7 +262,7 @@ def test_unknown_option_names_the_closest() -> None:
         ("speculative_config", 5),
         ("speculative_config", [3]),
         ("model", ""),
-        ("distributed_executor_backend", "ray"),
+        ("distributed_executor_backend", "external_launcher"),
         ("pipeline_parallel_size", 2),
         ("data_parallel_size", 2),
         ("tokenizer", 3),

@@ -1,4 +1,4 @@
-"""An executor whose ranks are processes of their own on this machine.
+"""An executor whose ranks are processes of their own, on this machine or on others.
 
 Every rank gets every plan and computes every step: what is drawn is keyed, so that all come to the same without
 telling each other. Rank 0's result is the host's; of the others it gets a digest.
@@ -6,21 +6,21 @@ telling each other. Rank 0's result is the host's; of the others it gets a diges
 
 from __future__ import annotations
 
+from draftwise.cluster.group import RankGroup
 from draftwise.cluster.messages import Answer, Order
-from draftwise.cluster.processes import RankProcesses
 from draftwise.errors import EngineDeadError
 from draftwise.runner.executor import Executor
 from draftwise.types import StepPlan, StepResult
 
 
 class RanksExecutor(Executor):
-    """Speaks to the ranks. They are built already (`RankProcesses.first_answer`)."""
+    """Speaks to the ranks. They are built already (`RankGroup.first_answer`)."""
 
-    def __init__(self, processes: RankProcesses) -> None:
-        self._processes = processes
+    def __init__(self, ranks: RankGroup) -> None:
+        self.ranks = ranks
 
     def execute(self, plan: StepPlan) -> StepResult:
-        answers = self._processes.ask(lambda number: Order(number, "execute", plan))
+        answers = self.ranks.ask(lambda number: Order(number, "execute", plan))
         self._check(plan, answers)
         result = answers[0].result
         assert result is not None, "rank 0 answers with it"
@@ -31,20 +31,20 @@ class RanksExecutor(Executor):
         apart = [rank for rank, answer in enumerate(answers) if answer.digest != answers[0].digest]
         if apart:
             names = ", ".join(map(str, apart))
-            raise self._processes.part(
+            raise self.ranks.part(
                 apart, f"rank {names} came to another result than rank 0 in step {plan.step}"
             )
 
     def forget(self) -> None:
-        self._processes.ask(lambda number: Order(number, "forget"))
+        self.ranks.ask(lambda number: Order(number, "forget"))
 
     @property
     def failure(self) -> EngineDeadError | None:
-        return self._processes.failure
+        return self.ranks.failure
 
     def forked(self) -> bool:
-        self._processes.forked()
+        self.ranks.forked()
         return False
 
     def close(self) -> None:
-        self._processes.close()
+        self.ranks.close()

@@ -40,7 +40,10 @@ class Start:
     size: int
     seconds: float  # that a rank waits for another
     meeting: str | None  # where torch.distributed meets; None: memory is shared
-    memory: int | None  # file descriptor of the shared memory
+    memory: int | None  # file descriptor of the memory that ranks of a machine share
+    sockets: (
+        tuple[int, ...] | None
+    )  # by rank: connected to one on another machine, or -1; None: all are on one
     device: str  # what torch.distributed exchanges tensors of
     log_level: int
     methods: tuple[tuple[str, str], ...]  # that third parties registered, and where their classes are

@@ -113,7 +113,7 @@ def _join(start: Start) -> Ranks:
     library = native_library()
     assert library is not None, "the host has looked"
     memory = mmap.mmap(start.memory, shared_bytes(start.size))
-    return SharedRanks(library, memory, part, start.seconds)
+    return SharedRanks(library, memory, part, start.seconds, start.sockets)
 
 
 def _die_with_host(lifeline: int) -> None:

@@ -171,6 +171,11 @@ class EngineConfig:
         return self.speculative[0].method if self.speculative else "none"
 
     @property
+    def has_ranks(self) -> bool:
+        """Whether the model runs in other processes than the engine's own."""
+        return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "ray"
+
+    @property
     def graphs(self) -> GraphOptions:
         """What is captured in CUDA graphs, where anything is."""
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
@@ -185,7 +190,7 @@ class EngineConfig:
         return (*self.speculative, *more)
 
     def _refuse_unsupported(self) -> None:
-        check_parallel(self)
+        check_parallel(self, self.has_ranks)
         if self.quantization_cache is not None and self.quantization == "fp8":
             raise ConfigError("quantization_cache: keeps weights in int8 and int4, not in fp8; leave it out")
         if self.quantization_cache is not None and self.quantization is None:

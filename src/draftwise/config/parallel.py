@@ -25,8 +25,11 @@ class ParallelSettings(Protocol):
     def speculative(self) -> Sequence[SpeculativeConfig]: ...
 
 
-def check_parallel(config: ParallelSettings) -> None:
-    """Raise ConfigError for parallel settings that are not supported, or do not go together."""
+def check_parallel(config: ParallelSettings, has_ranks: bool) -> None:
+    """Raise ConfigError for parallel settings that are not supported, or do not go together.
+
+    ``has_ranks``: the model runs in other processes than the engine's own.
+    """
     for name, why in (
         ("pipeline_parallel_size", "layers are not spread over stages; use tensor_parallel_size"),
         ("data_parallel_size", "there are no replicas yet; start several servers"),
@@ -34,9 +37,10 @@ def check_parallel(config: ParallelSettings) -> None:
         if getattr(config, name) > 1:
             raise ConfigError(f"{name}: {getattr(config, name)} is not supported, only 1: {why}")
     backend, size = config.distributed_executor_backend, config.tensor_parallel_size
-    if backend in ("ray", "external_launcher"):
+    if backend == "external_launcher":
         raise ConfigError(
-            f"distributed_executor_backend: {backend!r} is not supported yet; leave it out, or use mp"
+            "distributed_executor_backend: 'external_launcher' is not supported: an engine starts its ranks itself; "
+            "use mp, or ray"
         )
     if backend == "uni" and size > 1:
         raise ConfigError(f"distributed_executor_backend: 'uni' is one process, not {size}; use mp")
@@ -55,7 +59,7 @@ def check_parallel(config: ParallelSettings) -> None:
         raise ConfigError(
             "enable_expert_parallel: needs tensor_parallel_size over 1, whose ranks divide the experts"
         )
-    if size == 1:
+    if not has_ranks:
         return
     if sys.platform == "win32":
         raise ConfigError(
@@ -63,8 +67,13 @@ def check_parallel(config: ParallelSettings) -> None:
         )
     for name in ("enable_lora", "quantization_cache"):
         if getattr(config, name):
-            raise ConfigError(f"{name}: not supported with tensor_parallel_size over 1")
+            raise ConfigError(f"{name}: not supported with {_ranks(size)}")
     if any(spec.method == "extract_hidden_states" for spec in config.speculative):
-        raise ConfigError("method 'extract_hidden_states': not supported with tensor_parallel_size over 1")
+        raise ConfigError(f"method 'extract_hidden_states': not supported with {_ranks(size)}")
     if config.device.startswith("cuda:"):
         raise ConfigError(f"device: {config.device} is one device; ranks take one each, say cuda")
+
+
+def _ranks(size: int) -> str:
+    """What makes a model run in other processes, for people."""
+    return "tensor_parallel_size over 1" if size > 1 else "distributed_executor_backend 'ray'"

@@ -198,7 +198,7 @@ def _notes(
         )
     elif unused(config.compilation_config):
         notes.append("compilation_config has no effect but for graphs: models are not compiled")
-    if config.distributed_executor_backend is not None:
+    if config.distributed_executor_backend is not None and not config.has_ranks:
         notes.append("distributed_executor_backend has no effect: there is one rank")
     if config.served_model_name is not None:
         notes.append("served_model_name has no effect: it names the model of draftwise serve")

@@ -57,7 +57,7 @@ def build_engine(
     """Load everything a config names. Raises ConfigError or ModelLoadError."""
     device: Device | None = None
     executor: Executor
-    if config.tensor_parallel_size > 1:
+    if config.has_ranks:
         executor, facts = start_ranks(config)
         tokenizer = load_engine_tokenizer(config)
         grammars = make_grammars(config, facts, tokenizer)

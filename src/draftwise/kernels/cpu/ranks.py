@@ -1,9 +1,11 @@
-"""Ranks of one machine: sums and rows go through memory that all of them have mapped (``csrc/ranks.h``)."""
+"""Ranks on CPUs: sums and rows go through memory that those of one machine have mapped, and through sockets between
+machines (``csrc/ranks.h``, ``csrc/links.h``)."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -31,23 +33,35 @@ def shared_bytes(size: int) -> int:
 
 
 class SharedRanks(Ranks):
-    """Ranks that have mapped the same memory, which was zeroed before anybody began."""
+    """Ranks that have mapped the same memory, which was zeroed before anybody began, or hold sockets to each other."""
 
-    def __init__(self, library: NativeLibrary, memory: mmap.mmap, part: Part, seconds: float) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        memory: mmap.mmap,
+        part: Part,
+        seconds: float,
+        sockets: Sequence[int] | None = None,
+    ) -> None:
         """
         Args:
-            memory: of `shared_bytes`.
+            memory: of `shared_bytes`, the same for all ranks of a machine.
             seconds: that a rank waits for another before it raises OSError.
+            sockets: by rank, file descriptors of connected stream sockets to those on other machines, -1 for the
+                others; they stay open as long as this is used. None: all are on this machine.
         """
         super().__init__(part)
         require(len(memory) >= shared_bytes(part.size), "memory for all ranks")
-        create = library.function("dw_ranks_create", _PTR, [_PTR, _I64, _I64, _I64, _F64])
+        require(sockets is None or len(sockets) == part.size, "a socket, or -1, for each rank")
+        create = library.function("dw_ranks_create", _PTR, [_PTR, _I64, _I64, _I64, _F64, _PTR])
         free = library.function("dw_ranks_free", None, [_PTR])
         self._sum = library.function("dw_ranks_sum", None, [_PTR, _INT, _PTR, _I64])
         self._gather = library.function("dw_ranks_gather", None, [_PTR, _PTR, _I64, _I64, _PTR, _I64])
         self._share = library.function("dw_ranks_share", None, [_PTR, _PTR, _I64, _PTR])
         self._memory = np.frombuffer(memory, np.uint8)  # keeps it mapped
-        self.pointer: int = create(address(self._memory), part.size, part.rank, PIECE, seconds)
+        links = None if sockets is None else np.array(sockets, np.int32)
+        at = None if links is None else address(links)
+        self.pointer: int = create(address(self._memory), part.size, part.rank, PIECE, seconds, at)
         release_with(self, free, self.pointer)
 
     def sum(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
 
 #include "boundary.h"
 #include "compiler.h"
+#include "links.h"
 #include "system.h"
 
 namespace dw {
@@ -47,14 +48,25 @@ struct Ranks {
   int64_t size, rank, piece;
   int64_t patience;  // nanoseconds
   uint64_t count = 0;
+  Links links;
 
-  char* slot(int64_t of) const { return slots + ((int64_t)(count & 1) * size + of) * piece; }
+  // Of a rank on another machine: a buffer of this process, into which links read.
+  char* slot(int64_t of) {
+    char* theirs = links.theirs(of);
+    return theirs != nullptr ? theirs : slots + ((int64_t)(count & 1) * size + of) * piece;
+  }
 
-  // Behind it all slots of this exchange are written.
-  void meet() {
+  // Behind it the first `bytes` of all slots of this exchange are written.
+  void meet(int64_t bytes) {
     posted[rank].value.store(count + 1, std::memory_order_release);
+    try {
+      links.exchange(slot(rank), bytes, patience, broken->value);
+    } catch (const std::runtime_error&) {
+      broken->value.store(1, std::memory_order_relaxed);
+      throw;
+    }
     for (int64_t other = 0; other < size; other++)
-      if (other != rank) wait_for(posted[other].value);
+      if (other != rank && links.theirs(other) == nullptr) wait_for(posted[other].value);
   }
 
   void wait_for(const std::atomic<uint64_t>& other) {
@@ -84,7 +96,7 @@ void sum(Ranks* ranks, T* x, int64_t count) {
   for (int64_t begin = 0; begin < count; begin += most) {
     const int64_t n = std::min(most, count - begin);
     memcpy(ranks->slot(ranks->rank), x + begin, (size_t)n * sizeof(T));
-    ranks->meet();
+    ranks->meet(n * (int64_t)sizeof(T));
     const T* first = (const T*)ranks->slot(0);
     if (ranks->size == 2) {
       const T* second = (const T*)ranks->slot(1);
@@ -114,19 +126,14 @@ int64_t width_of(int64_t rank, int64_t step, int64_t total) {
 
 int64_t ranks_bytes(int64_t size, int64_t piece) { return (size + 1) * LINE + 2 * size * piece; }
 
-Ranks* ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds) {
+Ranks* ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds, const int32_t* sockets) {
   require(size >= 1 && rank >= 0 && rank < size && piece >= LINE && piece % LINE == 0 && seconds > 0, "ranks");
   require((uintptr_t)memory % LINE == 0 && memory != nullptr, "aligned memory");
+  require(sockets == nullptr || sockets[rank] < 0, "no link to itself");
   Counter* counters = (Counter*)memory;
-  Ranks* ranks = new Ranks{};
-  ranks->posted = counters;
-  ranks->broken = counters + size;
-  ranks->slots = (char*)(counters + size + 1);
-  ranks->size = size;
-  ranks->rank = rank;
-  ranks->piece = piece;
-  ranks->patience = (int64_t)(std::min(seconds, 1e6) * 1e9);
-  return ranks;
+  const int64_t patience = (int64_t)(std::min(seconds, 1e6) * 1e9);
+  return new Ranks{counters, counters + size, (char*)(counters + size + 1), size, rank, piece, patience, 0,
+                   Links(sockets, size, piece)};
 }
 
 void ranks_free(Ranks* ranks) { delete ranks; }
@@ -150,7 +157,7 @@ void ranks_gather(Ranks* ranks, const float* part, int64_t step, int64_t total, 
       float* slot = (float*)ranks->slot(ranks->rank);
       for (int64_t r = 0; r < n; r++)
         memcpy(slot + r * width, part + (row + r) * own + begin, (size_t)some(own) * sizeof(float));
-      ranks->meet();
+      ranks->meet(n * width * (int64_t)sizeof(float));
       for (int64_t other = 0; other < ranks->size; other++) {
         const float* theirs = (const float*)ranks->slot(other);
         const size_t size = (size_t)some(width_of(other, step, total)) * sizeof(float);
@@ -166,7 +173,7 @@ void ranks_share(Ranks* ranks, const void* mine, int64_t bytes, void* all) {
   for (int64_t begin = 0; begin < bytes; begin += ranks->piece) {
     const size_t n = (size_t)std::min(ranks->piece, bytes - begin);
     memcpy(ranks->slot(ranks->rank), (const char*)mine + begin, n);
-    ranks->meet();
+    ranks->meet((int64_t)n);
     for (int64_t other = 0; other < ranks->size; other++)
       memcpy((char*)all + other * bytes + begin, ranks->slot(other), n);
     ranks->count++;
@@ -190,8 +197,8 @@ DW_EXPORT int64_t dw_ranks_bytes(int64_t size, int64_t piece) {
   return dw::guarded([&] { return dw::ranks_bytes(size, piece); });
 }
 
-DW_EXPORT dw::Ranks* dw_ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds) {
-  return dw::guarded([&] { return dw::ranks_create(memory, size, rank, piece, seconds); });
+DW_EXPORT dw::Ranks* dw_ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds, const int32_t* sockets) {
+  return dw::guarded([&] { return dw::ranks_create(memory, size, rank, piece, seconds, sockets); });
 }
 
 DW_EXPORT void dw_ranks_free(dw::Ranks* ranks) {

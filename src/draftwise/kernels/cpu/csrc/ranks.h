@@ -1,4 +1,5 @@
-// Processes that share a model ("ranks") add up and gather rows through memory that all of them have mapped.
+// Processes that share a model ("ranks") add up and gather rows: those of one machine through memory that all of them have mapped,
+// those of several through sockets (links.h).
 //
 // Of every exchange a rank writes its own piece into a slot of its own, says so, waits until all have said so, and reads all
 // slots. Slots take turns between two halves: whoever writes half k has seen everybody at exchange k - 1, so that nobody reads
@@ -18,9 +19,10 @@ struct Ranks;
 // Bytes of shared memory, zeroed at first, for `size` ranks that exchange `piece` bytes at a time (a multiple of 64).
 int64_t ranks_bytes(int64_t size, int64_t piece);
 
-// `memory` is mapped by all ranks and outlives this. A rank that waits longer than `seconds` for another throws
-// std::runtime_error; so does everybody who waits after that.
-Ranks* ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds);
+// `memory` is mapped by all ranks of this machine and outlives this. `sockets` [size]: a connected stream socket to each rank on
+// another machine, -1 for the others; null: all are on this one. A rank that waits longer than `seconds` for another throws
+// std::runtime_error; so does everybody of this machine who waits after that.
+Ranks* ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds, const int32_t* sockets);
 void ranks_free(Ranks*);
 
 // x [count] of dtype = the sum over all ranks.
