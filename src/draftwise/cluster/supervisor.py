@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import draftwise
 from draftwise.cluster.processes import RankProcess, posted
 from draftwise.cluster.sockets import Address, accept, connect, family_of, listen
 from draftwise.cpus import processors
@@ -65,7 +64,8 @@ def versions() -> dict[str, str]:
     """What must be the same where ranks of one engine run: they exchange pickled objects, and rows of equal bits."""
     from draftwise.kernels.cpu.library import native_library
 
-    found = {"python": platform.python_version(), "draftwise": f"{draftwise.__version__} ({_sources()})"}
+    own = f"{importlib.metadata.version('draftwise')} ({_sources()})"
+    found = {"python": platform.python_version(), "draftwise": own}
     for name in _EQUAL:
         found[name] = importlib.metadata.version(name)
     try:
@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 def _sources() -> str:
     """A digest of the package's own code."""
-    root = Path(draftwise.__file__).parent
+    root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
