@@ -21,7 +21,8 @@ from draftwise.plan.interpolation import (
     write_interpolation,
 )
 from draftwise.plan.operating import OperatingPoint, Sla
-from draftwise.plan.profile import Profile, Setting, StepSample
+from draftwise.plan.profile import Profile
+from draftwise.plan.samples import PromptSample, Setting, StepSample, quantiles
 from draftwise.plan.times import Infeasible, OutOfRange
 from draftwise.profile.points import AcceptPoint, PromptPoint, StepPoint, plan_points, telling
 from draftwise.profile.report import best_settings, break_even, choices, draw
@@ -29,7 +30,8 @@ from draftwise.profile.report import best_settings, break_even, choices, draw
 
 def made(path: Path | None = None) -> Profile:
     """Of a machine whose steps take 10 ms + 0.1 per row + 0.01 per 1000 keys, and drafts 0.5 ms each."""
-    setting = Setting("int8", 40_000, 16, 1000.0, prefill=[(n, 0.010 + n * 1e-4) for n in (32, 256, 1024)])
+    setting = Setting("int8", 40_000, 16, 1000.0)
+    setting.prompts += [PromptSample("none", n, (0.010 + n * 1e-4,)) for n in (32, 256, 1024)]
     for n in (1, 4, 16):
         for context in (64, 1024):
             for method, k in (("none", 0), ("eagle3", 1), ("eagle3", 3)):
@@ -54,7 +56,7 @@ def test_all_points_come_and_the_telling_ones_first() -> None:
     points = plan_points(["eagle3"], [1, 3], [1, 8], [64, 512], [32, 512], ["code"], 10_000, 1024)
     assert {type(p) for p in points[:8]} == {PromptPoint, StepPoint, AcceptPoint}
     assert points.index(StepPoint("none", 0, 1, 64)) < points.index(StepPoint("eagle3", 1, 1, 64))
-    assert len(points) == 2 + 4 * 3 + 1 and len(set(points)) == len(points)
+    assert len(points) == 2 + 2 + 4 * 3 + 1 and len(set(points)) == len(points)
     small = plan_points([], [1], [1, 8], [64, 512], [32], [], 3000, 1024)
     assert StepPoint("none", 0, 8, 512) not in small and StepPoint("none", 0, 1, 512) in small
 
@@ -105,7 +107,7 @@ def test_charts_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda v: v.update(version=2), "version 2"),
+        (lambda v: v.update(version=1), "version 1"),
         (lambda v: v.update(format="x"), "is none"),
         (lambda v: v.pop("settings"), "damaged"),
         (lambda v: v["settings"]["int8"]["steps"][0].update(target=math.nan), "no time"),
@@ -220,6 +222,8 @@ def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_pat
         "64",
         "--max-model-len",
         "200",
+        "--rounds",
+        "2",
     ]
     assert main([*flags, "--budget", "0.0001"]) == 0
     first = Profile.load(file)
@@ -234,10 +238,15 @@ def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_pat
     }
     assert whole.drafted["own"]["ngram"] > 0 and setting.kv_tokens == 64 * 16
     assert all(s.target > 0 for s in setting.steps) and len(setting.prefill) >= 3
+    # Every size was visited twice; a third time is asked for below.
+    assert {s.rounds for s in setting.steps} == {2} == {p.rounds for p in setting.prompts}
+    assert all(len(s.targets) == s.steps for s in setting.steps) and setting.readings("ngram")
     before = whole.as_dict()
     assert main(flags) == 0
     again = Profile.load(file).as_dict()
     assert again["settings"] == before["settings"] and again["drafted"] == before["drafted"]
+    assert main([*flags[:-1], "3"]) == 0
+    assert {s.rounds for s in Profile.load(file).setting().steps} == {3}
     assert main(["profile", "--output", str(file), "--model", "/somewhere/else"]) == 2
     assert AcceptanceModel({"": {}}).methods == ()
     assert (
@@ -258,3 +267,62 @@ def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_pat
         )
         == 0
     )
+
+
+# ------------------------------------------------------------------------------ visits, scatter, drafters
+
+
+def test_visits_that_lie_apart_are_one_size_and_its_median() -> None:
+    setting = Setting("auto", 1000, 16, 1.0)
+    for targets in ((0.002,) * 3, (0.009, 0.008), (0.002, 0.002)):
+        middle = sorted(targets)[len(targets) // 2]
+        setting.add_step(
+            StepSample("none", 0, 1, 64, 1, 70, middle, 0.0, len(targets), 1, targets, (0.0,) * len(targets))
+        )
+    (sample,) = setting.steps
+    assert (sample.target, sample.steps, sample.rounds) == (0.002, 7, 3)
+    assert max(setting.step_factors()) == pytest.approx(4.5) and min(setting.step_factors()) == 1.0
+    setting.add_prompt(PromptSample("eagle3", 64, (0.010, 0.012, 0.030), (0.001, 0.003, 0.002), (-0.1,)))
+    setting.add_prompt(PromptSample("eagle3", 64, (0.012,), (0.002,)))
+    assert setting.readings("eagle3") == [(64, 0.002)] and setting.prefill == [] and setting.behind == 0.0
+    assert len(setting.prompts) == 1 and setting.prompts[0].rounds == 2
+
+
+def test_quantiles_have_the_mean_of_all_values() -> None:
+    assert quantiles([9, 1, 5, 2, 4, 3], 3) == (1.5, 3.5, 7.0)
+    assert quantiles([3, 1]) == (1, 3)
+    values = [1.0 + (i % 97) / 50 for i in range(970)]
+    assert sum(quantiles(values, 10)) / 10 == pytest.approx(sum(values) / 970)
+
+
+def test_times_are_means_and_single_steps_scatter_around_them() -> None:
+    profile = made()
+    setting = profile.settings["int8"]
+    quiet = profile.times()
+    slow = (0.02, 0.02, 0.02, 0.06)
+    setting.steps[0] = replace(setting.steps[0], targets=slow, draftings=(0.0,) * 4)
+    setting.add_prompt(PromptSample("none", 500, (0.06, 0.06, 0.06, 0.18), behind=(0.004,)))
+    setting.add_prompt(PromptSample("eagle3", 100, (0.02,), (0.003,)))
+    setting.add_prompt(PromptSample("eagle3", 1000, (0.12,), (0.021,)))
+    times = profile.times()
+    assert times.target_time(4, 16, 256) == pytest.approx(1.5 * quiet.target_time(4, 16, 256))
+    assert times.prompt_time(0, 256, True) == pytest.approx(1.5 * quiet.prompt_time(0, 256, True))
+    assert times.step_factors == pytest.approx((2 / 3, 2 / 3, 2 / 3, 2)) == times.prompt_factors
+    assert times.reading_time("eagle3", 0, 550) == pytest.approx(1.5 * 0.012)
+    assert times.behind == 0.004 and times.reading_time("ngram", 0, 550) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v["settings"]["int8"]["prompts"][0].update(seconds=[]), "without a time"),
+        (lambda v: v["settings"]["int8"]["prompts"][0].update(behind=[math.nan]), "no time"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(targets=[-1]), "no time"),
+    ],
+)
+def test_measurements_that_are_none(tmp_path: Path, change: Any, words: str) -> None:
+    value = made().as_dict()
+    change(value)
+    (tmp_path / "p.json").write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match=words):
+        Profile.load(tmp_path / "p.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -256,3 +257,34 @@ def test_prompts_share_what_their_blocks_say() -> None:
 def test_clusters_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         ClusterSettings(**wrong)  # type: ignore[arg-type]
+
+
+class Scattered(Polynomial):
+    """One step in four takes four times as long as the others; drafters read prompts; the step after one is slow."""
+
+    step_factors: Sequence[float] = (4 / 7, 4 / 7, 4 / 7, 16 / 7)
+    behind = 0.125
+
+    def reading_time(self, method: str, start: int, end: int) -> float:
+        return (end - start) / 1000
+
+
+def test_single_steps_scatter_and_their_mean_stays() -> None:
+    trace = make_trace([0.0], [200], [2001])
+    flat = run(trace)
+    times = Scattered(100_000)
+    found = Cluster(trace, times, ACCEPTANCE, Policy(), EngineSettings()).run()
+    assert found.itl_np[0] == pytest.approx(flat.itl_np[0], rel=0.1)
+    short = make_trace([60.0 * i for i in range(80)], [200] * 80, [3] * 80)
+    spread = Cluster(short, times, ACCEPTANCE, Policy(), EngineSettings()).run().itl_np
+    assert spread.max() > 2 * spread.min() and run(short).itl_np.std() < 1e-6
+
+
+def test_a_drafter_reads_the_prompt_before_its_first_drafts_and_the_step_behind_is_slower() -> None:
+    trace = make_trace([0.0], [200], [3])
+    times = Scattered(100_000)
+    times.step_factors = ()
+    plain = Cluster(trace, times, ACCEPTANCE, Policy(), EngineSettings()).run()
+    read = Cluster(trace, times, ACCEPTANCE, Policy("model", 1), EngineSettings()).run()
+    assert read.ttft_np[0] - plain.ttft_np[0] == pytest.approx(0.2 + times.draft_time("model", 1, 1))
+    assert plain.e2e_np[0] - run(trace).e2e_np[0] == pytest.approx(0.125)

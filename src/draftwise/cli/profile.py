@@ -76,6 +76,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "--contexts", nargs="+", type=positive, metavar="N", help="tokens per request (4 up to the longest)"
     )
     group.add_argument(
+        "--rounds",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="visits to each size, apart in time: a machine is quick at one moment and slow at the next (3)",
+    )
+    group.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
@@ -175,6 +182,7 @@ def _measure(args: argparse.Namespace) -> Profile:
         args.contexts,
         args.methods,
         None if args.budget is None else 60 * args.budget,
+        rounds=args.rounds,
     )
     profiler = Profiler(profile, settings, lambda engine: _texts(args, engine))
     logging.getLogger("draftwise").setLevel(logging.WARNING)

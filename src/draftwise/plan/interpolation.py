@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftwise.errors import ConfigError
-from draftwise.plan.profile import Setting
+from draftwise.plan.samples import Setting
 from draftwise.plan.times import Infeasible, Measured, OutOfRange
 
 Floats = npt.NDArray[np.float64]

@@ -14,47 +14,10 @@ from typing import Any
 from draftwise.adapt.performance import PerformanceModel
 from draftwise.errors import ConfigError
 from draftwise.plan.acceptance import AcceptanceModel, conditional
+from draftwise.plan.samples import PromptSample, Setting, StepSample
 from draftwise.plan.times import Measured
 
-FORMAT, VERSION = "draftwise-profile", 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """Steps of one size. ``drafts``: asked for per request; ``length``: tokens of a request when they began;
-    ``rows``: verified together, on average; ``context``: tokens in the cache together; ``target``, ``draft``: median
-    seconds; ``steps``: how many were measured."""
-
-    method: str
-    drafts: int
-    requests: int
-    length: int
-    rows: int
-    context: int
-    target: float
-    draft: float
-    steps: int
-
-
-@dataclass(slots=True)
-class Setting:
-    """One format of weights on one number of devices. ``prefill``: (tokens of a prompt, median seconds from an empty
-    cache to the first token)."""
-
-    weights: str
-    kv_tokens: int
-    block_size: int
-    kv_bytes: float
-    devices: int = 1
-    prefill: list[tuple[int, float]] = field(default_factory=list)
-    steps: list[StepSample] = field(default_factory=list)
-
-    def has(self, method: str, drafts: int, requests: int, context: int) -> bool:
-        """Whether steps of this size were measured; ``context``: of each request when they begin."""
-        return any(
-            (s.method, s.drafts, s.requests, s.length) == (method, drafts, requests, context)
-            for s in self.steps
-        )
+FORMAT, VERSION = "draftwise-profile", 2
 
 
 @dataclass(slots=True)
@@ -105,6 +68,10 @@ class Profile:
             ),
             most_drafts=max((s.drafts for s in setting.steps), default=0),
             methods=sorted({s.method for s in setting.steps if s.method != "none"}),
+            readings={s.method: setting.readings(s.method) for s in setting.steps if s.method != "none"},
+            behind=setting.behind,
+            step_factors=setting.step_factors(),
+            prompt_factors=setting.prompt_factors(),
         )
 
     @property
@@ -167,7 +134,9 @@ class Profile:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ConfigError(f"profile: {path} is none (draftwise profile writes them)")
         if value.get("version") != VERSION:
-            raise ConfigError(f"profile: {path} has version {value.get('version')!r}, expected {VERSION}")
+            raise ConfigError(
+                f"profile: {path} has version {value.get('version')!r}, expected {VERSION}; measure it anew"
+            )
         try:
             settings = {name: _setting(raw) for name, raw in value["settings"].items()}
             return cls(
@@ -211,6 +180,10 @@ def _seconds(value: Any) -> float:
     return number
 
 
+def _times(values: Any) -> tuple[float, ...]:
+    return tuple(map(_seconds, values))
+
+
 def _setting(raw: Mapping[str, Any]) -> Setting:
     steps = [
         StepSample(
@@ -223,16 +196,38 @@ def _setting(raw: Mapping[str, Any]) -> Setting:
             _seconds(s["target"]),
             _seconds(s["draft"]),
             _count(s["steps"]),
+            _count(s["rounds"]),
+            _times(s["targets"]),
+            _times(s["draftings"]),
         )
         for s in raw["steps"]
     ]
-    prefill = [(_count(n), _seconds(t)) for n, t in raw["prefill"]]
+    prompts = [
+        PromptSample(
+            str(p["method"]),
+            _count(p["tokens"]),
+            _times(p["seconds"]),
+            tuple(map(_difference, p["readings"])),
+            tuple(map(_difference, p["behind"])),
+            _count(p["rounds"]),
+        )
+        for p in raw["prompts"]
+    ]
+    if not all(p.seconds for p in prompts):
+        raise ValueError("a prompt without a time")
     return Setting(
         str(raw["weights"]),
         _count(raw["kv_tokens"]),
         _count(raw["block_size"]),
         _seconds(raw["kv_bytes"]),
         max(_count(raw["devices"]), 1),
-        prefill,
+        prompts,
         steps,
     )
+
+
+def _difference(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no time")
+    return number

@@ -104,6 +104,13 @@ class Roofline(StepTimes):
         least = 2 * self.sizes.active * rows / self._peak
         return max(whole - shared, least)
 
+    def reading_time(self, method: str, start: int, end: int) -> float:
+        sizes = self._drafters[method]
+        if sizes is None:
+            return 0.0
+        # Its weights are read for the first drafts anyway.
+        return max(self._pass(sizes, end - start + 1, 0.0, 0.0) - self._pass(sizes, 1, 0.0, 0.0), 0.0)
+
     def outside(self, requests: int, rows: int, context: int) -> str | None:
         assert self.kv_tokens is not None
         return f"{context} tokens in a cache of {self.kv_tokens}" if context > self.kv_tokens else None

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from draftwise.adapt.performance import PerformanceModel
 from draftwise.errors import ConfigError
@@ -36,12 +37,19 @@ class StepTimes(ABC):
 
     ``kv_tokens``: tokens that the cache holds, None: not known. ``methods``: drafters whose times are known.
     ``max_context``, ``most_drafts``: longest request, and most drafts, that are known of; None: no limit.
+
+    All times are means. ``behind``: by how much longer, in all, the steps after a prompt take. ``step_factors``,
+    ``prompt_factors``: equally likely factors, 1 on average, by which single steps differ from the mean, those without
+    and those with a prompt in them; empty: they do not.
     """
 
     kv_tokens: int | None = None
     methods: Sequence[str] = ()
     max_context: int | None = None
     most_drafts: int | None = None
+    behind: float = 0.0
+    step_factors: Sequence[float] = ()
+    prompt_factors: Sequence[float] = ()
 
     @abstractmethod
     def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
@@ -58,6 +66,10 @@ class StepTimes(ABC):
     def prompt_time(self, start: int, end: int, alone: bool) -> float:
         """What tokens ``start`` .. ``end - 1`` of a prompt add to a step. ``alone``: nothing else is in the step, so
         that what every pass takes is part of it."""
+
+    def reading_time(self, method: str, start: int, end: int) -> float:
+        """What a drafter takes to read tokens ``start`` .. ``end - 1`` of a prompt, besides its first drafts."""
+        return 0.0
 
     def outside(self, requests: int, rows: int, context: int) -> str | None:
         """Why a step of this size is beyond what is known; None: it is not."""
@@ -146,11 +158,21 @@ class Measured(StepTimes):
         max_context: int,
         most_drafts: int | None = None,
         methods: Sequence[str] = (),
+        readings: Mapping[str, Sequence[tuple[int, float]]] = MappingProxyType({}),
+        behind: float = 0.0,
+        step_factors: Sequence[float] = (),
+        prompt_factors: Sequence[float] = (),
     ) -> None:
         """``prefill``: (tokens, seconds from an empty cache to the first token). ``most_requests``, ``most_rows``: the
-        largest that were measured; ``max_context``: the longest prompt that was."""
+        largest that were measured; ``max_context``: the longest prompt that was. ``readings``: method -> (tokens,
+        seconds that its drafter reads them). ``step_factors``, ``prompt_factors``: what single measurements were of
+        the times given here, which are medians."""
         self.model = model
         self._curve = Curve(prefill)
+        self._readings = {method: Curve(points) for method, points in readings.items() if points}
+        self._step_mean, self.step_factors = _around_one(step_factors)
+        self._prompt_mean, self.prompt_factors = _around_one(prompt_factors)
+        self.behind = behind
         # What a pass takes whatever its length: where the curve meets the axis.
         self._fixed = min(max(self._curve.at(0.0), 0.0), self._curve.ys[0])
         self.kv_tokens = kv_tokens
@@ -160,16 +182,22 @@ class Measured(StepTimes):
         self._most_requests, self._most_rows = most_requests, most_rows
 
     def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
-        return self.model.target_time(requests, rows, context, sampled)
+        return self.model.target_time(requests, rows, context, sampled) * self._step_mean
 
     def draft_time(
         self, method: str, requests: int, nodes: int, catch_up: int = 0, sampled: bool = False
     ) -> float:
-        return self.model.draft_time(method, requests, nodes, catch_up, sampled)
+        return self.model.draft_time(method, requests, nodes, catch_up, sampled) * self._step_mean
+
+    def reading_time(self, method: str, start: int, end: int) -> float:
+        curve = self._readings.get(method)
+        if curve is None:
+            return 0.0
+        return max(curve.at(end) - (curve.at(start) if start else 0.0), 0.0) * self._prompt_mean
 
     def prompt_time(self, start: int, end: int, alone: bool) -> float:
         more = max(self._curve.at(end) - (self._curve.at(start) if start else self._fixed), 0.0)
-        return more + (self._fixed if alone else 0.0)
+        return (more + (self._fixed if alone else 0.0)) * self._prompt_mean
 
     def outside(self, requests: int, rows: int, context: int) -> str | None:
         # A measured size stands for those up to half as large again.
@@ -184,6 +212,14 @@ class Measured(StepTimes):
     def max_context_or(self, other: int) -> int:
         """The longest context measured; ``other`` if that is not known."""
         return other if self.max_context is None else self.max_context
+
+
+def _around_one(factors: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+    """(mean, factors divided by it). Example: 1, 1, 2.5 are 1.5 and 2/3, 2/3, 5/3."""
+    if not factors:
+        return 1.0, ()
+    mean = math.fsum(factors) / len(factors)
+    return mean, tuple(f / mean for f in factors)
 
 
 def check_methods(times: StepTimes, methods: Mapping[str, object] | Sequence[str]) -> None:

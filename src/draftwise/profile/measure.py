@@ -11,7 +11,7 @@ import torch
 from draftwise import lifetime
 from draftwise.engine.builder import Engine
 from draftwise.errors import ConfigError
-from draftwise.plan.profile import Setting, StepSample
+from draftwise.plan.samples import PromptSample, Setting, StepSample
 from draftwise.profile.points import PromptPoint, StepPoint
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request, SpeculationCounts
@@ -22,6 +22,10 @@ _STEPS = 15
 """Steps of a batch that are counted, if they fit into `_SECONDS`; at least 3."""
 _SECONDS = 0.6
 _REPEATS = 3
+_BEHIND = 3
+"""Steps after a prompt that are looked at for whether they take longer ..."""
+_LATER = 5
+"""... than so many after them."""
 
 
 class Measurer:
@@ -74,21 +78,53 @@ class Measurer:
             core.step()
         core.scheduler.kv.reset_prefix_cache()
 
-    def prompt(self, point: PromptPoint) -> tuple[int, float]:
-        """(tokens, median seconds) from when a prompt comes to its first token, alone on the engine."""
+    def warm(self, methods: Sequence[str], drafts: int) -> None:
+        """Run every method once: what is made at the first use is not measured."""
+        for method in ("none", *methods):
+            self.prompt(PromptPoint(32, method, 0 if method == "none" else drafts))
+
+    def prompt(self, point: PromptPoint) -> PromptSample:
+        """Prompts alone on the engine, and the few steps after each: what its drafter took longer than it does then
+        went into reading the prompt."""
         core = self._engine.core
-        times: list[float] = []
+        seconds: list[float] = []
+        readings: list[float] = []
+        behind: list[float] = []
+        output = 1 + (_BEHIND + _LATER) * (1 + point.drafts)
+        output = max(min(output, self._engine.processor.max_model_len - point.tokens), 1)
         with lifetime.computing(), torch.inference_mode():
             for _ in range(_REPEATS):
+                drafting = core.totals.draft_time
                 start = core.clock()
-                request = self._add(self._prompt(point.tokens), 1, "none", 0)
+                request = self._add(self._prompt(point.tokens), output, point.method, point.drafts)
                 while request.first_token_time is None:
                     core.step()
-                times.append(core.clock() - start)
+                seconds.append(core.clock() - start)
+                drafting = core.totals.draft_time - drafting
+                wholes, draftings = self._steps_behind()
                 self._clear([request])
-                if sum(times) > 4 * _SECONDS:
+                if draftings:
+                    later = draftings[_BEHIND:] or draftings
+                    if point.method != "none":
+                        readings.append(drafting - statistics.median(later))
+                    if len(wholes) > _BEHIND:
+                        usual = statistics.median(wholes[_BEHIND:])
+                        behind.append(sum(wholes[:_BEHIND]) - _BEHIND * usual)
+                if sum(seconds) > 4 * _SECONDS:
                     break
-        return point.tokens, statistics.median(times)
+        return PromptSample(point.method, point.tokens, tuple(seconds), tuple(readings), tuple(behind))
+
+    def _steps_behind(self) -> tuple[list[float], list[float]]:
+        """(seconds, of these drafting) of the steps after a prompt's, as long as there are some."""
+        core = self._engine.core
+        wholes: list[float] = []
+        draftings: list[float] = []
+        while core.has_work and len(wholes) < _BEHIND + _LATER:
+            step_time, draft_time = core.totals.step_time, core.totals.draft_time
+            core.step()
+            wholes.append(core.totals.step_time - step_time)
+            draftings.append(core.totals.draft_time - draft_time)
+        return wholes, draftings
 
     def step(self, point: StepPoint) -> StepSample | None:
         """Steps of a size; None if the requests ended, or lost their place, before there was anything to measure.
@@ -139,6 +175,9 @@ class Measurer:
             statistics.median(targets),
             statistics.median(draftings) if point.method != "none" else 0.0,
             steps,
+            1,
+            tuple(targets),
+            tuple(draftings),
         )
 
     def _counts(self) -> SpeculationCounts:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PromptPoint:
-    """The time to the first token of a prompt."""
+    """The time to the first token of a prompt, and what a method's drafter takes to read it."""
 
     tokens: int
+    method: str = "none"
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ class AcceptPoint:
 
 
 Point = PromptPoint | StepPoint | AcceptPoint
+
+
+_READ = 4
+"""Lengths of prompts, the most telling ones, at which it is measured how long drafters read them: a drafter's passes
+grow evenly."""
 
 
 def telling(values: Sequence[int]) -> list[int]:
@@ -76,6 +83,8 @@ def plan_points(
 
     for i, tokens in enumerate(telling(prompts)):
         add(i, PromptPoint(tokens))
+        for method in methods if i < _READ else ():
+            add(1 + i, PromptPoint(tokens, method, min(drafts)))
     ks = telling(drafts)
     for i, n in enumerate(telling(requests)):
         for j, context in enumerate(telling(contexts)):

@@ -16,7 +16,8 @@ from draftwise.plan.operating import (
     pareto,
     points,
 )
-from draftwise.plan.profile import Profile, Setting
+from draftwise.plan.profile import Profile
+from draftwise.plan.samples import Setting
 from draftwise.plan.times import Infeasible, Measured
 
 

@@ -26,7 +26,8 @@ _SKIPPED = ("extract_hidden_states", "synthetic", "none")
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """``budget``: seconds; None: until all is measured. ``prompts``: kind -> token ids, of the user's own text."""
+    """``budget``: seconds; None: until all is measured. ``rounds``: visits to each size. They lie apart in time, since
+    a machine may be slow for a while."""
 
     path: Path
     drafts: Sequence[int]
@@ -35,6 +36,7 @@ class ProfileSettings:
     methods: Sequence[str] | None
     budget: float | None = None
     with_acceptance: bool = True
+    rounds: int = 3
 
 
 def machine(device: str, threads: int | None = None) -> dict[str, Any]:
@@ -105,21 +107,32 @@ class Profiler:
         """Measure what is missing. ``total``: told how many points there are, answers what is to be called after each.
         False: the budget ran out before all was measured."""
         with _engine(config, self._engine_clock) as engine:
-            texts = self._texts(engine)
-            stream = [token for prompts in texts.values() for prompt in prompts for token in prompt]
-            measurer = Measurer(engine, stream)
-            setting = self.profile.settings.setdefault(weights, measurer.setting(weights))
-            methods = self._methods(config)
-            points = self._points(engine, methods, list(texts), setting.kv_tokens)
-            todo = [p for p in points if not self._known(p, weights)]
-            advance = total(len(todo))
-            for number, point in enumerate(todo):
-                if self._clock() >= self._until:
-                    self._note(len(todo) - number)
-                    return False
-                self._one(measurer, point, weights, texts)
-                self._note(len(todo) - number - 1)
-                advance(_words(point))
+            return self.measure_engine(engine, weights, total)
+
+    def measure_engine(
+        self, engine: Engine, weights: str, total: Callable[[int], Callable[[str], None]]
+    ) -> bool:
+        """The same with an engine that is there, has nothing to do, and is timed by ``engine_clock``."""
+        texts = self._texts(engine)
+        stream = [token for prompts in texts.values() for prompt in prompts for token in prompt]
+        measurer = Measurer(engine, stream)
+        setting = self.profile.settings.setdefault(weights, measurer.setting(weights))
+        methods = self._methods(engine.config)
+        points = self._points(engine, methods, list(texts), setting.kv_tokens)
+        todo: list[Point] = []
+        for n in range(self._settings.rounds):
+            visits = [p for p in points if self._visits(p, weights) <= n]
+            todo += [p for p in visits if n == 0 or not isinstance(p, AcceptPoint)]
+        advance = total(len(todo))
+        if todo and self._clock() < self._until:
+            measurer.warm(methods, max(self._settings.drafts, default=1))
+        for number, point in enumerate(todo):
+            if self._clock() >= self._until:
+                self._note(len(todo) - number)
+                return False
+            self._one(measurer, point, weights, texts)
+            self._note(len(todo) - number - 1)
+            advance(_words(point))
         return True
 
     def _methods(self, config: EngineConfig) -> list[str]:
@@ -143,25 +156,27 @@ class Profiler:
             engine.processor.max_model_len,
         )
 
-    def _known(self, point: Point, weights: str) -> bool:
+    def _visits(self, point: Point, weights: str) -> float:
+        """How often this was measured. Acceptance does not hang on the moment: once is enough."""
         setting = self.profile.settings[weights]
+        if isinstance(point, AcceptPoint):
+            return math.inf if point.method in self.profile.drafted.get(point.kind, {}) else 0
         if isinstance(point, PromptPoint):
-            return any(n == point.tokens for n, _ in setting.prefill)
-        if isinstance(point, StepPoint):
-            return setting.has(point.method, point.drafts, point.requests, point.context)
-        return point.method in self.profile.drafted.get(point.kind, {})
+            prompt = setting.prompt(point.method, point.tokens)
+            return 0 if prompt is None else prompt.rounds
+        step = setting.step(point.method, point.drafts, point.requests, point.context)
+        return 0 if step is None else step.rounds
 
     def _one(
         self, measurer: Measurer, point: Point, weights: str, texts: Mapping[str, Sequence[Sequence[int]]]
     ) -> None:
         setting = self.profile.settings[weights]
         if isinstance(point, PromptPoint):
-            setting.prefill.append(measurer.prompt(point))
-            setting.prefill.sort()
+            setting.add_prompt(measurer.prompt(point))
         elif isinstance(point, StepPoint):
             sample = measurer.step(point)
             if sample is not None:
-                setting.steps.append(sample)
+                setting.add_step(sample)
         else:
             counts = measurer.accepted(point.method, max(self._settings.drafts), texts[point.kind], _OUTPUT)
             self.profile.survived.setdefault(point.kind, {})[point.method] = list(
@@ -179,7 +194,7 @@ class Profiler:
 
 def _words(point: Point) -> str:
     if isinstance(point, PromptPoint):
-        return f"prompt of {point.tokens}"
+        return f"prompt of {point.tokens}" + ("" if point.method == "none" else f" read by {point.method}")
     if isinstance(point, AcceptPoint):
         return f"{point.method} on {point.kind}"
     how = "plain" if point.method == "none" else f"{point.method} K={point.drafts}"

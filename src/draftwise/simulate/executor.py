@@ -30,7 +30,7 @@ class Clock:
 class _Row:
     """``known`` tokens, of which ``computed`` have their K/V; ``waiting`` drafts were proposed."""
 
-    __slots__ = ("computed", "drafted_at", "known", "method", "survival", "waiting")
+    __slots__ = ("cached", "computed", "drafted_at", "known", "method", "survival", "waiting")
 
     def __init__(self, known: int, computed: int, method: str, survival: Sequence[float]) -> None:
         self.known = known
@@ -39,6 +39,7 @@ class _Row:
         self.survival = survival
         self.waiting = 0
         self.drafted_at = 0  # tokens known when it drafted last; 0: never
+        self.cached = computed  # tokens of the prompt that nobody had to read
 
 
 class SimulatedExecutor(Executor):
@@ -52,6 +53,8 @@ class SimulatedExecutor(Executor):
         self._acceptance = acceptance
         self._clock = clock
         self._random = random.Random(seed)
+        self._scatter = random.Random(seed ^ 0x5CA77E4)  # of times: what is accepted does not hang on it
+        self._behind = False  # the step before had a prompt in it
         self._rows: dict[int, _Row] = {}
         self.kinds: dict[int, str] = {}
         """Request -> kind of text; whoever adds requests says it, and it is forgotten when they end."""
@@ -75,6 +78,7 @@ class SimulatedExecutor(Executor):
         prompts: list[tuple[int, int]] = []
         drafting: dict[str, list[int]] = {}  # requests, nodes, tokens to catch up on
         draw = self._random.random
+        reading = 0.0
         for rid, num_new, num_draft, budget, _, _ in plan.rows:
             row = rows[rid]
             start = row.computed
@@ -109,6 +113,8 @@ class SimulatedExecutor(Executor):
             )  # fmt: skip
             if budget:
                 late = max(row.known - row.drafted_at - accepted - 1, 0) if row.drafted_at else 0
+                if not row.drafted_at:  # the first time: its drafter reads all that there is
+                    reading += self._times.reading_time(row.method, row.cached, row.known - 1)
                 row.drafted_at = row.known
                 entry = drafting.get(row.method)
                 if entry is None:
@@ -121,7 +127,7 @@ class SimulatedExecutor(Executor):
         forward = times.target_time(requests, verified, context) if requests else 0.0
         for i, (first, end) in enumerate(prompts):
             forward += times.prompt_time(first, end, not requests and i == 0)
-        draft = 0.0
+        draft = reading
         for method, (count, nodes, late) in drafting.items():
             draft += times.draft_time(method, count, nodes, late)
         if requests:
@@ -131,7 +137,15 @@ class SimulatedExecutor(Executor):
                 self.outside = self.outside or why
         self.num_steps += 1
         self.num_rows += verified + prompt_rows
-        forward, draft = forward * self.slowdown, draft * self.slowdown
+        if self._behind and requests:
+            forward += times.behind
+        if prompts or requests:
+            self._behind = bool(prompts)
+        factors = times.prompt_factors if prompts else times.step_factors
+        factor = self.slowdown
+        if factors:
+            factor *= factors[int(self._scatter.random() * len(factors))]
+        forward, draft = forward * factor, draft * factor
         self._clock.now += forward + draft
         return StepResult(plan.step, tuple(results), forward_time=forward, draft_time=draft)
 

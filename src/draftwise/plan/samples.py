@@ -1,0 +1,182 @@
+"""What `draftwise profile` measures: steps and prompts of one engine, in visits that lie apart.
+
+A machine is quick at one moment and slow at the next. So a size is visited several times, and what is kept is each
+single measurement: the median says what such a step takes, the scatter around it what users feel besides.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+_QUANTILES = 64
+"""Equally likely factors that stand for how times scatter."""
+_FEW = 3
+"""Measurements of a size below which nothing is said of how they scatter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """Steps of one size. ``drafts``: asked for per request; ``length``: tokens of a request when they began;
+    ``rows``: verified together, on average; ``context``: tokens in the cache together; ``target``, ``draft``: median
+    seconds; ``steps``: how many were measured, in ``rounds`` visits. ``targets``, ``draftings``: each single one."""
+
+    method: str
+    drafts: int
+    requests: int
+    length: int
+    rows: int
+    context: int
+    target: float
+    draft: float
+    steps: int
+    rounds: int = 1
+    targets: tuple[float, ...] = ()
+    draftings: tuple[float, ...] = ()
+
+    def and_more(self, other: StepSample) -> StepSample:
+        """Both visits together."""
+        whole = self.steps + other.steps
+        targets, draftings = (*self.targets, *other.targets), (*self.draftings, *other.draftings)
+        return replace(
+            self,
+            rows=round((self.rows * self.steps + other.rows * other.steps) / whole),
+            context=(self.context * self.steps + other.context * other.steps) // whole,
+            target=statistics.median(targets or (self.target, other.target)),
+            draft=statistics.median(draftings or (self.draft, other.draft)),
+            steps=whole,
+            rounds=self.rounds + other.rounds,
+            targets=targets,
+            draftings=draftings,
+        )
+
+    def factors(self) -> list[float]:
+        """By how much each step took more than their median."""
+        wholes = [a + b for a, b in zip(self.targets, self.draftings, strict=True)]
+        return _factors(wholes)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSample:
+    """Prompts of one length, alone on the engine, whose cache is empty. ``seconds``: from their arrival to the first
+    token, each; ``readings``: of these, those in which the drafter read the prompt (not its first drafts);
+    ``behind``: by how much the few steps after it took longer than those that follow."""
+
+    method: str
+    tokens: int
+    seconds: tuple[float, ...]
+    readings: tuple[float, ...] = ()
+    behind: tuple[float, ...] = ()
+    rounds: int = 1
+
+    def and_more(self, other: PromptSample) -> PromptSample:
+        """Both visits together."""
+        return replace(
+            self,
+            seconds=(*self.seconds, *other.seconds),
+            readings=(*self.readings, *other.readings),
+            behind=(*self.behind, *other.behind),
+            rounds=self.rounds + other.rounds,
+        )
+
+    @property
+    def typical(self) -> float:
+        """Median seconds to the first token."""
+        return statistics.median(self.seconds)
+
+    def factors(self) -> list[float]:
+        """By how much each took more than their median."""
+        return _factors(self.seconds)
+
+
+@dataclass(slots=True)
+class Setting:
+    """One format of weights on one number of devices."""
+
+    weights: str
+    kv_tokens: int
+    block_size: int
+    kv_bytes: float
+    devices: int = 1
+    prompts: list[PromptSample] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+
+    @property
+    def prefill(self) -> list[tuple[int, float]]:
+        """(tokens of a prompt, median seconds from an empty cache to the first token) without drafts, by length."""
+        return sorted((p.tokens, p.typical) for p in self.prompts if p.method == "none")
+
+    def readings(self, method: str) -> list[tuple[int, float]]:
+        """(tokens of a prompt, median seconds in which the drafter reads it), by length."""
+        return sorted(
+            (p.tokens, max(statistics.median(p.readings), 0.0))
+            for p in self.prompts
+            if p.method == method and p.readings
+        )
+
+    @property
+    def behind(self) -> float:
+        """Seconds by which the first steps after a prompt take longer, together; the median over all prompts."""
+        found = [seconds for p in self.prompts if p.method == "none" for seconds in p.behind]
+        return max(statistics.median(found), 0.0) if found else 0.0
+
+    def step(self, method: str, drafts: int, requests: int, length: int) -> StepSample | None:
+        """What was measured at this size; ``length``: of each request when the steps begin."""
+        for s in self.steps:
+            if (s.method, s.drafts, s.requests, s.length) == (method, drafts, requests, length):
+                return s
+        return None
+
+    def prompt(self, method: str, tokens: int) -> PromptSample | None:
+        """What was measured of prompts of this length."""
+        for p in self.prompts:
+            if (p.method, p.tokens) == (method, tokens):
+                return p
+        return None
+
+    def add_step(self, sample: StepSample) -> None:
+        """Another visit to a size, or the first one."""
+        known = self.step(sample.method, sample.drafts, sample.requests, sample.length)
+        if known is None:
+            self.steps.append(sample)
+        else:
+            self.steps[self.steps.index(known)] = known.and_more(sample)
+
+    def add_prompt(self, sample: PromptSample) -> None:
+        """Another visit to a length, or the first one."""
+        known = self.prompt(sample.method, sample.tokens)
+        if known is None:
+            self.prompts.append(sample)
+        else:
+            self.prompts[self.prompts.index(known)] = known.and_more(sample)
+
+    def step_factors(self) -> tuple[float, ...]:
+        """Equally likely factors by which single steps differ from the median of their size; empty: not known."""
+        return quantiles(factor for s in self.steps for factor in s.factors())
+
+    def prompt_factors(self) -> tuple[float, ...]:
+        """The same of prompts."""
+        return quantiles(factor for p in self.prompts for factor in p.factors())
+
+
+def _factors(seconds: Sequence[float]) -> list[float]:
+    if len(seconds) < _FEW:
+        return []
+    middle = statistics.median(seconds)
+    return [s / middle for s in seconds] if middle > 0 else []
+
+
+def quantiles(values: Iterable[float], count: int = _QUANTILES) -> tuple[float, ...]:
+    """``count`` values that are equally likely: each the mean of its share of the sorted ones, so that their mean is
+    that of all. Fewer values than that are themselves.
+
+    Example: 1, 2, 3, 4, 5, 9 in 3 shares: 1.5, 3.5, 7.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    if n <= count:
+        return tuple(ordered)
+    cuts = [i * n // count for i in range(count + 1)]
+    return tuple(statistics.fmean(ordered[a:b]) for a, b in pairwise(cuts))
