@@ -145,7 +145,7 @@ def test_ranks_do_not_outlive_their_host(target: str, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(50))
 def test_killed_at_any_moment(target: str, seed: int) -> None:
     """Also while it is being built."""
     chance = random.Random(seed)

@@ -100,6 +100,27 @@ def test_a_batch_of_all_adapters_is_the_merged_models(
     llm.check_integrity()
 
 
+def test_ranks_add_their_parts_of_an_adapter(world: World, wanted: list[list[tuple[int, ...]]]) -> None:
+    order = [0, 1, 2, 3, 1]
+    requests = [None if i == 0 else world.requests[i - 1] for i in order]
+    expected = [wanted[i][prompt] for prompt, i in enumerate(order)]
+    drafter = {"model": world.draft, "num_speculative_tokens": 3}
+    with LLM(
+        world.model, enable_lora=True, tensor_parallel_size=2, speculative_config=drafter,
+        speculation_control="static", worker_timeout=60, **OPTIONS,
+    ) as pair:  # fmt: skip
+        assert texts(pair.generate(PROMPTS, GREEDY, lora_request=requests)) == expected
+        plain = GREEDY.replace(speculation={"method": "none"})
+        assert texts(pair.generate(PROMPTS, plain, lora_request=requests)) == expected
+        other = LoRARequest("other", 9, world.requests[0].lora_path + "-none")
+        with pytest.raises(RequestError, match="lora_request"):
+            pair.generate(PROMPTS[:1], GREEDY, lora_request=other)
+        wrong = save_adapter(Path(world.model).parent / "wrong", Path(world.model), 9, modules=("lm_head",))
+        with pytest.raises(RequestError, match="no linear layers of these names"):
+            pair.generate(PROMPTS[:1], GREEDY, lora_request=LoRARequest("wrong", 10, wrong))
+        assert texts(pair.generate(PROMPTS, GREEDY)) == wanted[0], "ranks go on after a refusal"
+
+
 def test_one_adapter_for_all_and_trees(llm: LLM, world: World, wanted: list[list[tuple[int, ...]]]) -> None:
     tree = {"method": "draft_model", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, speculation=tree)

@@ -6,9 +6,12 @@ telling each other. Rank 0's result is the host's; of the others it gets a diges
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from draftwise.cluster.group import RankGroup
 from draftwise.cluster.messages import Answer, Order
 from draftwise.errors import EngineDeadError
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.runner.executor import Executor
 from draftwise.types import StepPlan, StepResult
 
@@ -37,6 +40,20 @@ class RanksExecutor(Executor):
 
     def forget(self) -> None:
         self.ranks.ask(lambda number: Order(number, "forget"))
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        """Each rank takes its part of it, or none does: all look at the whole adapter's names and shapes."""
+        answers = self.ranks.ask(lambda number: Order(number, "load_adapter", slot=slot, adapter=adapter))
+        refusal = answers[0].refusal
+        if any((answer.refusal is None) != (refusal is None) for answer in answers):
+            raise self.ranks.part(
+                range(len(answers)), "ranks disagree on whether an adapter is for the model"
+            )
+        if refusal is not None:
+            raise refusal
+
+    def drop_adapter(self, slot: int) -> None:
+        self.ranks.ask(lambda number: Order(number, "drop_adapter", slot=slot))
 
     @property
     def failure(self) -> EngineDeadError | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
+from draftwise.errors import DraftwiseError
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.types import RowResult, StepPlan, StepResult
 
-Call = Literal["execute", "forget", "close"]
+Call = Literal["execute", "forget", "load_adapter", "drop_adapter", "close"]
 
 
 class Order(NamedTuple):
@@ -20,6 +22,8 @@ class Order(NamedTuple):
     number: int
     call: Call
     plan: StepPlan | None = None
+    slot: int = 0  # of an adapter
+    adapter: Mapping[str, LowRank] | None = None
 
 
 class Answer(NamedTuple):
@@ -30,6 +34,7 @@ class Answer(NamedTuple):
     result: StepResult | None = None
     error: BaseException | None = None
     trace: str = ""  # of the error
+    refusal: DraftwiseError | None = None  # of the order, which changed nothing: the rank goes on
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import torch
 
 from draftwise.cluster.messages import Answer, Order, Start, digest, receive, send
 from draftwise.config.registry import register_method
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.ranks import Part, Ranks, join_torch
 from draftwise.runner.executor import Executor
 
@@ -74,8 +75,15 @@ def _serve(channel: Connection, executor: Executor, *, first: bool) -> None:
                 assert order.plan is not None
                 result = executor.execute(order.plan)
                 answer = Answer(order.number, digest(result.rows), result if first else None)
+            elif order.call == "load_adapter":
+                assert order.adapter is not None
+                executor.load_adapter(order.slot, order.adapter)
+            elif order.call == "drop_adapter":
+                executor.drop_adapter(order.slot)
             else:
                 executor.forget()
+        except (ConfigError, ModelLoadError) as error:
+            answer = Answer(order.number, refusal=error)
         except Exception as error:
             send(channel, _failed(order.number, error))
             return

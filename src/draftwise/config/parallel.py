@@ -22,6 +22,8 @@ class ParallelSettings(Protocol):
     @property
     def device(self) -> str: ...
     @property
+    def quantization_cache(self) -> str | None: ...
+    @property
     def speculative(self) -> Sequence[SpeculativeConfig]: ...
 
 
@@ -65,9 +67,8 @@ def check_parallel(config: ParallelSettings, has_ranks: bool) -> None:
         raise ConfigError(
             "tensor_parallel_size: ranks need descriptors that processes inherit, which Windows lacks"
         )
-    for name in ("enable_lora", "quantization_cache"):
-        if getattr(config, name):
-            raise ConfigError(f"{name}: not supported with {_ranks(size)}")
+    if config.quantization_cache is not None:
+        raise ConfigError(f"quantization_cache: not supported with {_ranks(size)}")
     if any(spec.method == "extract_hidden_states" for spec in config.speculative):
         raise ConfigError(f"method 'extract_hidden_states': not supported with {_ranks(size)}")
     if config.device.startswith("cuda:"):

@@ -16,6 +16,7 @@ from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
 from draftwise.models.config import RawConfig
+from draftwise.models.cuts import Cut
 from draftwise.models.weights import WeightPlan
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
@@ -25,12 +26,15 @@ class SitePart:
     """A layer of the checkpoint in a packed one: ``rows`` int64 of its outputs, in the order in which they stand there;
     None: all, as they are.
 
+    On one of several ranks outputs are the rank's own.
+
     Example: a head of 4 whose neighbours are rotated, packed for kernels that rotate halves: rows [0, 2, 1, 3].
     """
 
     name: str  # without ".weight"
     outputs: int
     rows: Tensor | None = None
+    cut: Cut | None = None  # the rank's part of the stored layer; None: it is here whole
 
     @property
     def size(self) -> int:

@@ -98,6 +98,7 @@ class DenseDecoder(DecoderModel):
         else:
             plan.fill(self._loaded_head)
             self._head = packed_head(plan.part, ops, self._loaded_head, config.vocab_size)
+        self._cuts = dict(plan.cuts)
         del self._loaded_norm, self._loaded_head, self._plan
         products = [w for x in self._layers for w in (x.qkv, x.o, x.mlp)]
         self._weight_bytes = sum(product.num_bytes for product in (*products, self._head))
@@ -165,7 +166,13 @@ class DenseDecoder(DecoderModel):
         for i, layer in enumerate(self._layers):
 
             def part(name: str, outputs: int, rows: Tensor | None = None, i: int = i) -> SitePart:
-                return SitePart(name.format(i=i).removesuffix(".weight"), outputs, rows)
+                stored = name.format(i=i)
+                cut = self._cuts.get(stored)
+                if cut is None and config.part.size > 1:
+                    raise NotImplementedError(
+                        f"{stored} is divided among ranks as it is packed in the checkpoint"
+                    )
+                return SitePart(stored.removesuffix(".weight"), outputs, rows, cut)
 
             def site(weight: Linear, inputs: int, *parts: SitePart) -> None:
                 sites.append(LinearSite(weight, inputs, parts))

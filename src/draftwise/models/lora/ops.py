@@ -11,7 +11,8 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
-from draftwise.models.base import LinearSite
+from draftwise.kernels.split import Summed
+from draftwise.models.base import LinearSite, SitePart
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.models.words import shorten
 
@@ -32,7 +33,7 @@ class PackedAdapter:
         Raises:
             ModelLoadError: a layer that it changes is none of the model's, or has another shape.
         """
-        places = {part.name: (site.inputs, part.outputs) for site in sites for part in site.parts}
+        places = {part.name: _whole(site, part) for site in sites for part in site.parts}
         unknown = sorted(adapter.keys() - places.keys())
         if unknown:
             raise ModelLoadError(
@@ -43,6 +44,7 @@ class PackedAdapter:
             for one in site.parts:
                 rows = range(one.outputs) if one.rows is None else one.rows.tolist()
                 present.setdefault(one.name, set()).update(rows)
+        own = {part.name: part.outputs for site in sites for part in site.parts}
         for name, part in adapter.items():
             inputs, outputs = places[name]
             if part.down.shape[1] != inputs or part.up.shape[0] != outputs:
@@ -50,7 +52,7 @@ class PackedAdapter:
                     f"{name}: the adapter is for {part.up.shape[0]} outputs over {part.down.shape[1]} inputs, "
                     f"the model's has {outputs} over {inputs}"
                 )
-            if len(present[name]) < outputs:
+            if len(present[name]) < own[name]:
                 raise ModelLoadError(
                     f"{name}: only some of its outputs are computed as a linear layer to which something can be added"
                 )
@@ -64,21 +66,46 @@ class PackedAdapter:
         return self._sites.get(id(weight))
 
 
+def _whole(site: LinearSite, part: SitePart) -> tuple[int, int]:
+    """(inputs, outputs) of a layer as it is stored."""
+    if part.cut is None:
+        return site.inputs, part.outputs
+    outputs, inputs = part.cut.shape
+    return inputs, outputs
+
+
+def _own(low: LowRank, part: SitePart) -> tuple[Tensor, Tensor]:
+    """``down`` [r, inputs] and ``up`` [outputs, r] of what this rank has of a layer.
+
+    Example: rank 1 of 2 has rows 4-7 of q's 8 and adds rows 4-7 of up to them, of a down that it has whole. Of o it has
+    columns 4-7 of 8: it multiplies with these of down, all ranks sum what they got, and each has up whole.
+    """
+    if part.cut is None:
+        return low.down, low.up
+    rows, columns = part.cut.ranges
+    down = torch.cat([low.down[:, start:end] for start, end in columns], dim=1)
+    return down, torch.cat([low.up[start:end] for start, end in rows])
+
+
 def _pack(adapter: Mapping[str, LowRank], site: LinearSite, ops: Ops) -> _Packed | None:
     downs, ups, start, first = [], [], 0, 0
     shared: dict[str, slice] = {}  # of a layer that stands there in several parts, down is computed once
     for part in site.parts:
         low = adapter.get(part.name)
         if low is not None:
+            down, own_up = _own(low, part)
             if part.name not in shared:
                 shared[part.name] = slice(first, first + low.rank)
-                downs.append(low.down.to(ops.dtype))
+                downs.append(down.to(ops.dtype))
                 first += low.rank
-            up = (low.up.float() * low.scale).to(ops.dtype)
+            up = (own_up.float() * low.scale).to(ops.dtype)
             up = up if part.rows is None else up[part.rows]
             ups.append((shared[part.name], slice(start, start + part.size), ops.pack_exact(_on(up, ops))))
         start += part.size
-    return _Packed(ops.pack_exact(_on(torch.cat(downs), ops)), tuple(ups)) if downs else None
+    if not downs:
+        return None
+    packed = ops.pack_exact(_on(torch.cat(downs), ops))
+    return _Packed(Summed(packed) if isinstance(site.weight, Summed) else packed, tuple(ups))
 
 
 def _on(weight: Tensor, ops: Ops) -> Tensor:
