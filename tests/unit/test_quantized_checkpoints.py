@@ -520,3 +520,23 @@ def test_parts_of_one_layer_in_two_forms_are_named(tmp_path: Path) -> None:
     (quantized / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="in different forms"):
         load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
+
+
+def test_the_output_layer_is_packed_before_the_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is the largest matrix, and in memory twice while it is packed: then little else should be."""
+    _, plain = write(tmp_path, "w4a16")
+    order: list[tuple[int, ...]] = []
+
+    class Noting(TorchOps):
+        def pack_head(self, weight: Tensor) -> Any:
+            order.append(tuple(weight.shape))
+            return super().pack_head(weight)
+
+        def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+            order.append(tuple(weight.shape))
+            return super().pack_linear(weight, bias)
+
+    load_model(plain, dtype=torch.float32, device=CPU, ops=Noting(torch.float32, CPU))
+    assert order[0] == (VOCAB, HIDDEN) and len(order) > 4

@@ -35,7 +35,7 @@ from draftwise.models.layers import (
 )
 from draftwise.models.mlp import DenseMlp, SparseWeights
 from draftwise.models.rope import RopeConfig
-from draftwise.models.weights import WeightPlan
+from draftwise.models.weights import WeightPlan, release_freed_memory
 from draftwise.types import StepInput, TargetOutput
 
 
@@ -80,6 +80,15 @@ class DenseDecoder(DecoderModel):
         config, ops, plan = self.config, self._ops, self._plan
         plan.fill(self._embedding)
         known_table(plan.part, ops, self._embedding, config.vocab_size)
+        # the largest matrix first, while little else is packed: it is in memory twice for a moment
+        if self._loaded_head is None:
+            self._head = packed_tied_head(plan.part, ops, self._embedding, config.vocab_size)
+        else:
+            plan.fill(self._loaded_head)
+            head, self._loaded_head = self._loaded_head, None
+            self._head = packed_head(plan.part, ops, head, config.vocab_size)
+            del head
+        release_freed_memory()
         layers = []
         for i, window in enumerate(config.sliding_window):
             weights = self._loaded[i]
@@ -93,11 +102,6 @@ class DenseDecoder(DecoderModel):
         if config.norm_offset:
             norm = norm.float() + config.norm_offset
         self._final_norm = ops.pack_norm(norm, config.norm_eps)
-        if self._loaded_head is None:
-            self._head = packed_tied_head(plan.part, ops, self._embedding, config.vocab_size)
-        else:
-            plan.fill(self._loaded_head)
-            self._head = packed_head(plan.part, ops, self._loaded_head, config.vocab_size)
         self._cuts = dict(plan.cuts)
         del self._loaded_norm, self._loaded_head, self._plan
         products = [w for x in self._layers for w in (x.qkv, x.o, x.mlp)]

@@ -172,18 +172,20 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     weight = weight.detach()
     outputs, inputs = weight.shape
     step = max(1, _CHUNK // inputs)
-    pieces = [weight[start : start + step] for start in range(0, outputs, step)]
+    parts = [slice(start, start + step) for start in range(0, outputs, step)]
+    kind = torch.uint8 if scheme.bits == 4 else FP8 if scheme.floats else torch.int8
+    codes = torch.empty((outputs, inputs), dtype=kind, device=weight.device)  # in place: there is one copy
     if scheme.bits == 8:
-        parts = [(_to_fp8 if scheme.floats else _to_int8)(piece.float()) for piece in pieces]
-        return QuantizedWeight(8, torch.cat([codes for codes, _ in parts]), torch.cat([s for _, s in parts]))
+        of_outputs = torch.empty(outputs, device=weight.device)
+        for part in parts:
+            codes[part], of_outputs[part] = (_to_fp8 if scheme.floats else _to_int8)(weight[part].float())
+        return QuantizedWeight(8, codes, of_outputs)
     group = scheme.group
     assert group is not None
-    scales = _as_float16(torch.cat([_largest(_in_groups(piece, group)) for piece in pieces]).div_(-8))
-    codes = [
-        _to_int4(_in_groups(piece, group), part)[:, :inputs]
-        for piece, part in zip(pieces, torch.split(scales, step), strict=True)
-    ]
-    return QuantizedWeight(4, torch.cat(codes), scales, None, group)
+    scales = _as_float16(torch.cat([_largest(_in_groups(weight[part], group)) for part in parts]).div_(-8))
+    for part in parts:
+        codes[part] = _to_int4(_in_groups(weight[part], group), scales[part])[:, :inputs]
+    return QuantizedWeight(4, codes, scales, None, group)
 
 
 _CHUNK = 1 << 20

@@ -35,9 +35,9 @@ from draftwise.models.general.nodes import (
 )  # fmt: skip
 from draftwise.models.general.plans import LinearRows, Plan, alike, as_linear, id_of
 from draftwise.models.general.rotations import Rotation, no_rotation, rotation_of
-from draftwise.models.general.stored import StoredLayer, pack_stored
+from draftwise.models.general.stored import StoredLayer, StoredLinear, pack_stored
 from draftwise.models.general.trace import Traced
-from draftwise.models.weights import Freed
+from draftwise.models.weights import Freed, release_freed_memory
 
 
 class Assembler:
@@ -47,6 +47,7 @@ class Assembler:
         known: frequencies of rotations, see `rotations.frequencies`.
         num_positions: that rotations are needed for.
         names: of modules, by the `id_of` of their whole weights.
+        stored: modules whose packed weight may be taken over, by their layer.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Assembler:
         num_positions: int,
         traced: Traced,
         names: Mapping[Hashable, str],
+        stored: Mapping[Hashable, StoredLinear],
     ) -> None:
-        self._names = names
+        self._names, self._stored = names, stored
         self._ops, self._known, self._num_positions = ops, known, num_positions
         self._calls = list(calls)
         self._positions = traced.positions
@@ -170,8 +172,13 @@ class Assembler:
         stored = [(p.layer.weight, p.rows) for p in parts if isinstance(p.layer.weight, StoredLayer)]
         if stored:
             assert len(stored) == len(parts), "planned to be alike"
-            self._let_go(parts)
-            handle = pack_stored(ops, stored, bias, paired=paired)
+            ready = self._stored.get(stored[0][0]) if len(stored) == 1 and stored[0][1] is None else None
+            if ready is not None and not paired:  # it is packed as it shall be
+                handle = ready.packed
+                self._let_go(parts)
+            else:
+                self._let_go(parts)
+                handle = pack_stored(ops, stored, bias, paired=paired)
         else:
             weights = [part.weight() for part in parts]
             weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
@@ -454,14 +461,15 @@ class Assembler:
         traced = self._traced
         for node in (traced.hidden, self._head.x):
             last[node] = len(self._plans)
+        handle = self._packed_head(kept)  # first: while it is in memory twice, little else is packed
+        packed(self._head)
+        release_freed_memory()
         steps = []
         for i, plan in enumerate(self._plans):
             done = [each for each in dict.fromkeys((plan.node, *plan.inputs)) if last[each] == i]
             self._dying = set(done)
             self._before = self._plans[i - 1].node if i else None
             steps.append(Step(plan.node, plan.make(), done))
-        handle = self._packed_head(kept)
-        packed(self._head)
         self.num_bytes += handle.num_bytes
         ropes = [
             self._ops.pack_rope(each.inv_freq.to(self._ops.device), each.scaling, self._num_positions)
@@ -480,7 +488,8 @@ class Assembler:
         """The output layer. ``kept``: `id_of` of embeddings."""
         head, bias, ops = self._head.weight, self._head.bias, self._ops
         if isinstance(head, StoredLayer):
-            return pack_stored(ops, [(head, None)], bias)
+            ready = self._stored.get(head)
+            return ready.packed if ready is not None else pack_stored(ops, [(head, None)], bias)
         head = head.detach()
         if bias is not None:
             return ops.pack_linear(head.contiguous(), bias.detach().to(head))

@@ -50,16 +50,18 @@ def assembled(
     config, ops, calls = decoder.config, decoder.ops, way.calls
     names: dict[Hashable, str] = {}
     freeing: dict[Hashable, list[Callable[[], None]]] = {}
+    stored: dict[Hashable, StoredLinear] = {}
     for name, module in model.named_modules():
         if isinstance(module, StoredLinear):
             names[module.layer] = name
+            stored[module.layer] = module
             freeing[module.layer] = [module.release]
         for part, parameter in module.named_parameters(recurse=False):
             freeing.setdefault(id_of(parameter), []).append(partial(_empty, parameter))
             if part == "weight" and parameter.ndim == 2:
                 names[id_of(parameter)] = name
     traced = trace(decoder, way, stacks)
-    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, traced, names)
+    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, traced, names, stored)
     maker.plan()
 
     def free(name: Hashable) -> None:

@@ -261,8 +261,9 @@ def _exchange(model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if (type(child) is nn.Linear and child is not head) or isinstance(child, Conv1D)
+        if type(child) is nn.Linear or isinstance(child, Conv1D)
     ]
+    modules.sort(key=lambda found: found[2] is not head)  # the largest one first, while little else is packed
     tables = {p.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     packed: dict[nn.Module, StoredLinear] = {}
     freed = Freed()
@@ -272,9 +273,11 @@ def _exchange(model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str
             continue
         if isinstance(layer, FloatLayer) and (isinstance(child, Conv1D) or layer.outputs in scores):
             continue  # stays one; it is read below. What chooses experts is not rounded
+        if child is head and (not isinstance(layer, FloatLayer) or child.bias is not None):
+            continue  # is packed where the model is put together
         if child not in packed:
             bias = None if child.bias is None else child.bias.detach().to(ops.device)
-            packed[child] = StoredLinear(ops, layer, bias)
+            packed[child] = StoredLinear(ops, layer, bias, is_head=child is head)
             freed.count(torch.empty((layer.outputs, layer.inputs), dtype=layer.dtype, device="meta"))
         setattr(parent, name, packed[child])
     for parameter in model.parameters():

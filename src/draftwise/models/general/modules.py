@@ -99,6 +99,7 @@ def exchange(model: nn.Module, layers: list[nn.Linear], ops: Ops, head: nn.Modul
     total = 0
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     packed: dict[nn.Module, PackedLinear] = {}
+    places.sort(key=lambda place: place[2] is not head)  # the largest one first, while little else is packed
     for parent, name, child in places:
         if child not in wanted:
             continue

@@ -191,9 +191,12 @@ class StoredLinear(PackedLinear):
     that has it.
     """
 
-    def __init__(self, ops: Ops, layer: StoredLayer, bias: Tensor | None) -> None:
-        """``bias``: [outputs]."""
-        super().__init__(ops, pack_stored(ops, [(layer, None)], bias), layer.inputs, layer.outputs)
+    def __init__(self, ops: Ops, layer: StoredLayer, bias: Tensor | None, *, is_head: bool = False) -> None:
+        """``bias``: [outputs]. ``is_head``: the output layer, of floats and without a bias, of which formats with few
+        bits keep more."""
+        whole = layer.floats().to(ops.device) if is_head else None
+        packed = pack_stored(ops, [(layer, None)], bias) if whole is None else ops.pack_head(whole)
+        super().__init__(ops, packed, layer.inputs, layer.outputs)
         self.layer = layer
         self.bias = bias
         self.was_read = False

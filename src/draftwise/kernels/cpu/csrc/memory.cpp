@@ -28,8 +28,13 @@ __attribute__((constructor)) void survive_forks() {
   around_forks([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, [] { g_mutex.unlock(); });
 }
 
-std::map<const void*, Slab*>& owners() {  // block -> slab; never destroyed: weights may outlive static objects
-  static auto* map = new std::map<const void*, Slab*>;
+struct Block {
+  Slab* slab;
+  size_t bytes;
+};
+
+std::map<const void*, Block>& owners() {  // by their addresses; never destroyed: weights may outlive static objects
+  static auto* map = new std::map<const void*, Block>;
   return *map;
 }
 Slab* g_open = nullptr;  // the slab that small blocks come from
@@ -69,7 +74,7 @@ void* big_alloc(size_t bytes) {
   }
   void* block = slab->begin + slab->used;
   try {
-    owners()[block] = slab;
+    owners()[block] = Block{slab, bytes};
   } catch (...) {
     if (slab != g_open) unmap(slab);
     throw;
@@ -84,9 +89,13 @@ void big_free(void* block) {
   std::lock_guard<std::mutex> lock(g_mutex);
   auto found = owners().find(block);
   if (found == owners().end()) return;
-  Slab* slab = found->second;
+  auto [slab, bytes] = found->second;
   owners().erase(found);
-  if (--slab->live == 0 && slab != g_open) unmap(slab);
+  if (--slab->live == 0 && slab != g_open) {
+    unmap(slab);
+  } else {
+    forget_pages(static_cast<uint8_t*>(block), bytes);  // of a slab whose other blocks live on
+  }
 }
 
 constexpr std::align_val_t kLine{64};

@@ -53,6 +53,19 @@ inline void unmap_pages(void* pages, size_t bytes) {
 #endif
 }
 
+// The pages that lie wholly in [begin, begin + bytes) go back to the system; read again, they are zeros. Where a system has no such
+// call, they stay until they are unmapped.
+inline void forget_pages(uint8_t* begin, size_t bytes) {
+#if defined(MADV_DONTNEED)
+  constexpr uintptr_t kPage = 65536;  // the largest that there are: a length is rounded up to whole ones
+  auto first = (reinterpret_cast<uintptr_t>(begin) + kPage - 1) / kPage * kPage;
+  auto last = (reinterpret_cast<uintptr_t>(begin) + bytes) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#else
+  (void)begin, (void)bytes;
+#endif
+}
+
 // A wish; a refusal costs speed only.
 inline void wish_huge_pages(void* begin, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
