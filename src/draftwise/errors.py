@@ -43,6 +43,10 @@ class EngineDeadError(DraftwiseError):
     """The engine stopped after an internal failure, or was closed; no further request is accepted."""
 
 
+class ReplicaLostError(EngineDeadError):
+    """The replica that served a request is gone, others are not: the same request may be sent again."""
+
+
 def suggest(name: str, valid: Iterable[str], least: float = 0.6) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest valid name, or an empty string if none is near
     (``least``: how alike the two must be, from 0 to 1).

@@ -264,7 +264,6 @@ def test_unknown_option_names_the_closest() -> None:
         ("model", ""),
         ("distributed_executor_backend", "external_launcher"),
         ("pipeline_parallel_size", 2),
-        ("data_parallel_size", 2),
         ("tokenizer", 3),
     ],
 )

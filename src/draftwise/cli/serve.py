@@ -192,11 +192,18 @@ def run(args: argparse.Namespace) -> int:
         spans = Spans(server_config.otlp_traces_endpoint, server_config.model_names[0])
     check_tls(server_config.ssl_keyfile, server_config.ssl_certfile, server_config.ssl_ca_certs)
     with bind(server_config.host, server_config.port) as bound:
-        from draftwise import AsyncLLM
+        from draftwise.config import resolve_engine_config
+        from draftwise.engine.async_llm import AsyncLLM
+        from draftwise.fleet.engine import FleetEngine
         from draftwise.server.app import create_app
         from draftwise.server.run import run as run_server
 
-        llm = AsyncLLM(max_chunk_rate=server_config.chunk_rate, **engine_options)
+        config = resolve_engine_config(**engine_options)
+        llm: AsyncLLM | FleetEngine
+        if config.data_parallel_size > 1:
+            llm = FleetEngine(config, max_chunk_rate=server_config.chunk_rate)
+        else:
+            llm = AsyncLLM.from_config(config, max_chunk_rate=server_config.chunk_rate)
         try:
             for module in server_config.lora_modules:
                 llm.load_lora(module)

@@ -99,7 +99,12 @@ class EngineConfig:
         "plan each step while the one before it runs (speculation_control static unless given)",
     )
     tensor_parallel_size: int = option(1, to.integer(1, 64), "processes that share the model, each a part")
-    data_parallel_size: int = option(1, to.integer(1), "replicas of the model; 1")
+    data_parallel_size: int = option(
+        1, to.integer(1, 64), "engines behind one port, each with the whole model (draftwise serve)"
+    )
+    data_parallel_rank: int = option(
+        0, to.integer(0), "the number of this engine among those that users run themselves, in cache events"
+    )
     pipeline_parallel_size: int = option(1, to.integer(1), "stages of the model; 1")
     distributed_executor_backend: str | None = option(
         None, to.choice("uni", "mp", "ray", "external_launcher"), "where the workers run"

@@ -16,6 +16,8 @@ class ParallelSettings(Protocol):
     @property
     def tensor_parallel_size(self) -> int: ...
     @property
+    def data_parallel_size(self) -> int: ...
+    @property
     def distributed_executor_backend(self) -> str | None: ...
     @property
     def enable_expert_parallel(self) -> bool: ...
@@ -34,7 +36,6 @@ def check_parallel(config: ParallelSettings, has_ranks: bool) -> None:
     """
     for name, why in (
         ("pipeline_parallel_size", "layers are not spread over stages; use tensor_parallel_size"),
-        ("data_parallel_size", "there are no replicas yet; start several servers"),
     ):
         if getattr(config, name) > 1:
             raise ConfigError(f"{name}: {getattr(config, name)} is not supported, only 1: {why}")
@@ -60,6 +61,10 @@ def check_parallel(config: ParallelSettings, has_ranks: bool) -> None:
     if config.enable_expert_parallel and size == 1:
         raise ConfigError(
             "enable_expert_parallel: needs tensor_parallel_size over 1, whose ranks divide the experts"
+        )
+    if config.data_parallel_size > 1 and sys.platform == "win32":
+        raise ConfigError(
+            "data_parallel_size: engines need sockets that processes inherit, which Windows lacks"
         )
     if not has_ranks:
         return

@@ -19,18 +19,19 @@ from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.absent import Absent
-from draftwise.engine.builder import Engine, build_engine, tokenizer_of
+from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
+from draftwise.engine.core import CacheListener
 from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.llm import chat_prompt, engine_stats
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
-from draftwise.engine.processor import prompt_text
+from draftwise.engine.processor import Numbers, prompt_text
 from draftwise.engine.prompts import PromptLike, one_prompt
 from draftwise.engine.readers import Readers
 from draftwise.engine.stream import RequestStream, wake
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
-from draftwise.sched.request import RequestUpdate
+from draftwise.sched.request import RequestUpdate, adapter_salt
 
 logger = logging.getLogger("draftwise")
 
@@ -56,10 +57,19 @@ class AsyncLLM(Absent):
     ) -> None:
         """``max_chunk_rate``: most outputs per second that the readers of an event loop are woken for; with more than
         a few readers, the tokens of several steps then come in one output (None: every step is told)."""
+        config = resolve_engine_config(model=model, **options)
+        self._begin(check_alone(config), keep_trace, max_chunk_rate)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, max_chunk_rate: float | None = None) -> Self:
+        """An engine of a configuration that is resolved already."""
+        made = cls.__new__(cls)
+        made._begin(config, False, max_chunk_rate)
+        return made
+
+    def _begin(self, config: EngineConfig, keep_trace: bool, max_chunk_rate: float | None) -> None:
         with lifetime.computing():
-            self._engine: Engine = build_engine(
-                resolve_engine_config(model=model, **options), keep_trace=keep_trace
-            )
+            self._engine: Engine = build_engine(config, keep_trace=keep_trace)
         self._streams: dict[str, RequestStream] = {}
         self._by_rid: dict[int, RequestStream] = {}
         self._readers: dict[asyncio.AbstractEventLoop, Readers] = {}
@@ -115,6 +125,7 @@ class AsyncLLM(Absent):
         priority: int = 0,
         keep_trace: bool | None = None,
         lora_request: LoRARequest | None = None,
+        numbers: Numbers | None = None,
     ) -> RequestStream:
         """Begin one prompt and return its outputs, to be iterated over and closed in the running event loop.
 
@@ -124,6 +135,8 @@ class AsyncLLM(Absent):
 
         ``lora_request``: an adapter, loaded in a thread when it is first named.
         ``keep_trace``: remember the verified trees of this request (None: as the engine was built).
+        ``numbers``: of its samples, if somebody gives them who sees more engines than this one; no two requests of an
+        engine may have the same.
 
         Raises RequestError for an invalid request (nothing was queued), here or, where it was found in a thread, from
         the stream; EngineDeadError if the engine has failed.
@@ -136,7 +149,7 @@ class AsyncLLM(Absent):
         processor.check(prompt, params)
         # A name that nobody else gives: a number would be taken from the user who counts his requests.
         name = request_id if request_id is not None else uuid.uuid4().hex
-        numbers = processor.take_numbers(params.n)
+        numbers = numbers or processor.take_numbers(params.n)
         with self._wakeup:
             self._check_alive()
             if name in self._streams:
@@ -197,6 +210,11 @@ class AsyncLLM(Absent):
     def observe(self, observer: StepObserver) -> None:
         """Have ``observer`` called with the updates of every step. One that raises is dropped and logged."""
         self._observers = (*self._observers, observer)
+
+    def observe_cache(self, listener: CacheListener) -> bool:
+        """Have ``listener`` told in the engine's thread what became of cached blocks, after every step and before the
+        readers of that step are woken. False: nothing is cached."""
+        return self._engine.core.observe_cache(listener)
 
     def forget(self, stream: RequestStream) -> None:
         """See `StreamOwner`."""
@@ -284,6 +302,10 @@ class AsyncLLM(Absent):
     def list_loras(self) -> list[LoRARequest]:
         """Adapters that are loaded."""
         return self._engine.adapters.requests()
+
+    def prefix_salt(self, lora_request: LoRARequest | None) -> str | None:
+        """What blocks of requests with this adapter are told apart by in the prefix cache. It is loaded if need be."""
+        return adapter_salt(self._engine.adapters.slot(lora_request, self._between_steps))
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         """Have the thread that steps do something before its next step, and wait for it."""
@@ -377,6 +399,11 @@ class AsyncLLM(Absent):
         return self._engine.processor.max_model_len
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids of prompts are below it."""
+        return self._engine.processor.vocab_size
+
+    @property
     def is_alive(self) -> bool:
         """Whether requests are accepted."""
         return self._failure is None and not self._closing and self._engine.core.executor.failure is None
@@ -392,7 +419,9 @@ class AsyncLLM(Absent):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold some."""
         with self._engine.core.lock:
-            return self._engine.core.scheduler.kv.reset_prefix_cache()
+            done = self._engine.core.scheduler.kv.reset_prefix_cache()
+        self._engine.core.tell_cache()
+        return done
 
     def reset_drafters(self) -> None:
         """Let drafters forget what they learned from past requests (method ``suffix``: their outputs), before the next

@@ -51,6 +51,16 @@ class Engine:
         return self.device.model
 
 
+def check_alone(config: EngineConfig) -> EngineConfig:
+    """The configuration of an engine that a program makes. Raises ConfigError for one of several."""
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size: {config.data_parallel_size} engines behind one port are what draftwise serve has; in "
+            "a program, make as many as you want"
+        )
+    return config
+
+
 def build_engine(
     config: EngineConfig, clock: Callable[[], float] = time.perf_counter, *, keep_trace: bool = False
 ) -> Engine:

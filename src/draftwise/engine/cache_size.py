@@ -61,7 +61,7 @@ def cache_blocks(
         )
         blocks = plan.num_blocks
     else:
-        memory = _free_memory() // config.tensor_parallel_size - fixed
+        memory = _free_memory(config) // config.tensor_parallel_size - fixed
         blocks = max(1, min(useful, memory // block_bytes))
     return blocks, blocks * block_bytes + fixed
 
@@ -79,10 +79,10 @@ def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:
     return resident_bytes(config.max_num_seqs or 64, step_widths(config)[-1] - 1, model.config.vocab_size)
 
 
-def _free_memory() -> int:
-    """Bytes the cache may take on a CPU when the user does not say."""
+def _free_memory(config: EngineConfig) -> int:
+    """Bytes the cache may take on a CPU when the user does not say. Engines behind one port share them."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_CACHE_LIMIT, available // 4)
+    return min(_CPU_CACHE_LIMIT, available // 4) // config.data_parallel_size
 
 
 def state_memory(config: EngineConfig, device: torch.device) -> int | None:
@@ -91,7 +91,7 @@ def state_memory(config: EngineConfig, device: torch.device) -> int | None:
         return None
     if config.kv_cache_memory is None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return (config.kv_cache_memory or _free_memory()) // 2
+    return (config.kv_cache_memory or _free_memory(config)) // 2
 
 
 def kv_dtype(config: EngineConfig, model: DecoderModel) -> torch.dtype:

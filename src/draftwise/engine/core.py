@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from draftwise.kv.events import CacheEvent
 from draftwise.runner.executor import Executor
 from draftwise.sched.request import Request, RequestUpdate, SpeculationCounts
 from draftwise.sched.scheduler import Scheduler
 from draftwise.types import StepResult
+
+CacheListener = Callable[[Sequence[CacheEvent]], None]
+"""Told what became of cached blocks, in order, by whoever steps: it must be quick, and must not raise."""
 
 
 @dataclass(slots=True)
@@ -66,6 +70,7 @@ class EngineCore:
         self._ahead = ahead
         self._stepping = False  # somebody is in `step`
         self._flights: deque[_Flight] = deque()  # handed over, not taken in: two at most
+        self._cache_listeners: tuple[CacheListener, ...] = ()
         self._taken_in = 0.0  # when the latest step was, or the first one was handed over
 
     @property
@@ -91,9 +96,28 @@ class EngineCore:
         """Compute one step for everybody who can take part in it; ahead, answers what the step before it did."""
         self._stepping = True
         try:
-            return self._step_ahead() if self._ahead else self._step()
+            updates = self._step_ahead() if self._ahead else self._step()
         finally:
             self._stepping = False
+        if self._cache_listeners:
+            self.tell_cache()
+        return updates
+
+    def observe_cache(self, listener: CacheListener) -> bool:
+        """Have ``listener`` told after every step what became of cached blocks. False: nothing is cached."""
+        with self.lock:
+            logged = self.scheduler.kv.log_events()
+        if logged:
+            self._cache_listeners = (*self._cache_listeners, listener)
+        return logged
+
+    def tell_cache(self) -> None:
+        """Tell the listeners what they were not told yet."""
+        with self.lock:
+            events = self.scheduler.kv.take_events()
+        if events:
+            for listener in self._cache_listeners:
+                listener(events)
 
     def _step(self) -> list[RequestUpdate]:
         start = self.clock()

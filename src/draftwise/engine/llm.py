@@ -14,7 +14,7 @@ from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
 from draftwise.config.lora import LoRARequest
 from draftwise.encoding import encode_text
 from draftwise.engine.absent import Absent
-from draftwise.engine.builder import Engine, build_engine, tokenizer_of
+from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
 from draftwise.engine.defaults import default_params
 from draftwise.engine.group import RequestGroup, speculation_metrics
 from draftwise.engine.interrupts import WholeSteps
@@ -44,7 +44,9 @@ class LLM(Absent):
         self._gone = "it was closed or has failed"  # why there is no engine, when there is none
         lifetime.survive_forks(self)
         with lifetime.computing():
-            self._engine = build_engine(resolve_engine_config(model=model, **options), keep_trace=keep_trace)
+            self._engine = build_engine(
+                check_alone(resolve_engine_config(model=model, **options)), keep_trace=keep_trace
+            )
 
     # ------------------------------------------------------------------------------------------- generating
 

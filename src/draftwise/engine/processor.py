@@ -69,6 +69,71 @@ def end_tokens(model_config: ModelConfig, tokenizer: Any | None) -> tuple[int, .
     return tuple(eos)
 
 
+def is_quick(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether a request, but for its grammar, is prepared in a millisecond or two."""
+    text = prompt_text(prompt) or ""
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    num_ids = len(ids) if isinstance(ids, Sized) else 0
+    chars = (0 if num_ids else len(text)) + sum(map(len, params.stop)) + sum(map(len, params.bad_words))
+    lists = (params.stop_token_ids, params.allowed_token_ids or (), params.logit_bias or ())
+    num_ids += params.n * num_ids // 16 + sum(map(len, lists))
+    return chars <= _FEW_CHARS and num_ids <= _FEW_IDS and params.n <= _FEW_SAMPLES
+
+
+def tokenize_prompt(
+    prompt: Prompt, tokenizer: Any | None, vocab_size: int, max_model_len: int
+) -> tuple[str | None, IntArray]:
+    """Text (None for token ids) and token ids [n] int32 of a prompt. Raises RequestError."""
+    text: str | None = None
+    if isinstance(prompt, str):
+        text = prompt
+    elif isinstance(prompt, Mapping):
+        extra = set(prompt) - {"prompt", "prompt_token_ids"}
+        if extra:
+            name = sorted(map(str, extra))[0]
+            raise RequestError(
+                f"unknown prompt field {shown(name)}{suggest(name, ['prompt', 'prompt_token_ids'])}"
+            )
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"], vocab_size, max_model_len)
+        if not isinstance(prompt.get("prompt"), str):
+            raise RequestError("a prompt is a string, {'prompt': text} or {'prompt_token_ids': [...]}")
+        text = prompt["prompt"]
+    else:
+        raise RequestError(
+            f"a prompt is a string, {{'prompt': text}} or {{'prompt_token_ids': [...]}}, not {type(prompt).__name__}"
+        )
+    if tokenizer is None:
+        raise RequestError("the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids")
+    ids = encode_text(tokenizer, text, "prompt")
+    if not ids:
+        raise RequestError("the prompt is empty: it has no tokens")
+    return text, _checked_ids(ids, vocab_size, max_model_len)
+
+
+def _checked_ids(ids: Any, vocab_size: int, max_model_len: int) -> IntArray:
+    if isinstance(ids, str) or not isinstance(ids, Sequence | np.ndarray):
+        raise RequestError(f"prompt_token_ids must be a list of integers, not {type(ids).__name__}")
+    if len(ids) == 0:
+        raise RequestError("the prompt is empty: it has no tokens")
+    if len(ids) >= max_model_len:
+        # The first words are OpenAI's: clients look for them, and fall back to a model with more room.
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens (max_model_len), for prompt and "
+            f"output together, and the prompt has {len(ids)} tokens: no room for an output token"
+        )
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1:
+        least, largest = int(ids.min()), int(ids.max())
+    else:
+        if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, ids))):
+            raise RequestError("prompt_token_ids must be integers")
+        least, largest = min(ids), max(ids)
+    if least < 0 or largest >= vocab_size:
+        bad = next(t for t in ids if not 0 <= t < vocab_size)
+        raise RequestError(f"token id {bad} is out of range: the vocabulary has {vocab_size} tokens")
+    return np.asarray(ids, np.int32)
+
+
 class Processor:
     """Validates and resolves requests of one engine. Raises RequestError; never touches other requests."""
 
@@ -120,6 +185,11 @@ class Processor:
         if text is not None and not (isinstance(prompt, Mapping) and "prompt_token_ids" in prompt):
             check_prompt(self.limits, text, self.max_model_len)
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of prompts are below it."""
+        return self._model_config.vocab_size
+
     def take_numbers(self, count: int) -> Numbers:
         """Numbers for requests that arrive now. They decide who comes first, and seeds."""
         with self._lock:
@@ -132,14 +202,7 @@ class Processor:
         spec = params.structured_outputs
         if spec is not None and not self._grammars.is_ready(spec):
             return Lane.GRAMMAR if spec.size <= SMALL else Lane.LARGE_GRAMMAR
-        text = prompt_text(prompt) or ""
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-        num_ids = len(ids) if isinstance(ids, Sized) else 0
-        chars = (0 if num_ids else len(text)) + sum(map(len, params.stop)) + sum(map(len, params.bad_words))
-        lists = (params.stop_token_ids, params.allowed_token_ids or (), params.logit_bias or ())
-        num_ids += params.n * num_ids // 16 + sum(map(len, lists))
-        quick = chars <= _FEW_CHARS and num_ids <= _FEW_IDS and params.n <= _FEW_SAMPLES
-        return None if quick else Lane.TEXT
+        return None if is_quick(prompt, params) else Lane.TEXT
 
     def group(
         self,
@@ -224,55 +287,9 @@ class Processor:
         digest = hashlib.blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
-    # --------------------------------------------------------------------------------------------- prompts
-
     def tokenize(self, prompt: Prompt) -> tuple[str | None, IntArray]:
         """Text (None for token ids) and token ids [n] int32 of a prompt."""
-        text: str | None = None
-        if isinstance(prompt, str):
-            text = prompt
-        elif isinstance(prompt, Mapping):
-            extra = set(prompt) - {"prompt", "prompt_token_ids"}
-            if extra:
-                name = sorted(map(str, extra))[0]
-                raise RequestError(
-                    f"unknown prompt field {shown(name)}{suggest(name, ['prompt', 'prompt_token_ids'])}"
-                )
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
-            if not isinstance(prompt.get("prompt"), str):
-                raise RequestError("a prompt is a string, {'prompt': text} or {'prompt_token_ids': [...]}")
-            text = prompt["prompt"]
-        else:
-            raise RequestError(
-                "a prompt is a string, {'prompt': text} or {'prompt_token_ids': [...]}, "
-                f"not {type(prompt).__name__}"
-            )
-        if self.tokenizer is None:
-            raise RequestError("the engine has no tokenizer (skip_tokenizer_init): pass prompt_token_ids")
-        ids = encode_text(self.tokenizer, text, "prompt")
-        if not ids:
-            raise RequestError("the prompt is empty: it has no tokens")
-        return text, self._check_ids(ids)
-
-    def _check_ids(self, ids: Any) -> IntArray:
-        if isinstance(ids, str) or not isinstance(ids, Sequence | np.ndarray):
-            raise RequestError(f"prompt_token_ids must be a list of integers, not {type(ids).__name__}")
-        if len(ids) == 0:
-            raise RequestError("the prompt is empty: it has no tokens")
-        if len(ids) >= self.max_model_len:
-            # The first words are OpenAI's: clients look for them, and fall back to a model with more room.
-            raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens (max_model_len), for prompt and "
-                f"output together, and the prompt has {len(ids)} tokens: no room for an output token"
-            )
-        if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, ids))):
-            raise RequestError("prompt_token_ids must be integers")
-        vocab = self._model_config.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab:
-            bad = next(t for t in ids if not 0 <= t < vocab)
-            raise RequestError(f"token id {bad} is out of range: the vocabulary has {vocab} tokens")
-        return np.asarray(ids, np.int32)
+        return tokenize_prompt(prompt, self.tokenizer, self._model_config.vocab_size, self.max_model_len)
 
     # ----------------------------------------------------------------------------------------- speculation
 

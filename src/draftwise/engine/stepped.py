@@ -10,7 +10,7 @@ import torch
 from draftwise import lifetime
 from draftwise.config import resolve_engine_config
 from draftwise.config.lora import LoRARequest
-from draftwise.engine.builder import Engine, build_engine, tokenizer_of
+from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import RequestOutput
@@ -35,7 +35,9 @@ class LLMEngine:
         self._groups: dict[str, RequestGroup] = {}
         self._names: dict[int, str] = {}  # number of a request -> id of its prompt
         with lifetime.computing():
-            self._engine: Engine | None = build_engine(resolve_engine_config(model=model, **options))
+            self._engine: Engine | None = build_engine(
+                check_alone(resolve_engine_config(model=model, **options))
+            )
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, usage_context: Any = None) -> Self:

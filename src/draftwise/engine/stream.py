@@ -58,7 +58,9 @@ class RequestStream:
         self.event = asyncio.Event()  # set in the readers' loop: there is something new
         self.due = 0.0  # the loop's time before which `Readers` may hold news back
         self.wants_pieces = params.output_kind != "final_only"
-        self.text_only = False  # `pieces` was called
+        self.text_only = (
+            False  # its reader takes pieces, of one sample: `next_output` may answer with a `TextPiece`
+        )
         self.aborted = False  # while the request was prepared, or before; written under the engine's lock
         self._owner = owner
         self._prompt = prompt
@@ -120,7 +122,7 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         """The next output. Raises RequestError for an invalid request, EngineDeadError if the engine failed."""
-        output = await self._next()
+        output = await self.next_output()
         assert not isinstance(output, TextPiece)
         return output
 
@@ -130,9 +132,10 @@ class RequestStream:
         assert self.params.output_kind == "delta"
         self.text_only = True
         while not self._ended:
-            yield await self._next()
+            yield await self.next_output()
 
-    async def _next(self) -> RequestOutput | TextPiece:
+    async def next_output(self) -> RequestOutput | TextPiece:
+        """What `pieces` or the iteration has next. Raises StopAsyncIteration at the end, and what they raise."""
         if self._ended:
             raise StopAsyncIteration
         if self._group is None:

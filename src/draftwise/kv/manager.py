@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftwise.kv.block_pool import BlockPool
+from draftwise.kv.events import CacheEvent, CacheLog
 from draftwise.kv.prefix_cache import PrefixCache, PrefixMatch, block_digests, root_digest
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ _NEVER = 1 << 62
 class _Table(TableBook):
     """One request. ``committed <= committed + reserved <= len(blocks) * block_size`` at all times."""
 
-    __slots__ = ("at", "blocks", "digest", "gone", "hashed", "queried")
+    __slots__ = ("at", "blocks", "digest", "gone", "hashed", "queried", "salt")
 
-    def __init__(self, blocks: list[int], committed: int, digest: bytes, queried: int) -> None:
+    def __init__(
+        self, blocks: list[int], committed: int, digest: bytes, queried: int, salt: str | None
+    ) -> None:
         super().__init__()
         self.at = ctypes.addressof(self)
         self.blocks = blocks
@@ -65,6 +68,7 @@ class _Table(TableBook):
         self.digest = digest  # of block `hashed - 1`
         self.hashed = len(blocks)  # leading blocks whose digest is known
         self.gone = 0  # leading blocks that were given back: no row will read them
+        self.salt = salt
         self.queried = queried  # tokens asked of the prefix cache, not yet counted; -1: nothing to count
 
 
@@ -93,6 +97,7 @@ class KVManager:
     __slots__ = (
         "_cache",
         "_hits",
+        "_log",
         "_pool",
         "_queries",
         "_tables",
@@ -122,6 +127,7 @@ class KVManager:
         self._tables: dict[int, _Table] = {}
         self._queries = 0
         self._hits = 0
+        self._log: CacheLog | None = None  # nobody asked
 
     # ------------------------------------------------------------------------------------ a request's life
 
@@ -174,7 +180,7 @@ class KVManager:
             self._pool.acquire(block)
         queried = len(token_ids_np) if self.enable_prefix_caching and use_cache else -1
         committed = len(blocks) * self.block_size
-        table = self._tables[rid] = _Table(blocks, committed, found.digest, queried)
+        table = self._tables[rid] = _Table(blocks, committed, found.digest, queried, salt)
         # Of a long prefix some may stand behind the window already.
         table.due = 0 if self._window is not None else self._due(table)
         return committed, tuple(blocks)
@@ -195,8 +201,9 @@ class KVManager:
             if short > self._pool.num_free:
                 return None
             added = tuple(self._pool.allocate(short))
-            for block in added:
-                self._cache.forget(block)
+            removed = [self._cache.forget(block) for block in added]
+            if self._log is not None:
+                self._log.removed([digest for digest in removed if digest is not None])
             table.blocks += added
         table.reserved = n
         if table.queried >= 0:
@@ -242,8 +249,12 @@ class KVManager:
         if committed >= (table.hashed + 1) * self.block_size and self.enable_prefix_caching:
             full = committed // self.block_size
             digests = block_digests(table.digest, token_ids_np, self.block_size, table.hashed, full)
-            for block, digest in zip(table.blocks[table.hashed : full], digests, strict=True):
-                self._cache.register(digest, block)
+            blocks = table.blocks[table.hashed : full]
+            new = [self._cache.register(digest, block) for block, digest in zip(blocks, digests, strict=True)]
+            if self._log is not None:
+                ids_np = token_ids_np[table.hashed * self.block_size : full * self.block_size]
+                parent = table.digest if table.hashed else None
+                self._log.stored(digests, new, parent, ids_np, table.salt)
             table.hashed = full
             table.digest = digests[-1]
         if self._window is not None and committed >= self._window:
@@ -351,7 +362,19 @@ class KVManager:
             return False
         self._cache.clear()
         self._pool.drop_retained()
+        if self._log is not None:
+            self._log.cleared()
         return True
+
+    def log_events(self) -> bool:
+        """Note from now on what becomes of cached blocks, for `take_events`. False: nothing is cached."""
+        if self.enable_prefix_caching and self._log is None:
+            self._log = CacheLog()
+        return self._log is not None
+
+    def take_events(self) -> list[CacheEvent]:
+        """What became of cached blocks since the last call."""
+        return [] if self._log is None else self._log.take()
 
     def check_integrity(self) -> None:
         """AssertionError that names what is wrong with counts, free lists, tables or hashes."""

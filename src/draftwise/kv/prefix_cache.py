@@ -106,18 +106,21 @@ class PrefixCache:
                 digest = candidate
         return PrefixMatch(found, digest)
 
-    def register(self, digest: bytes, block: int) -> None:
-        """``block`` now holds what ``digest`` names, unless another block does already."""
+    def register(self, digest: bytes, block: int) -> bool:
+        """``block`` now holds what ``digest`` names. False, and nothing changed: another block does already."""
         assert block not in self._digests, f"block {block} is registered under another digest"
-        if digest not in self._blocks:
-            self._blocks[digest] = block
-            self._digests[block] = digest
+        if digest in self._blocks:
+            return False
+        self._blocks[digest] = block
+        self._digests[block] = digest
+        return True
 
-    def forget(self, block: int) -> None:
-        """The block's contents are about to be overwritten."""
+    def forget(self, block: int) -> bytes | None:
+        """The block's contents are about to be overwritten. What named them, if anything did."""
         digest = self._digests.pop(block, None)
         if digest is not None:
             del self._blocks[digest]
+        return digest
 
     def clear(self) -> None:
         self._blocks.clear()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from draftwise.engine.outputs import EngineStats
+from draftwise.metrics.books import Books
 from draftwise.metrics.histogram import Histogram
 from draftwise.metrics.latencies import Latencies
 
@@ -21,6 +23,15 @@ class Observed(Protocol):
 
     def stats(self) -> EngineStats: ...
     def observe(self, observer: Any) -> None: ...
+
+
+@runtime_checkable
+class Several(Protocol):
+    """Several engines that answer as one."""
+
+    def books(self) -> list[Books]:
+        """Of each that is there."""
+        ...
 
 
 class HttpCounts:
@@ -40,16 +51,18 @@ class HttpCounts:
 
 
 class Metrics:
-    """Metrics of one engine, with vLLM's names under ``draftwise:``. Every sample has the label ``model_name``."""
+    """Metrics with vLLM's names under ``draftwise:``. Every sample has the label ``model_name``; those of one of
+    several engines have the label ``replica``, too."""
 
-    def __init__(self, engine: Observed, model_name: str) -> None:
+    def __init__(self, engine: Observed | Several, model_name: str) -> None:
         self.latencies = Latencies()
         self.http = HttpCounts()
         self._engine = engine
         self._model_name = model_name
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        engine.observe(self.latencies.observe)
+        if not isinstance(engine, Several):
+            engine.observe(self.latencies.observe)
 
     def exposition(self) -> bytes:
         """The text that ``/metrics`` answers."""
@@ -61,125 +74,156 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """All metric families, from one snapshot."""
-        stats = self._engine.stats()
-        yield from self._requests(stats)
-        yield from self._speculation(stats)
-        yield from self._time(stats)
-        for name, help_text, histogram in self._histograms():
-            family = HistogramMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            family.add_metric([self._model_name], histogram.buckets(), histogram.sum)
+        if isinstance(self._engine, Several):
+            books = self._engine.books()
+        else:
+            books = [Books(None, self._engine.stats(), self.latencies.histograms())]
+        yield from _Families(self._model_name, books, isinstance(self._engine, Several)).all(self.http)
+
+
+class _Families:
+    """The families of one snapshot. What a family has of an engine is a function of its books."""
+
+    def __init__(self, model_name: str, books: Sequence[Books], several: bool) -> None:
+        """``several``: samples say of which replica they are."""
+        self._books = books
+        self._names = ["model_name", "replica"] if several else ["model_name"]
+        self._labels = [[model_name, one.replica or ""] if several else [model_name] for one in books]
+        self._model_name = model_name
+
+    def all(self, http: HttpCounts) -> Iterator[Metric]:
+        """Everything."""
+        yield from self._requests()
+        counts = CounterMetricFamily(
+            PREFIX + "http_requests",
+            "Answers by route and status; 499: the client went away.",
+            labels=["model_name", "path", "status"],
+        )
+        for (path, status), count in http.items():
+            counts.add_metric([self._model_name, path, str(status)], count)
+        yield counts
+        yield from self._speculation()
+        yield from self._time()
+        for name, field, help_text in _HISTOGRAMS:
+            family = HistogramMetricFamily(PREFIX + name, help_text, labels=self._names)
+            for labels, one in zip(self._labels, self._books, strict=True):
+                histogram: Histogram = getattr(one.latencies, field)
+                family.add_metric(labels, histogram.buckets(), histogram.sum)
             yield family
 
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+    def _gauge(self, name: str, help_text: str, of: Callable[[EngineStats], float]) -> Metric:
+        return self._gauges(name, help_text, [], lambda stats: [((), of(stats))])
+
+    def _gauges(self, name: str, help_text: str, labels: list[str], of: _Samples) -> Metric:
+        return self._filled(GaugeMetricFamily(PREFIX + name, help_text, labels=[*self._names, *labels]), of)
+
+    def _counter(self, name: str, help_text: str, of: Callable[[EngineStats], float]) -> Metric:
+        return self._counters(name, help_text, [], lambda stats: [((), of(stats))])
+
+    def _counters(self, name: str, help_text: str, labels: list[str], of: _Samples) -> Metric:
+        return self._filled(CounterMetricFamily(PREFIX + name, help_text, labels=[*self._names, *labels]), of)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, of: _Samples) -> Metric:
+        for labels, one in zip(self._labels, self._books, strict=True):
+            for extra, value in of(one.stats):
+                family.add_metric([*labels, *map(str, extra)], value)
         return family
 
-    def _gauges(self, name: str, help_text: str, labels: list[str], values: Any) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name", *labels])
-        for extra, value in values:
-            family.add_metric([self._model_name, *map(str, extra)], value)
-        return family
-
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        return self._counters(name, help_text, [], [((), value)])
-
-    def _counters(self, name: str, help_text: str, labels: list[str], values: Any) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name", *labels])
-        for extra, value in values:
-            family.add_metric([self._model_name, *map(str, extra)], value)
-        return family
-
-    def _requests(self, stats: EngineStats) -> Iterator[Metric]:
-        yield self._gauge("num_requests_running", "Requests that take part in steps.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
-        used = stats.num_used_blocks / stats.num_blocks
-        yield self._gauge("kv_cache_usage_perc", "Share of the K/V cache in use; 1 is all of it.", used)
-        yield self._counter(
-            "num_preemptions", "Requests that had to give up their cache.", stats.num_preemptions
+    def _requests(self) -> Iterator[Metric]:
+        yield self._gauge(
+            "num_requests_running", "Requests that take part in steps.", lambda s: s.num_running
         )
-        yield self._counter(
-            "prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", lambda s: s.num_waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc",
+            "Share of the K/V cache in use; 1 is all of it.",
+            lambda s: s.num_used_blocks / s.num_blocks,
         )
-        yield self._counter("prefix_cache_hits", "Tokens found there.", stats.prefix_cache_hits)
-        yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", stats.num_prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
-        reasons = {"stop": 0, "length": 0, "abort": 0, "error": 0, **stats.finish_reasons}
+        for name, field, help_text in _COUNTERS:
+            yield self._counter(name, help_text, attrgetter(field))
+        reasons = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         yield self._counters(
             "request_success",
             "Finished requests by reason; abort and error are among them.",
             ["finished_reason"],
-            [((reason,), count) for reason, count in reasons.items()],
-        )
-        yield self._counters(
-            "http_requests",
-            "Answers by route and status; 499: the client went away.",
-            ["path", "status"],
-            self.http.items(),
+            lambda s: [((reason,), count) for reason, count in {**reasons, **s.finish_reasons}.items()],
         )
 
-    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
-        spec = stats.speculation
-        yield self._counter("spec_decode_num_drafts", "Proposals verified.", spec.num_drafts)
-        yield self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.", spec.num_draft_tokens)
-        yield self._counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", spec.num_accepted_tokens
-        )
+    def _speculation(self) -> Iterator[Metric]:
+        for name, field, help_text in _SPECULATION:
+            yield self._counter(name, help_text, attrgetter(f"speculation.{field}"))
         yield self._counters(
             "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted by position.",
             ["position"],
-            [((i,), count) for i, count in enumerate(spec.num_accepted_tokens_per_pos)],
+            lambda s: [((i,), count) for i, count in enumerate(s.speculation.num_accepted_tokens_per_pos)],
         )
         yield self._counters(
             "spec_decode_request_steps",
             "Steps of requests by the method that had drafted; none: plain decoding.",
             ["method"],
-            [((method,), count) for method, count in sorted(spec.steps_by_method.items())],
+            lambda s: [((method,), n) for method, n in sorted(s.speculation.steps_by_method.items())],
         )
         yield self._counters(
             "spec_decode_drafter_failures",
             "Calls of drafters that failed, by what was called; their requests went on without speculation.",
             ["method", "hook"],
-            [(tuple(kind.rsplit(".", 1)), count) for kind, count in sorted(stats.drafter_failures.items())],
+            lambda s: [(tuple(kind.rsplit(".", 1)), n) for kind, n in sorted(s.drafter_failures.items())],
         )
-        groups = stats.control.groups
         yield self._gauges(
             "spec_decode_draft_length",
             "Draft tokens per request that drafts, as the controller has it now; 0: decodes plainly.",
             ["method", "rule"],
-            _largest([((g.method, g.rule), g.cap if g.num_drafting else 0) for g in groups]),
+            lambda s: _largest(
+                [((g.method, g.rule), g.cap if g.num_drafting else 0) for g in s.control.groups]
+            ),
         )
         yield self._gauges(
             "spec_decode_estimated_gain",
             "Tokens per second that are expected now, over those of plain decoding.",
             ["method", "rule"],
-            _largest([((g.method, g.rule), g.gain) for g in groups if g.gain is not None]),
+            lambda s: _largest(
+                [((g.method, g.rule), g.gain) for g in s.control.groups if g.gain is not None]
+            ),
         )
 
-    def _time(self, stats: EngineStats) -> Iterator[Metric]:
-        yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
-        parts = {
-            "forward": stats.forward_time,
-            "draft_forward": stats.draft_forward_time,
-            "host": max(stats.host_time, 0.0),
-        }
+    def _time(self) -> Iterator[Metric]:
+        yield self._counter("engine_steps", "Steps of the engine.", lambda s: s.num_steps)
         yield self._counters(
             "engine_step_seconds",
             "Time of steps by what it went to: the target, the drafters' models, everything else.",
             ["part"],
-            [((part,), seconds) for part, seconds in parts.items()],
+            lambda s: [
+                (("forward",), s.forward_time),
+                (("draft_forward",), s.draft_forward_time),
+                (("host",), max(s.host_time, 0.0)),
+            ],
         )
 
-    def _histograms(self) -> Iterator[tuple[str, str, Histogram]]:
-        lat = self.latencies
-        yield "time_to_first_token_seconds", "Arrival to first token.", lat.time_to_first_token
-        yield "inter_token_latency_seconds", "Between tokens.", lat.inter_token
-        yield "request_time_per_output_token_seconds", "Mean of a request.", lat.per_output_token
-        yield "e2e_request_latency_seconds", "Arrival to end.", lat.e2e
-        yield "request_queue_time_seconds", "Arrival to first step.", lat.queue
-        yield "request_prefill_time_seconds", "First step to first token.", lat.prefill
-        yield "request_decode_time_seconds", "First token to end.", lat.decode
+
+_Samples = Callable[[EngineStats], Iterable[tuple[tuple[Any, ...], float]]]
+"""Labels besides those that all have, and values."""
+_COUNTERS = (
+    ("num_preemptions", "num_preemptions", "Requests that had to give up their cache."),
+    ("prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_cache_hits", "Tokens found there."),
+    ("prompt_tokens", "num_prompt_tokens", "Prompt tokens of finished requests."),
+    ("generation_tokens", "num_generation_tokens", "Tokens generated."),
+)
+_SPECULATION = (
+    ("spec_decode_num_drafts", "num_drafts", "Proposals verified."),
+    ("spec_decode_num_draft_tokens", "num_draft_tokens", "Draft tokens verified."),
+    ("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Draft tokens accepted."),
+)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "time_to_first_token", "Arrival to first token."),
+    ("inter_token_latency_seconds", "inter_token", "Between tokens."),
+    ("request_time_per_output_token_seconds", "per_output_token", "Mean of a request."),
+    ("e2e_request_latency_seconds", "e2e", "Arrival to end."),
+    ("request_queue_time_seconds", "queue", "Arrival to first step."),
+    ("request_prefill_time_seconds", "prefill", "First step to first token."),
+    ("request_decode_time_seconds", "decode", "First token to end."),
+)
 
 
 def _largest(values: Sequence[tuple[tuple[str, str], float]]) -> list[tuple[tuple[str, str], float]]:

@@ -24,6 +24,12 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    def copy(self) -> Histogram:
+        """A snapshot."""
+        made = Histogram(self.bounds)
+        made.counts, made.sum = list(self.counts), self.sum
+        return made
+
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound as text, observations up to it), as Prometheus wants them."""
         out = []

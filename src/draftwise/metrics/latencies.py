@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from draftwise.metrics.histogram import Histogram
 from draftwise.sched.request import Request, RequestUpdate
@@ -13,6 +14,18 @@ _TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
           5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
 _REQUEST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0,
             50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+
+
+class Histograms(NamedTuple):
+    """Of one engine, in seconds. See `Latencies`."""
+
+    time_to_first_token: Histogram
+    inter_token: Histogram
+    per_output_token: Histogram
+    e2e: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
 
 
 class Latencies:
@@ -31,6 +44,13 @@ class Latencies:
         self.prefill = Histogram(_REQUEST)
         self.decode = Histogram(_REQUEST)
         self._last: dict[int, float] = {}  # rid -> time of its last tokens, of running requests
+
+    def histograms(self) -> Histograms:
+        """As they are now."""
+        return Histograms(*(histogram.copy() for histogram in (
+            self.time_to_first_token, self.inter_token, self.per_output_token, self.e2e, self.queue, self.prefill,
+            self.decode,
+        )))  # fmt: skip
 
     def observe(self, updates: Sequence[RequestUpdate]) -> None:
         """Take in what a step changed."""

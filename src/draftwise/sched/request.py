@@ -149,6 +149,11 @@ def method_number(name: str) -> int:
     return _METHODS.setdefault(name, len(_METHODS))
 
 
+def adapter_salt(adapter: int) -> str | None:
+    """What blocks of requests with an adapter of this number are told apart by; 0: none."""
+    return f"adapter {adapter}" if adapter else None
+
+
 class Request(RequestBook):
     """Mutable state of one sample of one prompt."""
 
@@ -299,7 +304,7 @@ class Request(RequestBook):
     @property
     def salt(self) -> str | None:
         """What its blocks in the prefix cache are told apart by: keys depend on the adapter."""
-        return f"adapter {self.adapter}" if self.adapter else None
+        return adapter_salt(self.adapter)
 
     @property
     def known_np(self) -> IntArray:

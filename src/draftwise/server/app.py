@@ -21,7 +21,7 @@ from draftwise.server import chat, completions, messages, responses
 from draftwise.server.adapters import load_adapter, unload_adapter
 from draftwise.server.config import ServerConfig
 from draftwise.server.context import Context
-from draftwise.server.engine import ServedEngine
+from draftwise.server.engine import ServedAlone, ServedFleet
 from draftwise.server.errors import APIError, bad_request, from_exception
 from draftwise.server.gate import Gate
 from draftwise.server.limits import listed
@@ -36,9 +36,11 @@ from draftwise.server.protocol import (
     LoadAdapterBody,
     MessagesBody,
     ResponsesBody,
+    ScaleBody,
     TokenizeBody,
     UnloadAdapterBody,
 )
+from draftwise.server.scaling import scale
 from draftwise.server.spans import Spans
 from draftwise.server.sse import ClientGone
 from draftwise.server.template_options import checked_options
@@ -61,6 +63,7 @@ ENDPOINTS = (
     ("GET /metrics", "metrics for Prometheus"),
     ("GET /load", "requests in progress"),
     ("POST /reset_prefix_cache", "forget cached prefixes"),
+    ("POST /scale_elastic_ep", "with several replicas: have more or fewer of them"),
     ("GET /docs", "this interface, to try out"),
 )
 
@@ -68,7 +71,10 @@ Handler = Callable[[Context, Request, Any], Awaitable[Response]]
 
 
 def create_app(
-    engine: ServedEngine, config: ServerConfig, metrics: Metrics | None = None, spans: Spans | None = None
+    engine: ServedAlone | ServedFleet,
+    config: ServerConfig,
+    metrics: Metrics | None = None,
+    spans: Spans | None = None,
 ) -> FastAPI:
     """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`. ``spans``: where traces
     of requests go; whoever made it closes it."""
@@ -175,6 +181,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "adapters/sql"},
     "/v1/unload_lora_adapter": {"lora_name": "sql"},
+    "/scale_elastic_ep": {"new_data_parallel_size": 2},
     "/tokenize": {"prompt": "def main(", "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -215,6 +222,7 @@ def _add_generation(app: FastAPI, context: Context) -> None:
     )
     _post(app, "/v1/load_lora_adapter", LoadAdapterBody, context, load_adapter, "Load an adapter")
     _post(app, "/v1/unload_lora_adapter", UnloadAdapterBody, context, unload_adapter, "Forget an adapter")
+    _post(app, "/scale_elastic_ep", ScaleBody, context, scale, "Have more or fewer replicas")
 
 
 def _add_tokens(app: FastAPI, context: Context) -> None:

@@ -47,7 +47,8 @@ class Context:
         self.engine = engine
         self.spans = spans
         self.config = config
-        self.admission = Admission(engine, config, engine.config.max_num_seqs or 64)
+        places = (engine.config.max_num_seqs or 64) * engine.config.data_parallel_size
+        self.admission = Admission(engine, config, places)
         self.created = int(time.time())
         self.adapters = ServedAdapters(config.lora_modules)
         self.token_text = functools.lru_cache(maxsize=65536)(self._token_text)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from draftwise.config import EngineConfig
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
+from draftwise.metrics.books import Books
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
 
@@ -60,5 +61,19 @@ class ServedEngine(Protocol):
     ) -> dict[str, Any]: ...
     def get_tokenizer(self) -> Any: ...
     def stats(self) -> EngineStats: ...
-    def observe(self, observer: Callable[[Sequence[RequestUpdate]], None]) -> None: ...
     def reset_prefix_cache(self) -> bool: ...
+
+
+class ServedAlone(ServedEngine, Protocol):
+    """One engine."""
+
+    def observe(self, observer: Callable[[Sequence[RequestUpdate]], None]) -> None: ...
+
+
+@runtime_checkable
+class ServedFleet(ServedEngine, Protocol):
+    """Several that answer as one: see `FleetEngine`."""
+
+    def books(self) -> list[Books]: ...
+    def state(self) -> list[dict[str, Any]]: ...
+    async def scale(self, count: int) -> None: ...

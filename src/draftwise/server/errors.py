@@ -16,6 +16,7 @@ from draftwise.errors import (
     DraftwiseError,
     EngineDeadError,
     LimitError,
+    ReplicaLostError,
     RequestError,
 )
 
@@ -107,6 +108,8 @@ def from_exception(error: Exception) -> APIError:
     """What an exception of the package means to a client; unknown ones are an internal error without details."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, ReplicaLostError):
+        return APIError(503, str(error), code="replica_lost", headers={"Retry-After": "0"})
     if isinstance(error, EngineDeadError):
         return engine_dead()
     if isinstance(error, LimitError):

@@ -15,7 +15,7 @@ from draftwise.engine.outputs import RequestOutput
 from draftwise.errors import EngineDeadError
 from draftwise.sampling.params import SamplingParams
 from draftwise.server.engine import OutputStream, ServedEngine
-from draftwise.server.errors import APIError, deadline_exceeded, engine_dead, shutting_down
+from draftwise.server.errors import APIError, deadline_exceeded, from_exception, shutting_down
 from draftwise.server.spans import RequestSpans
 from draftwise.server.sse import unless_gone
 
@@ -114,8 +114,8 @@ class Generation:
                 self._last[i] = output
                 self._check(output)
                 yield i, output
-        except EngineDeadError:
-            raise engine_dead() from None
+        except EngineDeadError as error:
+            raise from_exception(error) from None
 
     async def pieces(self) -> AsyncIterator[tuple[int, RequestOutput | TextPiece]]:
         """`outputs`, of which those of one prompt that bring text alone come as a `TextPiece`."""
@@ -129,8 +129,8 @@ class Generation:
                     self._last[0] = output
                     self._check(output)
                 yield 0, output
-        except EngineDeadError:
-            raise engine_dead() from None
+        except EngineDeadError as error:
+            raise from_exception(error) from None
 
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         # Room for one output: a slow reader keeps the streams from being read, and they fold what is new.

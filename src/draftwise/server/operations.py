@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from draftwise import __version__
 from draftwise.metrics import Metrics
 from draftwise.server.context import Context
+from draftwise.server.engine import ServedFleet
 from draftwise.server.errors import APIError, engine_dead
 from draftwise.server.page import Page
 
@@ -65,6 +66,8 @@ def add_operations(
             raise engine_dead()
         if context.admission.draining:
             raise APIError(503, "the server is shutting down", code="shutting_down")
+        if isinstance(context.engine, ServedFleet):
+            return JSONResponse({"replicas": context.engine.state()})
         return Response(status_code=200)
 
     @app.get("/version", summary="Version, promises of this engine, methods")

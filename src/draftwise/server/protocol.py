@@ -225,3 +225,9 @@ class UnloadAdapterBody(Body):
 
 class DetokenizeBody(Body):
     tokens: TokenIds
+
+
+class ScaleBody(Body):
+    """POST /scale_elastic_ep"""
+
+    new_data_parallel_size: StrictInt

@@ -72,7 +72,7 @@ const CHARTS = [
     format: percent,
     highest: 1,
     values: (change, reading) => [
-      reading.value("kv_cache_usage_perc"),
+      reading.mean("kv_cache_usage_perc"),
       change.ratio("prefix_cache_hits_total", "prefix_cache_queries_total"),
     ],
   },

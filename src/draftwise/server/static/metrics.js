@@ -24,6 +24,13 @@ export function parse(text) {
   return samples;
 }
 
+/** Pairs as a Map, in which the values of equal keys (those of several replicas) are added up. */
+function summed(pairs) {
+  const sums = new Map();
+  for (const [key, value] of pairs) sums.set(key, (sums.get(key) ?? 0) + value);
+  return sums;
+}
+
 /** One scrape of /metrics at a time (seconds). */
 export class Reading {
   constructor(text, time) {
@@ -31,8 +38,14 @@ export class Reading {
     this.time = time;
   }
 
+  /** The sum over replicas, of which there may be one. */
   value(name) {
-    return this.samples.get(name)?.[0]?.value ?? 0;
+    return (this.samples.get(name) ?? []).reduce((sum, { value }) => sum + value, 0);
+  }
+
+  /** The mean over replicas. */
+  mean(name) {
+    return this.value(name) / Math.max(this.samples.get(name)?.length ?? 0, 1);
   }
 
   /** The largest of a name's samples; null if there is none. */
@@ -43,7 +56,7 @@ export class Reading {
 
   /** Values by a label. Example: by("spec_decode_request_steps_total", "method") is Map {"ngram" => 12}. */
   by(name, label) {
-    return new Map((this.samples.get(name) ?? []).map(({ labels, value }) => [labels[label], value]));
+    return summed((this.samples.get(name) ?? []).map(({ labels, value }) => [labels[label], value]));
   }
 
   /** A histogram: bounds that rise, and how many observations lie at or below each. */
@@ -52,7 +65,7 @@ export class Reading {
       labels.le === "+Inf" ? Infinity : Number(labels.le),
       value,
     ]);
-    return buckets.sort((a, b) => a[0] - b[0]);
+    return [...summed(buckets)].sort((a, b) => a[0] - b[0]);
   }
 }
 

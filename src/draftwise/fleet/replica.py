@@ -1,0 +1,33 @@
+"""``python -m draftwise.fleet.replica STREAMS ORDERS LIFELINE``: an engine behind two sockets, started by a fleet.
+
+Streams go over one socket, in an event loop (`fleet.wire`); orders that are waited for, over the other, to a thread.
+The process ends when it is told to, or when the fleet's process is gone: from the third descriptor nothing ever comes
+but its end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+
+def main(streams_fd: int, orders_fd: int, lifeline_fd: int) -> int:
+    """Be a replica; returns the exit code. What is slow to import comes after the lifeline is watched."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the terminal sends them to all: the fleet decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_die_with_fleet, args=(lifeline_fd,), daemon=True).start()
+    from draftwise.fleet.serving import serve
+
+    return serve(streams_fd, orders_fd)
+
+
+def _die_with_fleet(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:4])))

@@ -1,0 +1,26 @@
+"""Replicas started and drained over HTTP, under vLLM's name for it."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from draftwise.server.context import Context
+from draftwise.server.engine import ServedFleet
+from draftwise.server.errors import bad_request
+from draftwise.server.protocol import ScaleBody
+
+_MOST = 64
+
+
+async def scale(context: Context, request: Request, body: ScaleBody) -> Response:
+    """``POST /scale_elastic_ep``: answers when the replicas that were started serve; others drain by themselves."""
+    if not isinstance(context.engine, ServedFleet):
+        raise bad_request("this server has one engine and keeps it (--data-parallel-size)")
+    if not 1 <= body.new_data_parallel_size <= _MOST:
+        raise bad_request(
+            f"new_data_parallel_size is {body.new_data_parallel_size}; it must be from 1 to {_MOST}",
+            "new_data_parallel_size",
+        )
+    await context.engine.scale(body.new_data_parallel_size)
+    return JSONResponse({"replicas": context.engine.state()})
