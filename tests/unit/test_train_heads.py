@@ -147,16 +147,17 @@ def test_gradient_in_closed_form_is_the_gradient() -> None:
     logits = torch.randn(2, 5, 9, generator=generator, requires_grad=True)
     probs = torch.softmax(2 * torch.randn(2, 5, 12, generator=generator), -1)[..., :9]
     weights = (torch.rand(2, 5, generator=generator) < 0.7).float()
-    loss, seen = Distillation()(logits, probs, weights, 0.7)
+    loss, seen, chances = Distillation()(logits, probs, weights, 0.7)
     loss.backward()
     plain = logits.detach().clone().requires_grad_()
     log_q = torch.log_softmax(plain, -1)
     entropy = -(probs * log_q).sum(-1)
     overlap = torch.minimum(probs, log_q.exp()).sum(-1)
-    wanted = ((entropy - 0.7 * overlap) * weights).sum() / weights.sum()
+    wanted = ((entropy - 0.7 * overlap) * weights).sum()
     wanted.backward()
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(logits.grad, plain.grad)
+    torch.testing.assert_close(chances, overlap)
     torch.testing.assert_close(seen[1], (overlap * weights).sum() / weights.sum())
 
 

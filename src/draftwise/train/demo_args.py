@@ -33,7 +33,9 @@ def add_head_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the heads")
     parser.add_argument("--work", type=Path, help="folder for checkpoint and text (default: OUT/work)")
     parser.add_argument("--target", type=Path, help="a target of the demo recipe (default: the embedded one)")
-    parser.add_argument("--heads", default="eagle3,mtp,medusa", help="which ones (default: all three)")
+    parser.add_argument(
+        "--heads", default="eagle3,mtp,medusa", help="which ones, dspark too (default: %(default)s)"
+    )
     parser.add_argument("--root", type=Path, help="library folder to learn from (default: this Python's own)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--budget-minutes", type=float, default=45.0, help="wall-clock time (default: 45)")

@@ -1,4 +1,4 @@
-"""The recipe of the heads that ship for the embedded target: EAGLE-3, Medusa and an MTP layer.
+"""The recipe of heads for the embedded target: EAGLE-3, Medusa and an MTP layer, which ship, and a DSpark drafter.
 
 Run it with `draftwise train demo-heads`. One pass of the frozen target serves all heads of a run. The text is half the
 demo recipe's, half the target's own continuations of pieces of it: acceptance is about what the target says, not
@@ -30,8 +30,10 @@ from .continuations import continue_prompts
 from .demo import keep_freed_memory
 from .demo_data import Corpus, build_corpus, heldout_prompts, stdlib_files
 from .demo_recipe import TARGET, Schedule
-from .demo_teacher import FEATURE_LAYERS, DemoTeacher
+from .demo_teacher import BLOCK_LAYERS, FEATURE_LAYERS, DemoTeacher
 from .heads.batch import HeadBatch, block_mask, causal_mask
+from .heads.block import BlockDrafter, BlockForm
+from .heads.build import least_used
 from .heads.export import export_head
 from .heads.layers import HeadShape
 from .heads.medusa import MedusaHeads
@@ -52,13 +54,18 @@ DRAFT_VOCABULARY = 3072
 """Holds 98% of what the target says; 2048 tokens would hold 92%."""
 MEDUSA_HEADS = 3
 """Each has an output matrix of 2 MB of its own."""
+BLOCK_MLP, BLOCK_RANK = 512, 48
+"""Of the DSpark drafter's two layers, and of its Markov head: 3.7 MB in all."""
 _DECAY_SHARE = 0.45
 
 PLANS = {
     "eagle3": HeadPlan(unrolls=5),
     "mtp": HeadPlan(unrolls=4),
     "medusa": HeadPlan(unrolls=MEDUSA_HEADS),
+    "dspark": HeadPlan(unrolls=8, anchors=WINDOW // 4),
 }
+LAYERS = {"eagle3": FEATURE_LAYERS, "dspark": BLOCK_LAYERS}
+"""Of the target, which heads eat."""
 
 
 def head_shape() -> HeadShape:
@@ -74,9 +81,12 @@ def head_shape() -> HeadShape:
     )
 
 
-def build_heads(teacher: DemoTeacher, draft_ids: Tensor, seed: int) -> dict[str, nn.Module]:
-    """Return the three heads with their initial weights."""
+def build_heads(teacher: DemoTeacher, draft_ids: Tensor, mask_token: int, seed: int) -> dict[str, nn.Module]:
+    """Return the heads with their initial weights."""
     shape, matrix = head_shape(), teacher.embedding
+    form = BlockForm(
+        layers=2, drafts=8, mask_token=mask_token, from_root=True, markov_rank=BLOCK_RANK, confidence=True
+    )
 
     def generator(i: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed * 10 + i)
@@ -87,6 +97,14 @@ def build_heads(teacher: DemoTeacher, draft_ids: Tensor, seed: int) -> dict[str,
         ),
         "mtp": MtpHead(shape, matrix, matrix, generator(1)),
         "medusa": MedusaHeads(MEDUSA_HEADS, 1, matrix),
+        "dspark": BlockDrafter(
+            replace(shape, intermediate_size=BLOCK_MLP),
+            form,
+            matrix,
+            matrix,
+            generator(3),
+            num_features=len(BLOCK_LAYERS),
+        ),
     }
 
 
@@ -119,8 +137,9 @@ class DemoHeadData:
     _next: int = -1
     _cache: dict[str, Sequence[HeadBatch]] | None = None
 
-    def batch(self, step: int, recipe: HeadRecipe) -> HeadBatch:
-        """Return the batch of 0-based `step`."""
+    def batch(self, step: int, recipe: HeadRecipe, part: int = 0, parts: int = 1) -> HeadBatch:
+        """Return the batch of 0-based `step`, which has one part."""
+        assert parts == 1
         if step % OWN_EVERY == OWN_EVERY - 1:
             rng = np.random.Generator(np.random.PCG64([recipe.seed, 1, step]))
             rows = self.own[rng.integers(0, len(self.own), 2 * BATCH)].astype(np.int64)
@@ -186,8 +205,8 @@ def own_texts(corpus: Corpus, target: Path, count: int, seed: int) -> npt.NDArra
 
 def prepare(
     target: Path, work: Path, seed: int, own: int, root: Path | None = None
-) -> tuple[DemoHeadData, Tensor]:
-    """Return the data and the draft vocabulary; the target's own text is kept in the work folder."""
+) -> tuple[DemoHeadData, Tensor, int]:
+    """Return the data, the draft vocabulary and the mask token; the target's own text is kept in the work folder."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
@@ -203,7 +222,8 @@ def prepare(
         rows = continue_prompts(target, prompts, 2 * OWN_PROMPT, temperatures=(0.0,), seed=seed)
         np.save(measured, np.array(rows, dtype=np.uint16))
     data = DemoHeadData(corpus, np.load(learned), np.load(measured), DemoTeacher(target))
-    return data, draft_vocabulary(corpus, data.own, DRAFT_VOCABULARY)
+    mask = least_used([*corpus.library, *corpus.test, data.own.ravel()], TARGET.vocab_size)
+    return data, draft_vocabulary(corpus, data.own, DRAFT_VOCABULARY), mask
 
 
 def provenance(
@@ -220,7 +240,7 @@ def provenance(
         "torch": torch.__version__,
         "tokens": state.tokens,
         "training_seconds": round(state.seconds),
-        "feature_layers": list(FEATURE_LAYERS) if name == "eagle3" else [],
+        "feature_layers": list(LAYERS.get(name, ())),
         "measured": {where: heads[name] for where, heads in measured.items()},
         "recipe": asdict(trainer.recipe),
         "history": [
@@ -236,8 +256,7 @@ def export(trainer: HeadTrainer, data: DemoHeadData, target: Path, out: Path) ->
     config, measured = read_json(target / "config.json"), trainer.evaluate()
     for name, head in trainer.heads.items():
         record = provenance(trainer, name, data, measured)
-        layers = FEATURE_LAYERS if name == "eagle3" else ()
-        export_head(head, out / name, config, feature_layers=layers, provenance=record)
+        export_head(head, out / name, config, feature_layers=LAYERS.get(name, ()), provenance=record)
     return measured
 
 
@@ -251,10 +270,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     keep_freed_memory()
     target = args.target or embedded_path("target")
     work = args.work or args.out / "work"
-    data, draft_ids = prepare(target, work, args.seed, args.own_texts, args.root)
-    heads = {
-        name: head for name, head in build_heads(data.teacher, draft_ids, args.seed).items() if name in names
-    }
+    data, draft_ids, mask = prepare(target, work, args.seed, args.own_texts, args.root)
+    made = build_heads(data.teacher, draft_ids, mask, args.seed)
+    heads = {name: head for name, head in made.items() if name in names}
     recipe = HeadRecipe({name: PLANS[name] for name in names}, seed=args.seed, decay_share=_DECAY_SHARE)
     if args.steps:
         decay = max(1, round(_DECAY_SHARE * args.steps))

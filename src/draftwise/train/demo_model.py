@@ -118,13 +118,14 @@ class DemoLlama(nn.Module):
         """Return the rotation's cosines and sines, each (tokens, head_dim / 2) float32."""
         half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
         angles = torch.arange(tokens, dtype=torch.float32)[:, None] * self.shape.rope_theta ** -half[None, :]
+        angles = angles.to(self.model.embed_tokens.weight.device)
         return angles.cos(), angles.sin()
 
     def forward(self, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return logits (batch, tokens, vocab) in `dtype` for ids (batch, tokens) int64, positions from 0."""
         tokens = ids.shape[1]
         cos, sin = self.rope(tokens)
-        mask = torch.full((tokens, tokens), float("-inf")).triu(1)
+        mask = torch.full((tokens, tokens), float("-inf"), device=ids.device).triu(1)
         embedding = self.model.embed_tokens.weight
         x = F.embedding(ids, embedding).to(dtype)
         for layer in self.model.layers:

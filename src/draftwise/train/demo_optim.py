@@ -46,7 +46,7 @@ class MuonAdam:
                 self._groups.setdefault(tuple(parameter.shape), []).append(parameter)
             else:
                 self._rest.append(parameter)
-        self._momentum = {s: torch.zeros(len(g), *s) for s, g in self._groups.items()}
+        self._momentum = {s: torch.zeros(len(g), *s, device=g[0].device) for s, g in self._groups.items()}
         self._first = [torch.zeros_like(p) for p in self._rest]
         self._second = [torch.zeros_like(p) for p in self._rest]
         self._count = 0

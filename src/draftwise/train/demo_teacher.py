@@ -15,6 +15,9 @@ from .demo_recipe import TARGET
 FEATURE_LAYERS = (2, TARGET.num_layers // 2, TARGET.num_layers - 3)
 """Layers whose entering hidden states EAGLE-3 eats, as the paper chooses them."""
 
+BLOCK_LAYERS = (*FEATURE_LAYERS, TARGET.num_layers)
+"""What a block drafter eats: what leaves the last layer besides."""
+
 
 class DemoTeacher:
     """The embedded target in bfloat16.
@@ -55,7 +58,7 @@ class DemoTeacher:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return hidden [B, S, H], features [B, S, 3 H] and probs [B, S, V], bfloat16.
+        """Return hidden [B, S, H], features [B, S, 4 H] of `BLOCK_LAYERS` and probs [B, S, V], bfloat16.
 
         Args:
             ids: [B, S] int64.
@@ -77,7 +80,7 @@ class DemoTeacher:
         x = F.embedding(ids, self.embedding)
         entering: list[Tensor] = []
         for i, (attention, mlp, first, second) in enumerate(self._layers):
-            if i in FEATURE_LAYERS:
+            if i in BLOCK_LAYERS:
                 entering.append(x)
             split = F.linear(_norm(x, first, shape.norm_eps), attention[0])
             split = split.view(batch, tokens, -1, dim).transpose(1, 2)
@@ -90,6 +93,7 @@ class DemoTeacher:
             x = x + F.linear(out.reshape(batch, tokens, -1), attention[1])
             gate, up = F.linear(_norm(x, second, shape.norm_eps), mlp[0]).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, mlp[1])
+        entering.append(x)
         hidden = _norm(x, self._final, shape.norm_eps)
         return hidden, torch.cat(entering, -1), torch.softmax(F.linear(hidden, self.embedding), -1)
 

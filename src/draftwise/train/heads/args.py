@@ -1,8 +1,9 @@
-"""Command lines of `draftwise train eagle3 | eagle | medusa | mtp | draft`. No torch, so that `--help` is quick."""
+"""Command lines of `draftwise train eagle3 | dspark | ..`. No torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,14 @@ KINDS = {
     "eagle": "an EAGLE head",
     "medusa": "Medusa heads",
     "mtp": "a multi-token-prediction layer in DeepSeek-V3's form",
+    "dflash": "a DFlash block drafter",
+    "dspark": "a DSpark block drafter, with a Markov head",
     "draft": "a small dense draft model",
 }
 """What can be trained, and what `--help` says of it."""
+
+BLOCK_KINDS = ("dflash", "dspark")
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,16 @@ class TrainOptions:
     layers: int = 0
     hidden_size: int = 0
     intermediate_size: int = 0
+    block_size: int = 8
+    anchors: int = 0
+    causal: bool = False
+    mask_token: int = -1
+    markov_rank: int = 0
+    markov_head: str = "vanilla"
+    no_confidence_head: bool = False
+    accumulate: int = 1
+    device: str = "cpu"
+    data_parallel_size: int = 1
     heldout_share: float = 0.05
     seed: int = 0
     dtype: str = "bfloat16"
@@ -68,11 +84,26 @@ class TrainOptions:
             raise ConfigError("give either --steps or --budget-minutes")
         if self.shards is not None and self.own_text:
             raise ConfigError("--own-text needs --data: shards hold the text they were extracted from")
-        positive = ("steps", "batch_size", "max_length", "stride", "heads", "unrolls", "evaluate_every")
-        for name in positive:
+        chosen = (
+            "steps",
+            "unrolls",
+            "anchors",
+            "markov_rank",
+            "layers",
+            "draft_vocab_size",
+        )  # 0: the default
+        positive = ("batch_size", "max_length", "stride", "heads", "evaluate_every", "accumulate")
+        for name in (*chosen, *positive, "data_parallel_size"):
             value = getattr(self, name)
-            if value < (0 if name in ("steps", "unrolls") else 1):
+            if value < (0 if name in chosen else 1):
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive, not {value}")
+        if self.kind in BLOCK_KINDS and not 2 <= self.block_size <= min(64, self.max_length // 2):
+            raise ConfigError(
+                f"--block-size must be from 2 to {min(64, self.max_length // 2)} (half of --max-length, 64 at most), "
+                f"not {self.block_size}"
+            )
+        if self.markov_head not in MARKOV_KINDS:
+            raise ConfigError(f"--markov-head must be {', '.join(MARKOV_KINDS)}, not {self.markov_head!r}")
         if not 0 < self.decay <= 1:
             raise ConfigError(f"--decay must be in (0, 1], not {self.decay}")
         if not 0 <= self.heldout_share < 1:
@@ -117,6 +148,21 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         "--dtype", choices=("bfloat16", "float32"), default=defaults.dtype, help="to compute in (%(default)s)"
     )
     add("--threads", type=int, default=0, help="threads for torch (default: its own choice)")
+    add("--device", default=defaults.device, help="cpu, cuda or cuda:N (%(default)s)")
+    add(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that learn from --batch-size texts each (1; torchrun's are found by themselves)",
+    )
+    add(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="batches per step and process, one after the other (1)",
+    )
     add("--resume", action="store_true", help="continue from the checkpoint")
     add("--compile", action="store_true", help="compile the loss: pays after some hundred steps")
     add("--evaluate-every", type=int, default=defaults.evaluate_every, help="steps (%(default)s)")
@@ -149,6 +195,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             metavar="I,J,K",
             help="default: 2, middle, last but two",
         )
+    if kind in BLOCK_KINDS:
+        _add_block_arguments(add, kind, defaults)
     if kind == "medusa":
         add("--heads", type=int, default=defaults.heads, help="(%(default)s)")
         add("--layers", type=int, default=0, help="residual layers per head (1)")
@@ -163,6 +211,47 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         add("--hidden-size", type=int, default=0, help="default: the target's, 512 at most")
         add(
             "--intermediate-size", type=int, default=0, help="of the MLP (default: 2.5 times the hidden size)"
+        )
+
+
+def _add_block_arguments(add: Callable[..., object], kind: str, defaults: TrainOptions) -> None:
+    add("--layers", type=int, default=0, help="decoder layers (one for six of the target's, 1 to 5)")
+    add(
+        "--block-size",
+        type=int,
+        default=defaults.block_size,
+        help="rows of a block, the root's included (%(default)s)",
+    )
+    add(
+        "--anchors", type=int, default=0, help="blocks per text and step, at random places (one for 4 tokens)"
+    )
+    add(
+        "--decay",
+        type=float,
+        default=defaults.decay,
+        help="weight of a draft to the one before (%(default)s)",
+    )
+    add("--causal", action="store_true", help="rows do not see those behind them (JetSpec)")
+    add("--intermediate-size", type=int, default=0, help="of the MLPs (default: the target's)")
+    add("--mask-token", type=int, default=-1, metavar="ID", help="default: one that the text has no use for")
+    add(
+        "--draft-vocab-size", type=int, default=0, help="most frequent tokens that are drafted (default: all)"
+    )
+    add(
+        "--feature-layers",
+        type=_layers,
+        default=(),
+        metavar="I,J,..",
+        help="target layers whose entering states are read; its number of layers: what leaves the last one "
+        "(default: up to 5, evenly)",
+    )
+    if kind == "dspark":
+        add("--markov-rank", type=int, default=0, help="default: a quarter of the hidden size, 256 at most")
+        add("--markov-head", choices=MARKOV_KINDS, default=defaults.markov_head, help="(%(default)s)")
+        add(
+            "--no-confidence-head",
+            action="store_true",
+            help="(other engines may stop by it; this one does not)",
         )
 
 

@@ -14,8 +14,10 @@ head's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,14 +47,21 @@ def block_mask(tokens: int, parts: int) -> Tensor:
     return torch.where(part[:, None] == part[None, :], causal_mask(tokens), float("-inf"))
 
 
+def at(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x [B, S, ..]: the same ones of every text, `rows` [M], or each text's own, [B, M]; -> [B, M, ..]."""
+    if rows.ndim == 1:
+        return x[:, rows]
+    return x[torch.arange(len(x), device=x.device)[:, None], rows]
+
+
 def row_weights(batch: HeadBatch, rows: Tensor, step: int) -> Tensor:
-    """Return 1 where the prediction of unroll `step` counts, else 0: float32 [B, M] for row numbers `rows` [M].
+    """Return 1 where the prediction of unroll `step` counts, else 0: float32 [B, M] for row numbers `rows` (`at`).
 
     The row's hidden state and the token it predicts must be of one document. The last token that is predicted may
     be past the end of the window: the target's distribution is known there, the token is not needed.
     """
-    first, last = batch.segments[:, rows], batch.segments[:, rows + 1 + step]
-    whole = (first == last) & (first >= 0) & batch.counted[:, rows + 1 + step]
+    first, last = at(batch.segments, rows), at(batch.segments, rows + 1 + step)
+    whole = (first == last) & (first >= 0) & at(batch.counted, rows + 1 + step)
     return whole.float()
 
 
@@ -64,3 +73,23 @@ def chosen_rows(tokens: int, unrolls: int, stride: int, offset: int) -> Tensor:
     """
     count = (tokens - unrolls) // stride
     return torch.arange(count) * stride + offset
+
+
+def random_rows(
+    batch: HeadBatch, unrolls: int, count: int, seed: Sequence[int], part: int = 0, parts: int = 1
+) -> Tensor:
+    """Return `count` rows of each text, chosen at random among those whose first prediction counts, ascending:
+    int64 [B, M], M at most the rows that there are. Where too few count, others fill the places; they weigh nothing.
+
+    Args:
+        seed: of the choice; a text's own choice depends on it and on the text's number alone.
+        part, parts: the batch is text number `part`, `part + parts`, .. of what the step learns from.
+    """
+    rows = torch.arange(batch.ids.shape[1] - unrolls)
+    counts = row_weights(batch, rows.to(batch.ids.device), 0).cpu()
+    chosen = []
+    for i, own in enumerate(counts):
+        rng = np.random.Generator(np.random.PCG64([*seed, part + i * parts]))
+        order = torch.from_numpy(rng.random(len(rows))) + (own == 0)
+        chosen.append(order.argsort()[:count].sort().values)
+    return torch.stack(chosen).to(batch.ids.device)

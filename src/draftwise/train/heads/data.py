@@ -133,17 +133,34 @@ class PieceSource(ABC):
     _epoch: tuple[int, list[list[int]]] = field(default=(-1, []))
 
     @abstractmethod
-    def make_batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
-        """Return these pieces with what the target computes from them."""
+    def make_batch(self, pieces: Sequence[Tokens], least: int) -> HeadBatch:
+        """Return these pieces with what the target computes from them, padded to at least so many tokens."""
 
-    def batch(self, step: int, recipe: HeadRecipe) -> HeadBatch:
-        """Return the batch of 0-based `step`."""
+    def batch(self, step: int, recipe: HeadRecipe, part: int = 0, parts: int = 1) -> HeadBatch:
+        """Return one of `parts` parts of what 0-based `step` learns from.
+
+        Example: batch size 2, 2 parts, a step of pieces a b c d: part 0 is a, c, part 1 is b, d. All are padded to the
+        longest of the four.
+
+        Raises:
+            ConfigError: there are more parts than pieces.
+        """
         train = self.pieces.train
-        epoch, place = divmod(step, -(-len(train) // self.batch_size))
+        size = self.batch_size * parts
+        whole, rest = divmod(len(train), size)
+        count = whole + (rest >= parts)  # a last batch that is not enough for all parts is left out
+        if not count:
+            raise ConfigError(
+                f"{len(train)} pieces of text are too few for {parts} processes and parts of a batch"
+            )
+        epoch, place = divmod(step, count)
         if self._epoch[0] != epoch:
             lengths = [len(piece.ids) for piece in train]
-            self._epoch = (epoch, plan_epoch(lengths, self.batch_size, recipe.seed, epoch))
-        return self.make_batch([train[i] for i in self._epoch[1][place]])
+            batches = plan_epoch(lengths, size, recipe.seed, epoch)
+            self._epoch = (epoch, [batch for batch in batches if len(batch) >= parts])
+        chosen = [train[i] for i in self._epoch[1][place]]
+        least = max(self.least, *(len(piece.ids) for piece in chosen))
+        return self.make_batch(chosen[part::parts], least)
 
     def heldout(self) -> dict[str, Iterable[HeadBatch]]:
         """Return the held-out pieces as `text`; made anew every time, to keep memory for training."""
@@ -153,7 +170,7 @@ class PieceSource(ABC):
         """Yield the held-out pieces batch by batch."""
         pieces = sorted(self.pieces.heldout, key=lambda piece: len(piece.ids))
         for start in range(0, len(pieces), self.batch_size):
-            yield self.make_batch(pieces[start : start + self.batch_size])
+            yield self.make_batch(pieces[start : start + self.batch_size], self.least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +186,8 @@ class TextSource(PieceSource):
 
     __slots__ = ()
 
-    def make_batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
-        return head_batch(pieces, self.teacher.teach([piece.ids for piece in pieces]), self.least)
+    def make_batch(self, pieces: Sequence[Tokens], least: int) -> HeadBatch:
+        return head_batch(pieces, self.teacher.teach([piece.ids for piece in pieces]), least)
 
 
 def draft_vocabulary(pieces: Sequence[Tokens], vocab_size: int, size: int) -> Tensor:

@@ -22,7 +22,7 @@ class DraftHead(Protocol):
 
     draft_ids: Tensor | None
 
-    def predictions(self, batch: HeadBatch, rows: Tensor, unrolls: int) -> list[Tensor]:
+    def predictions(self, batch: HeadBatch, rows: Tensor, unrolls: int) -> Iterable[Tensor]:
         """Return the logits [B, M, Vd] of each unroll."""
         ...
 
@@ -53,8 +53,8 @@ def evaluate_head(module: nn.Module, batches: Iterable[HeadBatch], unrolls: int)
             else:
                 every = every * (best == target.argmax(-1))
             chance = chance * torch.minimum(log_q.exp(), target).sum(-1)
-            greedy[i] += every.sum()
-            sampled[i] += chance.sum()
+            greedy[i] += float(every.sum())
+            sampled[i] += float(chance.sum())
             if i == 0:
                 entropy += float(-((target * log_q).sum(-1) * whole).sum())
         places += float(whole.sum())

@@ -5,6 +5,9 @@ eagle3   fc, midlayer.*, norm, lm_head, d2t (offsets), t2d (mask); embedding sha
 eagle    fc, layers.0.* without input_layernorm; embedding and output layer shared with the target
 mtp      model.layers.{number of target layers}.* as DeepSeek-V3 names them; the rest shared
 medusa   {head}.{layer}.linear.weight|bias, {head}.{layers}.weight
+dflash   the speculators format: fc, hidden_norm, layers.*, norm; d2t, t2d and lm_head with a draft vocabulary; the
+         embedding is shared, and without one the output layer
+dspark   the same with markov_head.* and confidence_head.*
 =======  ==========================================================================================
 """
 
@@ -20,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .block import BlockDrafter
 from .layers import HeadShape
 from .medusa import MedusaHeads
 from .sequential import Eagle3Head, EagleHead, MtpHead, SequentialHead
@@ -47,19 +51,25 @@ def export_head(
     feature_layers: tuple[int, ...] = (),
     provenance: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    verifier: str = "",
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` and, if given, ``provenance.json``.
 
     Args:
-        head: one of the classes of `sequential` and `medusa`.
+        head: one of the classes of `sequential`, `block` and `medusa`.
         folder: created if need be; files of these names are replaced, each whole or not at all.
         target_config: the target's config.json.
-        feature_layers: what an EAGLE-3 head was trained on.
+        feature_layers: what an EAGLE-3 head or a block drafter was trained on.
+        verifier: what a block drafter's settings call the target; such a folder can be served by itself.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, config = _tensors(head, target_config), _config(head, target_config, feature_layers, dtype)
+    tensors = _tensors(head, target_config)
+    if isinstance(head, BlockDrafter):
+        config = _block_config(head, target_config, feature_layers, dtype, verifier)
+    else:
+        config = _config(head, target_config, feature_layers, dtype)
     weights = {
-        name: tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        name: tensor.detach().cpu().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in tensors.items()
     }
     _save(weights, folder)
@@ -83,7 +93,8 @@ def export_draft(
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = str(student.dtype).removeprefix("torch.")
-    weights = {n: t.detach().to(student.dtype).contiguous() for n, t in student.llama.state_dict().items()}
+    state = student.llama.state_dict()
+    weights = {n: t.detach().cpu().to(student.dtype).contiguous() for n, t in state.items()}
     _save(weights, folder)
     config = student.llama.shape.hf_config(name, eos_ids[0] if eos_ids else 0)
     write_json(folder / "config.json", {**config, "eos_token_id": list(eos_ids) or None})
@@ -119,11 +130,10 @@ def _tensors(head: nn.Module, target_config: Mapping[str, Any]) -> dict[str, Ten
     if isinstance(head, Eagle3Head):
         outer = ("fc.", "norm.", "lm_head.")
         named = {name if name.startswith(outer) else f"midlayer.{name}": t for name, t in state.items()}
-        ids = head.draft_ids
-        assert ids is not None
-        known = torch.zeros(int(target_config["vocab_size"]), dtype=torch.bool)
-        known[ids] = True
-        return {**named, "d2t": offsets(ids), "t2d": known}
+        assert head.draft_ids is not None
+        return named | _vocabulary(head.draft_ids, target_config)
+    if isinstance(head, BlockDrafter):
+        return state if head.draft_ids is None else state | _vocabulary(head.draft_ids, target_config)
     if isinstance(head, EagleHead):
         return {name if name.startswith("fc.") else f"layers.0.{name}": t for name, t in state.items()}
     if isinstance(head, MtpHead):
@@ -133,6 +143,60 @@ def _tensors(head: nn.Module, target_config: Mapping[str, Any]) -> dict[str, Ten
         }
     assert isinstance(head, MedusaHeads)
     return state
+
+
+def _vocabulary(ids: Tensor, target_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    ids = ids.cpu()
+    known = torch.zeros(int(target_config["vocab_size"]), dtype=torch.bool)
+    known[ids] = True
+    return {"d2t": offsets(ids), "t2d": known}
+
+
+def _block_config(
+    head: BlockDrafter,
+    target: Mapping[str, Any],
+    feature_layers: tuple[int, ...],
+    dtype: torch.dtype,
+    verifier: str,
+) -> dict[str, Any]:
+    form, name = head.form, str(dtype).removeprefix("torch.")
+    kind = "dspark" if form.markov_rank else "dflash"
+    layer = {"model_type": "qwen3", **_layer_config(head.shape), "num_hidden_layers": form.layers}
+    layer |= {"vocab_size": target["vocab_size"]}
+    layer |= {key: target[key] for key in _ROPE_FIELDS if target.get(key) is not None}
+    config = {
+        "architectures": ["DSparkSpeculator" if form.markov_rank else "DFlashSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": form.drafts}],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": verifier or None,
+                "architectures": list(target.get("architectures") or ()),
+            },
+        },
+        "transformer_layer_config": layer,
+        "aux_hidden_state_layer_ids": list(feature_layers),
+        "mask_token_id": form.mask_token,
+        "block_size": form.block_size,
+        "draft_vocab_size": target["vocab_size"] if head.draft_ids is None else len(head.draft_ids),
+        "target_hidden_size": target["hidden_size"],
+        "sample_from_anchor": form.from_root,
+        "tie_word_embeddings": False,
+        "dtype": name,
+        "torch_dtype": name,
+    }
+    if form.causal:
+        config["is_causal"] = True
+    if form.markov_rank:
+        config |= {"markov_rank": form.markov_rank, "markov_head_type": form.markov_kind}
+        config |= {
+            "enable_confidence_head": form.confidence,
+            "confidence_head_with_markov": form.confidence,
+        }
+    return config
 
 
 def _config(

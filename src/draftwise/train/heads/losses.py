@@ -7,7 +7,7 @@ form and is computed along with the loss, row by row, in one compiled function; 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ _Kernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor
 def _loss_and_gradient(
     logits: Tensor, probs: Tensor, weights: Tensor, variation: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (cross-entropy [], acceptance [], gradient of cross-entropy - variation * acceptance, as `logits`).
+    """Return (cross-entropy [], acceptance [..], gradient of cross-entropy - variation * acceptance, as `logits`), the
+    first and the last added up over rows by their weights.
 
     With q = softmax(logits), P = sum p and s = sum of q where q < p:
     d(-sum p log q) / dz = q P - p;  d(sum min(p, q)) / dz = q ([q < p] - s).
@@ -31,30 +32,34 @@ def _loss_and_gradient(
     entropy = p.sum(-1) * total[..., 0].log() - (p * shifted).sum(-1)
     below = (q < p).float()
     overlap = torch.minimum(p, q).sum(-1)
-    scale = (weights / weights.sum().clamp_min(1.0))[..., None]
     gradient = q * p.sum(-1, keepdim=True) - p - variation * q * (below - (q * below).sum(-1, keepdim=True))
-    return (
-        (entropy[..., None] * scale).sum(),
-        (overlap[..., None] * scale).sum(),
-        (gradient * scale).to(logits.dtype),
-    )
+    return (entropy * weights).sum(), overlap, (gradient * weights[..., None]).to(logits.dtype)
 
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, probs: Tensor, weights: Tensor, variation: float, kernel: _Kernel
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         entropy, overlap, gradient = kernel(logits.detach(), probs, weights, variation)
         ctx.save_for_backward(gradient)
-        seen = torch.stack([entropy, overlap])
-        ctx.mark_non_differentiable(seen)
-        return entropy - variation * overlap, seen
+        accepted = (overlap * weights).sum()
+        seen = torch.stack([entropy, accepted]) / weights.sum().clamp_min(1.0)
+        ctx.mark_non_differentiable(seen, overlap)
+        return entropy - variation * accepted, seen, overlap
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * upstream[0].to(gradient.dtype), None, None, None, None
+
+
+class Distilled(NamedTuple):
+    """What `Distillation` says of some rows."""
+
+    loss: Tensor  # [], added up over rows by their weights
+    seen: Tensor  # [2] float32, means over rows: cross-entropy, chance of acceptance
+    overlap: Tensor  # [..] float32, each row's chance of acceptance
 
 
 class Distillation:
@@ -73,15 +78,51 @@ class Distillation:
             torch.compile(_loss_and_gradient, dynamic=False) if compile else _loss_and_gradient
         )
 
-    def __call__(
-        self, logits: Tensor, probs: Tensor, weights: Tensor, variation: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over counted rows and [2] float32: cross-entropy, chance of acceptance.
+    def __call__(self, logits: Tensor, probs: Tensor, weights: Tensor, variation: float) -> Distilled:
+        """Compare rows.
+
+        The loss is a sum, not a mean: what several batches, or several processes, say together is divided by the weight
+        of all their rows.
 
         Args:
-            logits: [B, M, Vd] of the head.
-            probs: [B, M, Vd] of the target, over the same tokens.
-            weights: [B, M] float32, 1 where the row counts.
+            logits: [.., Vd] of the head.
+            probs: [.., Vd] of the target, over the same tokens.
+            weights: [..] float32, 0 where the row does not count.
         """
-        loss, seen = _Distillation.apply(logits, probs, weights, variation, self._kernel)  # type: ignore[no-untyped-call]
-        return loss, seen
+        return Distilled(*_Distillation.apply(logits, probs, weights, variation, self._kernel))  # type: ignore[no-untyped-call]
+
+
+class Lesson(NamedTuple):
+    """What a head has to learn from a batch."""
+
+    loss: Tensor  # [], added up over rows and unrolls by their weights
+    weight: Tensor  # [], of all those rows
+    seen: Tensor  # [unrolls, 2]: cross-entropy and chance of acceptance of each
+
+
+class Lessons:
+    """Adds up what the unrolls of a head say; unroll i weighs decay^i."""
+
+    def __init__(self, distil: Distillation, decay: float, variation: float) -> None:
+        self._distil, self._decay, self._variation = distil, decay, variation
+        self._loss: Tensor | float = 0.0
+        self._weight: Tensor | float = 0.0
+        self._seen: list[Tensor] = []
+
+    def add(self, logits: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
+        """Take in the next unroll, as `Distillation` does; returns each row's chance of acceptance."""
+        share = self._decay ** len(self._seen)
+        loss, seen, overlap = self._distil(logits, probs, weights, self._variation)
+        self._loss = self._loss + share * loss
+        self._weight = self._weight + share * weights.sum()
+        self._seen.append(seen)
+        return overlap
+
+    def also(self, loss: Tensor) -> None:
+        """Something else to learn from the last unroll: [], added up over its rows."""
+        self._loss = self._loss + self._decay ** (len(self._seen) - 1) * loss
+
+    def done(self) -> Lesson:
+        """All unrolls together."""
+        assert isinstance(self._loss, Tensor) and isinstance(self._weight, Tensor)
+        return Lesson(self._loss, self._weight, torch.stack(self._seen))

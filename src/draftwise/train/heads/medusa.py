@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch import HeadBatch, row_weights
-from .losses import Distillation
+from .losses import Distillation, Lesson, Lessons
 
 
 class MedusaBlock(nn.Module):
@@ -67,17 +67,13 @@ class MedusaHeads(nn.Module):
         decay: float,
         variation: float,
         distil: Distillation,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the heads' weighted mean loss, head i weighing decay^i, and statistics [heads, 2].
+    ) -> Lesson:
+        """Return what the heads say, head i weighing decay^i.
 
         `unrolls` is the number of heads. Row r gives head i hidden r, which predicts token r+2+i.
         """
-        total = torch.zeros(())
-        statistics = []
+        lessons = Lessons(distil, decay, variation)
         hidden = batch.hidden[:, rows]
         for i in range(unrolls):
-            weights = row_weights(batch, rows, i)
-            loss, seen = distil(self.logits(i, hidden), batch.probs[:, rows + 1 + i], weights, variation)
-            total = total + decay**i * loss
-            statistics.append(seen)
-        return total / sum(decay**i for i in range(unrolls)), torch.stack(statistics)
+            lessons.add(self.logits(i, hidden), batch.probs[:, rows + 1 + i], row_weights(batch, rows, i))
+        return lessons.done()

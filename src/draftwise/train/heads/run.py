@@ -7,8 +7,9 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,52 +21,63 @@ from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.train.continuations import continue_prompts
-from draftwise.train.demo_recipe import LlamaShape, Schedule
 from draftwise.train.progress import RunBar
 
 from .args import TrainOptions
-from .data import Split, TextSource, coverage, cut, draft_vocabulary, split
+from .build import build_head, feature_layers, recipe_of
+from .data import Split, TextSource, cut, split
 from .export import export_draft, export_head, write_json
-from .medusa import MedusaHeads
+from .parallel import Ranks, joined, with_ranks
 from .plot import draw_history
-from .sequential import Eagle3Head, EagleHead, MtpHead
 from .shards import ShardSource, read_shards
 from .student import DraftStudent
-from .teacher import EngineTeacher, default_feature_layers, head_shape
+from .teacher import EngineTeacher
 from .text import Tokens, read_documents, tokenize
-from .trainer import BatchSource, HeadPlan, HeadRecipe, HeadTrainer, RunOptions
-
-_UNROLLS = {"eagle3": 7, "mtp": 4, "eagle": 1}
-_STUDENT_MEASURED = 4
-"""Drafts that evaluation of a draft model looks ahead."""
-_DECAY_SHARE = 0.45
+from .trainer import BatchSource, HeadTrainer, RunOptions
 
 
 def train_head(options: TrainOptions, console: Console) -> dict[str, Any]:
     """Carry out one training run and return what is known of it; the folder is `options.out`.
 
+    With several processes (`options.data_parallel_size`, or torchrun's) the first one answers; torchrun's others give
+    an empty record.
+
     Raises:
         ConfigError, ModelLoadError: bad options, text, shards or target; named.
+        DraftwiseError: another process failed.
     """
     options.check()
+    others = partial(_join, options)
+    return with_ranks(options.data_parallel_size, options.device, partial(_train, options, console), others)
+
+
+def _join(options: TrainOptions, rank: int, address: str) -> None:
+    """What a process does that `with_ranks` started."""
+    with joined(options.device, rank, options.data_parallel_size, address) as ranks:
+        _train(options, Console(quiet=True), ranks)
+
+
+def _train(options: TrainOptions, console: Console, ranks: Ranks) -> dict[str, Any]:
+    if not ranks.first:
+        console = Console(quiet=True)
     if options.threads:
         torch.set_num_threads(options.threads)
     target = Path(options.target) if options.target else embedded_path("target")
-    layers = options.feature_layers if options.kind == "eagle3" else ()
     dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-    teacher = EngineTeacher(options.target or target, (), dtype, torch.device("cpu"))
-    if options.kind == "eagle3":
-        teacher.choose_features(layers or default_feature_layers(teacher.config.num_layers))
-    source, pieces = _source(options, teacher)
+    teacher = EngineTeacher(options.target or target, (), dtype, ranks.device)
+    teacher.choose_features(feature_layers(options, teacher.config.num_layers))
+    source, pieces = _source(options, teacher, ranks)
     head, made = build_head(options, teacher, pieces)
+    head.to(ranks.device)
     run = RunOptions(
         work=options.work or options.out / "work",
+        accumulate=options.accumulate,
         budget_minutes=options.budget_minutes,
         compile=options.compile,
         checkpoint_seconds=options.checkpoint_seconds,
         evaluate_every=options.evaluate_every,
     )
-    trainer = HeadTrainer({options.kind: head}, recipe_of(options), run, source)
+    trainer = HeadTrainer({options.kind: head}, recipe_of(options), run, source, ranks)
     trainer.identity = {
         "kind": options.kind,
         "target": _describe(teacher),
@@ -77,9 +89,12 @@ def train_head(options: TrainOptions, console: Console) -> dict[str, Any]:
         console.print(f"resumed at step {trainer.state.step}", highlight=False)
     elif trainer.checkpoint.exists() and not options.resume:
         raise ConfigError(f"{trainer.checkpoint} exists: --resume continues it, another --work starts anew")
+    ranks.wait()  # nobody writes a checkpoint before all have looked for one
     counts = {side: sum(len(p.ids) for p in getattr(pieces, side)) for side in ("train", "heldout")}
     console.print(f"tokens: {counts['train']:,} to learn, {counts['heldout']:,} held out", highlight=False)
     run_watched(trainer, console)
+    if not ranks.first:
+        return {}
     record = provenance(options, trainer, counts)
     _export(options, head, teacher, trainer, record)
     return record
@@ -98,81 +113,7 @@ def run_watched(trainer: HeadTrainer, console: Console) -> None:
         raise
 
 
-def recipe_of(options: TrainOptions) -> HeadRecipe:
-    """Return the recipe that the options describe."""
-    unrolls = options.unrolls or _UNROLLS.get(options.kind, _STUDENT_MEASURED)
-    if options.kind == "medusa":
-        unrolls = options.heads
-    plan = HeadPlan(unrolls, options.decay, options.variation, options.muon_lr, options.adam_lr)
-    recipe = HeadRecipe(
-        plans={options.kind: plan},
-        seed=options.seed,
-        stride=options.stride,
-        decay_share=_DECAY_SHARE,
-        weight_decay=options.weight_decay,
-    )
-    if options.steps:
-        warm = max(1, min(30, options.steps // 10))
-        decay = max(1, round(_DECAY_SHARE * options.steps))
-        recipe = replace(recipe, schedule=Schedule(options.steps, decay, warm))
-    return recipe
-
-
-def build_head(
-    options: TrainOptions, teacher: EngineTeacher, pieces: Split
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a head with its initial weights, and what was chosen for it.
-
-    Raises:
-        ConfigError: sizes that do not fit the target.
-    """
-    config = teacher.config
-    shape = head_shape(config, options.intermediate_size or None)
-    matrices = teacher.embedding, teacher.lm_head
-    generator = torch.Generator().manual_seed(options.seed)
-    if options.kind == "eagle3":
-        size = min(options.draft_vocab_size or 32000, config.vocab_size)
-        ids = draft_vocabulary(pieces.train, config.vocab_size, size)
-        head = Eagle3Head(
-            shape, *matrices, generator, num_features=len(teacher.feature_layers), draft_ids=ids
-        )
-        return head, {
-            "draft_vocab_size": size,
-            "draft_vocab_coverage": round(coverage(pieces.heldout, ids), 4),
-            "feature_layers": list(teacher.feature_layers),
-        }
-    if options.kind == "eagle":
-        return EagleHead(shape, *matrices, generator), {}
-    if options.kind == "mtp":
-        return MtpHead(shape, *matrices, generator), {}
-    if options.kind == "medusa":
-        heads = MedusaHeads(options.heads, options.layers or 1, teacher.lm_head)
-        return heads, {"heads": options.heads, "layers": options.layers or 1}
-    student = _student_shape(options, teacher)
-    return DraftStudent(student, options.seed, teacher.dtype), {"shape": asdict(student)}
-
-
-def _student_shape(options: TrainOptions, teacher: EngineTeacher) -> LlamaShape:
-    config = teacher.config
-    hidden = options.hidden_size or min(512, config.hidden_size)
-    heads = max(1, hidden // config.head_dim)
-    if hidden % config.head_dim:
-        raise ConfigError(
-            f"--hidden-size {hidden} is no multiple of the target's head size {config.head_dim}"
-        )
-    return LlamaShape(
-        vocab_size=config.vocab_size,
-        hidden_size=hidden,
-        num_layers=options.layers or 2,
-        num_heads=heads,
-        num_kv_heads=heads // 2 if heads % 2 == 0 else heads,
-        head_dim=config.head_dim,
-        intermediate_size=options.intermediate_size or hidden * 5 // 2,
-        max_positions=config.max_model_len,
-    )
-
-
-def _source(options: TrainOptions, teacher: EngineTeacher) -> tuple[BatchSource, Split]:
+def _source(options: TrainOptions, teacher: EngineTeacher, ranks: Ranks) -> tuple[BatchSource, Split]:
     recipe = recipe_of(options)
     least = max(plan.unrolls for plan in recipe.plans.values()) + 2 * options.stride + 1
     if options.shards is not None:
@@ -184,7 +125,12 @@ def _source(options: TrainOptions, teacher: EngineTeacher) -> tuple[BatchSource,
     limit = min(options.max_length, teacher.config.max_model_len)
     pieces = split(cut(documents, limit), options.heldout_share)
     if options.own_text:
-        pieces = Split(pieces.train + _own_text(options, teacher, pieces, limit), pieces.heldout)
+        if not ranks.first:
+            ranks.wait()  # for the first process to write it
+        own = _own_text(options, teacher, pieces, limit)
+        if ranks.first:
+            ranks.wait()
+        pieces = Split(pieces.train + own, pieces.heldout)
     return TextSource(pieces, teacher, options.batch_size, least), pieces
 
 
@@ -288,6 +234,9 @@ def _export(
             feature_layers=teacher.feature_layers,
             provenance=record,
             dtype=teacher.dtype,
+            verifier=str(Path(options.target).absolute())
+            if Path(options.target).is_dir()
+            else options.target,
         )
     picture = draw_history(trainer.state.history, trainer.options.work)
     shutil.copyfile(picture, out / picture.name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .batch import HeadBatch, row_weights
 from .layers import MLP, HeadShape, Norm, UnrolledAttention, Weight
-from .losses import Distillation
+from .losses import Distillation, Lesson, Lessons
 
 
 class SequentialHead(nn.Module):
@@ -111,24 +111,21 @@ class SequentialHead(nn.Module):
         decay: float,
         variation: float,
         distil: Distillation,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean loss of the unrolls, unroll i weighing decay^i, and statistics [unrolls, 2]."""
+    ) -> Lesson:
+        """Return what the unrolls say, unroll i weighing decay^i."""
         probs = batch.probs if self.draft_ids is None else batch.probs.index_select(-1, self.draft_ids)
-        total = torch.zeros(())
-        statistics = []
+        lessons = Lessons(distil, decay, variation)
         for i, output in enumerate(self.unroll(batch, rows, unrolls)):
             weights = row_weights(batch, rows, i)
-            loss, seen = distil(self.logits(output), probs[:, rows + 1 + i], weights, variation)
+            lessons.add(self.logits(output), probs[:, rows + 1 + i], weights)
             if self.feature_weight:
-                loss = loss + self.feature_loss(output, batch.hidden[:, rows + 1 + i], weights)
-            total = total + decay**i * loss
-            statistics.append(seen)
-        return total / sum(decay**i for i in range(unrolls)), torch.stack(statistics)
+                lessons.also(self.feature_loss(output, batch.hidden[:, rows + 1 + i], weights))
+        return lessons.done()
 
     def feature_loss(self, output: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted smooth L1 distance of the output [B, M, H] to the target's hidden state."""
+        """Return the smooth L1 distance of the output [B, M, H] to the target's hidden state, added up over rows."""
         distance = F.smooth_l1_loss(output.float(), hidden.float(), reduction="none").mean(-1)
-        return self.feature_weight * (distance * weights).sum() / weights.sum().clamp_min(1.0)
+        return self.feature_weight * (distance * weights).sum()
 
 
 class Eagle3Head(SequentialHead):
@@ -163,7 +160,8 @@ class Eagle3Head(SequentialHead):
         self.draft_ids = draft_ids
 
     def first_features(self, batch: HeadBatch) -> Tensor:
-        return self.fc(batch.features)  # type: ignore[no-any-return]
+        # a teacher of several heads may capture more layers behind those that this one eats
+        return self.fc(batch.features[..., : self.fc.weight.shape[1]])  # type: ignore[no-any-return]
 
     def inputs(self, embedded: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(features)], -1), features

@@ -143,7 +143,7 @@ class ShardSource(PieceSource):
     shards: Shards
 
     @torch.no_grad()
-    def make_batch(self, pieces: Sequence[Tokens]) -> HeadBatch:
+    def make_batch(self, pieces: Sequence[Tokens], least: int) -> HeadBatch:
         states = []
         for piece in pieces:
             place = self.shards.places[id(piece.ids)]
@@ -153,8 +153,8 @@ class ShardSource(PieceSource):
             except SafetensorError as error:
                 raise ConfigError(f"--shards {place.file}: cannot be read: {error}") from error
         lengths = [len(state) for state in states]
-        rows = torch.cat(states).to(self.teacher.dtype)
+        rows = torch.cat(states).to(self.teacher.device, self.teacher.dtype)
         hidden, probs = self.teacher.finish_hidden(rows[:, self.shards.last])
         features = rows[:, list(self.shards.features)].flatten(1)
         taught = Taught(*(padded(x, lengths) for x in (hidden, features, probs)))
-        return head_batch(pieces, taught, self.least)
+        return head_batch(pieces, taught, least)

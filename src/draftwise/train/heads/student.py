@@ -9,7 +9,7 @@ from draftwise.train.demo_model import DemoLlama
 from draftwise.train.demo_recipe import LlamaShape
 
 from .batch import HeadBatch
-from .losses import Distillation
+from .losses import Distillation, Lesson, Lessons
 
 
 class DraftStudent(nn.Module):
@@ -40,8 +40,9 @@ class DraftStudent(nn.Module):
         decay: float,
         variation: float,
         distil: Distillation,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over all tokens and statistics [1, 2]; rows, unrolls and decay are for heads."""
+    ) -> Lesson:
+        """Return what all tokens say; rows, unrolls and decay are for heads."""
+        lessons = Lessons(distil, 1.0, variation)
         weights = ((batch.segments >= 0) & batch.counted).float()
-        loss, seen = distil(self.llama(batch.ids, self.dtype), batch.probs, weights, variation)
-        return loss, seen[None]
+        lessons.add(self.llama(batch.ids, self.dtype), batch.probs, weights)
+        return lessons.done()

@@ -36,6 +36,16 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(i for i in wanted if 0 < i < num_layers)) or (num_layers - 1,)
 
 
+def default_block_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the target layers whose entering states a block drafter eats: up to five, evenly, the last one what leaves
+    the target's last layer.
+
+    Examples: 12 layers -> (3, 6, 9, 12); 36 -> (7, 14, 22, 29, 36).
+    """
+    count = min(5, max(1, num_layers // 3))
+    return tuple(round(num_layers * (i + 1) / count) for i in range(count))
+
+
 def head_shape(config: ModelConfig, intermediate_size: int | None = None) -> HeadShape:
     """Return the sizes of a head's decoder layer: the target's own, but for the MLP if asked for."""
     return HeadShape(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from draftwise.errors import ConfigError
 from draftwise.train.demo_optim import MuonAdam
 from draftwise.train.demo_recipe import Schedule
 
-from .batch import HeadBatch, chosen_rows
+from .batch import HeadBatch, chosen_rows, random_rows
 from .evaluate import evaluate_head
-from .losses import Distillation
+from .losses import Distillation, Lesson
+from .parallel import Learning, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class HeadPlan:
     """Weight of the total variation distance beside the cross-entropy."""
     muon_lr: float = 0.02
     adam_lr: float = 0.002
+    anchors: int = 0
+    """Rows of each text that are trained, chosen at random at every step; 0: one in `HeadRecipe.stride`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,8 @@ class HeadState:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Where and how to run: nothing here changes the weights that given steps lead to."""
+    """Where and how to run: with `accumulate` and processes multiplied out, nothing here changes the weights that given
+    steps lead to by more than rounding."""
 
     work: Path
     budget_minutes: float = 0.0
@@ -80,13 +84,18 @@ class RunOptions:
     evaluate_every: int = 200
     stop_after: int = 0
     """Stop, as if interrupted, after so many steps of this process (0: never)."""
+    accumulate: int = 1
+    """Parts that a step's batch is computed in, one after the other: each process has one part's worth of memory."""
 
 
 class BatchSource(Protocol):
-    """Gives batches; which one a step gets depends on the step alone."""
+    """Gives batches; which one a step gets depends on the step and the number of parts alone."""
 
-    def batch(self, step: int, recipe: HeadRecipe) -> HeadBatch:
-        """Return the batch of 0-based `step`."""
+    def batch(self, step: int, recipe: HeadRecipe, part: int = 0, parts: int = 1) -> HeadBatch:
+        """Return one of `parts` parts of what 0-based `step` learns from: texts number `part`, `part + parts`, ..
+
+        A part is as large as a whole batch is where there is one part.
+        """
         ...
 
     def heldout(self) -> Mapping[str, Iterable[HeadBatch]]:
@@ -105,8 +114,8 @@ class TrainedHead(Protocol):
         decay: float,
         variation: float,
         distil: Distillation,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss, and [unrolls, 2]: cross-entropy and chance of acceptance of each."""
+    ) -> Lesson:
+        """Return the loss and the weight of what it was added up over, and what is shown of each unroll."""
         ...
 
 
@@ -137,12 +146,19 @@ class HeadTrainer:
 
     Args:
         heads: by name; each has a plan in the recipe.
+        ranks: the processes that train together.
     """
 
     def __init__(
-        self, heads: dict[str, nn.Module], recipe: HeadRecipe, options: RunOptions, source: BatchSource
+        self,
+        heads: dict[str, nn.Module],
+        recipe: HeadRecipe,
+        options: RunOptions,
+        source: BatchSource,
+        ranks: Ranks | None = None,
     ) -> None:
         self.heads, self.recipe, self.options, self.source = heads, recipe, options, source
+        self.ranks = ranks or Ranks()
         self.state = HeadState()
         self.identity: dict[str, Any] = {}
         """What a checkpoint must agree on to be resumed: the target, the text."""
@@ -152,27 +168,49 @@ class HeadTrainer:
                 recipe.plans[name].muon_lr,
                 recipe.plans[name].adam_lr,
                 recipe.weight_decay,
-                adam=("embed", "lm_head", *_medusa_outputs(head)),
+                adam=("embed", "lm_head", "markov_w", "confidence_head", *_medusa_outputs(head)),
             )
             for name, head in heads.items()
         }
+        self._learning = {name: self.ranks.wrap(Learning(head)) for name, head in heads.items()}
         self._distil = Distillation(options.compile)
 
-    def train_step(self, batch: HeadBatch, factor: float) -> dict[str, Tensor]:
-        """Move every head one step on; returns each one's statistics [unrolls, 2]."""
-        recipe, seen = self.recipe, {}
-        for name, head in self.heads.items():
-            plan = recipe.plans[name]
-            # a fixed function of the step, so that a resumed run takes the same rows
-            offset = (self.state.step * 7 + recipe.seed) % recipe.stride
-            rows = chosen_rows(batch.ids.shape[1], plan.unrolls, recipe.stride, offset)
-            loss, statistics = cast(TrainedHead, head).loss(
-                batch, rows, plan.unrolls, plan.decay, plan.variation, self._distil
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
+    def train_step(self, factor: float) -> dict[str, Tensor]:
+        """Move every head one step on; returns each one's statistics [unrolls, 2], of this process's last part."""
+        recipe, state, world = self.recipe, self.state, self.ranks.world
+        seen: dict[str, Tensor] = {}
+        weights = dict.fromkeys(self.heads, 0.0)
+        accumulate = self.options.accumulate
+        parts, tokens = accumulate * world, 0
+        for number in range(accumulate):
+            part = number * world + self.ranks.rank
+            batch = self.source.batch(state.step, recipe, part, parts)
+            tokens += int((batch.segments >= 0).sum())
+            for name, learning in self._learning.items():
+                plan = recipe.plans[name]
+                rows = self._rows(plan, batch, part, parts)
+                with self.ranks.hold(learning, number == accumulate - 1):
+                    loss, weight, seen[name] = learning(
+                        batch, rows, plan.unrolls, plan.decay, plan.variation, self._distil
+                    )
+                    loss.backward()
+                weights[name] += float(weight)
+        *totals, everything = self.ranks.sum(*weights.values(), tokens)
+        for (name, head), total in zip(self.heads.items(), totals, strict=True):
+            for parameter in head.parameters():
+                if parameter.grad is not None:  # averaged over processes, added up over parts
+                    parameter.grad.mul_(world / max(total, 1.0))
             self.optims[name].step(factor)
-            seen[name] = statistics
+        state.tokens += int(everything)
         return seen
+
+    def _rows(self, plan: HeadPlan, batch: HeadBatch, part: int, parts: int) -> Tensor:
+        """What is trained of a batch: a fixed function of the step, so that a resumed run takes the same rows."""
+        step, recipe = self.state.step, self.recipe
+        if plan.anchors:
+            return random_rows(batch, plan.unrolls, plan.anchors, (recipe.seed, 3, step), part, parts)
+        offset = (step * 7 + recipe.seed) % recipe.stride
+        return chosen_rows(batch.ids.shape[1], plan.unrolls, recipe.stride, offset)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate every head on the held-out batches: {data: {head: numbers}}."""
@@ -210,7 +248,7 @@ class HeadTrainer:
             ConfigError: it cannot be read, or is of another run; what differs is named.
         """
         try:
-            saved = torch.load(self.checkpoint, weights_only=True)
+            saved = torch.load(self.checkpoint, weights_only=True, map_location="cpu")
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             raise ConfigError(f"{self.checkpoint} cannot be read: {error}") from error
         before = saved.get("identity", {})
@@ -228,9 +266,10 @@ class HeadTrainer:
     def run(self, report: Callable[[HeadTrainer, dict[str, Tensor]], None]) -> bool:
         """Train to the end; returns False if `stop_after` stopped it first.
 
-        Ctrl-C takes effect between two steps, after a checkpoint; a second one at once, without.
+        Ctrl-C takes effect between two steps, after a checkpoint; a second one at once, without. Of several processes
+        the first one measures, reports and saves.
         """
-        state, done_here, saved = self.state, 0, time.monotonic()
+        state, ranks, done_here, saved = self.state, self.ranks, 0, time.monotonic()
         clock = saved
         with _Interrupts() as interrupts:
             while True:
@@ -239,30 +278,32 @@ class HeadTrainer:
                     break
                 seen = self._one_step(steps)
                 done_here += 1
-                if state.step % self.options.evaluate_every == 0 or state.step == steps:
-                    state.history.append({"step": state.step, "tokens": state.tokens, **self.evaluate()})
-                report(self, seen)
+                if ranks.first:
+                    if state.step % self.options.evaluate_every == 0 or state.step == steps:
+                        point = {"step": state.step, "tokens": state.tokens}
+                        state.history.append(point | self.evaluate())
+                    report(self, seen)
                 now = time.monotonic()
-                state.seconds += now - clock
+                state.seconds += ranks.first_says(now - clock)  # all go by one clock
                 clock = now
-                stop = interrupts.asked or done_here == self.options.stop_after
-                if stop or now - saved > self.options.checkpoint_seconds:
+                asked = ranks.sum(interrupts.asked)[0] > 0
+                stop = asked or done_here == self.options.stop_after
+                if ranks.first and (stop or now - saved > self.options.checkpoint_seconds):
                     self.save()
                     saved = now
-                if interrupts.asked:
+                if asked:
                     raise KeyboardInterrupt
                 if stop:
                     return False
-        self.save()
+        if ranks.first:
+            self.save()
         return True
 
     def _one_step(self, steps: int) -> dict[str, Tensor]:
         state, schedule = self.state, self.recipe.schedule
         warm = min(1.0, (state.step + 1) / schedule.warmup_steps)
-        batch = self.source.batch(state.step, self.recipe)
-        seen = self.train_step(batch, schedule.factor(state.step) if steps else warm)
+        seen = self.train_step(schedule.factor(state.step) if steps else warm)
         state.step += 1
-        state.tokens += int((batch.segments >= 0).sum())
         return seen
 
     def _plan_steps(self) -> int:
