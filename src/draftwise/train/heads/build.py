@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from draftwise.errors import ConfigError
 from draftwise.models.tokenizer import load_tokenizer
@@ -126,7 +126,8 @@ def _build_block(
         markov_rank=(options.markov_rank or min(256, max(1, config.hidden_size // 4))) if spark else 0,
         confidence=spark and not options.no_confidence_head,
     )
-    ids, made = None, {"form": asdict(form), "feature_layers": list(teacher.feature_layers)}
+    ids: Tensor | None = None
+    made: dict[str, Any] = {"form": asdict(form), "feature_layers": list(teacher.feature_layers)}
     if 0 < options.draft_vocab_size < config.vocab_size:
         ids = draft_vocabulary(pieces.train, config.vocab_size, options.draft_vocab_size)
         made["draft_vocab_size"] = options.draft_vocab_size
