@@ -80,7 +80,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'draftwise' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    from draftwise.collector import collector_paused
+
+    with collector_paused():
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
 

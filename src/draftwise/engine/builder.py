@@ -10,6 +10,7 @@ from typing import Any
 
 from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.controller import Controller, StaticController
+from draftwise.collector import collector_paused
 from draftwise.config import EngineConfig
 from draftwise.engine.adapters import Adapters
 from draftwise.engine.core import EngineCore
@@ -61,6 +62,7 @@ def check_alone(config: EngineConfig) -> EngineConfig:
     return config
 
 
+@collector_paused()
 def build_engine(
     config: EngineConfig, clock: Callable[[], float] = time.perf_counter, *, keep_trace: bool = False
 ) -> Engine:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from draftwise.collector import collector_paused
 from draftwise.config import EngineConfig
 from draftwise.config.extraction import transfer_folder
 from draftwise.cpus import default_threads
@@ -79,6 +80,7 @@ def make_grammars(config: EngineConfig, facts: DeviceFacts, tokenizer: Any) -> G
     )
 
 
+@collector_paused()
 def build_device(
     config: EngineConfig, clock: Callable[[], float] = time.perf_counter, ranks: Ranks | None = None
 ) -> Device:
