@@ -245,7 +245,7 @@ class RowResult(NamedTuple):
 
 class DrafterFailure(NamedTuple):
     """A drafter raised, or gave an answer that cannot be. ``hook``: what it was asked, a method of `Proposer`, or of
-    `ResidentDrafter` with "resident_" before it. ``rids``: requests that go on without speculation."""
+    `SeatedDrafter` with "seated_" before it. ``rids``: requests that go on without speculation."""
 
     method: str
     hook: str

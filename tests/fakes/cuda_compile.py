@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from draftwise.bench.gpu import command, setting
-from tests.fakes import resident
+from tests.fakes import seats
 from tests.fakes.fake_cuda import fake_cuda
 from tests.fakes.fake_cuda_triton import Launch, fake_launches
 
@@ -42,7 +42,7 @@ def main() -> None:
 
     with fake_cuda() as device, fake_launches(device, "compile") as launches:
         launches.compiled = told
-        launches.effects |= resident.EFFECTS
+        launches.effects |= seats.EFFECTS
         for part in ("steps", "kernels", "drafting", "engines", "attention"):
             report = command.run_part(part, "cuda", True)
             assert report.error is None, f"{part}: {report.error}"

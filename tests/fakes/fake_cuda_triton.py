@@ -85,7 +85,7 @@ def _launch(
         if launches.how == "interpret":
             kernel.run(**inner, grid=grid, warmup=False)
         elif effect is not None:
-            effect(inner)
+            effect(inner | {"programs": grid[0]})
 
     run()
     recording = device.current()

@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.device import attention, draws, inputs, linear, resident, rows, verify
+from draftwise.kernels.triton.device import attention, draws, inputs, linear, rows, seats, verify
 
 
 def build(kernel: Any, signature: str, **constants: object) -> None:
@@ -110,7 +110,7 @@ def main() -> None:
     codes()
     verification()
     between_passes()
-    resident_steps()
+    seat_steps()
 
 
 def codes() -> None:
@@ -196,32 +196,31 @@ def between_passes() -> None:
         )
 
 
-def resident_steps() -> None:
+def seat_steps() -> None:
     """What stands between the passes of a step that stays on the device."""
     build(
-        resident.begin_rows,
-        "*i64 *i64 *i64 *i32 *i32 *i64 *i64 *i64 *i32 *i64 i64 i64 i64 i32 i32 i32 i32 i32 i32 i32",
+        seats.begin_rows,
+        f"*i64 *i64 *i64 *i32 *i64 *i64 *i64 *i32 *i64 *i64 {'i32 ' * 7}",
         FRESH=3,
         FRESH_PAD=4,
-        TABLES=2,
         PAGE=16,
         BLOCK=8,
     )
     for drafter, kind in ((0, 0), (1, 1), (2, 2)):
         build(
-            resident.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 5} {'i32 ' * 10}",
+            seats.advance_rows,
+            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 5} {'i32 ' * 12}",
             DRAFTER=drafter,
             KIND=kind,
             ROWS=2 if drafter == 1 else 6,
             PAGE=16,
             BLOCK=8,
         )
-    build(resident.keep_drafts, "*i64 *i64 *i64 i32 i32 i32 i32", BLOCK=8)
+    build(seats.keep_drafts, f"{'*i64 ' * 5} {'i32 ' * 7}", BLOCK=8)
     for sampled in (False, True):
         build(
-            resident.keep_at_rates,
-            "*i64 *fp64 *fp32 *i32 *i64 *fp64 *i32 i32 i32 i32 i32",
+            seats.keep_at_rates,
+            "*i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 i32 i32 i32 i32",
             SAMPLED=sampled,
             PARTS_PAD=16,
             BLOCK=8,

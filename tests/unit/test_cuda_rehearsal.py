@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from tests.fakes import resident
+from tests.fakes import seats
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
 from tests.fakes.fake_cuda import fake_cuda
 from tests.fakes.fake_cuda_device import FakeCuda
@@ -45,7 +45,7 @@ def launches(device: FakeCuda) -> Iterator[Launches]:
     with fake_launches(device, "skip") as made:
         made.effects |= dict.fromkeys(("walk_trees", "judge_chains", "judge_blocks", "reject_trees"), accept)
         made.effects["best_of_all"] = draw
-        made.effects |= resident.EFFECTS
+        made.effects |= seats.EFFECTS
         yield made
 
 

@@ -87,7 +87,7 @@ def test_a_long_match_beats_the_model(look_up: str) -> None:
     assert [proposer.filled_after(r) for r in rows] == [3, 3, 3]
 
 
-OWN = {"propose", "filled_after", "drafts_stored", "stored_after", "leaving", "remove", "forget", "resident"}
+OWN = {"propose", "filled_after", "drafts_stored", "stored_after", "leaving", "remove", "forget", "seated"}
 """What a hybrid says itself, in part by asking its model."""
 
 

@@ -11,8 +11,8 @@ from draftwise.config import EngineConfig
 from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.engine.states import StatePlan
 from draftwise.errors import ConfigError
+from draftwise.graphs.seats.memory import seats_bytes
 from draftwise.graphs.setup import GraphSetup
-from draftwise.kernels.resident import resident_bytes
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.propose.base import Proposer
@@ -55,7 +55,7 @@ def cache_blocks(
             block_size=config.block_size,
             block_bytes=block_bytes,
             fixed=fixed,
-            drafter_bytes=sum(p.memory_static() for p in proposers) + _resident_bytes(config, model),
+            drafter_bytes=sum(p.memory_static() for p in proposers) + _seats_bytes(config, model),
             num_graphs=0 if graphs is None else graphs.count,
             most_blocks=useful,
         )
@@ -72,11 +72,11 @@ def bytes_of_block(config: EngineConfig, model: DecoderModel, proposers: Sequenc
     return max(target + sum(p.memory_per_block() for p in proposers), 1)  # 1: of a model without attention
 
 
-def _resident_bytes(config: EngineConfig, model: DecoderModel) -> int:
+def _seats_bytes(config: EngineConfig, model: DecoderModel) -> int:
     """What steps that stay on a GPU take besides."""
     if not config.async_scheduling:
         return 0
-    return resident_bytes(config.max_num_seqs or 64, step_widths(config)[-1] - 1, model.config.vocab_size)
+    return seats_bytes(config.max_num_seqs or 64, step_widths(config)[-1] - 1, model.config.vocab_size)
 
 
 def _free_memory(config: EngineConfig) -> int:

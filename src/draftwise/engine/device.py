@@ -177,7 +177,7 @@ def build_device(
         synthetic=_synthetic(config),
         rules=default_rules(device),
         grammars=grammars,
-        resident=config.async_scheduling,
+        seated=config.async_scheduling,
         clock=clock,
     )
     return Device(model, executor, tokenizer, grammars, facts)

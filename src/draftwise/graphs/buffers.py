@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.graphs.backend import GraphBackend
-from draftwise.types import AttentionBatch, IntArray, StaticRows, StepInput
+from draftwise.graphs.backend import Graph, GraphBackend
+from draftwise.types import AttentionBatch, IntArray, StaticRows, StepInput, TargetOutput
 
 _BEYOND = 128
 """Keys past a pass's longest context that its tables reach: rows of its own, drafts behind them, nodes of a tree."""
@@ -120,19 +120,27 @@ class PassBuffers:
         )
         self.clear()
 
-    def clear(self, first_key_np: IntArray | None = None) -> None:
-        """Rows that fill up, and nothing else: for captures, and for rows that the device fills in.
-
-        Args:
-            first_key_np: [r] of the first requests, as `AttentionBatch.first_key_np`.
-        """
+    def clear(self) -> None:
+        """Rows that fill up, and nothing else: for captures."""
         self._tokens[:] = self._positions[:] = self._place[:] = self._picks[:] = 0
         self._slots[:] = self._spare_slot
         self._masks[:] = 1
         self._context[:] = self._first_key[:] = self._is_tree[:] = 0
-        if first_key_np is not None:
-            self._first_key[: len(first_key_np)] = first_key_np
         self._device.copy_(self._host)
+
+    def become_chains(self, tables: Tensor) -> None:
+        """On the device: what the host said of trees and first keys is gone, and these are the block tables.
+
+        Args:
+            tables: [>= requests, >= blocks, or fewer] int32.
+        """
+        static = self.batch.attention.static
+        assert static is not None
+        width = min(tables.shape[1], static.tables.shape[1])
+        static.tables[:, :width].copy_(tables[: self.shape.requests, :width])
+        static.first_key.zero_()
+        static.is_tree.zero_()
+        static.ancestors.fill_(1)
 
     def fits(self, need: Need) -> bool:
         """Whether a batch's rows can be filled in."""
@@ -181,6 +189,17 @@ class PassBuffers:
         self._device.copy_(self._host, non_blocking=True)
         self.tables.fill(attention.block_tables_np)
         return place
+
+
+class PassSeats(NamedTuple):
+    """A captured pass of the target, and what a replay of it leaves behind: for those who fill in its rows on the
+    device."""
+
+    rows: PassBuffers
+    graph: Graph
+    output: TargetOutput
+    logits: Tensor  # [>= rows of the pass, V] float32
+    spare_slot: int
 
 
 def at_rows(x: Tensor, count: int, index: Tensor, first: bool) -> Tensor:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Tables, at_rows
+from draftwise.graphs.buffers import Need, PassBuffers, PassSeats, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.loop import ChainLoop, Drafter
 from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
-from draftwise.graphs.resident import PassSeats
 from draftwise.graphs.sizes import worth_filling
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
@@ -186,17 +185,16 @@ class GraphedDecoder(WrappedDecoder):
         """What captured all this."""
         return self._backend
 
-    def pass_seats(self, requests: int, rows: int, keys: int) -> PassSeats | None:
-        """The smallest whole pass for so many requests of exactly ``rows`` rows with up to ``keys`` keys, for those who
-        fill in its rows on the device. None: there is none."""
-        for found in self._passes:
-            shape = found.rows.shape
-            if shape.rows == rows and shape.requests >= requests and shape.keys >= keys:
-                assert self._kv is not None and self._kv.spare_slot is not None
-                results = self._results
-                output = TargetOutput(results.hidden, results.captured)
-                return PassSeats(found.rows, found.graph, output, results.logits, self._kv.spare_slot)
-        return None
+    def pass_seats(self, rows: int) -> list[PassSeats]:
+        """The whole passes for requests of exactly ``rows`` rows, the smallest first."""
+        assert self._kv is not None and self._kv.spare_slot is not None
+        results = self._results
+        output = TargetOutput(results.hidden, results.captured)
+        return [
+            PassSeats(found.rows, found.graph, output, results.logits, self._kv.spare_slot)
+            for found in self._passes
+            if found.rows.shape.rows == rows
+        ]
 
     def loop_of(self, batch: StepInput, kv: KVStorage, steps: int) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
-from draftwise.kernels.resident import LoopSeats
 from draftwise.kernels.select import on_triton
 from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
@@ -32,6 +31,20 @@ Advance = Callable[[StepInput, Tensor | None], tuple[Tensor, Tensor | None]]
 """One pass: its rows, and their features if the drafter is a head -> hidden states [T, H], the next rows' features."""
 
 _BELOW_ONE = 1.0 - 2.0**-52
+
+
+class LoopSeats(NamedTuple):
+    """What a replay of a `ChainLoop` over R requests reads besides the rows of its first pass, and what it leaves
+    behind, ``tokens`` and ``q``: for those who fill it in on the device."""
+
+    last: Tensor  # [R] int64, row of the first pass from which each request drafts
+    start: Tensor  # [R] int64, key of its first draft
+    length: Tensor  # [R] int64, drafts that count
+    scale: Tensor  # [R] float64, one over its temperature
+    noise: Tensor  # [R, steps] int64, `row_key` as signed words, or the bits of float64 uniforms
+    features: Tensor | None  # [rows of the first pass, F] of heads
+    tokens: Tensor  # [R, steps] int64
+    q: Tensor | None  # [R, steps, Vd] float32; None: nothing is drawn from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +172,18 @@ class ChainLoop:
         assert self._graph is not None
         return self._graph.replay
 
-    def seat(self, scales_np: npt.NDArray[np.float64], first_key_np: npt.NDArray[np.int32]) -> LoopSeats:
-        """Get ready for replays whose rows come from the device: nothing but what stays is filled in. It waits.
-
-        Args:
-            scales_np: [r] one over each request's temperature.
-            first_key_np: [r] as `AttentionBatch.first_key_np`.
-        """
-        self.rows.clear(first_key_np)
-        self._host.zero_()
-        self._scale_np[: len(scales_np)] = scales_np
-        self._device.copy_(self._host)
+    @property
+    def seats(self) -> LoopSeats:
+        """For those who fill in a replay's rows (``rows``) and what belongs to them on the device."""
         return LoopSeats(
-            self._last, self._start, self._length, self._noise, self._features, self._tokens, self._q
+            self._last,
+            self._start,
+            self._length,
+            self._scale,
+            self._noise,
+            self._features,
+            self._tokens,
+            self._q,
         )
 
     def replay(self) -> None:

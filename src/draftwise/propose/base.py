@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from draftwise.config import SpeculativeConfig
+from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.graphs.setup import GraphSetup
 from draftwise.kernels.ranks import Ranks
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, ModelConfig
-from draftwise.propose.resident import ResidentDrafter
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.sampling.state import SamplingState
 from draftwise.structured.cursor import Cursor
@@ -267,7 +267,7 @@ class Proposer(ABC):
         it is in `propose`."""
         return 0
 
-    def resident(self) -> ResidentDrafter | None:
+    def seated(self) -> SeatedDrafter | None:
         """Asked once, after `allocate`: what takes part in steps that stay on the device; None: it cannot."""
         return None
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol, Self
 
+from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.delegating import DelegatingProposer
 from draftwise.propose.registry import resolve_proposer
-from draftwise.propose.resident import ResidentDrafter
 from draftwise.structured.cursor import is_point_mass
 from draftwise.types import IntArray, Proposal
 
@@ -146,7 +146,7 @@ class HybridProposer(DelegatingProposer):
         finally:
             self.inner.forget()
 
-    def resident(self) -> ResidentDrafter | None:
+    def seated(self) -> SeatedDrafter | None:
         return None  # a step that stays on the device looks nothing up
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -23,8 +24,8 @@ from draftwise.runner.drafting import Drafting
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
 from draftwise.runner.outcome import Outcome, committed_rows, drafting, row_results
-from draftwise.runner.resident import Flight, ResidentRuns
 from draftwise.runner.rows import BlockTables, Row
+from draftwise.runner.seats import Flight, Seats
 from draftwise.runner.verifying import Verifying
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.params import SamplingParams
@@ -59,12 +60,12 @@ class LocalExecutor(Executor):
         synthetic: SyntheticAcceptance | None = None,
         rules: BatchRules | None = None,
         grammars: Grammars | None = None,
-        resident: bool = False,
+        seated: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``grammars``: makes the cursors of requests with structured outputs; without it there may be none.
-        ``rules``: kernels that verify; None: torch does. ``resident``: let steps stay on the device where they can, if
-        the model's passes are captured; steps then cannot be timed one by one."""
+        ``rules``: kernels that verify; None: torch does. ``seated``: let requests decode on the device where they
+        can, if the model's passes are captured; steps then cannot be timed one by one."""
         self._model = model
         self._storage = storage
         self._block_size = block_size
@@ -88,9 +89,9 @@ class LocalExecutor(Executor):
             device=device,
             chains_only=storage.states is not None,
         )
-        self.runs: ResidentRuns | None = None  # of steps that stay on the device
-        if resident and isinstance(model, GraphedDecoder):
-            self.runs = ResidentRuns(
+        self.seats: Seats | None = None  # of requests that decode on the device
+        if seated and isinstance(model, GraphedDecoder):
+            seats = Seats(
                 model,
                 proposers,
                 self._drafting,
@@ -99,36 +100,44 @@ class LocalExecutor(Executor):
                 synthetic=synthetic,
                 forced=None if rules is None else rules.forced,
             )
-            if device.type == "cuda" and not self.runs.prepare():
-                self.runs = None
+            if seats and (device.type != "cuda" or seats.prepare()):
+                self.seats = seats
 
     # ------------------------------------------------------------------------------------------- the step
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self.runs is not None:
+        if self.seats is not None:
             return self.launch(plan).finish()
         return self._here(lambda: self._execute(plan))
 
     def launch(self, plan: StepPlan) -> Launched:
-        runs = self.runs
-        if runs is None:
+        seats = self.seats
+        if seats is None:
             return Launched(self.execute(plan))
-        flight = self._here(lambda: self._launch(plan, runs))
-        if isinstance(flight, StepResult):
-            return Launched(flight)
-        return Launched(finish=lambda: self._here(lambda: runs.finish(flight)))
+        return self._here(lambda: self._launch(plan, seats))
 
-    def _launch(self, plan: StepPlan, runs: ResidentRuns) -> Flight | StepResult:
-        """Let the step be one of a resident run, if it may; else execute it."""
-        if runs.continues(plan):
-            fresh = {p.rid: self._rows[p.rid].num_blocks for p in plan.rows if p.new_block_ids}
-            self._apply(plan)
-            return runs.launch(plan, fresh)
-        runs.end()
-        if plan.new or any(p.num_new != 1 for p in plan.rows):
-            return self._execute(plan)
+    def _launch(self, plan: StepPlan, seats: Seats) -> Launched:
+        """Start the step of those who have seats; the others' is executed behind it."""
+        seats.leave(plan)
         self._apply(plan)
-        return runs.launch(plan, {}) if runs.begin(plan) else self._execute(plan, applied=True)
+        taking = seats.take(plan)
+        flight = seats.launch(taking) if taking else None
+        if flight is None:
+            return Launched(self._execute(plan, applied=True))
+        others: StepResult | None = None
+        if len(taking) < len(plan.rows):
+            own = {p.rid for p in taking}
+            rest = tuple(p for p in plan.rows if p.rid not in own)
+            others = self._execute(replace(plan, rows=rest), applied=True)
+        return Launched(finish=lambda: self._here(lambda: self._finish(plan, seats, flight, others)))
+
+    def _finish(self, plan: StepPlan, seats: Seats, flight: Flight, others: StepResult | None) -> StepResult:
+        """What came of a step of seats, and of the others in it. Nobody can tell how long its parts took."""
+        rows = (*seats.finish(flight), *(() if others is None else others.rows))
+        failures = self._drafting.take_failures()
+        if others is not None:
+            failures = (*others.drafter_failures, *failures)
+        return StepResult(plan.step, rows, drafter_failures=failures)
 
     def _here(self, run: Callable[[], T]) -> T:
         """Run something with this executor's device and number of threads.
@@ -223,9 +232,9 @@ class LocalExecutor(Executor):
         self._drafting.forget()
 
     def close(self) -> None:
-        if self.runs is not None:
+        if self.seats is not None:
             with suppress(Exception):  # a broken device has said so before
-                self._here(self.runs.end)  # nothing is on its way to memory that goes
+                self._here(self.seats.end)  # nothing is on its way to memory that goes
         self._rows.clear()
 
     # ------------------------------------------------------------------------------------- applying diffs

@@ -1,4 +1,4 @@
-"""A drafter as runs of resident steps call it: through the guard, and with its answers checked."""
+"""A drafter as steps of seats call it: through the guard, and with its answers checked."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import get_args
 from torch import Tensor
 
 from draftwise.graphs.loop import LoopKind
-from draftwise.graphs.resident import DrafterSeats
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter
+from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.propose.base import Proposer
-from draftwise.propose.resident import Place, ResidentDrafter
 from draftwise.runner.guard import Guard, whole_number
 from draftwise.runner.rows import Row
 
 
 class Seated:
-    """See `ResidentDrafter`. Where it fails, the answer is None, and the requests concerned decode plainly from then
+    """See `SeatedDrafter`. Where it fails, the answer is None, and the requests concerned decode plainly from then
     on."""
 
-    def __init__(self, method: str, drafter: ResidentDrafter, guard: Guard) -> None:
+    def __init__(self, method: str, drafter: SeatedDrafter, guard: Guard) -> None:
         self._method = method
         self._drafter = drafter
         self._guard = guard
@@ -31,13 +31,13 @@ class Seated:
         """The proposer of this name, if it can take part."""
 
         def call(proposer: Proposer) -> Seated | None:
-            drafter = proposer.resident()
+            drafter = proposer.seated()
             return None if drafter is None else cls(method, drafter, guard)
 
-        return guard.ask(method, "resident", (), call, None)
+        return guard.ask(method, "seated", (), call, None)
 
     def usual_kind(self, greedy: bool, rule: str) -> LoopKind:
-        """`ResidentDrafter.kind` of nobody in particular. Raises what it raises."""
+        """`SeatedDrafter.kind` of nobody in particular. Raises what it raises."""
         answer = self._drafter.kind(greedy, rule)
         if answer not in get_args(LoopKind):
             raise ValueError(f"{answer!r} is no kind of draws")
@@ -47,13 +47,13 @@ class Seated:
         """How drafts of a request are drawn."""
         greedy, rule = row.state.is_greedy, row.speculation.rule
         return self._guard.ask(
-            self._method, "resident_kind", [row], lambda _: self.usual_kind(greedy, rule), None
+            self._method, "seated_kind", [row], lambda _: self.usual_kind(greedy, rule), None
         )
 
     def place(self, row: Row) -> Place | None:
-        """Where a request stands; None: it cannot board yet."""
+        """Where a request stands; None: it cannot have a seat yet."""
         fill = row.fill.get(self._method)
-        assert fill is not None, "drafters in resident steps have storage"
+        assert fill is not None, "drafters of seats have storage"
         known, waiting = row.num_tokens, len(row.proposal)
 
         def call(_: Proposer) -> Place | None:
@@ -67,26 +67,26 @@ class Seated:
                 whole_number(first_key, known, "the first key"),
             )
 
-        return self._guard.ask(self._method, "resident_place", [row], call, None)
+        return self._guard.ask(self._method, "seated_place", [row], call, None)
 
     def seats(self, rows: Sequence[Row], requests: int, keys: int, kind: LoopKind) -> DrafterSeats | None:
         """The smallest loop for exactly so many requests of up to ``keys`` keys; ``rows`` want it."""
         return self._guard.ask(
             self._method,
-            "resident_seats",
+            "seated_seats",
             rows,
             lambda _: self._drafter.seats(requests, keys, kind),
             None,
         )
 
     def prepare(self, rows: Sequence[Row]) -> bool:
-        """These requests are about to board; False: they cannot."""
+        """These requests are about to take seats; False: they cannot."""
 
         def call(_: Proposer) -> bool:
             self._drafter.prepare()
             return True
 
-        return self._guard.ask(self._method, "resident_prepare", rows, call, False)
+        return self._guard.ask(self._method, "seated_prepare", rows, call, False)
 
     def went_on(self, row: Row, fed: int, waiting: int) -> tuple[int, int] | None:
         """A step was read: the tokens and the drafts behind them that the drafter has now."""
@@ -98,13 +98,13 @@ class Seated:
                 whole_number(drafts, waiting, "the number of stored drafts"),
             )
 
-        return self._guard.ask(self._method, "resident_went_on", [row], call, None)
+        return self._guard.ask(self._method, "seated_went_on", [row], call, None)
 
     def left(self, row: Row, fed: int, feature: Tensor | None) -> None:
         """The request goes on in the ordinary way."""
         self._guard.ask(
             self._method,
-            "resident_left",
+            "seated_left",
             [row],
             lambda _: self._drafter.left(row.rid, row.num_tokens, fed, feature),
             None,

@@ -180,6 +180,11 @@ class SamplingState:
         return self._counts[token]
 
     @property
+    def counts(self) -> Mapping[int, int]:
+        """Occurrences in the committed output, kept as by `count_of`."""
+        return self._counts
+
+    @property
     def penalty(self) -> torch.Tensor:
         """[V] float32: what presence and frequency penalties subtract after the committed output."""
         assert self._penalty_np is not None

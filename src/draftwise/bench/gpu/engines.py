@@ -83,7 +83,7 @@ class BenchEngine:
             block_size=BLOCK,
             device=self.setting.device,
             rules=ForcedAcceptance(_rules(self.setting), rates),
-            resident=ahead,
+            seated=ahead,
         )
         if ahead:
             executor = ThreadedExecutor(executor)
@@ -211,8 +211,8 @@ def measure_engines(setting: Setting, report: PartReport) -> None:
 def _say_who_stays(report: PartReport, name: str, core: EngineCore) -> None:
     """Whether what was measured ahead are steps that stay on the device."""
     assert isinstance(core.executor, ThreadedExecutor) and isinstance(core.executor.inner, LocalExecutor)
-    runs = core.executor.inner.runs
-    report.add(f"{name}: steps on the device", 0.0 if runs is None else float(runs.num_steps))
+    seats = core.executor.inner.seats
+    report.add(f"{name}: steps on the device", 0.0 if seats is None else float(seats.num_steps))
 
 
 def _compare_gap(
@@ -222,7 +222,7 @@ def _compare_gap(
     requests: int,
     prompt: int,
     waiting: float,
-    resident: float,
+    seated: float,
 ) -> None:
     """Speculative steps, one that waits and one that stays on the device, against what their two graphs take alone."""
     from draftwise.graphs.decoder import GraphedDecoder
@@ -245,7 +245,7 @@ def _compare_gap(
         alone = setting.time(target) + setting.time(loop)
     note = f"graphs {alone * 1e3:.2f} ms"
     report.add(f"{name}: speculative step that waits / its graphs", waiting / alone, "x", note=note)
-    report.at_most(f"{name}: speculative step on the device / its graphs", resident / alone, 1.05, "x", note)
+    report.at_most(f"{name}: speculative step on the device / its graphs", seated / alone, 1.05, "x", note)
 
 
 class _Waits(AbstractContextManager["_Waits"]):

@@ -211,19 +211,20 @@ def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk) -> N
 def keep_at_rates(
     logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, rates: Tensor, *, sampled: bool
 ) -> None:
-    """Rule ``synthetic`` on chains, of all requests of a batch; arguments as in `walk_trees`.
+    """Rule ``synthetic`` on chains; arguments as in `walk_trees`.
 
     Args:
         rates: [n] float64, see `verify.rates`.
         sampled: the last token is drawn from softmax(logits), else it is the most likely one.
     """
-    from draftwise.kernels.triton.device import resident as device
+    from draftwise.kernels.triton.device import seats as device
     from draftwise.kernels.triton.device import verify as choice
 
     count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
     parts = -(-vocab // _PART)
-    best = torch.empty((count, nodes + 1, parts), dtype=torch.float32, device=logits.device)
-    token = torch.empty((count, nodes + 1, parts), dtype=torch.int32, device=logits.device)
+    shape = (batch.table.shape[0], nodes + 1, parts)
+    best = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    token = torch.empty(shape, dtype=torch.int32, device=logits.device)
     ends, numbers = _new_ends(count, logits.device)
     stride = batch.table.stride(0)
     if not sampled:
@@ -245,6 +246,7 @@ def keep_at_rates(
         )
     device.keep_at_rates[(count,)](
         batch.table,
+        members,
         rates,
         best,
         token,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from draftwise.graphs.head import GraphedHead
+from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
@@ -24,10 +25,9 @@ from draftwise.propose.chains import (
 )
 from draftwise.propose.heads.loops import HeadLoops
 from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
-from draftwise.propose.heads.resident import ResidentHead
+from draftwise.propose.heads.seated import SeatedHead
 from draftwise.propose.heads.state import MANY_FEATURES, Features, HeadState
 from draftwise.propose.heads.trees import HeadTrees
-from draftwise.propose.resident import ResidentDrafter
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.propose.trees.native import as_proposal, forest_draws, native_draws, tree_proposals
@@ -368,11 +368,11 @@ class HeadProposer(Proposer):
     def memory_static(self) -> int:
         return self._head.static_bytes()
 
-    def resident(self) -> ResidentDrafter | None:
+    def seated(self) -> SeatedDrafter | None:
         head = self._head
         if not isinstance(head, GraphedHead) or not head.chains:
             return None
-        return ResidentHead(head.chains, self._max_len, self._sample_method, self._passes, self._states)
+        return SeatedHead(head.chains, self._max_len, self._sample_method, self._passes, self._states)
 
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Self, cast
 
 from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.propose.base import ProposerContext
 from draftwise.propose.models.parallel import ParallelDraftProposer
 from draftwise.propose.models.proposer import ModelProposer
-from draftwise.propose.models.resident import ResidentModel
-from draftwise.propose.resident import ResidentDrafter
+from draftwise.propose.models.seated import SeatedModel
 
 
 class DraftModelProposer(ModelProposer):
@@ -23,9 +23,9 @@ class DraftModelProposer(ModelProposer):
             return cast(Self, ParallelDraftProposer.create(context))
         return super().create(context)
 
-    def resident(self) -> ResidentDrafter | None:
+    def seated(self) -> SeatedDrafter | None:
         model = self._model
         if not isinstance(model, GraphedDecoder) or not model.chains:
             return None
         assert self._storage is not None, "allocate comes first"
-        return ResidentModel(model.chains, self._max_len, self._sample_method, self._storage)
+        return SeatedModel(model.chains, self._max_len, self._sample_method, self._storage)

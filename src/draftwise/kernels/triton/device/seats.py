@@ -1,5 +1,5 @@
-"""Between the passes of a resident step. Launched by `..resident`; columns of ``state``, ``told`` and ``answer`` are
-numbered in `kernels.resident`, a request's fields for verification in `.verify`."""
+"""Between the passes of a step of seats. Launched by `graphs.seats.kernels`; columns of ``state``, ``told`` and
+``answer`` are numbered in `graphs.seats.memory`, a request's fields for verification in `.verify`."""
 
 import triton
 import triton.language as tl
@@ -18,28 +18,25 @@ def slots_of(table, keys, real, num_pages, spare_slot, PAGE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "q_base",
-        "q_slot_bytes",
-        "q_row_bytes",
         "state_stride",
         "told_stride",
         "table_stride",
-        "other_stride",
         "num_pages",
         "spare_slot",
         "drafts",
+        "rows",
     ],
     do_not_specialize_on_alignment=[
         "state",
         "told",
         "now",
         "table",
-        "other_table",
         "tokens",
         "positions",
         "slots",
         "context",
         "fields",
+        "sources",
     ],
 )
 def begin_rows(
@@ -47,50 +44,44 @@ def begin_rows(
     told,
     now,
     table,
-    other_table,
     tokens,
     positions,
     slots,
     context,
     fields,
-    q_base,
-    q_slot_bytes,
-    q_row_bytes,
+    sources,
     state_stride,
     told_stride,
     table_stride,
-    other_stride,
     num_pages,
     spare_slot,
     drafts,
+    rows,
     FRESH: tl.constexpr,
     FRESH_PAD: tl.constexpr,
-    TABLES: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One slot: its new blocks, its rows of the target's pass, and what verification has to know."""
+    """One seat: its new blocks, its rows of the target's pass, and what verification has to know."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * state_stride
     said = told + s * told_stride
-    i = tl.arange(0, FRESH_PAD)
-    fresh = tl.load(said + 3 + i, mask=i < FRESH, other=0)
-    block = tl.load(said + 3 + FRESH + i, mask=i < FRESH, other=0).to(tl.int32)
-    tl.store(table + s * table_stride + fresh, block, mask=i < FRESH)
-    if TABLES == 2:
-        tl.store(other_table + s * other_stride + fresh, block, mask=i < FRESH)
-    tl.debug_barrier()  # the table is read by every thread
     known = tl.load(own)
     live = known < tl.load(said)
-    nodes = tl.where(live, tl.minimum(tl.load(said + 1), tl.load(own + 2)), 0)
+    i = tl.arange(0, FRESH_PAD)
+    new = i < tl.where(live, FRESH, 0)
+    fresh = tl.load(said + 5 + i, mask=new, other=0)
+    block = tl.load(said + 5 + FRESH + i, mask=new, other=0).to(tl.int32)
+    tl.store(table + s * table_stride + fresh, block, mask=new)
+    tl.debug_barrier()  # the table is read by every thread
+    nodes = tl.where(live, tl.minimum(tl.minimum(tl.load(said + 1), tl.load(own + 2)), rows - 1), 0)
     tl.store(now + 2 * s, tl.where(live, 1, 0))
     tl.store(now + 2 * s + 1, nodes)
     j = tl.arange(0, BLOCK)
-    rows = drafts + 1
     inside = j < rows
     real = j < tl.where(live, nodes + 1, 0)
     # the root, then drafts
-    token = tl.load(own + tl.where(j == 0, 1, 7 + j), mask=real, other=0)
+    token = tl.load(own + tl.where(j == 0, 1, 15 + j), mask=real, other=0)
     key = known - 1 + j
     at = s * rows + j
     tl.store(tokens + at, token, mask=inside)
@@ -109,9 +100,11 @@ def begin_rows(
     tl.store(out + 4, known)
     tl.store(out + 5, known * 0)
     drafted = j < drafts
-    tl.store(out + 6 + j, tl.load(own + 8 + j, mask=drafted, other=0), mask=drafted)
+    tl.store(out + 6 + j, tl.load(own + 16 + j, mask=drafted, other=0), mask=drafted)
     tl.store(out + 6 + drafts + j, (j - 1).to(tl.int64), mask=drafted)
-    q_at = tl.where(q_base != 0, q_base + s * q_slot_bytes + j.to(tl.int64) * q_row_bytes, 0)
+    source = sources + 3 * tl.load(said + 4)
+    base = tl.load(source)
+    q_at = tl.where(base != 0, base + s * tl.load(source + 1) + j.to(tl.int64) * tl.load(source + 2), 0)
     tl.store(out + 6 + 2 * drafts + j, q_at, mask=drafted)
 
 
@@ -124,6 +117,8 @@ def begin_rows(
         "num_pages",
         "noise_stride",
         "drafts",
+        "steps",
+        "number",
         "max_len",
         "spare_slot",
         "spare_block",
@@ -171,6 +166,8 @@ def advance_rows(
     num_pages,
     noise_stride,
     drafts,
+    steps,
+    number,
     max_len,
     spare_slot,
     spare_block,
@@ -180,13 +177,14 @@ def advance_rows(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One slot: what was committed, and its rows of the drafter's first pass. DRAFTER: 0 none, 1 a model, 2 a head;
-    KIND: 0 argmax, 1 draws from q, 2 shared noise."""
+    """One seat: what was committed, if it drafts with loop ``number``, and its rows of the drafter's first pass, of up
+    to ``steps`` drafts. DRAFTER: 0 none, 1 a model, 2 a head; KIND: 0 argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * state_stride
     said = told + s * told_stride
     out = walk + s * (2 * drafts + 2)
-    live = tl.load(now + 2 * s) != 0
+    mine = tl.load(said + 3) == number
+    live = (tl.load(now + 2 * s) != 0) & mine
     known = tl.load(own)
     old_root = tl.load(own + 1)
     fed = tl.load(own + 3)
@@ -196,9 +194,11 @@ def advance_rows(
     newest = tl.load(out + 1 + drafts + accepted).to(tl.int64)
     after = tl.where(live, known + accepted + 1, known)
     root = tl.where(live, tl.maximum(newest, 0), old_root)
-    wanted = tl.minimum(tl.load(said + 2), limit - after - 1)
-    wanted = tl.minimum(wanted, max_len - after + 1)
-    wanted = tl.where(live, tl.maximum(tl.minimum(wanted, drafts), 0), 0)
+    wanted = accepted * 0
+    if DRAFTER != 0:
+        wanted = tl.minimum(tl.load(said + 2), limit - after - 1)
+        wanted = tl.minimum(wanted, max_len - after + 1)
+        wanted = tl.where(live, tl.maximum(tl.minimum(wanted, steps), 0), 0)
     j = tl.arange(0, BLOCK)
     committed = tl.load(out + 1 + drafts + j, mask=j <= drafts, other=0).to(tl.int64)
     if DRAFTER != 0:
@@ -211,14 +211,14 @@ def advance_rows(
             final = (j < tl.where(live, accepted + 1, 0)) & ((read + 1) % PAGE == 0)
             page = tl.maximum(tl.minimum(read // PAGE, num_pages - 1), 0)
             block = tl.load(table + s * table_stride + page, mask=final, other=0).to(tl.int64)
-            tl.store(ends + s * (drafts + 1) + j, tl.where(final, block, spare_block), mask=j <= drafts)
+            tl.store(ends + s * ROWS + j, tl.where(final, block, spare_block), mask=j < ROWS)
             fed = tl.where(live & (fed == known), tl.where(drafting, after, after - 1), fed)
         else:
             fed += tl.where(live, tl.minimum(accepted, stored), 0)
             first = tl.minimum(fed, after - 1)
             count = tl.where(drafting, after - first, 0)
             # the token before the root: the last accepted draft, or the root of before
-            before = tl.load(own + 8 + tl.maximum(accepted - 1, 0), mask=accepted > 0, other=0)
+            before = tl.load(own + 16 + tl.maximum(accepted - 1, 0), mask=accepted > 0, other=0)
             before = tl.where(accepted > 0, before, old_root)
             token = tl.where((count == 2) & (j == 0), before, root)
             fed = tl.where(drafting, after, fed)
@@ -234,7 +234,8 @@ def advance_rows(
             mask=inside,
         )
         # rows that fill up must see some key: of nothing no distribution can be made
-        unused = tl.load(first_key + s).to(tl.int64)
+        unused = tl.load(own + 9)
+        tl.store(first_key + s, unused.to(tl.int32))
         tl.store(context + s, tl.where(count > 0, first, unused).to(tl.int32))
         tl.store(last + s, s * ROWS + tl.where(drafting, count - 1, 0))
         tl.store(start + s, tl.where(drafting, after, unused))
@@ -242,39 +243,63 @@ def advance_rows(
         node = j.to(tl.int64)
         if KIND == 1:
             u = uniform(tl.load(own + 5), tl.load(own + 6), 1, after + node, node, after)
-            tl.store(noise + s * noise_stride + j, u.to(tl.int64, bitcast=True), mask=j < drafts)
+            tl.store(noise + s * noise_stride + j, u.to(tl.int64, bitcast=True), mask=j < steps)
         if KIND == 2:
             keys = row_key(tl.load(own + 5), tl.load(own + 6), 0, after + node, node * 0 - 1, node * 0)
-            tl.store(noise + s * noise_stride + j, keys, mask=j < drafts)
+            tl.store(noise + s * noise_stride + j, keys, mask=j < steps)
     told_back = answer + s * answer_stride
-    tl.store(told_back, tl.where(live, 1, 0))
-    tl.store(told_back + 1, tl.load(now + 2 * s + 1))
-    tl.store(told_back + 2, accepted)
-    tl.store(told_back + 3, after)
-    tl.store(told_back + 4, wanted)
-    tl.store(told_back + 5, fed)
-    tl.store(told_back + 6 + j, committed, mask=j <= drafts)
+    if tl.where(mine, 1, 0) == 1:
+        tl.store(told_back, tl.where(live, 1, 0))
+        tl.store(told_back + 1, tl.load(now + 2 * s + 1))
+        tl.store(told_back + 2, accepted)
+        tl.store(told_back + 3, after)
+        tl.store(told_back + 4, wanted)
+        tl.store(told_back + 5, fed)
+        tl.store(told_back + 6 + j, committed, mask=j <= drafts)
     tl.debug_barrier()  # every thread has read what is written over now
-    tl.store(own, after)
-    tl.store(own + 1, root)
-    tl.store(own + 2, wanted)
-    tl.store(own + 3, fed)
-    tl.store(own + 4, tl.maximum(wanted - 1, 0))
+    if tl.where(live, 1, 0) == 1:
+        tl.store(own, after)
+        tl.store(own + 1, root)
+        tl.store(own + 2, wanted)
+        tl.store(own + 3, fed)
+        tl.store(own + 4, tl.maximum(wanted - 1, 0))
 
 
 @triton.jit(
-    do_not_specialize=["drafted_stride", "state_stride", "answer_stride", "drafts"],
-    do_not_specialize_on_alignment=["drafted", "state", "answer"],
+    do_not_specialize=[
+        "drafted_stride",
+        "state_stride",
+        "told_stride",
+        "answer_stride",
+        "drafts",
+        "steps",
+        "number",
+    ],
+    do_not_specialize_on_alignment=["drafted", "state", "told", "now", "answer"],
 )
 def keep_drafts(
-    drafted, state, answer, drafted_stride, state_stride, answer_stride, drafts, BLOCK: tl.constexpr
+    drafted,
+    state,
+    told,
+    now,
+    answer,
+    drafted_stride,
+    state_stride,
+    told_stride,
+    answer_stride,
+    drafts,
+    steps,
+    number,
+    BLOCK: tl.constexpr,
 ):
-    """One slot: its new drafts are what waits, and what the host is told."""
+    """One seat that drafts with loop ``number``: its new drafts are what waits, and what the host is told."""
     s = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
-    token = tl.load(drafted + s * drafted_stride + j, mask=j < drafts, other=0)
-    tl.store(state + s * state_stride + 8 + j, token, mask=j < drafts)
-    tl.store(answer + s * answer_stride + 7 + drafts + j, token, mask=j < drafts)
+    mine = (tl.load(told + s * told_stride + 3) == number) & (tl.load(now + 2 * s) != 0)
+    own = j < tl.where(mine, steps, 0)
+    token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
+    tl.store(state + s * state_stride + 16 + j, token, mask=own)
+    tl.store(answer + s * answer_stride + 7 + drafts + j, token, mask=own)
 
 
 @triton.jit
@@ -293,6 +318,7 @@ def kept_at_rates(fields, rates, num_rates):
     do_not_specialize=["num_rates", "table_stride", "num_nodes", "num_parts"],
     do_not_specialize_on_alignment=[
         "table",
+        "members",
         "rates",
         "part_best",
         "part_token",
@@ -303,6 +329,7 @@ def kept_at_rates(fields, rates, num_rates):
 )
 def keep_at_rates(
     table,
+    members,
     rates,
     part_best,
     part_token,
@@ -318,7 +345,8 @@ def keep_at_rates(
     BLOCK: tl.constexpr,
 ):
     """One chain under rule ``synthetic``; the last token is the most likely one, or SAMPLED: drawn later (`.draws`)."""
-    r = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(0).to(tl.int64)
+    r = tl.load(members + m).to(tl.int64)
     fields = table + r * table_stride
     out = walk + r * (2 * num_nodes + 2)
     kept = kept_at_rates(fields, rates, num_rates)
@@ -330,12 +358,12 @@ def keep_at_rates(
     if SAMPLED:
         base = tl.load(fields + 4)
         deep = base + kept
-        tl.store(ends + r * 3, tl.load(fields) + kept)
-        tl.store(ends + r * 3 + 1, base * 0)
-        tl.store(ends + r * 3 + 2, base * 0 - 1)
+        tl.store(ends + m * 3, tl.load(fields) + kept)
+        tl.store(ends + m * 3 + 1, base * 0)
+        tl.store(ends + m * 3 + 2, base * 0 - 1)
         drawn = uniform(tl.load(fields + 2), tl.load(fields + 3), 3, deep, deep - base - 1, base)
-        tl.store(end_numbers + r * 2, drawn)
-        tl.store(end_numbers + r * 2 + 1, drawn * 0.0 + 1.0)
+        tl.store(end_numbers + m * 2, drawn)
+        tl.store(end_numbers + m * 2 + 1, drawn * 0.0 + 1.0)
     else:
         want = best_of_parts(part_best, part_token, r * (num_nodes + 1) + kept, num_parts, PARTS_PAD)
         tl.store(out + 1 + num_nodes + kept, want)

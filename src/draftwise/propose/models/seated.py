@@ -1,17 +1,17 @@
-"""A draft model's side of resident steps."""
+"""A draft model's side of steps that stay on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from draftwise.graphs.loop import ChainLoop
-from draftwise.graphs.resident import DrafterSeats
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter
+from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.kv.storage import KVStorage
-from draftwise.propose.resident import Place, ResidentDrafter
 from draftwise.sampling.draw import DraftSampleMethod
 
 
-class ResidentModel(ResidentDrafter):
+class SeatedModel(SeatedDrafter):
     """A draft model."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A draft head's side of resident steps."""
+"""A draft head's side of steps that stay on the device."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from draftwise.graphs.loop import ChainLoop
-from draftwise.graphs.resident import DrafterSeats
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter
+from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.propose.heads.passes import HeadPasses
 from draftwise.propose.heads.state import FeatureQueue, Features, HeadState, Track
-from draftwise.propose.resident import Place, ResidentDrafter
 from draftwise.sampling.draw import DraftSampleMethod
 
 
-class ResidentHead(ResidentDrafter):
+class SeatedHead(SeatedDrafter):
     """A draft head of one depth."""
 
     def __init__(
@@ -36,7 +36,7 @@ class ResidentHead(ResidentDrafter):
         return DrafterSeats(loop, self._max_len, passes.kv.spare_slot, passes.head, passes.block_features)
 
     def prepare(self) -> None:
-        self._passes.source.compute()  # what waits was computed before what the run computes
+        self._passes.source.compute()  # what waits was computed before what steps of seats compute
 
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
         state = self._states.get(rid)

@@ -4,7 +4,7 @@ that arrive when they are waited for, and Triton's launches, which are checked, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from tests.fakes.every_method import VOCAB, make_families, make_target
 from tests.fakes.fake_cuda import fake_cuda
 from tests.fakes.fake_cuda_triton import fake_launches
-from tests.fakes.resident import EFFECTS
+from tests.fakes.seats import EFFECTS
 
 from draftwise import LLM, SamplingParams
-from draftwise.runner.resident import Flight, ResidentRuns
-from draftwise.types import StepPlan
+from draftwise.runner.seats import Flight, Seats
+from draftwise.types import RowPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a true device")
 
@@ -58,17 +58,17 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         launches.effects["best_of_all"] = lambda given: given["out_tokens"].zero_()
         with LLM(target, **options) as llm:
             executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
-            runs: ResidentRuns = executor.inner.runs
+            seats: Seats = executor.inner.seats
             under_way: list[int] = []  # steps on the device when another was launched
-            launch = runs.launch
+            launch = seats.launch
 
-            def watched(plan: StepPlan, fresh: Mapping[int, int]) -> Flight:
-                under_way.append(len(runs._flights))
-                return launch(plan, fresh)
+            def watched(taking: Sequence[RowPlan]) -> Flight | None:
+                under_way.append(len(seats._flights))
+                return launch(taking)
 
-            monkeypatch.setattr(runs, "launch", watched)
+            monkeypatch.setattr(seats, "launch", watched)
             for temperature, tokens in ((0.0, 8), (0.0, 8), (0.0, 56), (0.9, 8), (0.9, 8), (0.9, 56)):
-                before, waited = runs.num_steps, device.waits
+                before, waited = seats.num_steps, device.waits
                 params = SamplingParams(
                     temperature=temperature,
                     max_tokens=tokens,
@@ -86,7 +86,7 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     all(o.outputs[0].token_ids[-1] == (2 + tokens) % VOCAB for o in done) or method != "none"
                 )
                 assert all(len(o.outputs[0].token_ids) == tokens for o in done)
-                found.append((runs.num_steps - before, len(caught), device.waits - waited))
+                found.append((seats.num_steps - before, len(caught), device.waits - waited))
         assert under_way.count(1) > 3 * under_way.count(0), "the step before it had not been read"
         assert {"begin_rows", "advance_rows"} <= launches.kernels()
     for few, many in ((found[1], found[2]), (found[4], found[5])):
@@ -98,12 +98,12 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_device_that_captures_none_has_ordinary_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from draftwise.graphs import resident
+    from draftwise.graphs.seats import step
 
     def refused(*args: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(resident.ResidentStep, "capture", refused)
+    monkeypatch.setattr(step.SeatedSteps, "capture", refused)
     with fake_cuda() as device, fake_launches(device, "skip") as launches:
         launches.effects["walk_trees"] = accept
         options: dict[str, Any] = {"num_kv_blocks": 16, "max_num_seqs": 1, "max_model_len": 32}

@@ -1,5 +1,4 @@
-"""Drafters whose captured loops take part in resident steps (`graphs.resident`): what a run finds of them, and what it
-leaves behind."""
+"""Drafters whose captured loops take part in steps of seats: what is found of them, and what is left behind."""
 
 from __future__ import annotations
 
@@ -10,21 +9,21 @@ from typing import NamedTuple
 from torch import Tensor
 
 from draftwise.graphs.loop import ChainLoop, LoopKind
-from draftwise.graphs.resident import DrafterSeats
+from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
 
 
 class Place(NamedTuple):
-    """Where a request stands that boards: leading tokens whose K/V the drafter has, drafts behind them of which it has
-    it, too, and the first key that it looks at."""
+    """Where a request stands that takes a seat: leading tokens whose K/V the drafter has, drafts behind them of
+    which it has it, too, and the first key that it looks at."""
 
     fed: int
     stored: int
     first_key: int
 
 
-class ResidentDrafter(ABC):
-    """One drafter's side of resident runs. From a request's boarding until it leaves nobody else drafts for it."""
+class SeatedDrafter(ABC):
+    """One drafter's side. While a request has a seat nobody else drafts for it."""
 
     def __init__(self, loops: Sequence[ChainLoop], max_len: int, sample_method: DraftSampleMethod) -> None:
         self._loops = loops
@@ -58,11 +57,11 @@ class ResidentDrafter(ABC):
     def _seats(self, loop: ChainLoop) -> DrafterSeats: ...
 
     def prepare(self) -> None:  # noqa: B027
-        """Requests are about to board."""
+        """Requests are about to take seats."""
 
     @abstractmethod
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
-        """Where a request stands; None: it cannot board yet.
+        """Where a request stands; None: it cannot have a seat yet.
 
         Args:
             rid: the request.

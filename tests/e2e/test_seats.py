@@ -1,12 +1,13 @@
-"""Steps that stay on the device: the text of the engine that waits, with every method and rule, through chunked
-prompts, preemption, cancellation, stop tokens, and runs that begin and end. The graphs here need no GPU, and refuse to
-capture whatever would read a value on the host."""
+"""Requests in seats on the device: the text of the engine that waits, with every method and rule, through chunked
+prompts, preemption, cancellation, stop tokens, and requests that come and go. The graphs here need no GPU, and refuse
+to capture whatever would read a value on the host."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from draftwise import LLM, AsyncLLM, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.torch_ops import TorchOps
-from draftwise.runner.resident import ResidentRuns
+from draftwise.runner.seating import Seating
+from draftwise.runner.seats import Seats
 from draftwise.runner.threaded import ThreadedExecutor
 from tests.e2e.conftest import token_ids
 from tests.fakes.every_method import VOCAB, make_families, make_target
@@ -73,16 +75,16 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftwise.models.loader.default_ops", ops)
         patch.setattr("draftwise.engine.device.backend_for", lambda device: FakeGraphs())
-        made = Engines(tmp_path_factory.mktemp("resident"))
+        made = Engines(tmp_path_factory.mktemp("seats"))
         yield made
         made.waiting.close()
         made.ahead.close()
 
 
-def runs(llm: LLM) -> ResidentRuns:
+def seats(llm: LLM) -> Seats:
     assert llm._engine is not None
     executor: Any = llm._engine.core.executor
-    found: ResidentRuns = executor.inner.runs
+    found: Seats = executor.inner.seats
     assert found is not None
     return found
 
@@ -105,28 +107,107 @@ CASES = [
 def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, rule: str) -> None:
     params = params_of(rule, method)
     wanted = engines.waiting.generate(engines.prompts, params)
-    before = runs(engines.ahead).num_steps
+    before = seats(engines.ahead).num_steps
     found = engines.ahead.generate(engines.prompts, params)
     assert token_ids(found) == token_ids(wanted)
-    assert runs(engines.ahead).num_steps > before
+    assert seats(engines.ahead).num_steps > before
     for one, other in zip(found, wanted, strict=True):
         assert one.metrics.speculation.num_accepted_tokens == other.metrics.speculation.num_accepted_tokens
     assert not engines.ahead.stats().drafter_failures and not engines.waiting.stats().drafter_failures
     engines.ahead.check_integrity()
 
 
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.2, "top_k": 7, "top_p": 0.9},
+    {"temperature": 0.7, "min_p": 0.05, "logprobs": 3},
+    {"temperature": 1.0, "presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "allowed_token_ids": list(range(0, VOCAB, 2)), "top_p": 0.95},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logit_bias": {3: 2.5, 7: -1.0}, "logprobs": 0},
+    {"temperature": 1.0, "logprobs": 20, "frequency_penalty": -0.5},
+]
+
+
+def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> None:
+    """Drafters, rules, and all that shapes a distribution, in the same steps: nobody's text is another one's."""
+    rules = ["greedy", "rejection", "block", "coupled"]
+    params = []
+    for i, kind in enumerate(KINDS):
+        method = METHODS[i % len(METHODS)]
+        rule = rules[i % len(rules)]
+        own: dict[str, Any] = {"method": method}
+        if method != "none" and kind["temperature"] and rule != "greedy":
+            own["rule"] = rule
+        elif method != "none" and kind["temperature"]:
+            own["rule"] = "rejection"
+        params.append(SamplingParams(seed=i, max_tokens=16, ignore_eos=True, speculation=own, **kind))
+    # a head that did not see a shared prefix drafts something else, which changes what is drawn
+    options: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    with engines.make(**options) as waiting:
+        wanted = waiting.generate(engines.prompts, params)
+    with engines.make(async_scheduling=True, **options) as llm:
+        entered = seats(llm).num_entered
+        ordinary = _count_ordinary(llm)
+        found = llm.generate(engines.prompts, params)
+        assert token_ids(found) == token_ids(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.outputs[0].logprobs == other.outputs[0].logprobs
+        assert seats(llm).num_entered - entered == len(params), "who has a seat keeps it"
+        # requests that have no seat are in steps that computed somebody's prompt
+        assert ordinary and all(some_prompt for some_prompt in ordinary)
+        assert not llm.stats().drafter_failures
+        llm.check_integrity()
+
+
+def _count_ordinary(llm: LLM) -> list[bool]:
+    """Of every ordinary part of a step, from now on: whether somebody in it had no output yet."""
+    executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
+    inner = executor.inner
+    found: list[bool] = []
+    execute = inner._execute
+
+    def watched(plan: Any, *, applied: bool = False) -> Any:
+        rows = [inner._rows[p.rid] for p in plan.rows if p.rid in inner._rows]
+        if plan.rows:
+            found.append(not rows or any(row.num_tokens == row.num_prompt for row in rows))
+        return execute(plan, applied=applied)
+
+    inner._execute = watched
+    return found
+
+
+def test_who_has_to_wait_waits_alone(engines: Engines) -> None:
+    """A processor of the user's runs on the host; the others' steps stay on the device, and all texts are right."""
+
+    def shifted(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.roll(len(ids) % 3)
+
+    params = params_of("coupled", "eagle3")[:3]
+    params.append(params[0].replace(logits_processors=[shifted], speculation={"method": "none"}))
+    wanted = token_ids(engines.waiting.generate(engines.prompts[:4], params))
+    found = seats(engines.ahead)
+    before = found.num_steps, found.num_entered
+    assert token_ids(engines.ahead.generate(engines.prompts[:4], params)) == wanted
+    assert found.num_entered - before[1] == 3 and found.num_steps > before[0] + 3
+
+
 def test_most_steps_stay_on_the_device(engines: Engines) -> None:
     """Two prompts of a chunk each, then 13 steps of plain decoding, of which none is an ordinary one."""
-    found = runs(engines.ahead)
-    before = found.num_steps, found.num_runs
+    found = seats(engines.ahead)
+    before = found.num_steps, found.num_entered
     params = params_of("greedy", "none")[:2]
     engines.ahead.generate(engines.prompts[:2], params)
     # the last plan is made before the tokens that end the requests are known
-    assert 12 <= found.num_steps - before[0] <= 14 and found.num_runs - before[1] == 1
+    assert 12 <= found.num_steps - before[0] <= 14 and found.num_entered - before[1] == 2
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
-def test_runs_begin_and_end_among_all_that_happens(engines: Engines, method: str) -> None:
+def test_requests_come_and_go_among_all_that_happens(engines: Engines, method: str) -> None:
     """A tight cache with preemptions, prompts in chunks, requests of other methods and kinds in between, stop tokens,
     one request that ends after the other; and a device that runs a step as late as can be."""
     others = [{"method": method}] * 8
@@ -154,7 +235,7 @@ def test_runs_begin_and_end_among_all_that_happens(engines: Engines, method: str
     for late in (True,) if method == "eagle3" else (False, True):
         with engines.make(async_scheduling=True, **tight) as llm:
             core = llm._engine.core  # type: ignore[union-attr]
-            found = runs(llm)
+            found = seats(llm)
             if late:
                 assert isinstance(core.executor, ThreadedExecutor)
                 core.executor = LateExecutor(core.executor.inner)
@@ -162,7 +243,7 @@ def test_runs_begin_and_end_among_all_that_happens(engines: Engines, method: str
                 assert token_ids(llm.generate(engines.prompts, params)) == wanted
                 llm.check_integrity()
             assert llm.stats().num_preemptions > 0
-            assert found.num_runs >= 2 and found.num_steps > found.num_runs
+            assert found.num_entered >= 2 and found.num_steps > 8
             assert not llm.stats().drafter_failures
             while core.has_work:
                 core.step()
@@ -195,10 +276,22 @@ def test_cancelling_in_the_middle_disturbs_nobody(engines: Engines) -> None:
         assert got == wanted[i][: len(got)] and len(got) >= (5 if i % 2 else 14)
 
 
+def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seventh time nobody knows how a request could go on in its seat."""
+    asked = count()
+    goes_on = Seating.goes_on
+    monkeypatch.setattr(
+        Seating, "goes_on", lambda *args: next(asked) % 7 != 6 and goes_on(*args), raising=True
+    )
+
+
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
-def test_a_run_that_is_left_goes_on_as_it_stood(engines: Engines, method: str) -> None:
-    """Requests that arrive one after the other end runs between every few steps; drafts, what they were drawn from and
+def test_who_leaves_a_seat_goes_on_as_it_stood(
+    engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests arrive one after the other and leave their seats every few steps; drafts, what they were drawn from and
     a head's features go with the requests, so that no draw changes."""
+    sent_away_at_times(monkeypatch)
     params = params_of("rejection", method, max_tokens=20)
     # a head that did not see a shared prefix drafts something else, which changes what is drawn
     used = [entry for entry in engines.chosen if entry["method"] == method]
@@ -206,7 +299,7 @@ def test_a_run_that_is_left_goes_on_as_it_stood(engines: Engines, method: str) -
     with LLM(engines.target, **options) as waiting:
         wanted = token_ids(waiting.generate(engines.prompts, params))
     options["async_scheduling"] = True
-    found: list[ResidentRuns] = []
+    found: list[Seats] = []
 
     async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
         got: tuple[int, ...] = ()
@@ -217,7 +310,7 @@ def test_a_run_that_is_left_goes_on_as_it_stood(engines: Engines, method: str) -
     async def run() -> list[tuple[int, ...]]:
         async with AsyncLLM(engines.target, **options) as llm:
             executor: Any = llm._engine.core.executor
-            found.append(executor.inner.runs)
+            found.append(executor.inner.seats)
             tasks = []
             for i in range(8):
                 tasks.append(asyncio.create_task(one(llm, i)))
@@ -229,7 +322,7 @@ def test_a_run_that_is_left_goes_on_as_it_stood(engines: Engines, method: str) -
             return list(await asyncio.gather(*tasks))
 
     assert asyncio.run(run()) == wanted
-    assert found[0].num_runs > 4
+    assert found[0].num_entered > 12
 
 
 def test_a_drafter_stops_at_its_longest_context(engines: Engines) -> None:
@@ -263,41 +356,40 @@ WRONG: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 @pytest.mark.parametrize("hook", WRONG)
-def test_a_drafter_that_fails_in_a_run_costs_speculation_only(
-    engines: Engines, method: str, hook: str
-) -> None:
-    """A run ends when the last request finds a place; that one has another drafter, and goes on with it."""
+def test_a_drafter_that_fails_costs_speculation_only(engines: Engines, method: str, hook: str) -> None:
+    """The last request has another drafter, and goes on with it."""
     prompts = engines.prompts[:4]
     params = [params_of("coupled", method, max_tokens=8 + 2 * i)[i] for i in range(3)]
     params.append(params_of("coupled", "mtp", max_tokens=6)[3])
     wanted = token_ids(engines.waiting.generate(prompts, params))
     used = [entry for entry in engines.chosen if entry["method"] in (method, "mtp")]
     with engines.make(async_scheduling=True, speculative_config=used, max_num_seqs=3) as llm:
-        drafter = runs(llm)._drafters[method]._drafter
+        drafter = seats(llm)._seating.drafters[method]._drafter
         for number, wrong in enumerate(WRONG[hook]):
-            before = llm.stats().drafter_failures.get(f"{method}.resident_{hook}", 0)
+            before = llm.stats().drafter_failures.get(f"{method}.seated_{hook}", 0)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(drafter, hook, wrong)
-                runs(llm)._made.clear()
+                if hook == "left":
+                    sent_away_at_times(patch)
                 outputs = llm.generate(prompts, params)
             assert token_ids(outputs) == wanted, number
-            assert llm.stats().drafter_failures[f"{method}.resident_{hook}"] > before, number
+            assert llm.stats().drafter_failures[f"{method}.seated_{hook}"] > before, number
             assert outputs[3].metrics.speculation.num_drafts > 1, "its neighbour goes on"
             llm.check_integrity()
         again = llm.generate(prompts, params)
         assert token_ids(again) == wanted and again[0].metrics.speculation.num_drafts > 1
 
 
-def test_a_drafter_that_cannot_say_whether_it_is_resident_is_not(
+def test_a_drafter_that_cannot_say_whether_it_takes_part_does_not(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftwise.propose.models.draft_model.DraftModelProposer.resident", failing)
+    monkeypatch.setattr("draftwise.propose.models.draft_model.DraftModelProposer.seated", failing)
     params = params_of("coupled", "draft_model")
     wanted = token_ids(engines.waiting.generate(engines.prompts, params))
     with engines.make(async_scheduling=True, speculative_config=engines.chosen[:1]) as llm:
         outputs = llm.generate(engines.prompts, params)
         assert token_ids(outputs) == wanted and outputs[0].metrics.speculation.num_drafts > 1
-        assert llm.stats().drafter_failures == {"draft_model.resident": 1}
+        assert llm.stats().drafter_failures == {"draft_model.seated": 1}
 
 
 @pytest.mark.slow
@@ -314,7 +406,7 @@ def test_whatever_comes(engines: Engines, seed: int) -> None:
     }
     with engines.make(async_scheduling=True, **options) as llm:
         core = llm._engine.core  # type: ignore[union-attr]
-        found = runs(llm)
+        found = seats(llm)
         if seed % 2:
             assert isinstance(core.executor, ThreadedExecutor)
             core.executor = LateExecutor(core.executor.inner)

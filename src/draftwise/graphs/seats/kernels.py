@@ -1,0 +1,178 @@
+"""Between the passes of a step of seats: one launch for the rows of the target's pass, one for what was committed and
+the rows of a drafter's first pass, one for its new drafts. The reference is `.rows` and `.rules`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from draftwise.graphs.seats.memory import RULE, RULES, SeatMemory
+from draftwise.graphs.seats.rows import LoopRows, static_of
+from draftwise.graphs.seats.rules import Deciding
+from draftwise.kernels.triton import verify as rules
+from draftwise.kernels.triton.availability import LAUNCH
+from draftwise.kernels.triton.rows import power_of_two
+from draftwise.kernels.triton.verify import FIELDS, DraftBatch
+from draftwise.types import StepInput
+
+_KINDS: Final = {"argmax": 0, "draft": 1, "shared": 2}
+
+
+class SeatVerification:
+    """What kernels keep for the verification of S seats: the table of their drafts, and where q lies.
+
+    ``batch``: S + 1 requests, of which the last one is nobody, without drafts: whoever is under another rule than the
+    one that decides just then is that one. ``sources`` [n, 3] int64: address of a source's q, bytes from one seat to
+    the next, and from one draft to the next; row 0, of point masses, is 0.
+    """
+
+    def __init__(self, memory: SeatMemory, rates: tuple[float, ...], num_sources: int) -> None:
+        device = memory.device
+        width = FIELDS + 3 * memory.drafts
+        table = torch.zeros((memory.seats + 1, width), dtype=torch.int64, device=device)
+        self.batch = DraftBatch(table, memory.drafts)
+        self.rates = torch.tensor(rates or (0.0,), dtype=torch.float64, device=device)
+        self.sources = torch.zeros((num_sources + 1, 3), dtype=torch.int64, device=device)
+
+    def open_source(self, number: int, q: Tensor) -> None:
+        """``q`` [S, K, V] float32 of a source."""
+        assert q.stride(2) == 1
+        strides = [q.stride(0) * q.element_size(), q.stride(1) * q.element_size()]
+        self.sources[number].copy_(torch.tensor([q.data_ptr(), *strides]))
+
+
+def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: SeatVerification) -> None:
+    """As `.rows.begin`; besides, the table of drafts is made."""
+    from draftwise.kernels.triton.device import seats as device
+
+    static = static_of(batch)
+    device.begin_rows[(static.context.shape[0],)](
+        memory.state,
+        memory.told,
+        memory.now,
+        memory.tables,
+        batch.token_ids,
+        batch.positions,
+        batch.slots,
+        static.context,
+        verification.batch.table,
+        verification.sources,
+        memory.state.stride(0),
+        memory.told.stride(0),
+        memory.tables.stride(0),
+        memory.tables.shape[1],
+        spare_slot,
+        memory.drafts,
+        static.rows,
+        FRESH=memory.pages,
+        FRESH_PAD=power_of_two(memory.pages),
+        PAGE=memory.block_size,
+        BLOCK=power_of_two(memory.drafts + 1),
+        **LAUNCH,
+    )
+
+
+def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: SeatVerification) -> None:
+    """As `.rules.verify`. ``scores`` [R * N, V] float32 are consumed."""
+    batch, walk, count = verification.batch, memory.walk, step.requests
+    p: Tensor | None = None
+    if not {"rejection", "block", "synthetic_sampled"}.isdisjoint(step.rules):
+        p = scores.softmax(-1)
+    for rule in step.rules:
+        mine = memory.state[:count, RULE] == RULES.index(rule)
+        members = torch.where(mine, memory.numbers[:count], memory.seats).to(torch.int32)
+        if rule in ("greedy", "coupled"):
+            rules.walk_trees(scores, batch, members, walk, coupled=rule == "coupled")
+        elif rule in ("synthetic", "synthetic_sampled"):
+            rules.keep_at_rates(scores, batch, members, walk, verification.rates, sampled=rule != "synthetic")
+        else:
+            assert p is not None
+            rules.reject_chains(p, batch, members, walk, block=rule == "block")
+
+
+def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> None:
+    """As `.rows.advance`."""
+    from draftwise.kernels.triton.device import seats as device
+
+    nothing = memory.now  # where there is no drafter, nothing is written to it
+    first = [nothing] * 10
+    ends = nothing
+    table_stride = num_pages = noise_stride = rows = steps = number = max_len = spare_slot = spare_block = 0
+    drafter = kind = 0
+    if loop is not None:
+        seats, batch = loop.seats, loop.batch
+        static = static_of(batch)
+        first = [
+            static.tables,
+            batch.token_ids,
+            batch.positions,
+            batch.slots,
+            static.context,
+            static.first_key,
+            seats.last,
+            seats.start,
+            seats.length,
+            seats.noise,
+        ]
+        table_stride, num_pages = static.tables.stride(0), static.tables.shape[1]
+        noise_stride, rows, steps = seats.noise.stride(0), static.rows, seats.tokens.shape[1]
+        number, max_len, spare_slot, spare_block = (
+            loop.number,
+            loop.max_len,
+            loop.spare_slot,
+            loop.spare_block,
+        )
+        drafter, kind = 1 + loop.head, _KINDS[loop.kind]
+        ends = nothing if loop.ends is None else loop.ends
+    device.advance_rows[(count,)](
+        memory.state,
+        memory.told,
+        memory.now,
+        memory.walk.packed,
+        memory.answer,
+        *first,
+        ends,
+        memory.state.stride(0),
+        memory.told.stride(0),
+        memory.answer.stride(0),
+        table_stride,
+        num_pages,
+        noise_stride,
+        memory.drafts,
+        steps,
+        number,
+        max_len,
+        spare_slot,
+        spare_block,
+        DRAFTER=drafter,
+        KIND=kind,
+        ROWS=rows,
+        PAGE=memory.block_size,
+        BLOCK=power_of_two(max(memory.drafts + 1, rows)),
+        **LAUNCH,
+    )
+
+
+def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
+    """As `.rows.finish`."""
+    from draftwise.kernels.triton.device import seats as device
+
+    drafted = loop.seats.tokens
+    device.keep_drafts[(count,)](
+        drafted,
+        memory.state,
+        memory.told,
+        memory.now,
+        memory.answer,
+        drafted.stride(0),
+        memory.state.stride(0),
+        memory.told.stride(0),
+        memory.answer.stride(0),
+        memory.drafts,
+        drafted.shape[1],
+        loop.number,
+        BLOCK=power_of_two(drafted.shape[1]),
+        **LAUNCH,
+    )

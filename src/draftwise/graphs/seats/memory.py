@@ -1,0 +1,134 @@
+"""What stays on the device of requests that have seats there: a row for each, and the columns of these rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.walk import Walk
+
+# columns of the state
+KNOWN = 0  # tokens of the request, the root included
+ROOT = 1  # the last of them
+WAITING = 2  # drafts behind it
+FED = 3  # leading tokens whose K/V the drafter has
+STORED = 4  # drafts behind these whose K/V it has, too
+SEED = 5  # a signed word
+SAMPLE = 6
+TEMPERATURE = 7  # the bits of a float64
+RULE = 8  # place in RULES
+FIRST_KEY = 9  # that its drafter looks at
+TOP_K = 10  # of `Shaping`; 0: all
+TOP_P = 11  # the bits of float64 from here on
+LOG_MIN_P = 12
+PRESENCE = 13
+FREQUENCY = 14
+REPETITION = 15
+STATE = 16  # the drafts follow
+
+# columns of what a step is told
+LIMIT = 0  # tokens at which the request ends; 0: it takes no part
+NODES = 1  # drafts to verify, at most
+BUDGET = 2  # to make
+LOOP = 3  # number of the draft loop that makes them; 0: none
+SOURCE = 4  # number of the memory with what the waiting drafts were drawn from; 0: they are point masses
+TOLD = 5  # numbers of pages of the block table follow, and then their blocks
+
+# columns of what a step answers
+RAN = 0  # 1: it took part
+VERIFIED = 1  # drafts
+ACCEPTED = 2
+ANSWERED_KNOWN = 3  # KNOWN, WAITING and FED after it
+ANSWERED_WAITING = 4
+ANSWERED_FED = 5
+ANSWER = 6  # the committed tokens [K + 1] follow, and the new drafts [K]
+
+RULES: Final = ("greedy", "coupled", "rejection", "block", "synthetic", "synthetic_sampled")
+"""How requests are verified. ``greedy``: also the others at temperature 0. ``synthetic``: its last token is the most
+likely one; ``synthetic_sampled``: it is drawn."""
+
+
+def pages_of_step(drafts: int, block_size: int) -> int:
+    """Most blocks that one plan may add to a request that verifies, and makes, up to ``drafts`` drafts, while another
+    step of the kind is on its way: three times the drafts, and two roots.
+
+    Example: 5 drafts, blocks of 16: 17 tokens more than are committed touch up to 3 blocks.
+    """
+    return -(-(3 * drafts + 2) // block_size) + 1
+
+
+def seats_bytes(seats: int, drafts: int, vocab_size: int) -> int:
+    """Bytes on the device that seats may take, about: the target's distributions of all rows, while they are verified,
+    and those of the drafts."""
+    return 4 * vocab_size * seats * (2 * drafts + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of the memory: seats S, most drafts K of a request, blocks of a table, tokens in a block, vocabulary V."""
+
+    seats: int
+    drafts: int
+    table_width: int
+    block_size: int
+    vocab_size: int
+
+
+class SeatMemory:
+    """Tensors of S seats with up to K drafts each. They stay where they are, for graphs are captured on them.
+
+    ``state`` [S, 16 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 5 + 2 P] int64, what the host says of a
+    step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
+    what it commits (the last one is nobody's); ``answer`` [S, 6 + 2 K + 1] int64, what the host is told.
+
+    Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables`` and ``q`` the kernels of a step, and
+    the host for a request that enters, between two steps; the others the kernels of a step.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.limits = limits
+        self.seats, self.drafts = limits.seats, limits.drafts
+        self.block_size = limits.block_size
+        self.pages = pages_of_step(limits.drafts, limits.block_size)
+        self.device = device
+
+        def words(width: int) -> Tensor:
+            return torch.zeros((limits.seats, width), dtype=torch.int64, device=device)
+
+        self.state = words(STATE + limits.drafts)
+        self.state[:, KNOWN] = 1
+        for column in (TEMPERATURE, TOP_P, REPETITION):
+            self.number(column).fill_(1.0)
+        self.tables = torch.zeros((limits.seats, limits.table_width), dtype=torch.int32, device=device)
+        self.told = words(TOLD + 2 * self.pages)
+        self.now = words(2)
+        self.answer = words(ANSWER + 2 * limits.drafts + 1)
+        packed = torch.zeros((limits.seats + 1, 2 * limits.drafts + 2), dtype=torch.int32, device=device)
+        self.walk = Walk(packed, limits.drafts)
+        self.numbers = torch.arange(limits.seats, device=device)
+        self.q: dict[int, Tensor] = {}
+        """[S, K, V] float32 over the target's vocabulary, by number of the source: what drafts were drawn from."""
+
+    @property
+    def waiting_drafts(self) -> Tensor:
+        """[S, K] int64"""
+        return self.state[:, STATE:]
+
+    def number(self, column: int) -> Tensor:
+        """[S] float64 of a column that holds one's bits."""
+        return self.state.view(torch.float64)[:, column]
+
+    def open_source(self, number: int) -> Tensor:
+        """Memory for what one drafter's drafts are drawn from."""
+        if number not in self.q:
+            shape = (self.seats, self.drafts, self.limits.vocab_size)
+            self.q[number] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        return self.q[number]
+
+    def move(self, old: int, new: int) -> None:
+        """A request takes another seat."""
+        for tensor in (self.state, self.tables, *self.q.values()):
+            tensor[new].copy_(tensor[old])

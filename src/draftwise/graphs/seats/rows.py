@@ -1,0 +1,228 @@
+"""The rows of a step of seats in plain torch: of the target's pass, of the drafter's first pass, and what is kept and
+told of it. The kernels behind `graphs.seats.kernels` do the same.
+
+Nothing here reads a value on the host: everything is captured, and done again in every step. R of the S seats take
+part, the first ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwise.graphs.loop import LoopKind, LoopSeats
+from draftwise.graphs.seats.memory import (
+    ACCEPTED,
+    ANSWER,
+    ANSWERED_FED,
+    ANSWERED_KNOWN,
+    ANSWERED_WAITING,
+    BUDGET,
+    FED,
+    FIRST_KEY,
+    KNOWN,
+    LIMIT,
+    LOOP,
+    NODES,
+    RAN,
+    ROOT,
+    SAMPLE,
+    SEED,
+    STORED,
+    TOLD,
+    VERIFIED,
+    WAITING,
+    SeatMemory,
+)
+from draftwise.names import DRAFT, SHARED
+from draftwise.sampling.noise import device_keys, uniforms_of_keys
+from draftwise.types import StaticRows, StepInput
+
+
+class LoopRows(NamedTuple):
+    """A draft loop that seats draft with: its number, what it reads, its first pass of R requests, and its kind.
+
+    ``max_len``: no token at this position or later is fed to the drafter. ``head``: its rows are those of the committed
+    tokens, at positions one less than their keys; else it is a draft model, which has read all but one or two of the
+    known tokens. ``ends`` [R * rows] int64, of heads, written: the block of which a row of the target's pass is the
+    last token; ``spare_block`` of rows that are none.
+    """
+
+    number: int
+    seats: LoopSeats
+    batch: StepInput
+    kind: LoopKind
+    max_len: int
+    spare_slot: int
+    head: bool = False
+    ends: Tensor | None = None
+    spare_block: int = 0
+
+
+def begin(memory: SeatMemory, batch: StepInput, spare_slot: int) -> None:
+    """Fill in the target's pass: of every seat the root, and the drafts that it verifies.
+
+    Args:
+        memory: see there; ``now`` is written, and new blocks are added to ``tables``.
+        batch: R requests of N rows each; its tensors are written.
+        spare_slot: where rows are written that do not count.
+    """
+    static = static_of(batch)
+    count, width = static.context.shape[0], static.rows
+    state, told = memory.state[:count], memory.told[:count]
+    pages, blocks = told[:, TOLD : TOLD + memory.pages], told[:, TOLD + memory.pages :].to(torch.int32)
+    live = state[:, KNOWN] < told[:, LIMIT]
+    # of who takes no part nothing is said: the block that stands there is written again
+    table = memory.tables[:count]
+    table.scatter_(1, pages, torch.where(live[:, None], blocks, table.gather(1, pages)))
+    known = state[:, KNOWN]
+    nodes = torch.minimum(told[:, NODES], state[:, WAITING]).clamp(max=width - 1) * live
+    memory.now[:count, 0].copy_(live)
+    memory.now[:count, 1].copy_(nodes)
+    row = torch.arange(width, device=state.device)
+    real = live[:, None] & (row <= nodes[:, None])
+    tokens = torch.cat((state[:, ROOT : ROOT + 1], memory.waiting_drafts[:count, : width - 1]), dim=1)
+    keys = known[:, None] - 1 + row
+    _put(batch, memory, tokens, keys, keys, real, table, spare_slot)
+    static.context.copy_(torch.where(live, known - 1, 0))
+
+
+def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> None:
+    """Take in what was verified of the seats that draft with this loop (``memory.walk``), and fill in its first pass.
+
+    Args:
+        memory: see there; ``state`` and ``answer`` are written, up to the drafts.
+        count: R.
+        loop: None: of those with whom nobody drafts.
+
+    Example: 10 known tokens, drafts 5, 6, 7, of which 5 is accepted, and 8 follows: 12 known tokens, root 8. A head's
+    rows are tokens 5 and 8 at keys 10 and 11; a draft model, which has stored 5 and 6, reads 8 at key 11.
+    """
+    state, told, drafts, now = memory.state[:count], memory.told[:count], memory.drafts, memory.now[:count]
+    mine = told[:, LOOP] == (0 if loop is None else loop.number)
+    live = now[:, 0].bool() & mine
+    known, old_root = state[:, KNOWN].clone(), state[:, ROOT].clone()
+    accepted = memory.walk.accepted[:count].long() * live
+    tokens = memory.walk.tokens[:count].long()  # [R, K + 1]; those behind the last one mean nothing
+    last = tokens.gather(1, accepted[:, None]).squeeze(1)
+    after = known + (accepted + 1) * live
+    root = torch.where(live, last.clamp(min=0), old_root)  # -1: no token could be drawn, the request fails
+    wanted = torch.zeros_like(after)
+    fed = state[:, FED].clone()
+    if loop is not None:
+        seats, batch = loop.seats, loop.batch
+        steps = seats.tokens.shape[1]
+        wanted = torch.minimum(told[:, BUDGET], told[:, LIMIT] - after - 1)
+        wanted = torch.minimum(wanted, loop.max_len - after + 1).clamp(0, steps) * live
+        drafts_on = wanted > 0
+        static = static_of(batch)
+        width = static.rows
+        if loop.head:
+            first, count_of, rows = known, accepted + drafts_on, tokens[:, :width]
+            if loop.ends is not None:
+                _ends(memory, known, accepted, live, loop)
+            fed = torch.where(live & (fed == known), after - (~drafts_on).long(), fed)
+        else:
+            fed = fed + torch.minimum(accepted, state[:, STORED]) * live
+            first = torch.minimum(fed, after - 1)
+            count_of = (after - first) * drafts_on
+            # the token before the root: the last accepted draft, or the root of before
+            before = memory.waiting_drafts[:count].gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
+            before = torch.where(accepted > 0, before, old_root)
+            rows = torch.stack((torch.where(count_of == 2, before, root), root), dim=1)
+            fed = torch.where(drafts_on, after, fed)
+        row = torch.arange(width, device=state.device)
+        real = live[:, None] & (row < count_of[:, None])
+        keys = first[:, None] + row
+        _put(batch, memory, rows, keys, keys - int(loop.head), real, static.tables, loop.spare_slot)
+        # rows that fill up must see some key: of nothing no distribution can be made
+        first_key = state[:, FIRST_KEY]
+        static.first_key.copy_(first_key)
+        static.context.copy_(torch.where(live & (count_of > 0), first, first_key))
+        slot = torch.arange(len(after), device=state.device)
+        seats.last.copy_(slot * width + torch.where(drafts_on, count_of - 1, 0))
+        seats.start.copy_(torch.where(drafts_on, after, first_key))
+        seats.length.copy_(wanted)
+        _noise(memory, loop, after)
+    state[:, KNOWN].copy_(after)
+    state[:, ROOT].copy_(root)
+    state[:, WAITING].copy_(torch.where(live, wanted, state[:, WAITING]))
+    state[:, FED].copy_(fed)
+    state[:, STORED].copy_(torch.where(live, (wanted - 1).clamp(min=0), state[:, STORED]))
+    answer = memory.answer[:count]
+    told_back = torch.stack((live.long(), now[:, 1], accepted, after, wanted, fed), dim=1)
+    told_back = torch.cat((told_back, tokens), dim=1)
+    columns = answer[:, : ANSWER + drafts + 1]
+    columns.copy_(torch.where(mine[:, None], told_back, columns))
+
+
+assert tuple(range(ANSWER)) == (RAN, VERIFIED, ACCEPTED, ANSWERED_KNOWN, ANSWERED_WAITING, ANSWERED_FED)
+
+
+def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
+    """Keep what was drafted."""
+    drafted = loop.seats.tokens
+    steps, at = drafted.shape[1], ANSWER + memory.drafts + 1
+    mine = (memory.now[:count, :1] > 0) & (memory.told[:count, LOOP : LOOP + 1] == loop.number)
+    for kept in (memory.waiting_drafts[:count, :steps], memory.answer[:count, at : at + steps]):
+        kept.copy_(torch.where(mine, drafted, kept))
+
+
+def static_of(batch: StepInput) -> StaticRows:
+    """What a captured pass says of its rows."""
+    static = batch.attention.static
+    assert static is not None
+    return static
+
+
+def _put(
+    batch: StepInput,
+    memory: SeatMemory,
+    tokens: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    real: Tensor,
+    table: Tensor,
+    spare_slot: int,
+) -> None:
+    """Rows [R, N] of a pass; those that are not ``real`` fill up."""
+    size = memory.block_size
+    pages = (keys // size).clamp(0, table.shape[1] - 1)
+    slots = table.gather(1, pages).long() * size + keys % size
+    batch.token_ids.view(keys.shape).copy_(tokens * real)
+    batch.positions.view(keys.shape).copy_(positions * real)
+    batch.slots.view(keys.shape).copy_(torch.where(real, slots, spare_slot))
+
+
+def _ends(memory: SeatMemory, known: Tensor, accepted: Tensor, live: Tensor, loop: LoopRows) -> None:
+    """Row j of a seat read token known - 1 + j; of blocks' last tokens the feature is kept.
+
+    Example: blocks of 4, 7 known tokens, two drafts accepted: rows 0..2 read tokens 6, 7 and 8; row 1 is the end of
+    block number 1 of the request.
+    """
+    assert loop.ends is not None
+    static = static_of(loop.batch)
+    size, table = memory.block_size, static.tables
+    row = torch.arange(static.rows, device=known.device)
+    read = known[:, None] - 1 + row
+    final = live[:, None] & (row <= accepted[:, None]) & ((read + 1) % size == 0)
+    pages = (read // size).clamp(0, table.shape[1] - 1)
+    blocks = table.gather(1, pages).long()
+    loop.ends.view(read.shape).copy_(torch.where(final, blocks, loop.spare_block))
+
+
+def _noise(memory: SeatMemory, loop: LoopRows, after: Tensor) -> None:
+    """As `ChainLoop.run` gets it from the host: draft i stands at position ``after + i``, node i of its step."""
+    if loop.kind == "argmax":
+        return
+    count, noise = len(after), loop.seats.noise
+    seeds, samples = memory.state[:count, SEED, None], memory.state[:count, SAMPLE, None]
+    node = torch.arange(noise.shape[1], device=after.device)
+    base = after[:, None]
+    if loop.kind == "shared":
+        noise.copy_(device_keys(SHARED, seeds, samples, base + node, node, base))
+    else:
+        keys = device_keys(DRAFT, seeds, samples, base + node, node, base)
+        noise.copy_(uniforms_of_keys(keys).view(torch.int64))

@@ -1,0 +1,199 @@
+"""Verification of a step of seats in plain torch, without a value read on the host. The rules are those of `verify`,
+which has their papers; chains only. On Triton `graphs.seats.kernels` stands for it.
+
+Sums over the vocabulary are torch's own: a draw by inverse CDF may differ from `sampling.draw.pick`'s by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.graphs.seats.memory import KNOWN, RULE, RULES, SAMPLE, SEED, SOURCE, SeatMemory
+from draftwise.names import ACCEPT, RECOVER, SHARED
+from draftwise.sampling.noise import device_keys, gumbel_of_keys, uniforms_of_keys
+
+_BELOW_ONE = 1.0 - 2.0**-52
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """A step's rows: R requests of N each. ``rules``: those that somebody in it has, see `memory.RULES`; ``rates``: of
+    rule ``synthetic``."""
+
+    requests: int
+    rows: int
+    rules: Sequence[str]
+    rates: tuple[float, ...] = ()
+
+
+class _Numbers:
+    """The uniforms of a step, by the keys of `verify.common`."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.seeds = state[:, SEED, None]
+        self.samples = state[:, SAMPLE, None]
+        self.base = state[:, KNOWN, None]  # [R, 1]
+
+    def accept(self, node: Tensor, depth: Tensor) -> Tensor:
+        """``node``, ``depth`` [1, n] or [R, n] -> float64 [R, n]."""
+        base = self.base
+        return uniforms_of_keys(
+            device_keys(ACCEPT, self.seeds, self.samples, base - 1 + depth, node, base.expand_as(base + node))
+        )
+
+    def recover(self, accepted: Tensor) -> Tensor:
+        """``accepted`` [R]: drafts of a chain that stay -> float64 [R]."""
+        depth, base = accepted[:, None], self.base
+        keys = device_keys(RECOVER, self.seeds, self.samples, base + depth, depth - 1, base)
+        return uniforms_of_keys(keys).squeeze(1)
+
+
+class _Step:
+    """The seats of a step: ``state`` [R, 16 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
+    ``numbers`` of its draws."""
+
+    def __init__(self, memory: SeatMemory, step: Deciding) -> None:
+        count = step.requests
+        self.state = memory.state[:count]
+        self.nodes = memory.now[:count, 1]
+        self.drafts = memory.waiting_drafts[:count, : step.rows - 1]
+        self.sources = memory.told[:count, SOURCE]
+        self.numbers = _Numbers(self.state)
+
+
+def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor) -> None:
+    """Decide every seat by its own rule; results in ``memory.walk``.
+
+    Args:
+        memory: see there.
+        scores: [R * N, V] float32, of a root and its drafts, processed; not changed.
+        step: see there.
+        counters: [V], `sampling.noise.token_counters`.
+    """
+    count, width = step.requests, step.rows
+    scores = scores.view(count, width, -1)
+    now = _Step(memory, step)
+    kept = torch.zeros_like(now.nodes)
+    last = torch.zeros_like(now.nodes)
+    p: Tensor | None = None
+    for rule in step.rules:
+        mine = now.state[:, RULE] == RULES.index(rule)
+        if rule in ("greedy", "coupled"):
+            wanted = _best(scores if rule == "greedy" else scores + _shared_noise(now, width, counters))
+            stay = _leading(now.drafts == wanted[:, : width - 1], now.nodes)
+            follows = wanted.gather(1, stay[:, None]).squeeze(1)
+        elif rule in ("synthetic", "synthetic_sampled"):
+            stay, follows = _synthetic(now, scores, step.rates, sampled=rule != "synthetic")
+        else:
+            p = scores.softmax(-1) if p is None else p
+            stay, follows = _sampled(memory, now, p, block=rule == "block")
+        kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)
+    packed, drafts = memory.walk.packed[:count], memory.drafts
+    packed[:, 0].copy_(kept)
+    packed[:, 1 : 1 + drafts].copy_(torch.arange(drafts, device=packed.device))
+    packed[:, 1 + drafts : 1 + 2 * drafts].copy_(memory.waiting_drafts[:count])
+    packed[:, 1 + drafts :].scatter_(1, kept[:, None], last[:, None].to(torch.int32))
+
+
+def _best(scores: Tensor) -> Tensor:
+    """The best token of each row, the lowest of equals."""
+    vocab = scores.shape[-1]
+    places = torch.arange(vocab, device=scores.device)
+    return torch.where(scores == scores.amax(-1, keepdim=True), places, vocab - 1).amin(-1)
+
+
+def _leading(passed: Tensor, nodes: Tensor) -> Tensor:
+    """How many of the first ``nodes`` [S] passed [S, K] without one before that did not: int64 [S]."""
+    row = torch.arange(passed.shape[1], device=passed.device)
+    return (passed & (row < nodes[:, None])).long().cumprod(1).sum(1)
+
+
+def _shared_noise(now: _Step, width: int, counters: Tensor) -> Tensor:
+    """[R, N, V]"""
+    row = torch.arange(width, device=counters.device)
+    numbers = now.numbers
+    keys = device_keys(SHARED, numbers.seeds, numbers.samples, numbers.base + row, row, row)
+    return gumbel_of_keys(keys.flatten(), counters).view(len(now.nodes), width, -1)
+
+
+def _synthetic(now: _Step, scores: Tensor, rates: Sequence[float], *, sampled: bool) -> tuple[Tensor, Tensor]:
+    numbers, nodes = now.numbers, now.nodes
+    u = numbers.accept(torch.full_like(numbers.base, -1), torch.zeros_like(numbers.base))  # [R, 1]
+    kept = torch.zeros_like(nodes)
+    for i, rate in enumerate(rates[: scores.shape[1] - 1]):
+        kept = kept + ((u[:, 0] < rate) & (nodes > i)).long()
+    p = _row(scores, kept).softmax(-1)
+    return kept, _pick(p, numbers.recover(kept)) if sampled else _best(p)
+
+
+def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple[Tensor, Tensor]:
+    """Rules ``rejection`` and ``block``. ``p`` [R, N, V]."""
+    numbers, nodes, tokens = now.numbers, now.nodes, now.drafts
+    drafts = tokens.shape[1]
+    if not drafts:
+        return torch.zeros_like(nodes), _pick(p[:, 0], numbers.recover(torch.zeros_like(nodes)))
+    # a point mass is a distribution, too: all of it on the draft
+    q = torch.zeros_like(p[:, :drafts]).scatter_(2, tokens[..., None], 1.0)
+    for source, drawn in memory.q.items():
+        q = torch.where((now.sources == source)[:, None, None], drawn[: len(nodes), :drafts], q)
+    p_of = p[:, :drafts].gather(2, tokens[..., None]).squeeze(2).double()  # [R, N - 1]
+    q_of = q.gather(2, tokens[..., None]).squeeze(2).double()
+    row = torch.arange(drafts, device=p.device)[None]
+    uniforms = numbers.accept(row, row + 1)
+    scale = torch.ones_like(uniforms[:, :1])  # [R, 1]
+    if block:
+        kept, scales = _blocks(p, q, p_of, q_of, uniforms, nodes)
+        scale = scales.gather(1, kept[:, None])
+        # `verify.block`: what a point mass leaves is drawn as it is
+        scale = torch.where((now.sources == 0)[:, None], 1.0, scale)
+    else:
+        # u < p / q, without dividing by a q that rounded to 0
+        kept = _leading(uniforms * q_of < p_of, nodes)
+    rejected = kept < nodes
+    whole = _row(p, kept)
+    at = kept.clamp(max=drafts - 1)[:, None]
+    taken = q.gather(1, at[..., None].expand(-1, 1, q.shape[2])).squeeze(1)
+    rest = (whole * scale.float() - taken).clamp(min=0.0)
+    # nothing left: p == q up to rounding, and p itself is drawn from
+    use_rest = rejected[:, None] & (rest.sum(-1, keepdim=True) > 0.0)
+    return kept, _pick(torch.where(use_rest, rest, whole), numbers.recover(kept))
+
+
+def _blocks(
+    p: Tensor, q: Tensor, p_of: Tensor, q_of: Tensor, uniforms: Tensor, nodes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`verify.block.BlockRule`: drafts that stay [S], and p_0 .. p_K of the paper [S, K + 1]."""
+    drafts = p_of.shape[1]
+    ratio = torch.where(q_of > 0.0, p_of / torch.where(q_of > 0.0, q_of, 1.0), (p_of > 0.0).double())
+    scales = [torch.ones_like(ratio[:, 0])]
+    for i in range(drafts):
+        scales.append((scales[-1] * ratio[:, i]).clamp(max=1.0))
+    kept = torch.zeros_like(nodes)
+    for i in range(1, drafts + 1):
+        chance = scales[i]
+        if i < drafts:
+            left = p[:, i] * scales[i].float()[:, None] - q[:, i]
+            z = left.clamp(min=0.0).sum(-1).double()
+            rest = z + 1.0 - scales[i]
+            inner = torch.where(rest > 0.0, z / torch.where(rest > 0.0, rest, 1.0), 1.0)
+            chance = torch.where(nodes > i, inner, chance)
+        kept = torch.where((uniforms[:, i - 1] < chance) & (nodes >= i), i, kept)
+    return kept, torch.stack(scales, dim=1)
+
+
+def _row(x: Tensor, at: Tensor) -> Tensor:
+    """``x`` [S, n, V], ``at`` [S] -> [S, V]."""
+    return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
+
+
+def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse CDF, int64 [S]; -1: no weight. A token of weight 0 is never drawn."""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    target = uniforms[:, None].clamp(max=_BELOW_ONE) * total
+    found = torch.searchsorted(sums, target, right=True).squeeze(1).clamp(max=weights.shape[1] - 1)
+    return torch.where(total[:, 0] > 0.0, found, -1)

@@ -1,0 +1,360 @@
+"""Steps of seats: the target's pass, verification, draft loops, and the rows of the next step, replayed one after the
+other without the host having read anything in between.
+
+What is captured elsewhere, the target's pass and the draft loops, is replayed as it is; small graphs stand between
+them. So a step is one copy to the device, some replays, and one copy back, whose end an event tells::
+
+    told -> [rows] -> [target's pass] -> [process, verify] -> { [rows] -> [draft loop] -> [keep] } -> answer
+
+The braces stand for every loop that somebody drafts with; requests with other drafters, or other kinds of draws, fill
+up its rows. Small graphs are captured when a step needs them first, which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.graphs.backend import Fence, Graph, GraphBackend
+from draftwise.graphs.buffers import PassSeats
+from draftwise.graphs.loop import ChainLoop
+from draftwise.graphs.seats import kernels, rows
+from draftwise.graphs.seats.kernels import SeatVerification
+from draftwise.graphs.seats.memory import RULES, STATE, TEMPERATURE, SeatMemory
+from draftwise.graphs.seats.rows import LoopRows
+from draftwise.graphs.seats.rules import Deciding, verify
+from draftwise.graphs.seats.shaping import LOGPROBS, Shaping, numbers_of
+from draftwise.kernels.select import on_triton
+from draftwise.models.heads.base import HeadModel
+from draftwise.sampling.noise import token_counters
+from draftwise.sampling.state import SamplingState
+from draftwise.types import IntArray
+
+_IN_FLIGHT = 2
+
+
+class DrafterSeats(NamedTuple):
+    """A drafter's captured loop. Of a head also itself, and where features of blocks' last tokens are kept,
+    [blocks + 1, depths, F], the last one for rows that are none."""
+
+    loop: ChainLoop
+    max_len: int  # no token at this position or later is fed to it
+    spare_slot: int
+    head: HeadModel | None = None
+    block_features: Tensor | None = None
+
+
+class SeatedLoop(NamedTuple):
+    """A loop of a step: ``number`` tells it from all others of the engine, ``source`` names the drafter's q."""
+
+    number: int
+    source: int
+    drafter: DrafterSeats
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """A request that takes a seat; see `memory` for the words."""
+
+    known: int
+    root: int
+    drafts: Sequence[int]
+    fed: int
+    stored: int
+    first_key: int
+    rule: str
+    sampling: SamplingState
+    blocks_np: IntArray
+    source: int
+    q: Tensor | None  # [>= len(drafts), V] float32 over the target's vocabulary
+
+
+class Landing:
+    """A step on its way: what comes of it, once it is there."""
+
+    def __init__(self, buffer: Tensor, report: Tensor | None, fence: Fence, seats: int) -> None:
+        """``report``: see `Shaping.report`."""
+        self._buffer = buffer
+        self._report = report
+        self._fence = fence
+        self._seats = seats
+
+    @property
+    def report(self) -> npt.NDArray[np.float32]:
+        """[S, K + 1, 2 + 2 T], see `Shaping.report`; behind `wait`, of a step in which somebody wants it."""
+        assert self._report is not None
+        report: npt.NDArray[np.float32] = self._report.numpy()
+        return report
+
+    def wait(self) -> npt.NDArray[np.int64]:
+        """[S, 6 + 2 K + 1], see `memory`; to be read before the step after the next is launched."""
+        self._fence.synchronize()
+        answer: npt.NDArray[np.int64] = self._buffer.numpy().reshape(self._seats, -1)
+        return answer
+
+
+class SeatedSteps:
+    """Steps over one memory. At most two are on their way."""
+
+    def __init__(
+        self,
+        memory: SeatMemory,
+        backend: GraphBackend,
+        *,
+        rates: tuple[float, ...] = (),
+        num_sources: int = 0,
+    ) -> None:
+        """``rates``: of rule ``synthetic``. ``num_sources``: drafters that may draw from a distribution."""
+        self.memory = memory
+        self.shaping = Shaping(memory)
+        self._backend = backend
+        self._rates = rates
+        self._counters = token_counters(memory.limits.vocab_size, memory.device)
+        self._fused = on_triton(memory.device)
+        self._verification = SeatVerification(memory, rates, num_sources)
+        self._graphs: dict[object, Graph] = {}
+        self._features: dict[int, Tensor] = {}
+        self._told = [backend.host_buffer(memory.told.numel()) for _ in range(_IN_FLIGHT)]
+        self._answers = [backend.host_buffer(memory.answer.numel()) for _ in range(_IN_FLIGHT)]
+        words = STATE + memory.drafts + (memory.limits.table_width + 1) // 2
+        self._entries = [backend.host_buffer(memory.seats * words) for _ in range(_IN_FLIGHT)]
+        self._entered = torch.zeros((memory.seats, words), dtype=torch.int64, device=memory.device)
+        self._reports: list[Tensor] = []
+        self._turn = 0
+
+    # -------------------------------------------------------------------------------------------- host side
+
+    def told(self) -> npt.NDArray[np.int64]:
+        """[S, 5 + 2 P] for the coming step, to be filled in whole: see `memory`."""
+        told: npt.NDArray[np.int64] = self._told[self._turn].numpy().reshape(self.memory.seats, -1)
+        return told
+
+    def enter(self, entering: Sequence[tuple[int, Entering]]) -> None:
+        """Let requests take seats, by their numbers, before the coming step: once between two launches."""
+        if not entering:
+            return
+        memory = self.memory
+        words = STATE + memory.drafts
+        buffer = self._entries[self._turn]
+        rows_np = buffer.numpy().reshape(memory.seats, -1)
+        for row_np, (_, new) in zip(rows_np, entering, strict=False):
+            state = new.sampling
+            seed = state.seed & ((1 << 64) - 1)
+            row_np[:STATE] = (
+                new.known,
+                new.root,
+                len(new.drafts),
+                new.fed,
+                new.stored,
+                seed - (1 << 64) if seed >> 63 else seed,
+                state.sample_index,
+                np.float64(state.temperature).view(np.int64),
+                RULES.index(new.rule),
+                new.first_key,
+                *numbers_of(state),
+            )
+            row_np[STATE:words] = 0
+            row_np[STATE : STATE + len(new.drafts)] = new.drafts
+            row_np[words:] = 0
+            row_np[words:].view(np.int32)[: len(new.blocks_np)] = new.blocks_np
+        width = rows_np.shape[1]
+        entered = self._entered[: len(entering)]
+        entered.view(-1).copy_(buffer[: len(entering) * width], non_blocking=True)
+        for came, (seat, new) in zip(entered, entering, strict=True):
+            memory.state[seat].copy_(came[:words])
+            memory.tables[seat].copy_(came[words:].view(torch.int32)[: memory.tables.shape[1]])
+            if new.q is not None and len(new.drafts):
+                memory.q[new.source][seat, : len(new.drafts)].copy_(new.q[: len(new.drafts)])
+            self.shaping.enter(seat, new.sampling)
+
+    def move(self, old: int, new: int) -> None:
+        """A request takes another seat, before the coming step."""
+        memory = self.memory
+        memory.move(old, new)
+        self.shaping.move(old, new)
+        for kept in self._features.values():
+            by_seat = kept.view(memory.seats, -1)
+            by_seat[new].copy_(by_seat[old])
+
+    def open_source(self, number: int) -> None:
+        """Drafts will be drawn from what this drafter says."""
+        if number not in self.memory.q:
+            self._verification.open_source(number, self.memory.open_source(number))
+
+    def launch(
+        self,
+        target: PassSeats,
+        loops: Sequence[SeatedLoop],
+        rules: Sequence[str],
+        shaped: frozenset[str] = frozenset(),
+    ) -> Landing:
+        """Start the step that `told` describes, behind those on their way: one at most.
+
+        Args:
+            target: pass of the first R seats.
+            loops: those that somebody drafts with, each over R requests.
+            rules: those that somebody has.
+            shaped: what of `Shaping` somebody has.
+        """
+        memory, shape = self.memory, target.rows.shape
+        memory.told.view(-1).copy_(self._told[self._turn], non_blocking=True)
+        self._replay(("begin", shape), lambda: self._begin(target))
+        target.graph.replay()
+        decided = ("decide", shape, tuple(rules), shaped, tuple(memory.q))
+        logits = target.logits[: shape.size]
+        self._replay(decided, lambda: self._decide(target, rules, shaped), (logits,))
+        for loop in loops:
+            self._replay(("advance", shape, id(loop.drafter.loop)), lambda: self._advance(target, loop))  # noqa: B023
+            loop.drafter.loop.replay()
+            self._replay(("finish", id(loop.drafter.loop)), lambda: self._finish(loop))  # noqa: B023
+        answer = self._answers[self._turn]
+        answer.copy_(memory.answer.view(-1), non_blocking=True)
+        report: Tensor | None = None
+        if LOGPROBS in shaped:
+            made = self.shaping.report
+            if len(self._reports) < _IN_FLIGHT:
+                size = (made.numel() + 1) // 2
+                self._reports = [self._backend.host_buffer(size) for _ in range(_IN_FLIGHT)]
+            report = self._reports[self._turn].view(torch.float32)[: made.numel()].view(made.shape)
+            report.copy_(made, non_blocking=True)
+        self._turn = (self._turn + 1) % _IN_FLIGHT
+        return Landing(answer, report, self._backend.fence(), memory.seats)
+
+    def capture(
+        self,
+        target: PassSeats,
+        loops: Sequence[SeatedLoop],
+        rules: Sequence[str],
+        shaped: frozenset[str] = frozenset(),
+    ) -> None:
+        """What `launch` would capture, with nobody in the seats."""
+        self.memory.told.zero_()
+        self.told()[:] = 0
+        self.launch(target, loops, rules, shaped).wait()
+
+    def q_of(self, seat: int, source: int, count: int) -> Tensor | None:
+        """What the first ``count`` waiting drafts of a seat were drawn from, [count, V], a copy; None: point masses.
+        Nothing may be on its way."""
+        return self.memory.q[source][seat, :count].clone() if source and count else None
+
+    def features_of(self, seat: int, source: int, accepted: int) -> Tensor | None:
+        """[1, F] a copy: the feature of the last token that the target has read in the seat's newest step, of which it
+        accepted so many drafts. None: the drafter is no head."""
+        kept = self._features.get(source)
+        if kept is None:
+            return None
+        row = seat * (self.memory.drafts + 1) + accepted
+        return kept[row : row + 1].clone()
+
+    def _replay(self, key: object, run: Callable[[], None], consumed: Sequence[Tensor] = ()) -> None:
+        """Replay a small graph, captured on first use.
+
+        A capture runs the function twice, and what a step did may not be done again: so state is put back, and what is
+        ``consumed``."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            kept = [(tensor, tensor.clone()) for tensor in (*self._persistent(), *consumed)]
+            graph, _ = self._backend.capture(run)
+            for tensor, value in kept:
+                tensor.copy_(value)
+            self._graphs[key] = graph
+        graph.replay()
+
+    def _persistent(self) -> list[Tensor]:
+        memory = self.memory
+        return [memory.state, memory.now, memory.answer, memory.walk.packed, *self.shaping.persistent()]
+
+    # ----------------------------------------------------------------------------------- what is captured
+
+    def _begin(self, target: PassSeats) -> None:
+        memory = self.memory
+        batch, spare = target.rows.batch, target.spare_slot
+        if self._fused:
+            kernels.begin(memory, batch, spare, self._verification)
+        else:
+            rows.begin(memory, batch, spare)
+        # behind what adds new blocks
+        target.rows.become_chains(memory.tables)
+
+    def _decide(self, target: PassSeats, rules: Sequence[str], shaped: frozenset[str]) -> None:
+        memory, shape = self.memory, target.rows.shape
+        scores = target.logits[: shape.size]
+        step = Deciding(shape.requests, shape.rows, rules, self._rates)
+        raw = scores.clone() if LOGPROBS in shaped else None
+        self.shaping.process(scores, step, shaped)
+        if self._fused:
+            kernels.verify(memory, scores, step, self._verification)
+        else:
+            verify(memory, scores, step, self._counters)
+        self.shaping.commit(step, shaped)
+        if raw is not None:
+            self.shaping.tell(raw, step)
+        (kernels if self._fused else rows).advance(memory, shape.requests)
+
+    def _loop_rows(self, seated: SeatedLoop, ends: Tensor | None = None) -> LoopRows:
+        drafter = seated.drafter
+        loop, kept = drafter.loop, drafter.block_features
+        return LoopRows(
+            seated.number,
+            loop.seats,
+            loop.rows.batch,
+            loop.kind,
+            drafter.max_len,
+            drafter.spare_slot,
+            drafter.head is not None,
+            ends,
+            0 if kept is None else kept.shape[0] - 1,
+        )
+
+    def _advance(self, target: PassSeats, seated: SeatedLoop) -> None:
+        memory, drafter, shape = self.memory, seated.drafter, target.rows.shape
+        count, loop = shape.requests, seated.drafter.loop
+        loop.rows.become_chains(memory.tables)
+        seats = loop.seats
+        seats.scale.copy_(memory.number(TEMPERATURE)[:count].reciprocal())
+        head, kept = drafter.head, drafter.block_features
+        ends: Tensor | None = None
+        if head is not None:
+            assert seats.features is not None
+            ends = torch.empty(loop.shape.size, dtype=torch.int64, device=memory.device)
+            # row j of a seat is token known + j, with what the target computed when it read the one before: its row j
+            width = loop.shape.rows
+            combined = head.combine(target.output, slice(0, shape.size))
+            combined = combined.view(count, shape.rows, -1)[:, :width]
+            seats.features.view(count, width, -1).copy_(combined)
+            self._keep_features(seated, combined)
+        (kernels if self._fused else rows).advance(memory, count, self._loop_rows(seated, ends))
+        if ends is not None:
+            assert seats.features is not None and kept is not None
+            kept[:, 0].index_copy_(0, ends, seats.features)
+
+    def _keep_features(self, seated: SeatedLoop, combined: Tensor) -> None:
+        """``combined`` [R, rows, F]: what `features_of` reads, of those who take part."""
+        memory, (count, width, size) = self.memory, combined.shape
+        kept = self._features.get(seated.source)
+        if kept is None:
+            shape = (memory.seats * (memory.drafts + 1), size)
+            kept = torch.zeros(shape, dtype=combined.dtype, device=memory.device)
+            self._features[seated.source] = kept
+        own = kept.view(memory.seats, memory.drafts + 1, size)[:count, :width]
+        own.copy_(torch.where(memory.now[:count, :1, None] > 0, combined, own))
+
+    def _finish(self, seated: SeatedLoop) -> None:
+        memory, loop = self.memory, seated.drafter.loop
+        (kernels if self._fused else rows).finish(memory, loop.shape.requests, self._loop_rows(seated))
+        seats = loop.seats
+        if seats.q is None:
+            return
+        # nobody else's drafts were drawn from this source; other tokens of the vocabulary stay at 0
+        q = memory.q[seated.source][: loop.shape.requests, : loop.steps]
+        ids = loop.drafter.target_ids
+        if ids is None:
+            q.copy_(seats.q)
+        else:
+            q.index_copy_(2, ids, seats.q)

@@ -1,0 +1,125 @@
+"""Which requests may have seats on the device (`graphs.seats`), and how they decode there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from draftwise.graphs.loop import KINDS, LoopKind
+from draftwise.graphs.seats.drafter import Place
+from draftwise.graphs.seats.shaping import wants
+from draftwise.propose.base import Proposer
+from draftwise.runner.guard import Guard
+from draftwise.runner.rows import Row
+from draftwise.runner.seated import Seated
+from draftwise.types import RowPlan
+from draftwise.verify.rates import SyntheticAcceptance
+
+
+class Way(NamedTuple):
+    """How a request decodes: with which drafter ("none": plainly), by which rule (`graphs.seats.memory.RULES`), how its
+    drafts are drawn, and what shapes its distributions (`graphs.seats.shaping`)."""
+
+    method: str
+    rule: str
+    kind: LoopKind
+    shaped: frozenset[str]
+
+
+class Seating:
+    """Tells ways of requests. ``drafters``: those that can draft for seats, by method."""
+
+    def __init__(
+        self,
+        proposers: Mapping[str, Proposer],
+        guard: Guard,
+        synthetic: SyntheticAcceptance | None,
+        forced: SyntheticAcceptance | None,
+    ) -> None:
+        """``forced``: what stands for rule greedy, in benchmarks."""
+        found = {name: Seated.of(name, guard) for name in proposers}
+        self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if d is not None}
+        self._numbers = {name: number for number, name in enumerate(self.drafters, 1)}
+        self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
+        self._forced = forced is not None
+        self._synthetic = synthetic is not None and forced is None
+        rates = forced or synthetic
+        self.rates = rates.rates if rates is not None else ()
+
+    def number_of(self, method: str) -> int:
+        """Of a drafter, from 1 on; 0: plain decoding."""
+        return self._numbers.get(method, 0)
+
+    def loop_of(self, method: str, kind: LoopKind) -> int:
+        """Number of a drafter's loops of a kind, from 1 on; 0: plain decoding."""
+        number = self.number_of(method)
+        return (number - 1) * len(KINDS) + KINDS.index(kind) + 1 if number else 0
+
+    def of(self, row: Row, planned: RowPlan) -> Way | None:
+        """How the request decodes, if it may do so on the device."""
+        speculation, proposal = row.speculation, row.proposal
+        if (
+            planned.num_new != 1
+            or row.num_computed + 1 != row.num_tokens
+            or row.num_tokens < 2
+            or row.is_full
+        ):
+            return None
+        if row.grammar is not None or row.error is not None or row.adapter:
+            return None
+        if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
+            return None
+        rule = self._rule(row)
+        shaped = wants(row.state)
+        if rule is None or shaped is None:
+            return None
+        if not proposal.tokens and self.decodes_plainly(row, planned):
+            return Way("none", rule, "argmax", shaped)
+        drafter = self.drafters.get(speculation.method)
+        if drafter is None or row.drafting_failed or not 1 <= planned.draft_budget <= drafter.steps:
+            return None
+        if speculation.tree is not None or speculation.dynamic is not None:
+            return None
+        if row.state.steers:
+            return None  # its drafts are drawn one by one, with a look at what steers them
+        kind = drafter.kind(row)
+        if kind is None:
+            return None
+        if proposal.tokens:
+            same = proposal.method == speculation.method and proposal.is_chain
+            if not same or len(proposal) > drafter.steps or (proposal.q is not None) != (kind == "draft"):
+                return None
+        return Way(speculation.method, rule, kind, shaped)
+
+    def goes_on(self, way: Way, row: Row, planned: RowPlan) -> bool:
+        """Whether a request in a seat may go on there with a plan."""
+        if planned.num_new != 1:
+            return False
+        if way.method == "none":
+            return self.decodes_plainly(row, planned)
+        return not row.drafting_failed and 1 <= planned.draft_budget <= self.drafters[way.method].steps
+
+    def _rule(self, row: Row) -> str | None:
+        name, greedy = row.speculation.rule, row.state.is_greedy
+        if name == "synthetic":
+            return None if not self._synthetic else "synthetic" if greedy else "synthetic_sampled"
+        if name == "typical":
+            return None
+        if greedy:
+            return "synthetic" if self._forced else "greedy"
+        return name if name in ("coupled", "rejection", "block") else None
+
+    def decodes_plainly(self, row: Row, planned: RowPlan) -> bool:
+        """Whether nobody drafts for the request, or wants to be told of the step."""
+        if row.drafting_failed:
+            return True
+        return not planned.draft_budget and (
+            not planned.follow or row.speculation.method not in self._observers
+        )
+
+    def place_of(self, method: str, row: Row) -> Place | None:
+        """Where a request stands for a drafter; None: it cannot have a seat yet."""
+        seated = self.drafters.get(method)
+        if seated is None:
+            return Place(row.num_tokens, 0, 0)
+        return seated.place(row)

@@ -1,0 +1,401 @@
+"""Requests that decode on the device (`graphs.seats`): who takes a seat there, what a plan tells them, and what the
+host writes down of what came of it.
+
+A request takes a seat when it has computed its prompt and is of a kind that the device can go on with, and leaves it
+when it ends, or a plan wants of it what the device cannot do. Its neighbours are not concerned. Steps are launched one
+behind the other: the rows of a step are made of what the one before it left on the device, and the host reads that
+later. Requests without a seat take part in the same plans, in the ordinary way (`runner.local`).
+
+Late writes do no harm. A request that has ended, or was cancelled, may take part in one more step before a plan says
+so. What that step writes for it goes to keys from its newest root on, behind all tokens that the scheduler ever counts
+as computed; so never to a block that was hashed for others to find. Blocks that were not are handed out by a later plan
+only, and whoever gets them writes, later on the same stream, every slot before reading it. In a later step the seat is
+nobody's, or another one's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from draftwise.graphs.buffers import PassSeats
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.loop import LoopKind
+from draftwise.graphs.seats import memory as at
+from draftwise.graphs.seats.memory import Limits, SeatMemory
+from draftwise.graphs.seats.shaping import LOGPROBS
+from draftwise.graphs.seats.step import Entering, Landing, SeatedLoop, SeatedSteps
+from draftwise.propose.base import Proposer
+from draftwise.runner.drafting import Drafting
+from draftwise.runner.rows import Row
+from draftwise.runner.seating import Seating, Way
+from draftwise.types import EMPTY_PROPOSAL, Proposal, RowPlan, RowResult, StepPlan, TokenLogprobs, chain
+from draftwise.verify.rates import SyntheticAcceptance
+
+logger = logging.getLogger("draftwise")
+
+_NOT_FINITE = "RequestError: the model's logits are not finite"
+
+
+@dataclass(slots=True)
+class _Member:
+    """A request in its seat. ``drafts`` wait on the device, as far as the host knows, drawn from ``source``."""
+
+    row: Row
+    seat: int
+    way: Way
+    drafts: tuple[int, ...]
+    source: int
+    fed: int
+    before: Proposal  # what waited when it came
+    started: bool = False  # it has taken part in a step
+    accepted: int = 0  # in the newest step that was read
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step on its way, or the rows that were read. ``members``: with their seats when it was launched."""
+
+    landing: Landing
+    members: list[tuple[_Member, int]]
+    rows: list[RowResult] = field(default_factory=list)
+    landed: bool = False
+
+
+class Seats:
+    """The seats of one executor."""
+
+    def __init__(
+        self,
+        target: GraphedDecoder,
+        proposers: Mapping[str, Proposer],
+        drafting: Drafting,
+        rows: Mapping[int, Row],
+        *,
+        block_size: int,
+        synthetic: SyntheticAcceptance | None = None,
+        forced: SyntheticAcceptance | None = None,
+    ) -> None:
+        """``rows``: the executor's, by request. ``forced``: what stands for rule greedy, in benchmarks."""
+        self._drafting = drafting
+        self._rows = rows
+        self._seating = seating = Seating(proposers, drafting.guard, synthetic, forced)
+        drafters = seating.drafters.values()
+        # requests that draft less than others have rows that fill up, and those with whom nobody drafts, too
+        widths = {1, *(1 + drafter.steps for drafter in drafters)}
+        self._passes = {width: target.pass_seats(width) for width in widths}
+        widest = self._passes[max(widths)]
+        self._count = max((seats.rows.shape.requests for seats in widest), default=0)
+        if not self._count:
+            return
+        longest = max((seats.rows.tables.width for seats in widest), default=0)
+        limits = Limits(self._count, max(widths) - 1, longest, block_size, target.config.vocab_size)
+        memory = SeatMemory(limits, target.backend.device)
+        self._steps = SeatedSteps(memory, target.backend, rates=seating.rates, num_sources=len(drafters))
+        self._members: dict[int, _Member] = {}
+        self._free = list(range(self._count - 1, -1, -1))
+        self._fresh: dict[int, int] = {}  # numbers of the first pages that the coming plan adds, by request
+        self._without: set[tuple[str, LoopKind]] = set()  # ways for which nothing is captured
+        self._flights: deque[Flight] = deque()
+        # whoever takes no part is told nothing: page 0, and there what stands there
+        self._nothing_np: npt.NDArray[np.int64] = np.zeros(tuple(memory.told.shape), np.int64)
+        self.num_steps = 0
+        self.num_entered = 0
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return self._count > 0
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Capture steps of one request under the usual rules, so that all kernels are compiled; those for more are
+        captured when they are needed, which takes milliseconds. False, and a warning: the device refuses it."""
+        try:
+            for method in ("none", *self._seating.drafters):
+                drafter = self._seating.drafters.get(method)
+                for rule in ("greedy", "coupled", "rejection"):
+                    kind: LoopKind = (
+                        "argmax" if drafter is None else drafter.usual_kind(rule == "greedy", rule)
+                    )
+                    self._capture(method, kind, rule)
+        except Exception as error:
+            logger.warning(
+                "no step will stay on the device, for none could be captured: %s", error, exc_info=True
+            )
+            return False
+        return True
+
+    def _capture(self, method: str, kind: LoopKind, rule: str) -> None:
+        found = self._shape({(method, kind): []}, 1, 0)
+        if found is not None:
+            self._steps.capture(*found, [rule])
+
+    # ------------------------------------------------------------------------------- who has a seat
+
+    def leave(self, plan: StepPlan) -> None:
+        """Let those go of whom a plan, which was not applied yet, wants what the device cannot do. Then, and only then,
+        steps are waited for."""
+        going: list[_Member] = []
+        for planned in plan.rows:
+            member = self._members.get(planned.rid)
+            if member is not None and not self._goes_on(member, planned):
+                going.append(member)
+        if going:
+            self._give_back(going)
+        rows = self._rows
+        self._fresh = {p.rid: rows[p.rid].num_blocks for p in plan.rows if p.rid in self._members}
+
+    def _goes_on(self, member: _Member, planned: RowPlan) -> bool:
+        if len(planned.new_block_ids) > self._steps.memory.pages:
+            return False
+        return self._seating.goes_on(member.way, member.row, planned)
+
+    def end(self) -> None:
+        """Wait for what is under way, and give everybody back to the ordinary way."""
+        self._give_back(list(self._members.values()))
+
+    def _give_back(self, going: Sequence[_Member]) -> None:
+        """These go on in the ordinary way, from where they stand."""
+        while self._flights:
+            self._land(self._flights.popleft())
+        for member in going:
+            row = member.row
+            self._free_seat(row.rid)
+            if self._rows.get(row.rid) is not row or member.failed or row.is_full:
+                continue
+            count, way = len(member.drafts), member.way
+            if not member.started:
+                row.proposal = member.before
+                continue
+            if count:
+                q = self._steps.q_of(member.seat, member.source, count)
+                row.proposal = chain(member.drafts, way.method, q)
+            seated = self._seating.drafters.get(way.method)
+            if seated is not None and not row.drafting_failed:
+                number = self._seating.number_of(way.method)
+                feature = self._steps.features_of(member.seat, number, member.accepted)
+                seated.left(row, member.fed, feature)
+
+    def _free_seat(self, rid: int) -> None:
+        member = self._members.pop(rid)
+        self._free.append(member.seat)
+
+    def take(self, plan: StepPlan) -> list[RowPlan]:
+        """Who has a seat in the coming step; the plan was applied. Others take seats now, if they can."""
+        for rid in plan.removed:
+            if rid in self._members:
+                self._free_seat(rid)
+        entering: list[tuple[int, Entering]] = []
+        taking: list[RowPlan] = []
+        for planned in plan.rows:
+            member = self._members.get(planned.rid)
+            if member is None:
+                member = self._enter(planned, entering)
+            if member is not None:
+                taking.append(planned)
+        self._close_up()
+        self._steps.enter([(self._members[rid].seat, new) for rid, new in entering])
+        return taking
+
+    def _enter(self, planned: RowPlan, entering: list[tuple[int, Entering]]) -> _Member | None:
+        row, seating = self._rows[planned.rid], self._seating
+        way = seating.of(row, planned) if self._free else None
+        if way is None or (way.method, way.kind) in self._without:
+            return None
+        place = seating.place_of(way.method, row)
+        seated = seating.drafters.get(way.method)
+        if place is None or (seated is not None and not seated.prepare([row])):
+            return None
+        proposal, row.proposal = row.proposal, EMPTY_PROPOSAL
+        source = seating.number_of(way.method) if way.kind == "draft" else 0
+        if source:
+            self._steps.open_source(source)
+        self._free.sort(reverse=True)
+        member = _Member(row, self._free.pop(), way, proposal.tokens, source, place.fed, proposal)
+        self._members[row.rid] = member
+        new = Entering(
+            known=row.num_tokens,
+            root=int(row.tokens_np[row.num_tokens - 1]),
+            drafts=proposal.tokens,
+            fed=place.fed,
+            stored=place.stored,
+            first_key=place.first_key,
+            rule=way.rule,
+            sampling=row.state,
+            blocks_np=row.blocks_np,
+            source=source,
+            q=None if proposal.q is None else proposal.q[list(proposal.q_rows)],
+        )
+        entering.append((row.rid, new))
+        self.num_entered += 1
+        return member
+
+    def _close_up(self) -> None:
+        """When fewer than half of the seats up to the last one are taken, those at the end move to free ones: a step
+        computes rows for every seat before the last that is taken."""
+        members = sorted(self._members.values(), key=lambda member: member.seat)
+        if not members or 2 * len(members) >= members[-1].seat + 1:
+            return
+        free = sorted(self._free)
+        for member in reversed(members):
+            if not free or free[0] > member.seat:
+                break
+            seat = free.pop(0)
+            self._steps.move(member.seat, seat)
+            free.append(member.seat)
+            member.seat = seat
+        self._free = free
+
+    # ---------------------------------------------------------------------------------------- a step
+
+    def launch(self, taking: Sequence[RowPlan]) -> Flight | None:
+        """Start a step of those who have seats, as `take` said. None: nothing is captured for them; they were given
+        back."""
+        while len(self._flights) > 1:  # their buffers are needed
+            self._land(self._flights.popleft())
+        members = [self._members[planned.rid] for planned in taking]
+        ways: dict[tuple[str, LoopKind], list[Row]] = {}
+        for member in members:
+            ways.setdefault((member.way.method, member.way.kind), []).append(member.row)
+        shaped: frozenset[str] = frozenset().union(*(member.way.shaped for member in members))
+        rules = sorted({member.way.rule for member in members}, key=at.RULES.index)
+        drafts = max((self._drafts_of(method) for method, _ in ways), default=0)
+        reach = max(min(m.row.num_tokens + 3 * (drafts + 1), m.row.max_total + drafts) + 1 for m in members)
+        found = self._shape(ways, 1 + max(member.seat for member in members), reach)
+        if found is None:
+            if not any(member.row.drafting_failed for member in members):
+                self._without.update(ways)
+            self.end()
+            return None
+        for member in members:
+            member.started = True
+        told_np = self._steps.told()
+        told_np[:] = self._nothing_np
+        pages = self._steps.memory.pages
+        for member, planned in zip(members, taking, strict=True):
+            row, way = member.row, member.way
+            row_np = told_np[member.seat]
+            number = self._seating.loop_of(way.method, way.kind)
+            if number:
+                row_np[: at.TOLD] = (
+                    row.max_total,
+                    planned.num_draft,
+                    planned.draft_budget,
+                    number,
+                    member.source,
+                )
+            else:  # the scheduler may not know that its drafter failed
+                row_np[: at.TOLD] = (row.max_total, 0, 0, 0, 0)
+            # no new block is said by the first page, as it is
+            row_np[at.TOLD + pages :] = row.blocks_np[0]
+            first = self._fresh.get(planned.rid)  # who came just now has its whole table
+            if first is not None:
+                for i, block in enumerate(planned.new_block_ids):
+                    row_np[at.TOLD + i], row_np[at.TOLD + pages + i] = first + i, block
+        landing = self._steps.launch(*found, rules, shaped)
+        flight = Flight(landing, [(member, member.seat) for member in members])
+        self._flights.append(flight)
+        self.num_steps += 1
+        return flight
+
+    def _drafts_of(self, method: str) -> int:
+        drafter = self._seating.drafters.get(method)
+        return 0 if drafter is None else drafter.steps
+
+    def _shape(
+        self, ways: Mapping[tuple[str, LoopKind], Sequence[Row]], seats: int, keys: int
+    ) -> tuple[PassSeats, list[SeatedLoop]] | None:
+        """The smallest pass, and loops beside it, for so many seats whose contexts reach so far."""
+        drafting = [way for way in ways if way[0] != "none"]
+        width = 1 + max((self._drafts_of(method) for method, _ in drafting), default=0)
+        for found in self._passes[width]:
+            shape = found.rows.shape
+            if shape.requests < seats or shape.keys < keys or shape.requests > self._count:
+                continue
+            loops: list[SeatedLoop] = []
+            for method, kind in drafting:
+                seating = self._seating
+                drafter = seating.drafters[method].seats(ways[method, kind], shape.requests, keys, kind)
+                if drafter is not None:
+                    number = seating.number_of(method)
+                    loops.append(SeatedLoop(seating.loop_of(method, kind), number, drafter))
+                    if kind == "draft":
+                        self._steps.open_source(number)
+            if len(loops) == len(drafting):
+                return found, loops
+        return None
+
+    def finish(self, flight: Flight) -> list[RowResult]:
+        """Wait for a step, and for those before it, and write down what came of it."""
+        while not flight.landed:
+            self._land(self._flights.popleft())
+        return flight.rows
+
+    def _land(self, flight: Flight) -> None:
+        answer = flight.landing.wait().tolist()
+        for member, seat in flight.members:
+            row = member.row
+            words = answer[seat]
+            if self._rows.get(row.rid) is not row or member.failed or not words[at.RAN]:
+                continue
+            flight.rows.append(self._read(member, words, flight.landing, seat))
+        flight.landed = True
+
+    def _read(self, member: _Member, words: list[int], landing: Landing, seat: int) -> RowResult:
+        row, drafts = member.row, self._steps.memory.drafts
+        verified, accepted = words[at.VERIFIED], words[at.ACCEPTED]
+        tokens = tuple(words[at.ANSWER : at.ANSWER + accepted + 1])
+        if tokens[-1] < 0:
+            member.failed = True
+            return RowResult(row.rid, error=_NOT_FINITE)
+        waiting = words[at.ANSWERED_WAITING]
+        first = at.ANSWER + drafts + 1
+        drafted, member.drafts = member.drafts[:verified], tuple(words[first : first + waiting])
+        row.num_computed += 1 + accepted
+        row.append(tokens)
+        row.state.commit(tokens)
+        assert row.num_tokens == words[at.ANSWERED_KNOWN], "host and device count alike"
+        member.accepted, member.fed = accepted, words[at.ANSWERED_FED]
+        method = member.way.method
+        seated = self._seating.drafters.get(method)
+        if seated is not None and not row.drafting_failed:  # who fails here leaves with the next plan
+            filled = seated.went_on(row, member.fed, waiting)
+            if filled is not None:
+                self._drafting.filled(method, row, *filled)
+        logprobs: tuple[TokenLogprobs, ...] | None = None
+        if LOGPROBS in member.way.shaped:
+            logprobs = _logprobs(landing.report[seat], tokens, row.state.params.logprobs or 0)
+        if not verified:
+            return RowResult(row.rid, tokens, num_proposed=waiting, logprobs=logprobs)
+        return RowResult(
+            rid=row.rid,
+            token_ids=tokens,
+            num_drafted=verified,
+            num_accepted=accepted,
+            accepted_nodes=tuple(range(accepted)),
+            draft_tokens=drafted,
+            draft_parents=tuple(range(-1, verified - 1)),
+            method=method,
+            num_proposed=waiting,
+            logprobs=logprobs,
+        )
+
+
+def _logprobs(
+    report_np: npt.NDArray[np.float32], tokens: Sequence[int], count: int
+) -> tuple[TokenLogprobs, ...]:
+    """``report_np`` [K + 1, 2 + 2 T], see `Shaping.report`; ``count``: alternatives of each token."""
+    alternatives = (report_np.shape[1] - 2) // 2
+    found = []
+    for token, row in zip(tokens, report_np.tolist(), strict=False):
+        ids = tuple(int(i) for i in row[2 : 2 + count])
+        values = tuple(row[2 + alternatives : 2 + alternatives + min(count, alternatives)])
+        found.append(TokenLogprobs(token, row[0], int(row[1]), ids[: len(values)], values))
+    return tuple(found)

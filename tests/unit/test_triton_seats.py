@@ -1,0 +1,135 @@
+"""Between the passes of a step of seats: the kernels, in Triton's interpreter where there is no GPU, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from tests.fakes.seats import (
+    DRAFTS,
+    SEATS,
+    SPARE,
+    VOCAB,
+    loop_seats,
+    pass_rows,
+    random_memory,
+    set_rules,
+)
+
+from draftwise.graphs.loop import LoopKind
+from draftwise.graphs.seats import kernels, rows
+from draftwise.graphs.seats.kernels import SeatVerification
+from draftwise.graphs.seats.memory import ACCEPTED, ANSWER, LOOP, RULES, SOURCE, SeatMemory
+from draftwise.graphs.seats.rows import LoopRows
+from draftwise.graphs.seats.rules import Deciding, verify
+from draftwise.kernels.triton.availability import interpreted
+from draftwise.sampling.noise import token_counters
+
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
+RATES = (0.9, 0.5, 0.2)
+
+
+def tensors(memory: SeatMemory) -> list[list[int]]:
+    return [x.flatten().tolist() for x in (memory.state, memory.now, memory.tables)]
+
+
+@pytest.mark.parametrize("width", [1, 3, DRAFTS + 1])
+@torch.inference_mode()
+def test_rows_of_the_targets_pass(width: int) -> None:
+    """Also of passes with fewer rows than a request might have drafts, and than there are seats."""
+    made = []
+    for fused in (False, True):
+        memory = random_memory(1, DEVICE)
+        target = pass_rows(width, DEVICE)
+        batch = target.batch
+        if fused:
+            verification = SeatVerification(memory, (), 1)
+            kernels.begin(memory, batch, SPARE, verification)
+            assert verification.batch.table[:SEATS, 0].tolist() == [s * width for s in range(SEATS)]
+        else:
+            rows.begin(memory, batch, SPARE)
+        static = rows.static_of(batch)
+        made.append(
+            [x.tolist() for x in (batch.token_ids, batch.positions, batch.slots, static.context)]
+            + tensors(memory)
+        )
+    assert made[0] == made[1]
+    assert SPARE in made[0][2]
+
+
+@pytest.mark.parametrize("kind", ["argmax", "draft", "shared"])
+@pytest.mark.parametrize("drafter", ["none", "model", "head"])
+@torch.inference_mode()
+def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) -> None:
+    """Two loops, of which the second drafts less; each concerns its own seats alone."""
+    made = []
+    for form in (rows, kernels):
+        memory = random_memory(2, DEVICE, loops=0 if drafter == "none" else 2)
+        target = pass_rows(DRAFTS + 1, DEVICE)
+        rows.begin(memory, target.batch, SPARE)
+        packed = memory.walk.packed
+        kept = torch.tensor([0, 2, 0, 1, 3, 1], device=DEVICE)
+        packed[:SEATS, 0] = torch.minimum(kept, memory.now[:, 1])
+        packed[:, 1 + DRAFTS :] = torch.arange(DRAFTS + 1, device=DEVICE) + 20
+        if drafter == "none":
+            form.advance(memory, SEATS)
+            made.append([*tensors(memory), memory.answer.tolist()])
+            continue
+        found = []
+        for number in (1, 2):
+            steps = DRAFTS + 1 - number
+            first = pass_rows(2 if drafter == "model" else steps + 1, DEVICE)
+            ends = torch.zeros(first.shape.size, dtype=torch.int64, device=DEVICE)
+            seats, batch = loop_seats(DEVICE, steps), first.batch
+            head = drafter == "head"
+            loop = LoopRows(number, seats, batch, kind, 24, SPARE, head, ends if head else None, 77)
+            form.advance(memory, SEATS, loop)
+            form.finish(memory, SEATS, loop)
+            static = rows.static_of(batch)
+            read = (batch.token_ids, batch.positions, batch.slots, static.context, static.first_key, ends)
+            found += [x.tolist() for x in (*read, *seats[:3], seats.noise)]
+        made.append([*found, memory.answer.tolist(), *tensors(memory)])
+    assert made[0] == made[1]
+
+
+CASES = [*((rule,) for rule in RULES), RULES, ("greedy", "block")]
+
+
+@pytest.mark.parametrize("names", CASES, ids="-".join)
+@pytest.mark.parametrize("with_q", [False, True])
+@torch.inference_mode()
+def test_verification(names: tuple[str, ...], with_q: bool) -> None:
+    """Every seat by its own rule; with q, of every other seat's drafts."""
+    accepted = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn((SEATS * (DRAFTS + 1), VOCAB), generator=generator).to(DEVICE) * 2
+        q = torch.randn((SEATS, DRAFTS, VOCAB), generator=generator).to(DEVICE).softmax(-1)
+        made = []
+        for fused in (False, True):
+            memory = random_memory(seed, DEVICE, loops=0)
+            set_rules(memory, *names)
+            # the likeliest tokens: others are next to never accepted
+            memory.waiting_drafts.copy_(logits.view(SEATS, DRAFTS + 1, VOCAB)[:, :DRAFTS].argmax(-1))
+            verification = SeatVerification(memory, RATES, 1)
+            if with_q:
+                memory.open_source(1).copy_(q)
+                verification.open_source(1, memory.q[1])
+                memory.told[::2, SOURCE] = 1
+            target = pass_rows(DRAFTS + 1, DEVICE)
+            step = Deciding(SEATS, DRAFTS + 1, names, RATES)
+            if fused:
+                kernels.begin(memory, target.batch, SPARE, verification)
+                kernels.verify(memory, logits.clone(), step, verification)
+            else:
+                rows.begin(memory, target.batch, SPARE)
+                verify(memory, logits, step, token_counters(VOCAB, DEVICE))
+            assert not memory.told[:, LOOP].any()
+            rows.advance(memory, SEATS)
+            answer = memory.answer.tolist()
+            made.append([row[: ANSWER + row[ACCEPTED] + 1] for row in answer])
+        assert made[0] == made[1]
+        accepted += [row[ACCEPTED] for row in made[0]]
+    assert 0 in accepted and max(accepted) > 0
