@@ -156,7 +156,15 @@ def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> Non
         found = llm.generate(engines.prompts, params)
         assert token_ids(found) == token_ids(wanted)
         for one, other in zip(found, wanted, strict=True):
-            assert one.outputs[0].logprobs == other.outputs[0].logprobs
+            assert (one.outputs[0].logprobs is None) is (other.outputs[0].logprobs is None)
+            # torch's products round differently among other rows
+            for mine, theirs in zip(
+                one.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True
+            ):
+                assert {token: p.rank for token, p in mine.items()} == {t: p.rank for t, p in theirs.items()}
+                assert [p.logprob for p in mine.values()] == pytest.approx(
+                    [p.logprob for p in theirs.values()], abs=1e-4
+                )
         assert seats(llm).num_entered - entered == len(params), "who has a seat keeps it"
         # requests that have no seat are in steps that computed somebody's prompt
         assert ordinary and all(some_prompt for some_prompt in ordinary)
