@@ -5,15 +5,22 @@ from __future__ import annotations
 import pytest
 
 from draftwise.adapt.acceptance import (
+    ALL,
     ANY,
+    NOTHING,
+    SOME,
     TREE,
     Counts,
     GroupAcceptance,
     RequestAcceptance,
+    after,
     expected,
     is_chain,
+    outcome,
     size_class,
 )
+from draftwise.adapt.choice import Drafter, Group, Prices, make_option
+from draftwise.adapt.performance import PerformanceModel
 
 
 def test_a_chain_tries_a_position_only_behind_an_accepted_one() -> None:
@@ -92,3 +99,69 @@ def test_sizes_of_evident_proposals() -> None:
 def test_chains_are_told_from_trees() -> None:
     assert is_chain(()) and is_chain((-1,)) and is_chain((-1, 0, 1))
     assert not is_chain((-1, -1)) and not is_chain((-1, 0, 0))
+
+
+# ------------------------------------------------------------------------------------------ the proposal before
+
+
+def test_what_came_of_a_proposal() -> None:
+    assert [outcome(4, n) for n in range(5)] == [NOTHING, SOME, SOME, SOME, ALL]
+    assert outcome(1, 1) == ALL
+
+
+def in_runs(group: Group, steps: int = 400) -> None:
+    """A text of which stretches of 20 proposals are accepted whole, and as many not at all."""
+    before = None
+    for step in range(steps):
+        accepted = 4 if step // 20 % 2 else 0
+        group.acceptance.counts.add_chain(ANY, 4, accepted)
+        if before is not None:
+            group.acceptance.counts.add_chain(after(before), 4, accepted)
+        before = outcome(4, accepted)
+
+
+def test_chances_behind_a_proposal_are_calibrated() -> None:
+    """19 of 20 proposals behind a whole one are accepted whole, one in 20 behind nothing is; without regard to that it
+    is half of them."""
+    group, request = Group("model", "rejection", evident=False), RequestAcceptance()
+    assert request.expected_after(group.acceptance, ALL, 4) is None, "nothing is known"
+    in_runs(group)
+    every = request.expected(group.acceptance, ANY, 4)
+    good = request.expected_after(group.acceptance, ALL, 4)
+    bad = request.expected_after(group.acceptance, NOTHING, 4)
+    assert good is not None and bad is not None
+    assert every[1] == pytest.approx(0.5, abs=0.1)
+    assert good[1] == pytest.approx(0.95, abs=0.05) and bad[1] == pytest.approx(0.05, abs=0.05)
+    assert good[4] > 3.3 and bad[4] < 0.4
+    assert request.expected_after(group.acceptance, SOME, 4) is None, "that never happened"
+
+
+def priced(row: float) -> PerformanceModel:
+    """A machine on which a step of one row takes 1, and each row more takes so much."""
+
+    class Machine(PerformanceModel):
+        def target_time(self, requests: int, rows: int, context: int, sampled: bool) -> float:
+            return 1.0 + row * (rows - requests)
+
+        def draft_time(self, *_: object, **__: object) -> float:
+            return 0.0
+
+    return Machine()
+
+
+@pytest.mark.parametrize(("row", "cuts"), [(0.2, (0, 4)), (0.0, (4, 4))])
+def test_the_budget_follows_the_price_of_rows(row: float, cuts: tuple[int, int]) -> None:
+    group = Group("model", "rejection", evident=False)
+    in_runs(group)
+    member = Drafter(group, 4, 4, 4)
+    option = make_option(group, [member], 4, Prices(1, 0, False, 1.0), 1.0, priced(row))
+    ((_, on, member.cuts),) = option.members
+    assert on
+    found = []
+    for member.before in (NOTHING, ALL):
+        found.append(member.cut(4))
+    assert tuple(found) == cuts
+    member.before = None
+    assert member.cut(4) == member.cuts[ANY]
+    member.before = SOME  # of which nothing is known
+    assert member.cut(4) == member.cuts[ANY]

@@ -164,10 +164,14 @@ class AdaptiveController(Controller):
         if drafter is None:
             return num_proposed
         drafter.verified = num_proposed
+        if drafter.before is not None:
+            self._planned.before[rid] = drafter.before
         if drafter.probing or not drafter.group.cuts:
             return num_proposed
-        cut = drafter.cuts.get(drafter.group.class_of(num_proposed), num_proposed)
-        return min(cut, num_proposed)
+        cut = drafter.cut(num_proposed)
+        if not cut:  # the next one is looked at without regard to this
+            drafter.before = None
+        return cut
 
     # ------------------------------------------------------------------------------------------- observing
 
@@ -234,7 +238,7 @@ class AdaptiveController(Controller):
                 0  # drafted to see what it takes: its drafter had seen next to nothing
             )
         elif drafted:
-            record(drafter, row)
+            record(drafter, row, planned.before.get(row.rid))
             explorer, accepted = self._explorer, row.num_accepted
             if drafter.probe and explorer.take_outcome(drafter, drafted, accepted, self._decisions.prices):
                 self._decisions.decide_by(self._step + 2)

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftwise.adapt.acceptance import ANY, TREE, GroupAcceptance, RequestAcceptance, size_class
+from draftwise.adapt.acceptance import (
+    ALL,
+    ANY,
+    NOTHING,
+    SOME,
+    TREE,
+    GroupAcceptance,
+    RequestAcceptance,
+    after,
+    size_class,
+)
 from draftwise.adapt.performance import PerformanceModel
 
 SWITCH = 0.02
@@ -73,6 +83,8 @@ class Drafter:
 
     ``asked``: nodes it wants; ``most``: nodes it may draft in a batch of this size. ``budget``: nodes it drafts now.
     ``cuts``: size class -> nodes of a waiting proposal that are verified; a class that is missing is verified whole.
+    ``before``: what came of its newest proposal that was verified (`acceptance.outcome`); None: of none, or the one
+    behind it was not verified at all.
     """
 
     group: Group
@@ -81,6 +93,7 @@ class Drafter:
     budget: int
     history: RequestAcceptance = field(default_factory=RequestAcceptance)
     cuts: dict[int, int] = field(default_factory=dict)
+    before: int | None = None
     waiting: int = 0  # nodes of the proposal that waits
     verified: int = 0  # size of the proposal that this step verifies, before the cut
     probe: int = 0  # nodes to draft although `budget` says 0
@@ -93,6 +106,13 @@ class Drafter:
     behind: int = 0  # tokens that the drafter has to see besides one for each step since `drafted`
     ready: int = 0  # step from which on its drafter has seen enough to draft well
     glances: bool = False  # see `Following.glance`
+
+    def cut(self, proposed: int) -> int:
+        """Nodes of a waiting proposal of this size to verify, as far as history goes: never by what was drawn."""
+        kind = self.group.class_of(proposed)
+        if kind == ANY and self.before is not None:
+            kind = after(self.before) if after(self.before) in self.cuts else ANY
+        return min(self.cuts.get(kind, proposed), proposed)
 
     def lag(self, step: int) -> int:
         """Tokens that the drafter has to see before it drafts in this step, beyond those of the step before."""
@@ -201,9 +221,15 @@ def _member(
         kind = TREE if group.trees else ANY
         curve = member.history.expected(group.acceptance, kind, nodes)
         # What waits when the next choice is made was paid for already: it is verified as far as its rows pay.
-        return curve[nodes], float(nodes), {kind: best_cut(curve, member.most, row_price)}
+        cuts = {kind: best_cut(curve, member.most, row_price)}
+        if kind == ANY:
+            for before in (NOTHING, SOME, ALL):
+                behind = member.history.expected_after(group.acceptance, before, nodes)
+                if behind is not None:
+                    cuts[after(before)] = best_cut(behind, member.most, row_price)
+        return curve[nodes], float(nodes), cuts
     tokens = rows = total = 0.0
-    cuts: dict[int, int] = {}
+    cuts = {}
     sizes = group.acceptance.sizes or {size_class(nodes): (1.0, float(nodes))}
     for size, (many, sum_nodes) in sizes.items():
         total += many

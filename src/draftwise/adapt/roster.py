@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from draftwise.adapt.acceptance import is_chain
+from draftwise.adapt.acceptance import after, is_chain, outcome
 from draftwise.adapt.choice import Drafter, Group
 from draftwise.adapt.controller import Tables, most_nodes
 from draftwise.types import RowResult, Speculation
@@ -28,6 +28,8 @@ class Planned:
     step: int
     drafting: dict[Group, list[int]] = field(default_factory=dict)  # requests, nodes, catch-up tokens
     asked: set[int] = field(default_factory=set)  # requests that draft
+    before: dict[int, int] = field(default_factory=dict)
+    """Request -> what was known, when this step was planned, of its proposal before (`Drafter.before`)."""
 
 
 class Roster:
@@ -121,9 +123,10 @@ class Roster:
         return list(found.values())
 
 
-def record(drafter: Drafter, row: RowResult) -> None:
-    """Take in how much of a request's proposal was accepted."""
+def record(drafter: Drafter, row: RowResult, before: int | None) -> None:
+    """Take in how much of a request's proposal was accepted. ``before``: `Planned.before`."""
     group, drafted = drafter.group, row.num_drafted
+    drafter.before = outcome(drafted, row.num_accepted)
     group.num_drafts += 1
     group.num_accepted += row.num_accepted
     for counts in (group.acceptance.counts, drafter.history.counts):
@@ -133,3 +136,5 @@ def record(drafter: Drafter, row: RowResult) -> None:
         else:
             kind = group.class_of(drafter.verified if group.cuts else drafted)
             counts.add_chain(kind, drafted, row.num_accepted)
+    if before is not None and not group.trees and not group.evident:
+        group.acceptance.counts.add_chain(after(before), drafted, row.num_accepted)
