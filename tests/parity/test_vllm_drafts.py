@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ import torch
 import transformers
 
 from draftwise import LLM, SamplingParams
+from draftwise.models.rope import RopeConfig
+from draftwise.train.heads.export import export_head
+from draftwise.train.heads.layers import HeadShape as TrainedShape
+from draftwise.train.heads.medusa import MedusaHeads
+from draftwise.train.heads.sequential import Eagle3Head, EagleHead
 from tests.fakes.head_target import as_speculator
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.medusa import random_heads, save_heads, vllm_names
@@ -161,8 +167,42 @@ def mimo(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     return folder, {"method": "mtp"}
 
 
+def _trained(kind: str, root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    """A head of the trainer with random weights, as it exports it."""
+    config = json.loads(Path(target, "config.json").read_text())
+    generator = torch.Generator().manual_seed(6)
+    table = torch.randn(VOCAB, HIDDEN, generator=generator) * 0.15
+    rope = RopeConfig(kind="default", theta=10000.0, head_dim=32)
+    shape = TrainedShape(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=192, norm_eps=1e-6, rope=rope
+    )  # fmt: skip
+    layers: tuple[int, ...] = (1, 2, 4, 5)
+    head: torch.nn.Module
+    if kind == "eagle":
+        head = EagleHead(shape, table, table, generator)
+    elif kind == "medusa":
+        head = MedusaHeads(K, 1, table)
+    else:
+        ids = torch.arange(VOCAB) if kind == "eagle3 of all tokens" else torch.arange(0, VOCAB, 2)
+        layers = layers if kind == "eagle3 of four layers" else (2, 3, 5)
+        head = Eagle3Head(shape, table, table, generator, num_features=len(layers), draft_ids=ids)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.1 + (1.0 if parameter.ndim == 1 and kind != "medusa" else 0.0))
+    export_head(head, root / "head", config, feature_layers=layers, dtype=torch.float32)
+    return target, {"method": kind.split()[0], "model": str(root / "head")}
+
+
+_TRAINED = ("eagle", "eagle3", "eagle3 of four layers", "eagle3 of all tokens", "medusa")
+
+
 @pytest.mark.parametrize(
-    "make", [eagle, eagle3, eagle3_norms, eagle31, speculators, peagle, peagle_speculators, medusa, mimo]
+    "make",
+    [
+        *(eagle, eagle3, eagle3_norms, eagle31, speculators, peagle, peagle_speculators, medusa, mimo),
+        *(pytest.param(partial(_trained, kind), id=f"exported {kind}") for kind in _TRAINED),
+    ],
 )
 def test_the_same_drafts(
     make: Callable[[Path, str], tuple[str, dict[str, Any]]], target: str, tmp_path: Path

@@ -143,4 +143,4 @@ def test_rows_in_another_order_and_side_by_side() -> None:
     order = torch.tensor([5, 0, 3, 1, 4, 2])
     assert torch.equal(weight.in_order(order).dequantize(), weight.dequantize()[order])
     both = stack_rows([weight, weight.in_order(order)])
-    assert both.e2m1 and torch.equal(both.dequantize()[6:], weight.dequantize()[order])
+    assert both.levels == E2M1 and torch.equal(both.dequantize()[6:], weight.dequantize()[order])

@@ -15,7 +15,7 @@ from tests.native import native_or_skip
 from torch import Tensor
 
 from draftwise import LLM, SamplingParams
-from draftwise.errors import ModelLoadError
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.cpu.linear import _say_slow
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
@@ -213,6 +213,55 @@ def fp8_tensor(shape: tuple[int, ...]) -> Writer:
     return write
 
 
+_NF4 = torch.tensor([
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0, 0.0795803, 0.1609302,
+    0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+])  # fmt: skip
+_FP4 = torch.tensor([0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0]) / 12
+
+
+def bnb_4(kind: str, *, block: int = 64, nested: bool = False) -> Writer:
+    """As bitsandbytes writes it: blocks run through the rows, two codes in a byte, the first one above."""
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        numbers = outputs * inputs
+        codes = torch.randint(0, 16, (numbers,), generator=generator)
+        blocks = -(-numbers // block)
+        absmax = torch.rand(blocks, generator=generator) * 0.1 + 0.05
+        table = _NF4.clone() if kind == "nf4" else torch.cat((_FP4, -_FP4))
+        state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [outputs, inputs]}
+        tensors = {
+            ".weight": (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+            ".weight.quant_map": table,
+            ".weight.absmax": absmax,
+        }
+        if nested:
+            outer, offset = torch.rand(-(-blocks // 256), generator=generator) * 0.02 + 0.01, 0.1
+            steps = torch.linspace(-1, 1, 256)
+            inner = torch.randint(0, 256, (blocks,), generator=generator)
+            absmax = steps[inner] * outer[torch.arange(blocks) // 256] + offset
+            tensors |= {
+                ".weight.absmax": inner.to(torch.uint8),
+                ".weight.nested_absmax": outer,
+                ".weight.nested_quant_map": steps,
+            }
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        tensors[f".weight.quant_state.bitsandbytes__{kind}"] = text
+        values = table[codes] * absmax.repeat_interleave(block)[:numbers]
+        return tensors, values.view(outputs, inputs)
+
+    return write
+
+
+def bnb_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes = torch.randint(-127, 128, (outputs, inputs), generator=generator)
+    largest = torch.rand(outputs, generator=generator) * 0.2 + 0.1
+    format_ = torch.tensor(0, dtype=torch.uint8)
+    tensors = {".weight": codes.to(torch.int8), ".SCB": largest, ".weight_format": format_}
+    return tensors, codes * (largest / 127)[:, None]
+
+
 def two_forms(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     """Layers over 96 inputs (down) in eight bits, the others in four."""
     return packed_8(outputs, inputs, generator) if inputs == INNER else packed_4(outputs, inputs, generator)
@@ -295,6 +344,20 @@ CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
             },
         },
     ),
+    "nf4": (
+        bnb_4("nf4"),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+    "nf4 nested": (
+        bnb_4("nf4", nested=True),
+        {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    ),
+    "nf4 long blocks": (bnb_4("nf4", block=256), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "fp4": (
+        bnb_4("fp4"),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    ),
+    "bnb 8": (bnb_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "fp8": (
         fp_8,
         tensors_config("float-quantized", FP8_ROWS, type="float", num_bits=8, strategy="channel"),
@@ -540,3 +603,38 @@ def test_the_output_layer_is_packed_before_the_layers(
 
     load_model(plain, dtype=torch.float32, device=CPU, ops=Noting(torch.float32, CPU))
     assert order[0] == (VOCAB, HIDDEN) and len(order) > 4
+
+
+def test_layers_of_bitsandbytes_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "nf4 nested")
+    file = quantized / "model.safetensors"
+    tensors, base = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    broken: dict[str, tuple[dict[str, Tensor | None], str]] = {
+        "no magnitudes": ({".absmax": None}, "absmax"),
+        "magnitudes of other blocks": ({".absmax": tensors[f"{base}.absmax"][:-1]}, "expected 96 numbers"),
+        "no table of the magnitudes": ({".nested_quant_map": None}, "nested_quant_map"),
+        "codes in another type": ({"": tensors[base].view(torch.int8)}, "stored as I8"),
+        "a state that is no JSON": (
+            {".quant_state.bitsandbytes__nf4": torch.ones(9, dtype=torch.uint8)}, "says nothing of a layer",
+        ),
+    }  # fmt: skip
+    for changes, words in broken.values():
+        changed = dict(tensors)
+        for part, value in changes.items():
+            changed.pop(base + part)
+            if value is not None:
+                changed[base + part] = value
+        save_file(changed, file)
+        with pytest.raises(ModelLoadError, match=words):
+            load_model(quantized, dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
+
+
+def test_layers_of_bitsandbytes_keep_their_codes_or_are_rounded(tmp_path: Path) -> None:
+    native_or_skip()
+    quantized, plain = write(tmp_path, "nf4")
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": CPU}
+    kept, floats = load_model(quantized, **options), load_model(plain, **options)
+    rounded = load_model(quantized, **options, quantization="int8")
+    assert kept.weight_bytes() < rounded.weight_bytes() < floats.weight_bytes()
+    with pytest.raises(ConfigError, match="fp8"):
+        load_model(quantized, **options, quantization="fp8")

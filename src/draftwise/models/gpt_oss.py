@@ -24,7 +24,7 @@ from draftwise.models.mlp import ExpertNames, ExpertsConfig, SparseMlp, SparseWe
 from draftwise.models.rope import parse_rope
 from draftwise.models.sparse import count_of_experts
 from draftwise.models.weights import WeightPlan
-from draftwise.quantization.weights import QuantizedWeight
+from draftwise.quantization.weights import E2M1, QuantizedWeight
 
 logger = logging.getLogger("draftwise")
 
@@ -47,7 +47,7 @@ def mxfp4_codes(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     empty = ((codes & 7) == 0).all(-1)
     powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
     powers = torch.where(empty, powers.amax(), powers)
-    return QuantizedWeight(4, codes.flatten(1), powers, group=_BLOCK, e2m1=True)
+    return QuantizedWeight(4, codes.flatten(1), powers, group=_BLOCK, levels=E2M1)
 
 
 @functools.cache

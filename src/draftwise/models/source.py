@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.bitsandbytes import bitsandbytes_tensors
 from draftwise.models.checkpoint import TensorEntry, read_json, scan_checkpoint
 from draftwise.models.gguf.config import METHOD, config_of
 from draftwise.models.gguf.reader import is_gguf, read_gguf
@@ -36,8 +37,12 @@ def scan(place: Path) -> Mapping[str, TensorEntry]:
     what `read_raw` gives; no tensor is read. Raises ModelLoadError as `scan_checkpoint`."""
     if is_gguf(place):
         return scan_gguf(place)
-    entries = scan_checkpoint(place)
-    return text_tensors(entries) if PART_OF in read_raw(place) else entries
+    entries, raw = scan_checkpoint(place), read_raw(place)
+    if PART_OF in raw:
+        entries = text_tensors(entries)
+    written = raw.get("quantization_config")
+    is_bnb = isinstance(written, Mapping) and written.get("quant_method") == "bitsandbytes"
+    return bitsandbytes_tensors(entries) if is_bnb else entries
 
 
 def checkpoint_format(place: Path) -> CheckpointFormat | None:

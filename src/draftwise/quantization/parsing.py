@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftwise.errors import ModelLoadError
+from draftwise.quantization.bitsandbytes import Bnb4Format, BnbInt8Format
 from draftwise.quantization.checkpoint import (
     AwqFormat,
     CheckpointFormat,
@@ -41,6 +42,8 @@ def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
         return GptqFormat(_integer(raw, method, "group_size", 128), 0 if written == "gptq_v2" else 1, bits)
     if method == "fp8":
         return _hf_fp8(raw)
+    if method == "bitsandbytes":
+        return _bitsandbytes(raw)
     if method == "compressed-tensors":
         return _compressed_tensors(raw)
     raise _unsupported(method, "this method")
@@ -58,6 +61,14 @@ def _hf_fp8(raw: Mapping[str, Any]) -> CheckpointFormat:
     ):
         raise _unsupported("fp8", f"weight_block_size {block!r}")
     return Fp8BlockFormat(block[0], block[1], ".weight_scale_inv")
+
+
+def _bitsandbytes(raw: Mapping[str, Any]) -> CheckpointFormat:
+    """Which of its two forms: older writers put an underscore before the fields."""
+    four, eight = (bool(raw.get(f"load_in_{n}bit", raw.get(f"_load_in_{n}bit"))) for n in (4, 8))
+    if four == eight:
+        raise _unsupported("bitsandbytes", "a configuration that says neither load_in_4bit nor load_in_8bit")
+    return Bnb4Format() if four else BnbInt8Format()
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
@@ -122,7 +133,8 @@ def _fp8(
 def _unsupported(method: str, what: str) -> ModelLoadError:
     return ModelLoadError(
         f"quantised checkpoint ({method}): {what} is not supported; supported are awq with 4 bits, gptq with 4 and 8, "
-        "fp8 (one scale, or one for each block), compressed-tensors w4a16, w8a16 and w8a8 (int8 or fp8), and GGUF files"
+        "fp8 (one scale, or one for each block), bitsandbytes (4 and 8 bits), compressed-tensors w4a16, w8a16 and w8a8 "
+        "(int8 or fp8), and GGUF files"
     )
 
 

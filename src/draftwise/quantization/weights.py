@@ -20,12 +20,19 @@ FP8_MAX = 448
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the codes of a float of four bits stand for: a sign, two bits of exponent, one of mantissa (OCP Microscaling
 Formats 1.0)."""
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.07958029955625534, 0.0, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""What the codes of NF4 stand for (Dettmers et al. 2023, "QLoRA", appendix E), the two in the middle exchanged: code 8
+is the number 0, with which kernels fill up."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A linear layer's weight [out, in]: ``w = (codes - zeros) * scales``, group by group of inputs, or, with
-    ``offsets``, ``w = codes * scales + offsets``, or, with ``e2m1``, ``w = E2M1[codes] * scales``."""
+    ``offsets``, ``w = codes * scales + offsets``, or, with ``levels``, ``w = levels[codes] * scales``."""
 
     bits: int  # 8 or 4
     codes: Tensor  # [out, in]; 8 bits: int8, -127..127 (in groups from -128), or float8_e4m3fn; 4 bits: uint8, 0..15
@@ -33,7 +40,9 @@ class QuantizedWeight:
     zeros: Tensor | None = None  # 4 bits: [out, ceil(in / group)] uint8, 0..15; None: all 8
     group: int | None = None  # inputs that share a scale; 8 bits: None: all of an output's
     offsets: Tensor | None = None  # 4 bits: [out, ceil(in / group)] float32, in the place of zeros
-    e2m1: bool = False  # 4 bits: codes are floats of four bits (MXFP4)
+    levels: tuple[float, ...] | None = (
+        None  # 4 bits: what codes stand for, `E2M1` (MXFP4) or `NF4`; None: -8..7
+    )
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
@@ -48,7 +57,7 @@ class QuantizedWeight:
         assert self.bits == 4 and self.codes.dtype is torch.uint8
         assert self.zeros is None or self.zeros.shape == self.scales.shape
         assert self.offsets is None or (self.zeros is None and self.offsets.shape == self.scales.shape)
-        assert not self.e2m1 or (self.zeros is None and self.offsets is None)
+        assert self.levels is None or (self.zeros is None and self.offsets is None)
 
     @staticmethod
     def of_values(values: Tensor) -> QuantizedWeight:
@@ -93,8 +102,8 @@ class QuantizedWeight:
             return self.codes.float() * scales
         if self.offsets is not None:
             return self.codes.float() * scales + spread(self.offsets)
-        if self.e2m1:
-            return torch.tensor(E2M1, device=scales.device)[self.codes.long()] * scales
+        if self.levels is not None:
+            return torch.tensor(self.levels, device=scales.device)[self.codes.long()] * scales
         if self.zeros is None:
             return (self.codes.float() - 8) * scales
         return (self.codes.float() - spread(self.zeros)) * scales
@@ -141,7 +150,7 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     first = parts[0]
     if len(parts) == 1:
         return first
-    kinds = {(p.bits, p.group, p.offsets is None, p.e2m1, p.codes.dtype) for p in parts}
+    kinds = {(p.bits, p.group, p.offsets is None, p.levels, p.codes.dtype) for p in parts}
     if len(kinds) > 1:
         return QuantizedWeight.of_values(torch.cat([part.dequantize() for part in parts]))
     zeros = None
@@ -157,7 +166,7 @@ def stack_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         zeros,
         first.group,
         None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None]),
-        first.e2m1,
+        first.levels,
     )
 
 

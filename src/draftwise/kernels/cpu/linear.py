@@ -16,7 +16,7 @@ from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import Isa, NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import Scheme
-from draftwise.quantization.weights import QuantizedWeight, quantize
+from draftwise.quantization.weights import E2M1, NF4, QuantizedWeight, quantize
 
 logger = logging.getLogger("draftwise")
 
@@ -43,6 +43,7 @@ class Epilogue(enum.IntEnum):
 
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
+_NUMBERS: dict[tuple[float, ...], int] = {E2M1: 1, NF4: 2}  # csrc/linear.h, Numbers
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # csrc/linear.h, DType
 
 
@@ -155,7 +156,8 @@ class LinearKernels:
             dtype is torch.bfloat16 or (dtype is torch.float32 and dynamic), "bfloat16 rows, or dynamic ones"
         )
         require(
-            not weight.e2m1 or (weight.bits == 4 and not dynamic), "floats of four bits over rows as they are"
+            weight.levels is None or (weight.levels in _NUMBERS and weight.bits == 4 and not dynamic),
+            "floats of four bits, E2M1 or NF4, over rows as they are",
         )
         require(weight.codes.ndim == 2 and weight.codes.element_size() == 1, "a matrix of bytes")
         outputs, inputs = weight.codes.shape
@@ -190,7 +192,7 @@ class LinearKernels:
             outputs,
             inputs,
             paired,
-            weight.e2m1,
+            0 if weight.levels is None else _NUMBERS[weight.levels],
         )
         return NativeLinear(pointer, outputs, inputs, dtype, paired, self)
 

@@ -83,11 +83,11 @@ class NativeOps(Ops):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        if weight.e2m1:  # rows stay as they are: there is no product of such codes with bytes
+        if weight.levels is not None:  # rows stay as they are: there is no product of such codes with bytes
             dynamic = False
         if not weight.is_codes or (self._dtype is torch.float32 and not dynamic):
             return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
-        if weight.e2m1 and not weight.is_exact_in_halves:
+        if weight.levels is not None and not weight.is_exact_in_halves:
             return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)
         if weight.is_wide:
             inner = self._linear.pack_quantized(

@@ -38,7 +38,7 @@ class QuantizedOps(NativeOps):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        if weight.e2m1:
+        if weight.levels is not None:
             return self._linear.pack_as(
                 weight.dequantize().to(self.dtype), bias, self.scheme, paired=paired
             )  # asked for: rows are rounded, too

@@ -108,7 +108,7 @@ class TritonLinear(Linear):
 def can_pack(weight: QuantizedWeight) -> bool:
     """Whether the kernel reads these codes as they are: 8 bits with a scale per output, or 4 bits with groups of a
     multiple of 32 and whole zero points."""
-    if weight.is_wide or weight.e2m1:
+    if weight.is_wide or weight.levels is not None:
         return False
     return weight.bits == 8 or (weight.group is not None and weight.group % 32 == 0)
 

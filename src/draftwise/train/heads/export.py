@@ -9,6 +9,10 @@ dflash   the speculators format: fc, hidden_norm, layers.*, norm; d2t, t2d and l
          embedding is shared, and without one the output layer
 dspark   the same with markov_head.* and confidence_head.*
 =======  ==========================================================================================
+
+vLLM's loaders read eagle3, eagle and medusa as they are written here (`tests/unit/test_export_contract.py` says what
+they ask for, `tests/parity/test_vllm_drafts.py` runs them). Its loader of MTP layers knows those of published families
+alone, whose attention is another one: a head of method mtp is for this engine.
 """
 
 from __future__ import annotations
@@ -130,8 +134,11 @@ def _tensors(head: nn.Module, target_config: Mapping[str, Any]) -> dict[str, Ten
     if isinstance(head, Eagle3Head):
         outer = ("fc.", "norm.", "lm_head.")
         named = {name if name.startswith(outer) else f"midlayer.{name}": t for name, t in state.items()}
-        assert head.draft_ids is not None
-        return named | _vocabulary(head.draft_ids, target_config)
+        ids = head.draft_ids
+        assert ids is not None
+        if torch.equal(ids.cpu(), torch.arange(int(target_config["vocab_size"]))):
+            return named  # the target's own vocabulary: vLLM has no place for a map then
+        return named | _vocabulary(ids, target_config)
     if isinstance(head, BlockDrafter):
         return state if head.draft_ids is None else state | _vocabulary(head.draft_ids, target_config)
     if isinstance(head, EagleHead):
@@ -210,6 +217,7 @@ def _config(
             "model_type": "medusa",
             "medusa_num_heads": head.num_heads,
             "medusa_num_layers": head.num_layers,
+            "medusa_fc_bias": True,  # vLLM drops the biases otherwise
             "num_heads": head.num_heads,
             "num_hidden_layers": head.num_layers,
             "hidden_size": target["hidden_size"],
@@ -218,6 +226,9 @@ def _config(
     assert isinstance(head, SequentialHead)
     layer = {**_layer_config(head.shape), **shared}
     layer |= {key: target[key] for key in _ROPE_FIELDS if target.get(key) is not None}
+    theta = (target.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None:
+        layer.setdefault("rope_theta", theta)  # where Transformers 4 and its users look for it
     if isinstance(head, Eagle3Head):
         assert head.draft_ids is not None
         return {
@@ -228,6 +239,12 @@ def _config(
             "target_hidden_size": target["hidden_size"],
             "eagle_aux_hidden_state_layer_ids": list(feature_layers),
             "layer_ids_are_inputs": True,  # a list that begins with 1 would be taken for outputs
+            "num_aux_hidden_states": len(feature_layers),  # vLLM takes 3 otherwise
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "num_aux_hidden_states": len(feature_layers),
+                "eagle_aux_hidden_state_layer_ids": list(feature_layers),
+            },
             **layer,
         }
     if isinstance(head, EagleHead):

@@ -11,13 +11,18 @@
 namespace dw {
 namespace {
 
-// Padding is code 8 everywhere: zero among the integers, minus zero in E2M1.
+// Padding is code 8 everywhere: zero among the integers and in NF4, minus zero in E2M1.
 constexpr Nibbles kIntegers = {
     {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0},
     {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40}};
 constexpr Nibbles kE2m1 = {
     {0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0, 0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0},
     {0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0}};
+// Levels of the normal distribution (QLoRA), each rounded to bfloat16, codes 7 and 8 exchanged. `Numbers` in linear.h ends before it.
+constexpr auto NUMBERS_NF4 = Numbers(2);
+constexpr Nibbles kNf4 = {
+    {0x80, 0x32, 0x06, 0xca, 0x92, 0x3d, 0xba, 0xa3, 0x00, 0x25, 0x7c, 0xad, 0xe2, 0x10, 0x39, 0x80},
+    {0xbf, 0xbf, 0xbf, 0xbe, 0xbe, 0xbe, 0xbd, 0x3d, 0x00, 0x3e, 0x3e, 0x3e, 0x3e, 0x3f, 0x3f, 0x3f}};
 
 struct PackJob {
   Linear* w;
@@ -169,8 +174,10 @@ Linear* linear_pack_quantized(Pool* pool, Format format, DType input, const uint
   require(weight_only || is_dynamic(format), "format");
   require(input == BF16 || (input == F32 && !weight_only), "input");
   Owned w = make(format, input, bias, outputs, inputs, group, zeros != nullptr, paired);
-  require(numbers == NUMBERS_INTEGERS || (numbers == NUMBERS_E2M1 && format == W_I4 && zeros == nullptr), "numbers");
+  bool known = numbers == NUMBERS_E2M1 || numbers == NUMBERS_NF4;
+  require(numbers == NUMBERS_INTEGERS || (known && format == W_I4 && zeros == nullptr), "numbers");
   if (numbers == NUMBERS_E2M1) w->nibbles = &kE2m1;
+  if (numbers == NUMBERS_NF4) w->nibbles = &kNf4;
   PackJob job{w.get(), q, inputs, scales, zeros, 1.0f};
   if (is_grouped(format)) {
     // a power of two that brings the largest scale to [2^9, 2^10), so that float16 loses nothing but digits
