@@ -82,6 +82,18 @@ FOUND = [
         "",
         TAGGED,
     ),
+    ("pythonic", "[f(a='x'), g()]", "", TAGGED),
+    ("pythonic", ' \n[ f( a = "x", ) , g( ) , ] \n', "", TAGGED),
+    ("llama4_pythonic", "<|python_start|>[f(a='''x'''),g()]<|python_end|>", "", TAGGED),
+    ("pythonic", "[f(a='x'), g()] So", "So", TAGGED),
+    (
+        "pythonic",
+        "[a.b-c(n=-1.5, l=[1, (2,), {'k': None}], t=True)]",
+        "",
+        [("a.b-c", '{"n": -1.5, "l": [1, [2], {"k": null}], "t": true}')],
+    ),
+    ("olmo3", "Well\n<function_calls>\nf(a='x')\ng()\n</function_calls>", "Well", TAGGED),
+    ("olmo3", "<function_calls>f(a='x'), g()</function_calls>", "", TAGGED),
 ]
 TEXT = [
     ("hermes", "a <tool_call>x</tool_call> b"),
@@ -109,6 +121,15 @@ TEXT = [
     ("glm45", '<tool_call>{"name": "f"}</tool_call>'),
     ("qwen3_coder", "<tool_call><fun"),
     ("minimax_m2", "<minimax:tool_call>no</minimax:tool_call>"),
+    ("pythonic", "So: [f(a=1)]"),
+    ("pythonic", "[f(x)] is the list of values of f"),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[f"),
+    ("pythonic", "[" + "f" * 1100),
+    ("llama4_pythonic", "<|python_start|>print(1)"),
+    ("olmo3", "<function_calls>none</function_calls>"),
+    ("olmo3", "a <function_calls>"),
+    ("olmo3", "a <function_ca"),
 ]
 
 
@@ -118,7 +139,8 @@ TEXTS = st.one_of(
         st.sampled_from(
             [DS, DSE, DC, DSEP, DE, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
              "</arg_value>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|channel|>", "f", "{",
-             "}", "<|message|>", "commentary to=", "<minimax:tool_call>", '<invoke name="f">', "</invoke>", " "]
+             "}", "<|message|>", "commentary to=", "<minimax:tool_call>", '<invoke name="f">', "</invoke>", " ",
+             "[", "f(", "a=", "'", ")", ",", "]", "<function_calls>", "</function_calls>", "<|python_start|>"]
         ),
         max_size=10,
     ).map("".join),
@@ -352,3 +374,53 @@ def test_a_call_between_tags_that_is_cut_short() -> None:
     parser = parser_class("glm45")()
     found = parser.push("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>oops") + parser.finish()
     assert put_together(found) == ("oops", [("f", '{"a": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        (
+            r"'it\'s \x41\u00e9\U0001F600\101\n\q \N{BULLET}'",
+            "it's A\xe9\U0001f600A\n\\q \N{BULLET}",
+        ),
+        ("'a\\\nb'", "ab"),
+        (r"'\xzz \N{no such name}'", r"\xzz \N{no such name}"),
+        ("\"say 'hi'\"", "say 'hi'"),
+        ('"""two \'a\' "b" \'\'\nlines"""', "two 'a' \"b\" ''\nlines"),
+        ("''", ""),
+        ('""', ""),
+        (r"'\ud83d\ude00'", "\U0001f600"),
+        ("None", None),
+        ("[1, 2.5, .5, -3, +4, 0x10, 1_000, 1e-3]", [1, 2.5, 0.5, -3, 4, 16, 1000, 0.001]),
+        ("{'a': (True, False), 'b': {}, \"c, ]\": '),'}", {"a": [True, False], "b": {}, "c, ]": "),"}),
+        ("{1, 2}", "{1, 2}"),
+        ("1e999", "1e999"),
+        ("{1: 2}", "{1: 2}"),
+        ("Oslo", "Oslo"),
+    ],
+)
+def test_values_of_pythonic_calls(literal: str, value: Any) -> None:
+    text = f"[f(a={literal}, b=1)]"
+    whole = fed("pythonic", text, [])[1]
+    assert fed("pythonic", text, list(range(len(text))))[1] == whole
+    assert json.loads(whole[0][1]) == {"a": value, "b": 1}
+
+
+def test_a_value_that_is_no_literal_ends_the_call() -> None:
+    assert fed("pythonic", "[f(a='a' + 'b')]", []) == (" + 'b')]", [("f", '{"a": "a"}')])
+
+
+def test_deep_values_are_text() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    ((_, arguments),) = fed("pythonic", f"[f(a={deep})]", [])[1]
+    assert json.loads(arguments) == {"a": deep}
+
+
+def test_strings_of_pythonic_calls_come_as_they_grow() -> None:
+    parser = parser_class("pythonic")()
+    assert put_together([*parser.push("[f(text='w"), *parser.push("ord ")])[1] == [("f", '{"text": "word ')]
+    for _ in range(50):
+        assert [part[2] for part in parser.push("word ") if isinstance(part, CallPiece)] == ["word "]
+    found = [*parser.push("', n=3)]"), *parser.finish()]
+    assert "".join(part.arguments for part in found if isinstance(part, CallPiece)) == '", "n": 3}'
+    assert fed("pythonic", "[f(a='b", [])[1] == [("f", '{"a": "b')]

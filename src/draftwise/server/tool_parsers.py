@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.tool_formats import HermesParser, Llama3JsonParser, MistralParser, ToolParser
+from draftwise.server.tool_pythonic import OlmoParser, PythonicParser
 from draftwise.server.tool_sections import DeepSeekParser, HarmonyParser, KimiParser
 from draftwise.server.tool_tags import GlmParser, MiniMaxParser, QwenCoderParser
 
@@ -30,10 +31,13 @@ PARSERS: dict[str, type[ToolParser]] = {
     "kimi_k2": KimiParser,
     "llama3_json": Llama3JsonParser,
     "llama4_json": Llama3JsonParser,
+    "llama4_pythonic": PythonicParser,
     "minimax_m2": MiniMaxParser,
     "mistral": MistralParser,
+    "olmo3": OlmoParser,
     "openai": HarmonyParser,
     "phi4_mini_json": Phi4Parser,
+    "pythonic": PythonicParser,
     "qwen3_coder": QwenCoderParser,
 }
 
