@@ -33,5 +33,5 @@ def encode_text(tokenizer: TextEncoder, text: str, name: str, add_special_tokens
             raise
         logger.warning("the tokenizer failed on a text of %d characters: %s", len(text), error)
         raise RequestError(
-            f"{name}: the tokenizer gave up on this text (is there a run of thousands of one character?)"
+            f"{name}: the tokenizer failed on this text (does it hold a run of thousands of one character?)"
         ) from None

@@ -25,7 +25,7 @@ def test_half_a_pair_of_utf16(tokenizer) -> None:
 
 def test_a_run_on_which_the_tokenizers_library_gives_up(tokenizer, caplog) -> None:
     """Its regular expression has a limit on going back, and it answers with a panic, which is no Exception."""
-    with pytest.raises(RequestError, match="stop: the tokenizer gave up on this text"):
+    with pytest.raises(RequestError, match="stop: the tokenizer failed on this text"):
         encode_text(tokenizer, "\n" * 20_000, "stop")
     assert "20000 characters" in caplog.text
 

@@ -285,7 +285,7 @@ def test_the_least_recently_used_makes_room(world: World, wanted: list[list[tupl
         for i in (0, 1, 0, 2, 1, 0):
             found = texts(engine.generate(PROMPTS[:1], GREEDY, lora_request=world.requests[i]))
             assert found == [wanted[i + 1][0]]
-        with pytest.raises(RequestError, match="let go for others"):
+        with pytest.raises(RequestError, match="made room for others"):
             engine.generate(PROMPTS[:3], GREEDY, lora_request=world.requests)
         assert texts(engine.generate(PROMPTS[:1], GREEDY, lora_request=world.requests[1])) == [wanted[2][0]]
 
@@ -308,7 +308,7 @@ def test_requests_that_make_no_sense(llm: LLM, world: World, tmp_path: Path) -> 
             LoRARequest(*arguments)  # type: ignore[arg-type]
     with (
         LLM(world.model, **OPTIONS) as plain,
-        pytest.raises(RequestError, match=r"takes no adapters \(enable_lora\)"),
+        pytest.raises(RequestError, match=r"started without enable_lora"),
     ):
         plain.generate(PROMPTS[:1], GREEDY, lora_request=first)
     large = save_adapter(tmp_path / "large", Path(world.model), 1, rank=17)
@@ -349,7 +349,7 @@ def test_odd_tensors_are_named(world: World, tmp_path: Path) -> None:
     base = "base_model.model.model.layers.0.self_attn.q_proj"
     cases: list[tuple[dict[str, torch.Tensor], str]] = [
         ({}, "it has no tensors"),
-        ({f"{base}.lora_A.weight": torch.zeros(4, 32)}, "has lora_A alone"),
+        ({f"{base}.lora_A.weight": torch.zeros(4, 32)}, "has only lora_A"),
         (
             {f"{base}.lora_A.weight": torch.zeros(4, 32), f"{base}.lora_B.weight": torch.zeros(32, 3)},
             "no two parts of one product",
@@ -378,7 +378,7 @@ def test_families_without_place_for_adapters_say_so() -> None:
 
     model = load_model(embedded_path("draft"), dtype=torch.float32, device=torch.device("cpu"))
     ids = torch.arange(4)
-    with pytest.raises(ConfigError, match="enable_lora: MappedDecoder takes no adapters"):
+    with pytest.raises(ConfigError, match="enable_lora: MappedDecoder does not support adapters"):
         AdaptedDecoder(MappedDecoder(model, VocabularyMap(ids, ids, ids)))
 
 

@@ -263,7 +263,7 @@ def test_fields_of_other_servers_that_cannot_be_done_are_refused_by_name() -> No
         {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": True}},
         {"guided_json": {}, "structured_outputs": {"json": {}}},
     ):
-        assert "say the same" in refused(ChatBody, {"messages": [], **given}).message
+        assert "mean the same" in refused(ChatBody, {"messages": [], **given}).message
     assert refused(ChatBody, {"messages": [], "enable_thinking": True, "chat_template_kwargs": 5}).param == (
         "chat_template_kwargs"
     )

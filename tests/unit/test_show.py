@@ -241,7 +241,9 @@ def test_the_hub_is_asked_for_headers_and_not_for_weights(
         raise OSError("no route")
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
-    with pytest.raises(ModelLoadError, match="the hub gives no headers of 'some/model': OSError: no route"):
+    with pytest.raises(
+        ModelLoadError, match="the hub does not give the headers of 'some/model': OSError: no route"
+    ):
         describe("some/model")
 
 

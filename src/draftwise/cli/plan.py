@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_svg(args.plot)
     if args.compare and (args.pools or args.advisory):
-        raise UsageError("--compare: it compares plans of whole engines that are carried out")
+        raise UsageError("--compare: works only with plans of whole engines that are carried out")
     args.prefill = 1 if args.pools else 0
     found = modelled(args)
     trace, words = trace_of(args)

@@ -60,7 +60,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default="head",
         help="with --device: head (one layer of the model), lookup, or a draft model (head)",
     )
-    group.add_argument("--method", metavar="NAME", help="the method that drafts (the first that is known)")
+    group.add_argument(
+        "--method", metavar="NAME", help="the method that drafts (default: the first with a known acceptance)"
+    )
     group.add_argument(
         "--acceptance",
         metavar="RATES",
@@ -160,7 +162,7 @@ def modelled(args: argparse.Namespace) -> Modelled:
         from draftwise.plan.times import Polynomial
 
         if args.weights or args.model:
-            raise UsageError("--model, --weights: a polynomial is of no model")
+            raise UsageError("--model, --weights: a polynomial describes no particular model")
         times = Polynomial(args.polynomial, methods=(args.method or "model",))
         source = f"Dynamo's polynomials, {args.polynomial} tokens of cache"
     if acceptance is None:

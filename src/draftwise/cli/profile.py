@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     profile = Profile.load(args.output) if args.report else _measure(args)
     if not profile.tells:
         if args.report:
-            raise UsageError(f"--report: too little is in {args.output} for a report; measure on")
+            raise UsageError(f"--report: {args.output} holds too little for a report; continue measuring")
         note("too little was measured for a report")
         return 0
     if args.plots is not None:

@@ -44,7 +44,7 @@ def check_fields(method: str, given: Mapping[str, Any]) -> None:
         for name in ("speculative_token_tree", "speculative_dynamic_tree"):
             if name in given:
                 raise ConfigError(
-                    f"speculative_config.{name}: parallel_drafting drafts chains; drop one of them"
+                    f"speculative_config.{name}: parallel_drafting drafts chains only; leave one of the two out"
                 )
     if method == "hybrid":
         check_look_up(given.get("hybrid_lookup"), given)

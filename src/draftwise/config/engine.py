@@ -219,7 +219,7 @@ class EngineConfig:
         for method in methods:
             if methods.count(method) > 1:
                 raise ConfigError(
-                    f"speculative_config: method {method!r} stands there twice; requests choose by method"
+                    f"speculative_config: method {method!r} is listed twice; requests choose a drafter by its method"
                 )
 
 

@@ -70,12 +70,14 @@ def graph_options(
     inside = compilation_config if isinstance(compilation_config, Mapping) else {}
     for name, value in (("cudagraph_capture_sizes", sizes), ("max_cudagraph_capture_size", largest)):
         if value is not None and inside.get(name) is not None:
-            raise ConfigError(f"{name}: stands in compilation_config, too; give one of them")
+            raise ConfigError(f"{name}: is also given in compilation_config; give one of them")
     sizes = inside.get("cudagraph_capture_sizes") if sizes is None else sizes
     largest = inside.get("max_cudagraph_capture_size") if largest is None else largest
     if sizes is not None:
         if not sizes:
-            raise ConfigError("cudagraph_capture_sizes: is empty; to capture nothing, say enforce_eager=True")
+            raise ConfigError(
+                "cudagraph_capture_sizes: must not be empty; to capture nothing, set enforce_eager=True"
+            )
         sizes = tuple(sorted(set(sizes)))
         if largest is not None and sizes[-1] > largest:
             raise ConfigError(

@@ -22,7 +22,7 @@ def check_inner(name: str, method: str, given: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}: method {method!r} is no model; give a draft model or a head")
     for field_name in _OF_THE_OUTER:
         if given.get(field_name) is not None:
-            raise ConfigError(f"{name}.{field_name}: belongs beside hybrid_drafter, not into it")
+            raise ConfigError(f"{name}.{field_name}: give it beside hybrid_drafter, not inside it")
 
 
 def check_look_up(lookup: str | None, given: Iterable[str]) -> None:

@@ -60,7 +60,7 @@ def check_parallel(config: ParallelSettings, has_ranks: bool) -> None:
             )
     if config.enable_expert_parallel and size == 1:
         raise ConfigError(
-            "enable_expert_parallel: needs tensor_parallel_size over 1, whose ranks divide the experts"
+            "enable_expert_parallel: needs tensor_parallel_size over 1, because ranks divide the experts"
         )
     if config.data_parallel_size > 1 and sys.platform == "win32":
         raise ConfigError(
@@ -77,7 +77,7 @@ def check_parallel(config: ParallelSettings, has_ranks: bool) -> None:
     if any(spec.method == "extract_hidden_states" for spec in config.speculative):
         raise ConfigError(f"method 'extract_hidden_states': not supported with {_ranks(size)}")
     if config.device.startswith("cuda:"):
-        raise ConfigError(f"device: {config.device} is one device; ranks take one each, say cuda")
+        raise ConfigError(f"device: {config.device} names one device, but every rank needs its own; use cuda")
 
 
 def _ranks(size: int) -> str:

@@ -137,9 +137,7 @@ def _resolve_speculative(given: Any, old: Mapping[str, Any], embedded: bool) -> 
         entries = []
     if any(isinstance(e, Mapping) and e.get("method") == "none" for e in entries):
         if len(entries) > 1 or len(_given(entries[0])) > 1:
-            raise ConfigError(
-                "speculative_config: method 'none' stands alone, with no other field or drafter"
-            )
+            raise ConfigError("speculative_config: method 'none' allows no other field and no other drafter")
         return ()
     return tuple(_build(entry, embedded) for entry in entries)
 

@@ -256,7 +256,7 @@ class SpeculativeConfig:
         name = "speculative_config.hybrid_drafter"
         if self.hybrid_drafter is None and self.model is None:
             raise ConfigError(
-                f"{name}: method 'hybrid' needs a model that drafts where nothing matches, such as "
+                f"{name}: method 'hybrid' needs a model to draft where the look-up finds nothing, such as "
                 "{'method': 'draft_model', 'model': ...}"
             )
         if self.hybrid_drafter is None:

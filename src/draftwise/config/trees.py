@@ -110,7 +110,7 @@ def parse_tree(
         parent = path[:-1]
         if parent and parent not in index:
             raise error(
-                f"speculative_token_tree: path {shown} comes without or before its parent {list(parent)}"
+                f"speculative_token_tree: path {shown} comes before its parent {list(parent)}, or without it"
             )
         if path[-1] < last_child.get(parent, -1):
             raise error(

@@ -21,7 +21,7 @@ class Absent:
     def encode(self, *arguments: Any, **options: Any) -> NoReturn:
         """Not there: raises RequestError."""
         raise RequestError(
-            f"encode: {_NO_VECTORS}. To make token ids of a text: llm.get_tokenizer().encode(text)"
+            f"encode: {_NO_VECTORS}. To turn text into token ids, use llm.get_tokenizer().encode(text)"
         )
 
     def classify(self, *arguments: Any, **options: Any) -> NoReturn:
@@ -39,6 +39,6 @@ class Absent:
     def beam_search(self, *arguments: Any, **options: Any) -> NoReturn:
         """Not there: raises RequestError."""
         raise RequestError(
-            "beam_search: there is none; several samples of a prompt: SamplingParams(n=4), compared by "
+            "beam_search: not supported; draw samples with SamplingParams(n=4, logprobs=0) and compare their "
             "cumulative_logprob with logprobs=0"
         )

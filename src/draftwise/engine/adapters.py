@@ -44,7 +44,7 @@ class Adapters:
         """The number of a request's adapter, loaded if it is not there; 0: it wants none.
 
         Raises:
-            RequestError: the engine takes no adapters, this one cannot be loaded, its number means another one, or all
+            RequestError: no adapters are enabled, this one cannot be loaded, its number is taken, or all
                 places are taken by requests that run.
         """
         if request is None:
@@ -84,7 +84,9 @@ class Adapters:
     def check(self, slot: int) -> None:
         """Under the engine's lock, as a request is queued. Raises RequestError if its adapter was let go meanwhile."""
         if slot and slot not in self._live:
-            raise RequestError("lora_request: the adapter was unloaded, or let go for others (max_loras)")
+            raise RequestError(
+                "lora_request: the adapter was unloaded, or it made room for others (max_loras)"
+            )
 
     def requests(self) -> list[LoRARequest]:
         """Those that are loaded."""
@@ -93,7 +95,7 @@ class Adapters:
 
     def _load(self, request: LoRARequest, between: Between, *, pinned: bool) -> _Entry:
         if not self._enabled:
-            raise RequestError("lora_request: this engine takes no adapters (enable_lora)")
+            raise RequestError("lora_request: this engine was started without enable_lora")
         try:
             adapter = read_adapter(request.lora_path, max_rank=self._max_rank)
         except ModelLoadError as error:

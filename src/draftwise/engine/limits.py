@@ -203,5 +203,5 @@ def check_portable(params: SamplingParams) -> None:
             ) from None
         if b"__main__" in data:
             raise RequestError(
-                f"logits_processors: {shown(function)} is in __main__, which ranks do not have; put it into a module"
+                f"logits_processors: {shown(function)} is in __main__, which ranks cannot import; put it into a module"
             )

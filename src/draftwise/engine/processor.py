@@ -354,7 +354,7 @@ class Processor:
         self._refuse_tree("speculative_token_tree")
         if config is None or not self._proposers[method].drafts_trees:
             raise RequestError(
-                f"speculation: method {method!r} drafts chains only, not speculative_token_tree"
+                f"speculation: method {method!r} drafts chains only, so it cannot take speculative_token_tree"
             )
         try:
             parents, ranks = parse_tree(tree)

@@ -40,7 +40,7 @@ class Linear:
     @property
     def num_bytes(self) -> int:
         """Bytes kept for it: as packed, scales and padding included; 0 if the memory is another parameter's."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
+        raise NotImplementedError(f"{type(self).__name__} does not report its size")
 
 
 class Experts:
@@ -51,7 +51,7 @@ class Experts:
     @property
     def num_bytes(self) -> int:
         """Bytes kept for all its layers."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
+        raise NotImplementedError(f"{type(self).__name__} does not report its size")
 
 
 class Heads:
@@ -62,7 +62,7 @@ class Heads:
     @property
     def num_bytes(self) -> int:
         """Bytes kept for all of them."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how large it is")
+        raise NotImplementedError(f"{type(self).__name__} does not report its size")
 
 
 class Norm:

@@ -186,7 +186,7 @@ class DecoderModel(ABC):
         Raises:
             NotImplementedError: the family does not lend them.
         """
-        raise NotImplementedError(f"{type(self).__name__} lends its embedding to no draft head")
+        raise NotImplementedError(f"{type(self).__name__} cannot lend its embedding to a draft head")
 
     def first_layers(self, count: int) -> DecoderModel:
         """A model of this one's first ``count`` layers, final norm and head: the same weights, not copies. It runs on
@@ -216,17 +216,17 @@ class DecoderModel(ABC):
         Raises:
             NotImplementedError: the family lets nobody add to them.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+        raise NotImplementedError(f"{type(self).__name__} does not support adapters")
 
     def operations(self) -> Ops:
         """What its layers are computed with. Raises NotImplementedError as `linear_sites`."""
-        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+        raise NotImplementedError(f"{type(self).__name__} does not support adapters")
 
     def with_operations(self, ops: Ops) -> DecoderModel:
         """The same weights, not copies, computed with other operations, which take the same handles. The model itself
         may be changed by this and is used no more, unless `operations` stand for themselves where ``ops`` adds nothing.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+        raise NotImplementedError(f"{type(self).__name__} does not support adapters")
 
     @classmethod
     def experts_one_by_one(cls) -> bool:

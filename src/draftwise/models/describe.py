@@ -212,7 +212,7 @@ def _headers(folder: Path, path: str, revision: str | None) -> Mapping[str, Tens
     except Exception as error:  # offline, no safetensors, gated: all end here
         reason = str(error).strip().split("\n")[0]
         raise ModelLoadError(
-            f"the hub gives no headers of {path!r}: {type(error).__name__}: {reason}"
+            f"the hub does not give the headers of {path!r}: {type(error).__name__}: {reason}"
         ) from error
     return {
         name: TensorEntry(folder / file, tuple(info.shape), str(info.dtype))
@@ -309,7 +309,7 @@ class DescribedTarget:
 
     def shared_weights(self) -> SharedWeights:
         if not self._lends:
-            raise NotImplementedError(f"{self._architecture} lends its embedding to no draft head")
+            raise NotImplementedError(f"{self._architecture} cannot lend its embedding to a draft head")
         table = torch.empty(
             (self.config.vocab_size, self.config.hidden_size), dtype=torch.bfloat16, device=META
         )

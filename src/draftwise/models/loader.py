@@ -197,7 +197,7 @@ def declare(
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     except (RuntimeError, MemoryError, OverflowError) as error:  # torch's words for sizes that cannot be
-        raise ModelLoadError(f"{folder}: a model of these sizes cannot be held: {error}") from error
+        raise ModelLoadError(f"{folder}: a model of these sizes does not fit into memory: {error}") from error
     _check(folder, entries_of_rank(entries, plan.cuts), plan)
     return model
 

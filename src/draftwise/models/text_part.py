@@ -130,6 +130,6 @@ def _prefix(names: Mapping[str, object]) -> str:
     ]
     if len(found) != 1:
         raise ModelLoadError(
-            f"the tensors of its text part are not told from the others ({found or 'none found'})"
+            f"the tensors of its text part cannot be told from the others ({found or 'none found'})"
         )
     return found[0]

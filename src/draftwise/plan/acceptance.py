@@ -28,7 +28,7 @@ class AcceptanceModel:
 
     def __post_init__(self) -> None:
         if ANY_KIND not in self.rates:
-            raise ConfigError("acceptance: nothing is said of requests of any kind")
+            raise ConfigError("acceptance: rates are missing for every kind of request")
         for kind, methods in self.rates.items():
             for method, rates in methods.items():
                 if not rates or any(not 0 <= rate <= 1 for rate in rates):  # NaN is neither
@@ -57,7 +57,7 @@ class AcceptanceModel:
             rates = self.rates.get(kind, {}).get(method) or self.rates[ANY_KIND].get(method)
             if rates is None:
                 raise ConfigError(
-                    f"acceptance: nothing is known of method {method!r} (known: {', '.join(self.methods)})"
+                    f"acceptance: no rates are known for method {method!r} (known: {', '.join(self.methods)})"
                 )
             chances, chance = [], 1.0
             for j in range(_POSITIONS):

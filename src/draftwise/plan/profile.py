@@ -50,7 +50,7 @@ class Profile:
         setting = self.setting(weights)
         if not setting.prefill or not any(s.method == "none" for s in setting.steps):
             raise ConfigError(
-                f"profile: of {setting.weights!r} neither prompts nor plain steps may be missing; measure on"
+                f"profile: of {setting.weights!r} prompts or plain steps are missing; continue measuring"
             )
         model = PerformanceModel()
         for sample in setting.steps:
@@ -156,7 +156,7 @@ class Profile:
     def check_of(self, model: str | None, machine: Mapping[str, Any] | None = None) -> None:
         """Raise ConfigError if it was measured of another model, or on another machine (each if given)."""
         if model is not None and model != self.model:
-            raise ConfigError(f"profile: it is of model {self.model!r}, not of {model!r}")
+            raise ConfigError(f"profile: it was measured with model {self.model!r}, not with {model!r}")
         if machine is not None and dict(machine) != dict(self.machine):
             other = ", ".join(
                 f"{name} {self.machine.get(name)!r}"

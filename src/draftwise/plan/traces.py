@@ -42,7 +42,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not len(self.times_np):
-            raise ConfigError("trace: there is no request in it")
+            raise ConfigError("trace: it holds no requests")
         if not np.isfinite(self.times_np).all():
             raise ConfigError("trace: a time is no finite number")
 
@@ -205,7 +205,7 @@ def _rows(names: Sequence[str], rows: Iterable[tuple[int, Mapping[str, Any]]]) -
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"trace: line {number}: {type(error).__name__}: {error}") from None
     if not times:
-        raise ConfigError("trace: there is no request in it")
+        raise ConfigError("trace: it holds no requests")
     dated = when == "TIMESTAMP"
     start = min(times) if dated else 0.0
     return make_trace([t - start for t in times], isl, osl, blocks=blocks or None, kinds=kinds or None)
@@ -265,7 +265,7 @@ def poisson_trace(
     passed_np *= rate * seconds / passed_np[-1]
     count = int(rng.poisson(passed_np[-1]))
     if count == 0:
-        raise ConfigError(f"load: nobody comes at {rate:g} requests/s in {seconds:g} s")
+        raise ConfigError(f"load: no request arrives at {rate:g} requests/s in {seconds:g} s")
     times_np = np.interp(np.sort(rng.random(count)) * passed_np[-1], passed_np, grid_np * seconds)
     lengths = [
         np.clip(np.rint(mean * np.exp(spread * rng.standard_normal(count) - spread**2 / 2)), 1, _MOST_TOKENS)

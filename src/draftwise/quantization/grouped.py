@@ -55,7 +55,7 @@ class GroupsFormat(CheckpointFormat):
             form.check_scheme(scheme, name)
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
-        raise AssertionError("a layer's own format is asked")
+        raise AssertionError("the layers' own formats decide; this one is never asked")
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        raise AssertionError("a layer's own format is asked")
+        raise AssertionError("the layers' own formats decide; this one is never asked")

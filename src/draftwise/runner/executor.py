@@ -43,7 +43,7 @@ class Executor(ABC):
             ConfigError: the engine was built without adapters.
             ModelLoadError: it is for another model.
         """
-        raise ConfigError("lora_request: this engine takes no adapters (enable_lora)")
+        raise ConfigError("lora_request: this engine was started without enable_lora")
 
     def drop_adapter(self, slot: int) -> None:  # noqa: B027
         """Let go of one that no request has; between two steps."""

@@ -28,7 +28,7 @@ class ServedAdapters:
     async def load(self, engine: ServedEngine, name: str, path: str) -> None:
         """Raises RequestError if it cannot be loaded, APIError if there is one of this name."""
         if name in self._by_name or name in self._loading:
-            raise bad_request(f"an adapter of the name {name!r} is loaded already", "lora_name")
+            raise bad_request(f"an adapter named {name!r} is loaded already", "lora_name")
         self._loading.add(name)
         try:
             module = LoRARequest(name, self._next_id, path)

@@ -13,11 +13,11 @@ from draftwise.server.protocol import LoadAdapterBody, UnloadAdapterBody
 async def load_adapter(context: Context, request: Request, body: LoadAdapterBody) -> Response:
     """``POST /v1/load_lora_adapter``."""
     if not context.engine.config.enable_lora:
-        raise bad_request("this server takes no adapters (--enable-lora)", "lora_name")
+        raise bad_request("this server was started without --enable-lora", "lora_name")
     if body.lora_name in context.config.model_names:
         raise bad_request(f"{body.lora_name!r} is the name of the model", "lora_name")
     if body.load_inplace:
-        raise bad_request("load_inplace: unload the adapter first", "load_inplace")
+        raise bad_request("load_inplace: not supported; unload the adapter first", "load_inplace")
     await context.adapters.load(context.engine, body.lora_name, body.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

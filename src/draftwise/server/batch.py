@@ -26,16 +26,16 @@ async def answer_line(app: Application, line: str) -> dict[str, Any]:
             raise ValueError("a line is a JSON object")
         custom_id = asked.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            raise ValueError("custom_id: a text is needed")
+            raise ValueError("custom_id: expected text")
         if asked.get("method", "POST") != "POST":
             raise ValueError(f"method: only POST, not {asked['method']!r}")
         if asked.get("url") not in URLS:
             raise ValueError(f"url: one of {', '.join(URLS)}, not {asked.get('url')!r}")
         body = asked.get("body")
         if not isinstance(body, dict):
-            raise ValueError("body: a JSON object is needed")
+            raise ValueError("body: expected a JSON object")
         if body.get("stream"):
-            raise ValueError("stream: answers of a batch are whole")
+            raise ValueError("stream: not supported in a batch, whose answers are whole")
     except ValueError as error:
         return _output(custom_id, error={"code": "invalid_request", "message": str(error)})
     status, answer = await _post(app, asked["url"], body)

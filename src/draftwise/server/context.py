@@ -102,7 +102,7 @@ class Context:
         """Raises APIError (400) without one."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise bad_request("this server has no tokenizer (skip_tokenizer_init): prompts are token ids")
+            raise bad_request("this server has no tokenizer (skip_tokenizer_init): send prompts as token ids")
         return tokenizer
 
     def _token_text(self, token_id: int) -> str:

@@ -87,7 +87,7 @@ def translate(body: Object, known: Mapping[str, Any]) -> Object:
 
 def _put(out: Object, name: str, value: Any, given: str) -> None:
     if out.get(name) is not None:
-        raise bad_request(f"{given} and {name} say the same; give one of them", given)
+        raise bad_request(f"{given} and {name} mean the same; give one of them", given)
     out[name] = value
 
 
@@ -98,7 +98,7 @@ def _put_inside(out: Object, name: str, inner: str, value: Any, given: str) -> N
     if not isinstance(holder, dict):
         return  # whoever reads it says so
     if inner in holder:
-        raise bad_request(f"{given} and {name}.{inner} say the same; give one of them", given)
+        raise bad_request(f"{given} and {name}.{inner} mean the same; give one of them", given)
     out[name] = {**holder, inner: value}
 
 

@@ -16,7 +16,7 @@ _ESCAPES = {
 }  # fmt: skip
 _ESCAPE = regex.compile(
     r"\\(?:(?P<octal>[0-7]{1,3}+)|x(?P<hex>[0-9a-fA-F]{2})|u(?P<hex>[0-9a-fA-F]{4})|U(?P<hex>[0-9a-fA-F]{8})"
-    r"|N\{(?P<name>[^{}\\]{1,80}+)\}|(?P<other>.))",
+    r"|N\{(?P<name>[^{}\\]{1,80}+)\}|(?P<other>[^0-7xuUN]))",
     regex.DOTALL,
 )
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -81,19 +81,9 @@ def _unescaped(held: str) -> tuple[str, int]:
         except KeyError:
             return match[0], match.end()
     if other is not None:
-        if other in "xuUN" and _ESCAPE.match(held[:2], partial=True) and len(held) < _LONGEST_ESCAPE:
-            longer = _LONGER.match(held, partial=True)
-            if longer is not None and longer.partial:
-                return "", 0
         return _ESCAPES.get(other, match[0]), match.end()
     code = int(match["hex"], 16)
     return (chr(code) if code < 0x110000 else match[0]), match.end()
-
-
-_LONGEST_ESCAPE = 84
-_LONGER = regex.compile(
-    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^{}\\]{1,80}+\})", regex.DOTALL
-)
 
 
 def _inside(text: str) -> str:

@@ -60,9 +60,7 @@ def input_messages(
         elif kind == "reasoning":
             thoughts = _thoughts(item)
         elif kind == "item_reference":
-            raise bad_request(
-                "input: nothing is stored here that could be referred to: send the item", "input"
-            )
+            raise bad_request("input: this server stores no items to refer to: send the item itself", "input")
         else:
             raise bad_request(f"input: items of type {str(kind)[:80]!r} are not supported", "input")
     return plain_messages(messages)

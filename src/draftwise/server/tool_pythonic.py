@@ -43,7 +43,7 @@ class PythonicParser(ToolParser):
         self._separator = ""
         self._string = StringReader()
         self._value: list[str] = []
-        self._end = ValueEnd()
+        self._ends = ValueEnd()
 
     def push(self, piece: str) -> Found:
         self._held += piece
@@ -99,7 +99,7 @@ class PythonicParser(ToolParser):
         if is_string:
             self._part, self._string = "string", StringReader()
         else:
-            self._part, self._value, self._end = "value", [], ValueEnd()
+            self._part, self._value, self._ends = "value", [], ValueEnd()
         return True
 
     def _in_string(self, out: Found) -> bool:
@@ -111,7 +111,7 @@ class PythonicParser(ToolParser):
         return self._string.over
 
     def _in_value(self, out: Found) -> bool:
-        at = self._end.find(self._held)
+        at = self._ends.find(self._held)
         cut = at if at >= 0 else len(self._held)
         self._value.append(self._held[:cut])
         self._held = self._held[cut:]

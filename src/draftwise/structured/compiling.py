@@ -78,7 +78,7 @@ class Compiler:
             places.release()
             if isinstance(error, RuntimeError | ValueError | MemoryError):  # no memory for the stack
                 raise RequestError(
-                    f"structured_outputs: {size} characters are too much to be compiled here"
+                    f"structured_outputs: {size} characters are more than this server compiles"
                 ) from None
             raise
         if not job.ended.wait(self._seconds):

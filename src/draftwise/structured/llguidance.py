@@ -139,7 +139,7 @@ class LlguidanceBackend(GrammarBackend):
             if not matcher.is_error():
                 mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
                 if "NoExtension" in matcher.get_error() or not (mask.any() or matcher.is_accepting()):
-                    raise RequestError(f"structured_outputs: {invalid}: no text at all follows it")
+                    raise RequestError(f"structured_outputs: {invalid}: no text can follow it")
         except ValueError as error:
             raise (error if isinstance(error, RequestError) else _refused(invalid, error)) from None
         except BaseException as error:

@@ -134,7 +134,7 @@ class _Header:
             raise ModelLoadError(f"{self._path} is GGUF version {version}{other}; versions {known} are read")
         num_tensors, num_entries = self._scalar("Q"), self._scalar("Q")
         if num_tensors * 24 + num_entries * 13 > self._size:  # what each takes at least
-            raise self._damaged("it promises more than it can hold")
+            raise self._damaged("its header promises more than the file can hold")
         metadata = {}
         for _ in range(num_entries):
             key = self._string()
@@ -181,7 +181,7 @@ class _Header:
     def _bytes(self, count: int) -> bytes:
         end = self._at + count
         if end > self._size:
-            raise IndexError("a text reaches behind the end")
+            raise IndexError("a text reaches past the end of the file")
         value = self._data[self._at : end]
         self._at = end
         return value

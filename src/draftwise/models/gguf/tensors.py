@@ -135,10 +135,10 @@ class GgufFormat(CheckpointFormat):
             raise ConfigError(f"quantization: {name!r} is not for GGUF files; int8 and int4 round its floats")
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
-        raise AssertionError("a layer's own format is asked")
+        raise AssertionError("the layers' own formats decide; this one is never asked")
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        raise AssertionError("a layer's own format is asked")
+        raise AssertionError("the layers' own formats decide; this one is never asked")
 
 
 class KeptFormat(CheckpointFormat):

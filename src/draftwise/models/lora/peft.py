@@ -89,7 +89,7 @@ def _parts(raw: Mapping[str, Any], tensors: HeadTensors, max_rank: int | None) -
     out = {}
     for module, names in sorted(pairs.items()):
         if len(names) != 2:
-            raise ModelLoadError(f"{module} has lora_{next(iter(names))} alone")
+            raise ModelLoadError(f"{module} has only lora_{next(iter(names))}")
         a, b = tensors[names["A"]], tensors[names["B"]]
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             raise ModelLoadError(
