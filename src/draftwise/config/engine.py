@@ -7,6 +7,7 @@ from typing import Any
 
 from draftwise.config import coerce as to
 from draftwise.config.coerce import option
+from draftwise.config.events import EventsConfig
 from draftwise.config.extraction import METHOD as EXTRACTION
 from draftwise.config.extraction import transfer_folder
 from draftwise.config.graphs import LARGEST, SIZES, GraphOptions, compilation, graph_options
@@ -143,6 +144,11 @@ class EngineConfig:
     )
     kv_transfer_config: dict[str, Any] | None = option(
         None, to.mapping, "connector for K/V or hidden states, as JSON"
+    )
+    kv_events_config: EventsConfig = option(
+        EventsConfig(),
+        EventsConfig.from_value,
+        'publish what becomes of cached blocks, as JSON: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
     )
     served_model_name: tuple[str, ...] | None = option(
         None, _names, "name of the model in the server's answers"

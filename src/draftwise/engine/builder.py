@@ -18,6 +18,7 @@ from draftwise.engine.device import Device, build_device, load_engine_tokenizer,
 from draftwise.engine.facts import DeviceFacts, Traits
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor
+from draftwise.engine.publishing import CachePublisher
 from draftwise.engine.ranks import start_ranks
 from draftwise.errors import ConfigError
 from draftwise.kv.manager import KVManager
@@ -114,6 +115,11 @@ def build_engine(
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")
     core = EngineCore(scheduler, executor, clock, ahead=config.async_scheduling)
+    if config.kv_events_config.publishes:
+        publisher = CachePublisher(config.kv_events_config, config.block_size, config.data_parallel_rank)
+        core.at_close(publisher.close)
+        if not core.observe_cache(publisher.publish):
+            logger.warning("kv_events_config has no effect: this engine caches no prefixes")
     return Engine(
         config=config,
         core=core,

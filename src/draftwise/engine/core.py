@@ -71,6 +71,7 @@ class EngineCore:
         self._stepping = False  # somebody is in `step`
         self._flights: deque[_Flight] = deque()  # handed over, not taken in: two at most
         self._cache_listeners: tuple[CacheListener, ...] = ()
+        self._closers: list[Callable[[], None]] = []
         self._taken_in = 0.0  # when the latest step was, or the first one was handed over
 
     @property
@@ -204,5 +205,11 @@ class EngineCore:
         self.lock = threading.RLock()  # nobody else is here to release the old one
         return self.executor.forked() and whole
 
+    def at_close(self, closer: Callable[[], None]) -> None:
+        """Have this called when the engine is closed."""
+        self._closers.append(closer)
+
     def close(self) -> None:
         self.executor.close()
+        for closer in self._closers:
+            closer()

@@ -1,0 +1,158 @@
+"""Cache events on a ZeroMQ socket, in the format of vLLM's publisher, which routers outside read.
+
+A message has three parts: the topic, its number (8 bytes, big-endian, from 0 on), and as MessagePack the array ::
+
+    [time, [event, ...], data_parallel_rank]
+    event: ["BlockStored", hashes, parent hash or null, token ids, block size, lora id, medium, lora name]
+           ["BlockRemoved", hashes, medium]
+           ["AllBlocksCleared"]
+
+A hash is the last 8 bytes of a block's digest as an integer, as vLLM sends them unless told otherwise. Who sees a gap
+in the numbers sends the first missing one to the replay socket, and gets messages from there on, then one numbered -1.
+
+Sources: ``vllm/distributed/kv_events.py`` and ``examples/online_serving/kv_events_subscriber.py`` of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from draftwise.config.events import EventsConfig
+from draftwise.errors import ConfigError, install
+from draftwise.kv.events import BlocksRemoved, BlocksStored, CacheEvent
+
+logger = logging.getLogger("draftwise")
+
+_MEDIUM = "GPU"
+"""What vLLM calls the cache that a model reads, on whatever device it is."""
+_END = (-1).to_bytes(8, "big", signed=True)
+_IDLE = 0.1
+"""Seconds after which the thread looks for requests to replay."""
+
+
+class CachePublisher:
+    """Sends what it is told from a thread of its own."""
+
+    def __init__(self, config: EventsConfig, block_size: int, rank: int = 0) -> None:
+        """``rank``: of the engine among several, which moves the ports. Raises ConfigError if an address cannot be had,
+        or pyzmq is not installed."""
+        try:
+            import msgspec
+            import zmq
+        except ImportError as error:
+            raise ConfigError(
+                f"kv_events_config: {error.name} is not installed: {install('events')}"
+            ) from None
+        self._block_size = block_size
+        self._rank = rank
+        self._topic = config.topic.encode()
+        self._pack = msgspec.msgpack.Encoder().encode
+        self._context = zmq.Context()
+        self._out = self._context.socket(zmq.PUB)
+        self._out.set_hwm(config.hwm)
+        self._replay: Any = None
+        endpoint = moved(config.endpoint, rank)
+        try:
+            if "*" in endpoint or "::" in endpoint.partition("://")[2] or not endpoint.startswith("tcp://"):
+                self._out.bind(endpoint)
+            else:
+                self._out.connect(endpoint)
+            if config.replay_endpoint is not None:
+                endpoint = moved(config.replay_endpoint, rank)
+                self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"kv_events_config: {endpoint}: {error}") from None
+        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(config.max_queue_size)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._number = 0
+        self._dropping = False
+        self._thread = threading.Thread(target=self._run, name="draftwise-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Send events as one message. It does not wait: where too many wait already the message is dropped, which its
+        number shows to subscribers."""
+        entries = [self._entry(event) for event in events]
+        message = self._pack([time.time(), entries, self._rank])
+        number, self._number = self._number, self._number + 1
+        try:
+            self._queue.put_nowait((number, message))
+            self._dropping = False
+        except queue.Full:
+            if not self._dropping:
+                logger.warning("cache events are dropped: %d messages wait to be sent", self._queue.maxsize)
+            self._dropping = True
+
+    def _entry(self, event: CacheEvent) -> list[Any]:
+        if isinstance(event, BlocksStored):
+            hashes = [as_integer(digest) for digest in event.digests]
+            parent = None if event.parent is None else as_integer(event.parent)
+            ids = event.token_ids_np.tolist()
+            return ["BlockStored", hashes, parent, ids, self._block_size, None, _MEDIUM, event.salt]
+        if isinstance(event, BlocksRemoved):
+            return ["BlockRemoved", [as_integer(digest) for digest in event.digests], _MEDIUM]
+        return ["AllBlocksCleared"]
+
+    def _run(self) -> None:
+        while True:
+            if self._replay is not None and self._replay.poll(0):
+                self._answer()
+            try:
+                item = self._queue.get(timeout=_IDLE if self._replay is not None else None)
+            except queue.Empty:
+                continue
+            if item is None:
+                break
+            number, message = item
+            self._sent.append(item)
+            self._out.send_multipart((self._topic, number.to_bytes(8, "big"), message))
+        self._context.destroy(linger=200)
+
+    def _answer(self) -> None:
+        """Somebody missed messages."""
+        frames = self._replay.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("cache events: a request to replay of %d parts is not understood", len(frames))
+            return
+        client, first = frames[0], int.from_bytes(frames[2], "big")
+        for number, message in self._sent:
+            if number >= first:
+                self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), message))
+        self._replay.send_multipart((client, b"", _END, b""))
+
+    def close(self) -> None:
+        """Send what waits, and end. Closing twice is fine."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(2.0)
+
+
+def as_integer(digest: bytes) -> int:
+    """A block's hash as it is sent.
+
+    >>> as_integer(bytes(14) + b"\\x01\\x02")
+    258
+    """
+    return int.from_bytes(digest[-8:], "big")
+
+
+def moved(endpoint: str, rank: int) -> str:
+    """The address of the engine of this rank.
+
+    >>> moved("tcp://*:5557", 2), moved("ipc:///tmp/events", 1), moved("tcp://*:5557", 0)
+    ('tcp://*:5559', 'ipc:///tmp/events_dp1', 'tcp://*:5557')
+    """
+    if not rank:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"
