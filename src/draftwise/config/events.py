@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -49,10 +50,16 @@ class EventsConfig:
         for field in given:
             if field not in _CHECKS:
                 raise ConfigError(f"{name}: unknown field {field!r}{suggest(str(field), _CHECKS)}")
-        return cls(**{f: v if v is None else _CHECKS[f](f"{name}.{f}", v) for f, v in given.items()})
+        checked: dict[str, Any] = {f: _CHECKS[f](f"{name}.{f}", v) for f, v in given.items() if v is not None}
+        return cls(**checked)
 
 
-_CHECKS = {
+def _text(name: str, value: Any) -> str:
+    """A string, which may be empty."""
+    return "" if value == "" else str(to.string(name, value))
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "enable_kv_cache_events": to.boolean,
     "publisher": to.string,
     "endpoint": to.string,
@@ -60,6 +67,6 @@ _CHECKS = {
     "buffer_steps": to.integer(1),
     "hwm": to.integer(0),
     "max_queue_size": to.integer(1),
-    "topic": lambda name, value: value if isinstance(value, str) else to.string(name, value),
+    "topic": _text,
 }
 assert set(_CHECKS) == {f.name for f in fields(EventsConfig)}
