@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.serve_foreign import SWITCHES, add_foreign, take_server_flags, tell_server_flags
+from draftwise.cli.serve_ray import add_ray, serve_on_ray, wants_ray
 from draftwise.config.coerce import boolean
 from draftwise.config.lora import parse_modules
 from draftwise.errors import ConfigError, install
@@ -134,6 +135,7 @@ def add_parser(subparsers: Subparsers) -> None:
     hidden = {"help": argparse.SUPPRESS}
     parser.add_argument("--enable-auto-tool-choice", dest="auto_tool_choice", type=_boolean, **hidden)  # type: ignore[arg-type]
     parser.add_argument("--uvicorn-log-level", dest="server_log_level", **hidden)  # type: ignore[arg-type]
+    add_ray(parser)
     add_foreign(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -183,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     tell_server_flags(args)
+    if wants_ray(args):
+        return serve_on_ray(args, engine_options, server_config)
     from draftwise.server.sockets import bind, check_tls
 
     spans = None

@@ -22,26 +22,27 @@ _SAYING = 10.0
 """Seconds of waiting for resources after which the log says so."""
 
 
-def load_ray() -> Any:
-    """The module. Raises ConfigError if it is not installed."""
+_BACKEND = "distributed_executor_backend: 'ray'"
+
+
+def load_ray(what: str = _BACKEND) -> Any:
+    """The module. Raises ConfigError if it is not installed; ``what`` needs it."""
     try:
         import ray
     except ImportError:
-        raise ConfigError(
-            "distributed_executor_backend: 'ray' needs the package ray: pip install 'draftwise[ray]'"
-        ) from None
+        raise ConfigError(f"{what} needs the package ray: pip install 'draftwise[ray]'") from None
     return ray
 
 
-def join_cluster() -> Any:
+def join_cluster(what: str = _BACKEND) -> Any:
     """Ray, connected to a cluster: the one that this program has joined, that ``RAY_ADDRESS`` names, or that runs on
     this machine; else one of its own. Raises ConfigError if Ray is not installed, or through Ray Client."""
-    ray = load_ray()
+    ray = load_ray(what)
     if not ray.is_initialized():
         ray.init(logging_level=logging.WARNING)
     if ray.util.client.ray.is_connected():
         raise ConfigError(
-            "distributed_executor_backend: 'ray' over Ray Client (ray://) is not supported, as ranks connect to the "
+            f"{what} over Ray Client (ray://) is not supported, as ranks connect to the "
             "engine: run it on a node of the cluster, for example with ray job submit"
         )
     return ray

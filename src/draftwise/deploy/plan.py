@@ -1,0 +1,118 @@
+"""What is deployed: engines, fronts, and what each of them reserves; as arguments, and as the YAML that
+``serve deploy`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+from draftwise.config import EngineConfig
+from draftwise.config.resolve import resolve_engine_config
+from draftwise.errors import ConfigError, suggest
+from draftwise.server.config import ServerConfig
+
+IMPORT_PATH = "draftwise.cluster.serve:app"
+"""Where Ray finds the application."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The arguments of the application. Whoever decides on the number of replicas writes ``num_replicas`` here and
+    deploys again: it stands nowhere else, and Ray Serve starts and drains what differs."""
+
+    engine: Mapping[str, Any] = field(default_factory=dict)  # keywords of `AsyncLLM`
+    server: Mapping[str, Any] = field(default_factory=dict)  # fields of `ServerConfig`
+    num_replicas: int = 1  # engines
+    num_fronts: int = 1  # processes that take requests and pass them on
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Of a mapping, as YAML has it. Raises ConfigError for unknown names and values out of range."""
+        names = {f.name for f in fields(cls)}
+        for name in arguments:
+            if name not in names:
+                raise ConfigError(f"args: unknown name {name!r}{suggest(str(name), names)}")
+        plan = cls(**arguments)
+        for name in ("num_replicas", "num_fronts"):
+            count = getattr(plan, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ConfigError(f"{name}: expected an integer >= 1, got {count!r}")
+        for name in ("engine", "server"):
+            if not isinstance(getattr(plan, name), Mapping):
+                raise ConfigError(f"args: {name}: expected names and values, got {getattr(plan, name)!r}")
+        return plan
+
+    @property
+    def server_config(self) -> ServerConfig:
+        """Raises ConfigError."""
+        known = {f.name for f in fields(ServerConfig)}
+        for name in self.server:
+            if name not in known:
+                raise ConfigError(f"server: unknown name {name!r}{suggest(str(name), known)}")
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in self.server.items()}
+        return ServerConfig(**values)
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """Raises ConfigError."""
+        return resolve_engine_config(**self.engine)
+
+    def reserves(self) -> dict[str, Any]:
+        """Options of Ray for each engine: what it needs of a node, or of several where its ranks are on Ray.
+
+        Example: 2 ranks of 4 threads on Ray are a placement group of {CPU: 1} for the engine and twice {CPU: 4}.
+        """
+        config = self.engine_config
+        cuda = config.device.startswith("cuda")
+        size, threads = config.tensor_parallel_size, config.num_threads or 1
+        if config.distributed_executor_backend == "ray":
+            rank = {"CPU": threads} | ({"GPU": 1} if cuda else {})
+            return {
+                "ray_actor_options": {"num_cpus": 1},
+                "placement_group_bundles": [{"CPU": 1}, *([rank] * size)],
+                "placement_group_strategy": "PACK",
+            }
+        return {"ray_actor_options": {"num_cpus": threads * size} | ({"num_gpus": size} if cuda else {})}
+
+    def written(self) -> dict[str, Any]:
+        """What a file for ``serve deploy`` has, without keys of clients.
+
+        Raises:
+            ConfigError: a value cannot be written into a file.
+        """
+        server = self.server_config
+        shown = {
+            f.name: _plain(f.name, getattr(server, f.name))
+            for f in fields(server)
+            if f.name not in ("api_keys", "host", "port", "lora_modules")
+            and getattr(server, f.name) != (f.default if f.default is not MISSING else {})
+        }
+        if server.lora_modules:
+            raise ConfigError(
+                "lora_modules: adapters cannot be written into a file; deploy with draftwise serve --ray"
+            )
+        arguments = {
+            "engine": {name: _plain(name, value) for name, value in self.engine.items()},
+            "server": shown,
+            "num_replicas": self.num_replicas,
+            "num_fronts": self.num_fronts,
+        }
+        return {
+            "proxy_location": "EveryNode",
+            "http_options": {"host": server.host, "port": server.port},
+            "applications": [
+                {"name": "draftwise", "route_prefix": "/", "import_path": IMPORT_PATH, "args": arguments}
+            ],
+        }
+
+
+def _plain(name: str, value: Any) -> Any:
+    """As YAML can have it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}.{key}", inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, inner) for inner in value]
+    raise ConfigError(f"{name}: {value!r} cannot be written into a file")

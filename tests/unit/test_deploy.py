@@ -1,0 +1,275 @@
+"""The server on Ray Serve, without Ray: fronts over applications of this process, what is noted, what is deployed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from draftwise.cli.main import main
+from draftwise.config.resolve import resolve_engine_config
+from draftwise.deploy.front import Front, ReplicaGone
+from draftwise.deploy.messages import Message, answered
+from draftwise.deploy.noted import Noted
+from draftwise.deploy.plan import Plan
+from draftwise.errors import ConfigError
+from draftwise.server.config import ServerConfig
+from draftwise.types import IntArray
+
+ENGINE = resolve_engine_config(model="M", device="cpu", skip_tokenizer_init=True)
+
+
+class Words:
+    """A tokenizer: a word is as many as it has letters."""
+
+    chat_template = "there is one"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return " ".join(message["content"] for message in messages)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Says what it was asked, in two pieces."""
+    body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": scope["path"].encode() + b" ", "more_body": True})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Asked:
+    """Replicas: an application that answers, unless it is told to be lost at a message."""
+
+    def __init__(self, app: Any = echo, *lost_at: int) -> None:
+        self.app = app
+        self.lost_at = list(lost_at)
+        self.prompts: list[list[int] | None] = []
+
+    async def __call__(
+        self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None
+    ) -> AsyncIterator[Message]:
+        self.prompts.append(None if ids_np is None else ids_np.tolist())
+        lost_at = self.lost_at.pop(0) if self.lost_at else None
+        count = 0
+        async for message in answered(self.app, scope, body):
+            if count == lost_at:
+                raise ReplicaGone("it died")
+            count += 1
+            yield message
+
+
+class Answer:
+    """What came back."""
+
+    def __init__(self, messages: list[Message]) -> None:
+        self.status_code: int = messages[0]["status"]
+        self.text = b"".join(m["body"] for m in messages[1:]).decode()
+        assert [bool(m.get("more_body")) for m in messages[1:]][-1] is False
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+def ask(asked: Asked, path: str, body: Any = None) -> Answer:
+    async def run() -> Answer:
+        front = Front(asked, Words(), ENGINE, ServerConfig())
+        data = b"" if body is None else json.dumps(body).encode()
+        halves = [data[: len(data) // 2], data[len(data) // 2 :]]
+        found: list[Message] = []
+
+        async def receive() -> Message:
+            if halves:
+                return {"type": "http.request", "body": halves.pop(0), "more_body": bool(halves)}
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            found.append(message)
+
+        method = "GET" if body is None else "POST"
+        try:
+            await front({"type": "http", "method": method, "path": path, "headers": []}, receive, send)
+        finally:
+            front.close()
+        return Answer(found)
+
+    return asyncio.run(run())
+
+
+def test_a_request_goes_on_whole_with_its_prompt() -> None:
+    asked = Asked()
+    for body, ids in (
+        ({"prompt": "a bcd ef"}, [1, 3, 2]),
+        ({"prompt": [7, 8, 9]}, [7, 8, 9]),
+        ({"prompt": ["xy z", "no"]}, [2, 1]),
+        ({"prompt": {"no": "prompt"}}, None),
+        ({"prompt": "word " * 2000}, [4] * 2000),  # in a thread
+        ([1], None),
+        ({"prompt": [1 << 40]}, None),
+    ):
+        answer = ask(asked, "/v1/completions", body)
+        assert answer.status_code == 200
+        path, _, said = answer.text.partition(" ")
+        assert path == "/v1/completions" and json.loads(said) == body
+        assert asked.prompts[-1] == ids
+    ask(asked, "/v1/chat/completions", {"messages": [{"role": "user", "content": "ab c"}]})
+    assert asked.prompts[-1] == [2, 1]
+    ask(asked, "/v1/chat/completions", {"messages": 5})
+    ask(asked, "/v1/models")
+    assert asked.prompts[-2:] == [None, None]
+
+
+def test_what_one_replica_would_answer_for_itself_is_refused_by_name() -> None:
+    asked = Asked()
+    for path in ("/metrics", "/load", "/reset_prefix_cache", "/v1/load_lora_adapter"):
+        answer = ask(asked, path)
+        assert answer.status_code == 501 and path in answer.json()["error"]["message"]
+    assert not asked.prompts
+
+
+def test_a_request_of_which_nothing_was_said_begins_again_elsewhere() -> None:
+    asked = Asked(echo, 0, 0)
+    assert ask(asked, "/v1/completions", {"prompt": "a"}).status_code == 200
+    assert asked.prompts == [[1]] * 3
+    lost = ask(Asked(echo, 0, 0, 0), "/v1/completions", {"prompt": "a"})
+    assert lost.status_code == 503 and "no replica answers: it died" in lost.json()["error"]["message"]
+
+
+async def streaming(scope: Any, receive: Any, send: Any) -> None:
+    kind = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": kind})
+    for i in range(3):
+        await send({"type": "http.response.body", "body": b"data: %d\n\n" % i, "more_body": i < 2})
+
+
+def test_a_stream_that_had_begun_ends_with_an_error_and_is_not_repeated() -> None:
+    asked = Asked(streaming, 2)
+    answer = ask(asked, "/v1/completions", {"prompt": "a"})
+    first, error, end = answer.text.split("\n\n")
+    assert first == "data: 0" and end == ""
+    assert "ask again: it died" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert len(asked.prompts) == 1
+    with pytest.raises(ReplicaGone):  # the server cuts the connection
+        ask(Asked(echo, 2), "/v1/completions", {"prompt": "a"})
+
+
+def test_a_client_that_leaves_is_seen_by_the_replica() -> None:
+    seen: list[str] = []
+    begun = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        finally:
+            seen.append("gone")
+
+    async def run() -> None:
+        front = Front(Asked(endless), Words(), ENGINE, ServerConfig())
+        parts: list[Message] = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+
+        async def receive() -> Message:
+            if len(parts) == 1:
+                await begun.wait()
+            return parts.pop(0)
+
+        async def send(message: Message) -> None:
+            await asyncio.sleep(0)
+
+        await front(
+            {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send
+        )
+        front.close()
+
+    asyncio.run(run())
+    assert seen == ["gone"]
+
+
+def test_prompts_follow_their_prefix_until_it_is_forgotten() -> None:
+    noted = Noted(4)
+    noted.update({"a": None, "b": None})
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 99, 40).astype(np.int32) for _ in range(6)]
+
+    def go(request: str, ids_np: IntArray) -> str:
+        best = noted.order(request, ids_np, ["a", "b"])[0]
+        noted.sent(request, best)
+        noted.ended(request)
+        return best
+
+    homes = [go(f"{i}", ids_np) for i, ids_np in enumerate(prompts)]
+    assert set(homes) == {"a", "b"}
+    assert [go(f"again {i}", ids_np) for i, ids_np in enumerate(prompts)] == homes
+    assert noted.num_requests("a") == noted.num_requests("b") == 0
+    noted.update({"a": 10, "b": 10})  # each can hold one prompt
+    for i, ids_np in enumerate(prompts):
+        go(f"later {i}", ids_np)
+    assert all(len(blocks) <= 10 for blocks in noted._blocks.values())
+    noted.update({"b": 10})
+    assert {go(f"last {i}", ids_np) for i, ids_np in enumerate(prompts)} == {"b"}
+    noted.ended("of which nobody knows")
+
+
+def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    code = main([
+        "serve", "some/model", "--write-deployment", str(path), "--num-replicas", "3", "--api-key", "secret",
+        "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray", "--num-threads", "4", "--device", "cpu",
+        "--max-concurrent", "64", "--host", "0.0.0.0", "--speculative-config", '{"method": "ngram"}',
+    ])  # fmt: skip
+    assert code == 0
+    text = path.read_text()
+    assert "secret" not in text
+    written = yaml.safe_load(text)
+    assert written["http_options"] == {"host": "0.0.0.0", "port": 8000}
+    (application,) = written["applications"]
+    assert application["import_path"] == "draftwise.cluster.serve:app"
+    plan = Plan.of(application["args"])
+    assert plan.num_replicas == 3 and plan.server_config.max_concurrent == 64
+    assert plan.engine_config.model == "some/model" and plan.engine_config.default_method == "ngram"
+    assert plan.reserves() == {
+        "ray_actor_options": {"num_cpus": 1},
+        "placement_group_bundles": [{"CPU": 1}, {"CPU": 4}, {"CPU": 4}],
+        "placement_group_strategy": "PACK",
+    }
+    alone = Plan.of({"engine": {"model": "M", "device": "cpu", "num_threads": 3}})
+    assert alone.reserves() == {"ray_actor_options": {"num_cpus": 3}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"replicas": 2}, r"unknown name 'replicas'.*num_replicas"),
+        ({"num_replicas": 0}, "num_replicas: expected an integer >= 1"),
+        ({"num_fronts": True}, "num_fronts: expected"),
+        ({"engine": 5}, "args: engine: expected names and values"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Plan.of(arguments)
+
+
+def test_bad_names_within_are_named() -> None:
+    with pytest.raises(ConfigError, match="server: unknown name 'max_concurent'"):
+        _ = Plan.of({"server": {"max_concurent": 5}}).server_config
+    with pytest.raises(ConfigError, match="block_sise"):
+        _ = Plan.of({"engine": {"model": "M", "block_sise": 5}}).engine_config
+
+
+def test_flags_that_need_ray_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--num-replicas", "2"]) == 2
+    assert "--num-replicas: needs --ray" in capsys.readouterr().err
+    assert main(["serve", "--write-deployment", "-", "--num-replicas", "0"]) == 2
+    assert "num_replicas" in capsys.readouterr().err
