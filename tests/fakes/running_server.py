@@ -14,6 +14,7 @@ from typing import Any, Self
 from draftwise.server.app import create_app
 from draftwise.server.config import ServerConfig
 from draftwise.server.engine import ServedEngine
+from draftwise.server.operations import Planning
 from draftwise.server.run import make_server, serve
 from draftwise.server.spans import Spans
 
@@ -27,12 +28,19 @@ def head_of(*headers: str, path: str = "/v1/completions", method: str = "POST") 
 class RunningServer:
     """``with RunningServer(engine, max_queue=1) as server: server.url``. ``exit_code`` is there after the end."""
 
-    def __init__(self, engine: ServedEngine, *, spans: Spans | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        spans: Spans | None = None,
+        planner: Planning | None = None,
+        **settings: Any,
+    ) -> None:
         self.config = ServerConfig(
             **{"port": 0, "log_level": "warning", "log_interval": 0.0, "model_names": ("tiny",), **settings}
         )
         self.engine = engine
-        self.app = create_app(engine, self.config, spans=spans)
+        self.app = create_app(engine, self.config, spans=spans, planner=planner)
         self.context = self.app.state.context
         self.exit_code: int | None = None
         self._server = make_server(self.app, self.config)

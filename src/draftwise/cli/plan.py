@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftwise.cli.errors import UsageError
 from draftwise.cli.numbers import positive
@@ -86,6 +85,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``draftwise plan``."""
     from draftwise.charts import check_svg, write_svg
+    from draftwise.plan.live import read_state, write_state
 
     if args.plot is not None:
         check_svg(args.plot)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     adaptive = adaptive_policy(found, None)
     planner = make_planner(args, found, True)
     if args.state is not None and args.state.exists():
-        planner.restore(_read_state(args.state))
+        planner.restore(read_state(args.state))
     runs: dict[str, Callable[[], Outcome]] = {
         "planner": lambda: _run(args, found, trace, adaptive, args.replicas, planner)
     }
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             outcomes[name] = one()
             advance(name)
     if args.state is not None:
-        _write_state(args.state, planner)
+        write_state(args.state, planner)
     if args.plot is not None:
         from draftwise.simulate.plots import timeline_svg
 
@@ -172,23 +172,6 @@ def _run(
         seed=args.seed,
     )
     return cluster.run()
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--state: {path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"--state: {path} is no state of a planner")
-    return value
-
-
-def _write_state(path: Path, planner: Planner) -> None:
-    try:
-        path.write_text(json.dumps(planner.state()) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--state: {path} cannot be written: {error.strerror}") from None
 
 
 def _print(

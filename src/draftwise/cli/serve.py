@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.serve_foreign import SWITCHES, add_foreign, take_server_flags, tell_server_flags
+from draftwise.cli.serve_planner import add_planner_flags, make_service
 from draftwise.cli.serve_ray import add_ray, serve_on_ray, wants_ray
 from draftwise.config.coerce import boolean
 from draftwise.config.lora import parse_modules
@@ -122,6 +123,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "send OpenTelemetry traces here, over HTTP: http://localhost:4318",
         metavar="URL",
     )
+    add_planner_flags(add)
     add("log-interval", "seconds between lines of statistics, 0: none (10)", float, metavar="SECONDS")
     add("access-log", "log every request's path and status", _boolean, metavar="BOOL")
     add("log-level", f"{', '.join(LOG_LEVELS)} (info)", metavar="LEVEL")
@@ -208,11 +210,19 @@ def run(args: argparse.Namespace) -> int:
             llm = FleetEngine(config, max_chunk_rate=server_config.chunk_rate)
         else:
             llm = AsyncLLM.from_config(config, max_chunk_rate=server_config.chunk_rate)
+        planner = None
         try:
             for module in server_config.lora_modules:
                 llm.load_lora(module)
-            return run_server(create_app(llm, server_config, spans=spans), server_config, bound)
+            planner = make_service(llm, server_config)
+            if planner is not None:
+                planner.start()
+            return run_server(
+                create_app(llm, server_config, spans=spans, planner=planner), server_config, bound
+            )
         finally:
+            if planner is not None:
+                planner.close()
             llm.close()
             if spans is not None:
                 spans.close()

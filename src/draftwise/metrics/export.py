@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +34,12 @@ class Several(Protocol):
         ...
 
 
+class Source(Protocol):
+    """Somebody else who has numbers, such as a planner: (name, what it is, "gauge" or "counter", labels, value)."""
+
+    def samples(self) -> Iterable[tuple[str, str, str, Mapping[str, str], float]]: ...
+
+
 class HttpCounts:
     """Answers by route and status."""
 
@@ -59,6 +65,7 @@ class Metrics:
         self.http = HttpCounts()
         self._engine = engine
         self._model_name = model_name
+        self._sources: tuple[Source, ...] = ()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         if not isinstance(engine, Several):
@@ -67,6 +74,10 @@ class Metrics:
     def exposition(self) -> bytes:
         """The text that ``/metrics`` answers."""
         return generate_latest(self._registry)
+
+    def add(self, source: Source) -> None:
+        """Tell its numbers, too. They are its own: no other name of them may be in use here."""
+        self._sources = (*self._sources, source)
 
     def describe(self) -> list[Metric]:
         """Nothing to say before `collect`: the registry need not ask for samples when this is registered."""
@@ -79,6 +90,18 @@ class Metrics:
         else:
             books = [Books(None, self._engine.stats(), self.latencies.histograms())]
         yield from _Families(self._model_name, books, isinstance(self._engine, Several)).all(self.http)
+        for source in self._sources:
+            yield from self._others(source)
+
+    def _others(self, source: Source) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for name, help_text, kind, labels, value in source.samples():
+            names = ["model_name", *labels]
+            if name not in families:
+                made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+                families[name] = made(PREFIX + name, help_text, labels=names)
+            families[name].add_metric([self._model_name, *labels.values()], value)
+        yield from families.values()
 
 
 class _Families:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from draftwise.plan.acceptance import ANY_KIND, AcceptanceModel
-from draftwise.plan.operating import OperatingPoint, Sla, best_point
+from draftwise.plan.operating import OperatingPoint, Sla, best_point, operating_point
 from draftwise.plan.times import Infeasible, StepTimes
 
 
@@ -30,11 +30,15 @@ class Rates:
 
 class Capacity(Protocol):
     """What the planner asks: rates for requests of this shape, while steps take ``slower`` times what is modelled, and
-    a draft-step gives ``accepted`` tokens (None: as modelled)."""
+    a draft-step gives ``accepted`` tokens (None: as modelled). `setting`: the method and number of drafts with which a
+    replica that gets ``load`` such requests per second makes its users wait least between tokens."""
 
     def __call__(
         self, isl: float, osl: float, slower: float = 1.0, accepted: float | None = None
     ) -> Rates: ...
+    def setting(
+        self, isl: float, osl: float, load: float, slower: float = 1.0, accepted: float | None = None
+    ) -> tuple[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,11 @@ class FixedCapacity:
 
     def __call__(self, isl: float, osl: float, slower: float = 1.0, accepted: float | None = None) -> Rates:
         return Rates(self.prompt_tokens, self.output_tokens, self.ttft, self.itl)
+
+    def setting(
+        self, isl: float, osl: float, load: float, slower: float = 1.0, accepted: float | None = None
+    ) -> tuple[str, int]:
+        return "none", 0
 
 
 class ModelCapacity:
@@ -71,6 +80,7 @@ class ModelCapacity:
         self._most_drafts = 0 if ignore_speculation else most_drafts
         self._methods = methods
         self._kept: dict[tuple[int, int, int, int], Rates] = {}
+        self._settings: dict[tuple[int, int, int, int, int], tuple[str, int]] = {}
 
     def __call__(self, isl: float, osl: float, slower: float = 1.0, accepted: float | None = None) -> Rates:
         # Requests a few percent longer or shorter are the same: a plan must not hang on that, and is quick.
@@ -116,6 +126,44 @@ class ModelCapacity:
             point.drafts,
             late,
         )
+
+    def setting(
+        self, isl: float, osl: float, load: float, slower: float = 1.0, accepted: float | None = None
+    ) -> tuple[str, int]:
+        key = (_step(isl), _step(osl), _step(load * 100), _step(slower * 100), _step((accepted or 0.0) * 100))
+        kept = self._settings.get(key)
+        if kept is None:
+            if len(self._settings) > 4096:
+                self._settings.clear()
+            kept = self._settings[key] = self._quickest(isl, osl, load, slower, accepted)
+        return kept
+
+    def _quickest(
+        self, isl: float, osl: float, load: float, slower: float, accepted: float | None
+    ) -> tuple[str, int]:
+        """By Little's law: who decodes at once are the requests per second times how long each decodes, which hangs on
+        how many do.
+
+        Example: 10 requests/s of 100 tokens at 4 ms per token are 4 at once; if 4 at once take 6 ms, they are 6.
+        """
+        times, acceptance = self._times, self._scaled(accepted)
+        context = max(int(isl + osl / 2), 1)
+        most = self._most
+        if times.kv_tokens is not None:
+            most = max(min(most, times.kv_tokens // context), 1)
+        drafts = self._most_drafts if times.most_drafts is None else min(self._most_drafts, times.most_drafts)
+        methods = [m for m in (self._methods or times.methods) if m != "none" and m in acceptance.methods]
+        best = (math.inf, "none", 0)
+        for method, k in [("none", 0), *((m, k) for m in methods for k in range(1, drafts + 1))]:
+            n, itl = 1, math.inf
+            for _ in range(6):
+                itl = operating_point(times, acceptance, method, k, n, context).itl
+                wanted = min(max(math.ceil(load * osl * itl * slower - 1e-9), 1), most)
+                if wanted == n:
+                    break
+                n = wanted
+            best = min(best, (itl, method, k))
+        return best[1:]
 
     def _scaled(self, accepted: float | None) -> AcceptanceModel:
         """The acceptance model, all chances multiplied so that the usual number of drafts gives ``accepted`` tokens."""

@@ -120,6 +120,22 @@ class PlannerConfig:
         return self.devices.get(pool, 1)
 
 
+class Reason(str):
+    """A reason in words, and its ``kind`` in one: what is counted."""
+
+    kind: str
+
+    def __new__(cls, kind: str, text: str) -> Reason:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        return made
+
+
+def kind_of(reason: str) -> str:
+    """Of a reason; "restored" if it comes from a file."""
+    return reason.kind if isinstance(reason, Reason) else "restored"
+
+
 def known(value: float | None) -> bool:
     """Whether a number was observed."""
     return value is not None and math.isfinite(value)
@@ -171,38 +187,69 @@ class Planner:
         current = self._current(seen)
         if not known(seen.requests):
             # Nobody knows what happened: neither idle nor busy. What runs goes on.
-            return self._decide(seen, current, ["no data: everything stays"], None)
+            return self._decide(seen, current, [Reason("no_data", "no data: everything stays")], None)
         assert seen.requests is not None
         self._remember(seen)
         if not self._history["isl"] or not self._history["osl"]:
-            return self._decide(seen, self._floors(current), ["no request was seen yet"], None)
+            return self._decide(
+                seen, self._floors(current), [Reason("nothing_seen", "no request was seen yet")], None
+            )
         forecast = {name: self._predictors[name].predict(values) for name, values in self._history.items()}
         isl, osl = max(forecast["isl"], 1.0), max(forecast["osl"], 1.0)
         rate = forecast["rate"]
         growth = 0.0 if self.config.dynamo else _slope(self._history["rate"][-_TREND:])
         if growth > 0:
             rate += growth * self.config.startup / self.config.interval
-            reasons.append(f"growing by {60 * growth / self.config.interval:.2g}/s a minute")
+            reasons.append(
+                Reason("growth", f"growing by {60 * growth / self.config.interval:.2g}/s a minute")
+            )
         if known(seen.queue) and seen.queue and not self.config.dynamo:
             extra = min(max(seen.queue / self.config.interval, 0.0), _MOST_RATE)
             rate += extra
-            reasons.append(f"{seen.queue:.0f} wait, {extra:.2g}/s more")
+            reasons.append(Reason("queue", f"{seen.queue:.0f} wait, {extra:.2g}/s more"))
         self._correct(seen, isl, osl)
         rates = self._capacity(isl, osl, self._corrections["decode"], self._accepted)
         if not rates.known:
-            reasons.append(f"nothing is known of requests of {isl:.0f} + {osl:.0f} tokens: everything stays")
+            reasons.append(
+                Reason(
+                    "unknown_size",
+                    f"nothing is known of requests of {isl:.0f} + {osl:.0f} tokens: everything stays",
+                )
+            )
             return self._decide(seen, current, reasons, None)
         needed = self._needed(rate, isl, osl, rates)
+        replicas = ", ".join(f"{n} {pool}" for pool, n in needed.items())
         reasons.append(
-            f"{rate:.3g} requests/s of {isl:.0f} + {osl:.0f} tokens need "
-            + ", ".join(f"{n} {pool}" for pool, n in needed.items())
+            Reason("load", f"{rate:.3g} requests/s of {isl:.0f} + {osl:.0f} tokens need {replicas}")
         )
         how = "plain" if rates.method == "none" else f"{rates.method} K={rates.drafts}"
-        reasons.append(f"{how}: {rates.output_tokens:.0f} tokens/s a replica")
+        reasons.append(Reason("rate", f"{how}: at most {rates.output_tokens:.0f} tokens/s a replica"))
         if rates.late:
-            reasons.append("no setting keeps to the limit per token")
+            reasons.append(Reason("limit", "no setting keeps to the limit per token"))
         target = self._steady(current, needed, reasons)
-        return self._decide(seen, target, reasons, rates, rate)
+        return self._decide(
+            seen, target, reasons, self._drafting(rates, isl, osl, rate, target, reasons), rate
+        )
+
+    def _drafting(
+        self,
+        rates: Rates,
+        isl: float,
+        osl: float,
+        rate: float,
+        target: Mapping[str, int],
+        reasons: list[str],
+    ) -> tuple[str, int]:
+        """Method and drafts for what a replica will get: a full one may gain nothing by drafts that one with few
+        requests gains much by."""
+        serving = target[ENGINES] if self.config.mode == "engines" else target[DECODE]
+        if self.config.dynamo or serving < 1:
+            return rates.method, rates.drafts
+        load = rate / serving
+        method, drafts = self._capacity.setting(isl, osl, load, self._corrections["decode"], self._accepted)
+        how = "plain decoding" if method == "none" else f"{method} K={drafts}"
+        reasons.append(Reason("drafting", f"{how} is the quickest at {load:.3g} requests/s a replica"))
+        return method, drafts
 
     def _current(self, seen: Observation) -> dict[str, int]:
         """What was asked for last; at the beginning, what is there."""
@@ -266,14 +313,15 @@ class Planner:
             elif not config.dynamo:
                 lower.append(want)
                 if len(lower) <= patience.ticks:
-                    reasons.append(f"{pool}: {want} would do, waiting ({len(lower)} of {patience.ticks})")
+                    waited = f"waiting ({len(lower)} of {patience.ticks})"
+                    reasons.append(Reason("patience", f"{pool}: {want} would do, {waited}"))
                     want = now
                 else:
                     want = max(lower)  # the most that was needed meanwhile
                     lower.clear()
             change = max(-config.most_change, min(config.most_change, want - now))
             if change != want - now:
-                reasons.append(f"{pool}: {change:+d} of {want - now:+d} now")
+                reasons.append(Reason("most_change", f"{pool}: {change:+d} of {want - now:+d} now"))
             target[pool] = now + change
             patience.note(change, config.hold)
         return self._within_budget(target, reasons)
@@ -290,7 +338,7 @@ class Planner:
         used = sum(n * config.size(pool) for pool, n in replicas.items())
         if used <= config.budget:
             return replicas
-        reasons.append(f"{used} devices wanted, {config.budget} in the budget")
+        reasons.append(Reason("budget", f"{used} devices wanted, {config.budget} in the budget"))
         least = {pool: min(config.least, n) for pool, n in replicas.items()}
         left = config.budget - sum(n * config.size(pool) for pool, n in least.items())
         more = used - sum(n * config.size(pool) for pool, n in least.items())
@@ -302,14 +350,13 @@ class Planner:
         seen: Observation,
         replicas: dict[str, int],
         reasons: list[str],
-        rates: Rates | None,
+        drafting: tuple[str, int] | None,
         rate: float | None = None,
     ) -> Decision:
         last = self._last
-        if rates is None:
-            method, drafts = (last.method, last.drafts) if last is not None else ("none", 0)
-        else:
-            method, drafts = rates.method, rates.drafts
+        if drafting is None:
+            drafting = (last.method, last.drafts) if last is not None else ("none", 0)
+        method, drafts = drafting
         replicas = self._within_budget(replicas, [])
         changed = last is not None and dict(last.replicas) != replicas
         self._last = Decision(seen.time, replicas, method, drafts, tuple(reasons), changed, rate)

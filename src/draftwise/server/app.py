@@ -26,7 +26,7 @@ from draftwise.server.errors import APIError, bad_request, from_exception
 from draftwise.server.gate import Gate
 from draftwise.server.limits import listed
 from draftwise.server.models import add_models
-from draftwise.server.operations import absent_reason, add_operations
+from draftwise.server.operations import Planning, absent_reason, add_operations
 from draftwise.server.protocol import (
     Body,
     ChatBody,
@@ -62,6 +62,7 @@ ENDPOINTS = (
     ("GET /version", "version, and which promises hold for this engine"),
     ("GET /metrics", "metrics for Prometheus"),
     ("GET /load", "requests in progress"),
+    ("GET /planner", "what a planner wants, and why"),
     ("POST /reset_prefix_cache", "forget cached prefixes"),
     ("POST /scale_elastic_ep", "with several replicas: have more or fewer of them"),
     ("GET /docs", "this interface, to try out"),
@@ -75,9 +76,10 @@ def create_app(
     config: ServerConfig,
     metrics: Metrics | None = None,
     spans: Spans | None = None,
+    planner: Planning | None = None,
 ) -> FastAPI:
     """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`. ``spans``: where traces
-    of requests go; whoever made it closes it."""
+    of requests go; whoever made it closes it. ``planner``: what it wants is told, too."""
     context = Context(engine, config, spans)
     metrics = metrics or Metrics(engine, config.model_names[0])
     # FastAPI's own pages load scripts from elsewhere; "/docs" is ours (`Page`).
@@ -91,7 +93,9 @@ def create_app(
     _add_generation(app, context)
     _add_tokens(app, context)
     add_models(app, context)
-    add_operations(app, context, metrics, ENDPOINTS)
+    if planner is not None:
+        metrics.add(planner)
+    add_operations(app, context, metrics, ENDPOINTS, planner)
     _add_errors(app)
     app.add_middleware(Direct, routes=app.state.direct)
     http: HttpCounts = metrics.http

@@ -79,6 +79,14 @@ class ServerConfig:
     reasoning_parser: str | None = None  # the form in which it marks its reasoning; None: reasoning is text
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector (OTLP over HTTP)
     lora_modules: tuple[LoRARequest, ...] = ()  # loaded before the server listens
+    planner: str | None = None  # file of a profile: a planner beside the engine
+    planner_mode: str = "advise"
+    planner_ttft: float | None = None  # its limits, milliseconds
+    planner_itl: float | None = None
+    planner_interval: float = 60.0  # between its decisions
+    planner_budget: int = 8  # devices
+    planner_predictor: str = "constant"
+    planner_state: str | None = None  # file in which it remembers
     log_interval: float = 10.0  # between log lines of statistics; 0: none
     access_log: bool = False
     log_level: str = "info"
@@ -105,6 +113,16 @@ class ServerConfig:
         for name in ("header_timeout", "body_timeout", "send_timeout", "drain_timeout", "log_interval"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected seconds >= 0, got {getattr(self, name):g}")
+        if self.planner_mode != "advise":
+            raise ConfigError(
+                f"planner_mode: expected advise, got {self.planner_mode!r} (one server starts no replicas of its own)"
+            )
+        if not self.planner_interval > 0 or self.planner_budget < 1:
+            raise ConfigError(
+                "planner_interval, planner_budget: expected seconds above 0 and at least one device"
+            )
+        if self.planner is None and self.planner_state is not None:
+            raise ConfigError("planner_state: needs planner")
         if self.max_chunk_rate is not None and self.max_chunk_rate < 0:
             raise ConfigError(f"max_chunk_rate: expected chunks per second >= 0, got {self.max_chunk_rate:g}")
         if not self.model_names or not all(self.model_names):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from draftwise import __version__
-from draftwise.metrics import Metrics
+from draftwise.metrics import Metrics, Source
 from draftwise.server.context import Context
 from draftwise.server.engine import ServedFleet
 from draftwise.server.errors import APIError, engine_dead
@@ -41,6 +42,12 @@ _ABSENT: tuple[tuple[str, str], ...] = (
 )
 
 
+class Planning(Source, Protocol):
+    """A planner that runs (`plan.live.PlannerService`)."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
 def absent_reason(path: str) -> str | None:
     """Why there is no such endpoint, of those that other servers have; None: nobody knows it.
 
@@ -53,7 +60,11 @@ def absent_reason(path: str) -> str | None:
 
 
 def add_operations(
-    app: FastAPI, context: Context, metrics: Metrics, endpoints: Sequence[tuple[str, str]]
+    app: FastAPI,
+    context: Context,
+    metrics: Metrics,
+    endpoints: Sequence[tuple[str, str]],
+    planner: Planning | None = None,
 ) -> None:
     """Add their routes. ``endpoints``: (methods and path, what it does), for the plain page."""
     page = Page(endpoints)
@@ -105,6 +116,12 @@ def add_operations(
                 "kv_cache_usage": stats.num_used_blocks / stats.num_blocks,
             }
         )
+
+    @app.get("/planner", summary="What a planner wants, and why")
+    async def plan() -> JSONResponse:
+        if planner is None:
+            raise APIError(404, "no planner runs beside this engine (--planner PROFILE)", code="no_planner")
+        return JSONResponse(planner.as_dict())
 
     @app.post("/reset_prefix_cache", summary="Forget cached prefixes")
     async def reset_prefix_cache() -> JSONResponse:

@@ -1,6 +1,6 @@
 // The server's /metrics over time. It is read as long as somebody could look.
 
-import { getText } from "./api.js";
+import { getJSON, getText } from "./api.js";
 import { Chart } from "./chart.js";
 import { $, count, duration, el, percent, short } from "./dom.js";
 import { paint } from "./methods.js";
@@ -13,7 +13,7 @@ const SMOOTH = 3; // a rate is taken over so many readings, or single steps woul
 const either = (a, b) => (a === null && b === null ? null : (a ?? 0) + (b ?? 0));
 
 /** The charts that are always there; the others unfold. */
-const FIRST = ["Tokens generated per second", "Tokens per verified draft", "Drafts accepted", "Time to first token"];
+const FIRST = ["Tokens generated per second", "Tokens per verified draft", "Drafts accepted", "Time to first token", "Planned replicas"];
 
 /** Charts: `values(change, reading)` gives one number or null for each series. */
 const CHARTS = [
@@ -50,6 +50,14 @@ const CHARTS = [
     series: [{ name: "draft tokens", kind: "main" }],
     format: count,
     values: (_, reading) => [reading.most("spec_decode_draft_length")],
+  },
+  {
+    title: "Planned replicas",
+    hint: "planner_replicas, planner_replicas_ready: what the planner wants, and what serves",
+    needs: "planner_replicas",
+    series: [{ name: "wanted", kind: "main" }, { name: "serving", kind: "second" }],
+    format: count,
+    values: (_, reading) => [reading.sum("planner_replicas"), reading.sum("planner_replicas_ready")],
   },
   {
     title: "Expected gain",
@@ -147,11 +155,24 @@ export class Dashboard {
 
   async #read() {
     try {
-      this.add(new Reading(await getText("metrics"), Date.now() / 1000));
+      const reading = new Reading(await getText("metrics"), Date.now() / 1000);
+      this.add(reading);
+      await this.#readPlanner(reading);
       this.#problem(null);
     } catch (error) {
       this.#problem(`No metrics: ${error.message}`);
     }
+  }
+
+  /** What the planner says, where one runs. */
+  async #readPlanner(reading) {
+    const runs = reading.samples.has("planner_decisions_total");
+    $("planner").hidden = !runs;
+    if (!runs || !this.visible) return;
+    const { mode, words, decision } = await getJSON("planner");
+    $("planner-mode").textContent = mode === "advise" ? "(advice)" : "";
+    $("planner-words").textContent = words;
+    $("planner-reasons").replaceChildren(...(decision?.reasons ?? []).map((reason) => el("li", {}, reason)));
   }
 
   add(reading) {
@@ -178,7 +199,8 @@ export class Dashboard {
     if (!reading) return;
     const end = reading.time;
     const start = end - Number($("window").value);
-    for (const { chart, points } of this.charts) {
+    for (const { chart, points, needs } of this.charts) {
+      chart.root.hidden = Boolean(needs) && !reading.samples.has(needs);
       chart.draw(points.filter((point) => point.time >= start), start, end);
     }
     const oldest = this.readings.find((one) => one.time >= start) ?? reading;

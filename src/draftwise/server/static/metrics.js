@@ -54,6 +54,12 @@ export class Reading {
     return samples.length ? Math.max(...samples.map(({ value }) => value)) : null;
   }
 
+  /** All samples of a name together; null if there is none. */
+  sum(name) {
+    const samples = this.samples.get(name) ?? [];
+    return samples.length ? samples.reduce((sum, { value }) => sum + value, 0) : null;
+  }
+
   /** Values by a label. Example: by("spec_decode_request_steps_total", "method") is Map {"ngram" => 12}. */
   by(name, label) {
     return summed((this.samples.get(name) ?? []).map(({ labels, value }) => [labels[label], value]));
