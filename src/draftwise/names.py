@@ -29,6 +29,8 @@ METHODS: Final = {
 METHOD_ALIASES: Final = {
     "[ngram]": "ngram",
     "prompt_lookup": "ngram",
+    "dflash2": "dflash",
+    "domino": "dflash",
     "dspark": "dflash",
     "jetspec": "dflash",
     "draft": "draft_model",
@@ -47,7 +49,7 @@ METHOD_ALIASES: Final = {
 }
 """Spellings that users bring along, and the names they stand for."""
 
-PLANNED_METHODS: Final = ("dflash2", "domino")
+PLANNED_METHODS: Final = ("dflare", "hydra")
 """Methods that are known but not built; a third party may register one of these names."""
 
 RESERVED_METHODS: Final = ("none", "auto", "grammar")

@@ -39,6 +39,11 @@ class BlockShape:
     from_root: bool = False
     markov: str | None = None
     rank: int = 6
+    domino: tuple[int, int, int] | None = (
+        None  # width of the GRU, of its projection, first draft that is corrected
+    )
+    selector: tuple[int, int] | None = None  # rank, candidates
+    conv: tuple[int, int] | None = None  # taps, channels of a group
     own: bool = False  # embedding and output layer
     draft_vocab: int | None = None
     scale: float = 1.0
@@ -46,6 +51,8 @@ class BlockShape:
     extra: dict[str, Any] = field(default_factory=dict)  # more of config.json
 
     def is_causal(self, layer: int) -> bool:
+        if self.conv is not None and self.causal is None:
+            return False
         return self.windows[layer] is not None if self.causal is None else self.causal
 
 
@@ -98,6 +105,23 @@ def random_weights(shape: BlockShape, seed: int = 0, scale: float = 0.25) -> Wei
             out["markov_head.joint_proj.weight"] = normal(3 * r, 2 * r + h)
             out["markov_head.joint_proj.bias"] = normal(3 * r)
         out["confidence_head.proj.weight"] = normal(1, h + r)
+    if shape.domino is not None:
+        width, inner, _ = shape.domino
+        out["prefix_gru.weight_ih_l0"] = normal(3 * width, h) * 2
+        out["prefix_gru.weight_hh_l0"] = normal(3 * width, width) * 2
+        out["embed_proj.0.weight"] = normal(inner, h + width) * 2
+        out["embed_proj.2.weight"] = normal(vocab, inner) * 2
+    if shape.selector is not None:
+        rank, _ = shape.selector
+        out["candidate_selector.predecessor_codebook"] = normal(shape.vocab, rank) * 4
+        out["candidate_selector.successor_codebook"] = normal(shape.vocab, rank) * 4
+        out["candidate_selector.hidden_projection.weight"] = normal(rank, h)
+    if shape.conv is not None:
+        taps, group = shape.conv
+        for i in range(shape.layers):
+            for part in ("attention_conv", "mlp_conv"):
+                out[f"layers.{i}.{part}.base_kernel"] = normal(2, taps, h) + 0.5
+                out[f"layers.{i}.{part}.kernel_projection.weight"] = normal(2 * taps * (h // group), h) * 0.5
     return out
 
 
@@ -133,9 +157,17 @@ def save_block(folder: Path, shape: BlockShape, weights: Weights) -> str:
     markov: dict[str, Any] = {}
     if shape.markov is not None:
         markov = {"markov_rank": shape.rank, "markov_head_type": shape.markov, "enable_confidence_head": True}
+    if shape.domino is not None:
+        names = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
+        dflash |= dict(zip(names, shape.domino, strict=True))
+        dflash |= {"projector_type": "domino", "shift_label": shape.from_root}
+    if shape.selector is not None:
+        dflash |= {"selector_rank": shape.selector[0], "selector_top_k": shape.selector[1]}
+    if shape.conv is not None:
+        dflash |= {"conv_kernel_size": shape.conv[0], "conv_group_size": shape.conv[1]}
     if shape.form == "z-lab":
         config = layer | {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlash2DraftModel" if shape.conv is not None else "DFlashDraftModel"],
             "block_size": shape.block,
             "num_target_layers": shape.num_target_layers,
             "dflash_config": dflash,
@@ -148,16 +180,23 @@ def save_block(folder: Path, shape: BlockShape, weights: Weights) -> str:
             "num_anchors": 8,
         }  # fmt: skip
     else:
-        config = markov | {
-            "architectures": ["DSparkSpeculator" if shape.markov else "DFlashSpeculator"],
-            "speculators_model_type": "dspark" if shape.markov else "dflash",
-            "transformer_layer_config": layer,
-            "aux_hidden_state_layer_ids": [i + 1 for i in shape.target_layers],
-            "mask_token_id": shape.mask,
-            "block_size": shape.block,
-            "draft_vocab_size": shape.draft_vocab or shape.vocab,
-            "sample_from_anchor": shape.from_root,
-        }
+        kind = (
+            "dspark" if shape.markov else "dflash2" if shape.conv else "domino" if shape.domino else "dflash"
+        )
+        config = (
+            markov
+            | (dflash if shape.conv or shape.domino else {})
+            | {
+                "architectures": ["DSparkSpeculator" if shape.markov else "DFlashSpeculator"],
+                "speculators_model_type": kind,
+                "transformer_layer_config": layer,
+                "aux_hidden_state_layer_ids": [i + 1 for i in shape.target_layers],
+                "mask_token_id": shape.mask,
+                "block_size": shape.block,
+                "draft_vocab_size": shape.draft_vocab or shape.vocab,
+                "sample_from_anchor": shape.from_root,
+            }
+        )
     (folder / "config.json").write_text(json.dumps(config | shape.extra))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return str(folder)
@@ -202,6 +241,7 @@ class ReferenceBlock:
         for i in range(shape.layers):
             at = f"layers.{i}."
             normed = _norm(x, w[at + "input_layernorm.weight"], shape.eps)
+            normed, kernels = self._enter(normed, at + "attention_conv.")
             read = torch.cat((features, normed))
             q = (normed @ w[at + "self_attn.q_proj.weight"].T).unflatten(-1, (shape.heads, shape.head_dim))
             k = (read @ w[at + "self_attn.k_proj.weight"].T).unflatten(-1, (shape.kv_heads, shape.head_dim))
@@ -219,13 +259,61 @@ class ReferenceBlock:
             scores = torch.einsum("nhd,lhd->hnl", q, k) * shape.head_dim**-0.5
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             attended = torch.einsum("hnl,lhd->nhd", weights, v).flatten(1)
-            x = x + attended @ w[at + "self_attn.o_proj.weight"].T
+            x = x + self._leave(
+                attended @ w[at + "self_attn.o_proj.weight"].T, kernels, at + "attention_conv."
+            )
             normed = _norm(x, w[at + "post_attention_layernorm.weight"], shape.eps)
+            normed, kernels = self._enter(normed, at + "mlp_conv.")
             inner = F.silu(normed @ w[at + "mlp.gate_proj.weight"].T) * (
                 normed @ w[at + "mlp.up_proj.weight"].T
             )
-            x = x + inner @ w[at + "mlp.down_proj.weight"].T
+            x = x + self._leave(inner @ w[at + "mlp.down_proj.weight"].T, kernels, at + "mlp_conv.")
         return _norm(x, w["norm.weight"], shape.eps)
+
+    def _enter(self, x: Tensor, at: str) -> tuple[Tensor, Tensor | None]:
+        """The convolution in front, and the kernels [rows, taps, groups] of the one behind."""
+        if self.shape.conv is None:
+            return x, None
+        taps, group = self.shape.conv
+        kernels = x @ self.weights[at + "kernel_projection.weight"].T
+        kernels = kernels.view(len(x), 2, taps, x.shape[1] // group)
+        return self._convolved(x, kernels[:, 0], self.weights[at + "base_kernel"][0]), kernels[:, 1]
+
+    def _leave(self, x: Tensor, kernels: Tensor | None, at: str) -> Tensor:
+        if kernels is None:
+            return x
+        return self._convolved(x, kernels, self.weights[at + "base_kernel"][1])
+
+    def _convolved(self, x: Tensor, kernels: Tensor, base: Tensor) -> Tensor:
+        assert self.shape.conv is not None
+        taps, group = self.shape.conv
+        out = torch.zeros_like(x)
+        for row in range(len(x)):
+            for tap in range(min(taps, row + 1)):
+                weight = base[tap] + kernels[row, tap].repeat_interleave(group)
+                out[row] += weight * x[row - tap]
+        return out
+
+    def _domino(self, before: list[int], hidden: Tensor) -> Tensor:
+        assert self.shape.domino is not None
+        width, _, first = self.shape.domino
+        if len(before) <= first:
+            return torch.zeros(len(self.output))
+        gru = torch.nn.GRU(self.shape.hidden, width, bias=False, batch_first=True)
+        gru.load_state_dict({n: self.weights[f"prefix_gru.{n}"] for n in ("weight_ih_l0", "weight_hh_l0")})
+        with torch.no_grad():
+            states, _ = gru(self.embedding[before][None])
+        joined = torch.cat((hidden, states[0, -1]))
+        return self.weights["embed_proj.2.weight"] @ F.silu(self.weights["embed_proj.0.weight"] @ joined)
+
+    def _selected(self, logits: Tensor, previous: int, hidden: Tensor) -> Tensor:
+        assert self.shape.selector is not None
+        w, at = self.weights, "candidate_selector."
+        context = w[at + "predecessor_codebook"][previous] * (w[at + "hidden_projection.weight"] @ hidden)
+        out = torch.full_like(logits, float("-inf"))
+        for token in logits.topk(self.shape.selector[1]).indices.tolist():
+            out[token] = logits[token] + context @ w[at + "successor_codebook"][token]
+        return out
 
     def _corrections(self, previous: int, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         w = self.weights
@@ -257,9 +345,14 @@ class ReferenceBlock:
             if shape.softcap is not None:
                 out = shape.softcap * torch.tanh(out / shape.softcap)
             if shape.markov is not None:
-                before = tokens[-1] if place == 0 else drafts[place - 1]
-                more, state = self._corrections(before, hidden[place], state)
+                last = tokens[-1] if place == 0 else drafts[place - 1]
+                more, state = self._corrections(last, hidden[place], state)
                 out = out + more
+            before = [tokens[-1], *drafts[:place]]
+            if shape.domino is not None:
+                out = out + self._domino(before, hidden[place])
+            if shape.selector is not None:
+                out = self._selected(out, before[-1], hidden[place])
         return out
 
     def draft(self, tokens: list[int], features: Tensor, count: int) -> list[int]:

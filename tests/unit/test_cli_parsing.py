@@ -132,7 +132,7 @@ def test_unset_sampling_flags_keep_the_defaults() -> None:
         (["generate", "x", "--logit-bias", "5"], ["--logit-bias"]),
         (["generate", "x", "--speculative-config", "{"], ["--speculative-config", "JSON"]),
         (["generate", "x", "--speculative-config", '{"method": "ngarm"}'], ["ngarm", "ngram"]),
-        (["generate", "x", "--speculative-config", '{"method": "domino"}'], ["domino", "not supported yet"]),
+        (["generate", "x", "--speculative-config", '{"method": "hydra"}'], ["hydra", "not supported yet"]),
         (["generate", "x", "--tensor-parallel-size", "3"], ["tensor_parallel_size", "3"]),
         (["generate", "x", "--quantization", "awq"], ["quantization", "awq"]),
         (["generate", "x", "--dtype", "int3"], ["dtype", "int3"]),

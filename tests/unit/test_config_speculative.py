@@ -92,7 +92,7 @@ def test_unknown_method_names_what_there_is() -> None:
 
 
 def test_methods_to_come_are_refused_by_name() -> None:
-    refused({"method": "domino", "model": "x"}, "'domino'", "not supported yet")
+    refused({"method": "hydra", "model": "x"}, "'hydra'", "not supported yet")
 
 
 def test_old_method_name_is_an_alias() -> None:

@@ -121,8 +121,8 @@ def test_a_speculator_without_a_verifier(tmp_path: Path) -> None:
 
 
 def test_a_kind_of_speculator_that_is_not_built(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'domino' is not supported yet"):
-        resolve_engine_config(model=speculator(tmp_path, "domino", "T"), device="cpu")
+    with pytest.raises(ConfigError, match="'hydra' is not supported yet"):
+        resolve_engine_config(model=speculator(tmp_path, "hydra", "T"), device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_a_path_needs_no_registration(separator: str) -> None:
 
 
 def test_a_planned_name_can_be_taken() -> None:
-    register_proposer("domino", Silent)
-    assert resolve_proposer("domino") is Silent
+    register_proposer("hydra", Silent)
+    assert resolve_proposer("hydra") is Silent
 
 
 @pytest.mark.parametrize("name", ["", "none", "auto", "grammar", "a.b", "a:b", "\n"])
@@ -81,7 +81,7 @@ def test_taken_names_and_aliases() -> None:
             "unknown method 'ngramm'; did you mean 'ngram'.*available: .*ngram, .*suffix, synthetic",
         ),
         ("zzz", "unknown method 'zzz' "),
-        ("domino", "'domino' is not supported yet; available: dflash, draft_model, .*ngram"),
+        ("hydra", "'hydra' is not supported yet; available: dflash, draft_model, .*ngram"),
         ("no.such.module.Class", "cannot load"),
         ("draftwise.propose.lookup.ngram.Missing", "cannot load"),
         (".Class", "cannot load"),

@@ -80,9 +80,9 @@ def engine_logits(head: HeadModel, own: Target, row: int) -> list[Tensor]:
     state, found = None, []
     for i, at in enumerate(rows):
         part = logits[i : i + 1]
-        if head.markov is not None:
+        if head.correction is not None:
             before = torch.tensor([own.tokens[known - 1 + i]])
-            part, state = head.markov.correct(part, before, out.hidden[at : at + 1], state)
+            part, state = head.correction.correct(part, before, out.hidden[at : at + 1], state, i)
         found.append(part[0])
     return found
 

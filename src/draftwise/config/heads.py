@@ -64,9 +64,10 @@ def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def drafts_from_root(config: Mapping[str, Any]) -> bool:
     """Whether the row of the last known token gives a block drafter's first draft (DSpark), or the first mask's."""
+    own = block_settings(config)
     for name in ("sample_from_anchor", "shift_label"):
-        if isinstance(config.get(name), bool):
-            return bool(config[name])
+        if isinstance(own.get(name), bool):
+            return bool(own[name])
     kind = str(config.get("speculators_model_type") or "").lower()
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
     return "dspark" in kind or "dspark" in architectures

@@ -12,8 +12,20 @@ from draftwise.config.registry import available_methods, canonical_name, method_
 from draftwise.errors import ConfigError
 from draftwise.names import MODELLESS_METHODS
 
-_MARKERS = ("eagle3", "eagle", "medusa", "dflash2", "dflash", "dspark", "jetspec", "domino", "mtp")
-_METHODS_OF = {"dspark": "dflash", "jetspec": "dflash"}
+_MARKERS = (
+    "eagle3",
+    "eagle",
+    "medusa",
+    "dflash2",
+    "dflash",
+    "dspark",
+    "jetspec",
+    "domino",
+    "dflare",
+    "hydra",
+    "mtp",
+)
+_METHODS_OF = dict.fromkeys(("dflash2", "domino", "dspark", "jetspec"), "dflash")
 
 
 def resolve_method(value: str) -> str:

@@ -12,8 +12,8 @@ masks in one pass.
 
 The rows of a block stand at the positions of root and drafts. Row i says which token comes to its own place (DFlash,
 whose root row says nothing), or to the next one (DSpark: ``from_root``). Embedding and output layer are the target's,
-or the drafter's own, with a vocabulary of its own perhaps. DSpark adds what the token before says
-(`models.heads.markov`).
+or the drafter's own, with a vocabulary of its own perhaps. DSpark, Domino and DFlash2 add what the tokens drafted
+before say (`models.heads.corrections`); DFlash2 has convolutions over the rows of a block (`models.heads.block_conv`).
 
 Rows and slots are those of every head (`models.heads.base`): the feature of token s - 1 stands in slot s, rotated at
 position s - 1. A block behind n known tokens stands in slots n .. n + K, rotated at positions n - 1 .. n - 1 + K; it is
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,10 +34,12 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
-from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, pick_rows
+from draftwise.models.heads.base import HeadOutput, TargetLink, pick_rows
+from draftwise.models.heads.block_conv import BlockConvs, ConvShape
+from draftwise.models.heads.corrections import Correction, DominoHead, PathSelector
 from draftwise.models.heads.eagle3 import HEAD_NAMES
+from draftwise.models.heads.layered import LayeredHead
 from draftwise.models.heads.markov import MarkovHead, MarkovShape
-from draftwise.models.heads.vocabulary import check_target_ids
 from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights, SplitKv, packed_rope
 from draftwise.models.mlp import load_linear
 from draftwise.models.weights import QuantizedLinear, WeightPlan
@@ -67,6 +70,11 @@ class BlockOptions:
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     markov: MarkovShape | None = None
+    domino: tuple[int, int, int] | None = None
+    """Domino's correction: width of the GRU, of its projection, number of the first draft that is corrected."""
+    selector: tuple[int, int] | None = None
+    """DFlash2's path selector: rank, candidates."""
+    convs: ConvShape | None = None
 
     @property
     def max_drafts(self) -> int:
@@ -74,8 +82,10 @@ class BlockOptions:
         return self.block_size if self.from_root else self.block_size - 1
 
 
-class BlockHead(HeadModel):
+class BlockHead(LayeredHead):
     """See the module's text. ``config`` describes the drafter's own layers; its vocabulary size is not looked at."""
+
+    what = "the drafter"
 
     num_passes = 2
 
@@ -96,28 +106,22 @@ class BlockHead(HeadModel):
         Raises:
             ModelLoadError: the drafter does not fit the target; the field is named.
         """
-        self.config = config
         self.options = options
-        self.dtype = ops.dtype
-        self.device = ops.device
-        self.feature_size = config.hidden_size
-        self.feature_layers = options.feature_layers
-        self.draft_vocab_size = options.draft_vocab_size or link.vocab_size
-        self.max_model_len = link.max_model_len
         self.mask_token = options.mask_token
-        _check_fit(config, options, link)
-        check_target_ids(target_ids, self.draft_vocab_size, link.vocab_size, "the drafter", "d2t")
-        self.target_ids = None
-        if target_ids is not None and self.draft_vocab_size != link.vocab_size:
-            self.target_ids = target_ids.to(ops.device)
-        self._ops = ops
-        self._link = link
-        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        _check_options(options, link)
+        super().__init__(
+            config,
+            link,
+            ops,
+            plan,
+            feature_layers=options.feature_layers,
+            own_embedding=options.own_embedding,
+            own_head=options.own_head,
+            draft_vocab_size=options.draft_vocab_size,
+            target_ids=target_ids,
+        )
         self._context_heads = HeadShape(0, config.num_kv_heads, config.head_dim)
         hidden = config.hidden_size
-        self._embedding = link.embedding
-        if options.own_embedding:
-            self._embedding = plan.tensor("embed_tokens.weight", (link.vocab_size, hidden))
         self._loaded: list[LayerWeights | None] = [
             LayerWeights(config, HEAD_NAMES, plan, i, split_kv=True) for i in range(config.num_layers)
         ]
@@ -125,13 +129,20 @@ class BlockHead(HeadModel):
         self._loaded_fc: Tensor | QuantizedLinear = plan.linear([("fc.weight", hidden)], joined)
         self._loaded_hidden_norm = plan.tensor("hidden_norm.weight", (hidden,))
         self._loaded_norm = plan.tensor("norm.weight", (hidden,))
-        self._loaded_head: Tensor | None = None
-        if options.own_head:
-            self._loaded_head = plan.tensor("lm_head.weight", (self.draft_vocab_size, hidden))
-        self.markov: MarkovHead | None = None
+        self.correction: Correction | None = None
         if options.markov is not None:
-            self.markov = MarkovHead(options.markov, link.vocab_size, self.draft_vocab_size, hidden, plan)
-        plan.ignored |= {"d2t", "t2d"}
+            self.correction = MarkovHead(options.markov, link.vocab_size, self.draft_vocab_size, hidden, plan)
+        elif options.domino is not None:
+            self.correction = DominoHead(
+                *options.domino, self._embedding, self.draft_vocab_size, hidden, plan
+            )
+        elif options.selector is not None:
+            if self.target_ids is not None:
+                raise ModelLoadError("a path selector with a draft vocabulary is not supported")
+            self.correction = PathSelector(*options.selector, link.vocab_size, hidden, plan)
+        self._convs: BlockConvs | None = None
+        if options.convs is not None:
+            self._convs = BlockConvs(options.convs, config.num_layers, hidden, plan)
         self._weight_bytes = plan.num_bytes
         self._plan = plan
         plan.streams = True
@@ -153,8 +164,7 @@ class BlockHead(HeadModel):
             plan.fill(weight)
             return ops.pack_norm(weight, config.norm_eps)
 
-        if self.options.own_embedding:
-            plan.fill(self._embedding)
+        self._finish_ends(plan)
         layers: list[DenseLayer] = []
         self._kv: list[Linear] = []
         for i, window in enumerate(config.sliding_window):
@@ -163,23 +173,20 @@ class BlockHead(HeadModel):
             layer = weights.pack(ops, plan, config.norm_eps, window)
             assert isinstance(layer.qkv, SplitKv)
             causal = i < len(self.options.causal) and self.options.causal[i]
-            layers.append(replace(layer, whole=not causal))
             self._kv.append(layer.qkv.kv)
+            layer = replace(layer, whole=not causal)
+            layers.append(layer if self._convs is None else self._convs.wrap(i, layer, ops, plan))
             self._loaded[i] = None
         self._layers = tuple(layers)
         self._hidden_norm = norm(self._loaded_hidden_norm)
         self._norm = norm(self._loaded_norm)
-        self._head = self._link.head
-        if self._loaded_head is not None:
-            plan.fill(self._loaded_head)
-            self._head = ops.pack_head(self._loaded_head)
         self._fc = load_linear(ops, plan, self._loaded_fc)
-        if self.markov is not None:
-            self.markov.finish(ops, plan)
+        if self.correction is not None:
+            self.correction.finish(ops, plan)
         # a block at the end of a text reaches further than any token
         reach = self.max_model_len + self.options.block_size
         self._rope = packed_rope(ops, config.rope, config.head_dim, reach)
-        del self._loaded, self._loaded_hidden_norm, self._loaded_norm, self._loaded_head, self._plan
+        del self._loaded, self._loaded_hidden_norm, self._loaded_norm, self._plan
         del self._loaded_fc
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
@@ -205,6 +212,9 @@ class BlockHead(HeadModel):
                 )
             given = ops.copy(features)
             return HeadOutput(given, given)
+        if self._convs is not None:
+            starts = torch.from_numpy(batch.attention.query_start_np[:-1].astype(np.int64))
+            self._convs.begin(starts.to(batch.token_ids.device), len(batch.token_ids))
         layers = LayerPass(ops, self._heads, self.config.head_dim**-0.5, rope, batch.slots, batch.attention)
         residual = ops.embedding(batch.token_ids, self._embedding)
         if self.options.embedding_scale is not None:
@@ -220,6 +230,9 @@ class BlockHead(HeadModel):
             hidden = ops.add_rms_norm(product, residual, norm)
         return HeadOutput(hidden, hidden)
 
+    def recordable(self, batch: StepInput) -> bool:
+        return self._convs is None
+
     def logits(self, hidden: Tensor) -> Tensor:
         options, ops = self.options, self._ops
         logits = ops.logits(hidden, self._head)
@@ -231,7 +244,7 @@ class BlockHead(HeadModel):
         return self._weight_bytes
 
 
-def _check_fit(config: ModelConfig, options: BlockOptions, link: TargetLink) -> None:
+def _check_options(options: BlockOptions, link: TargetLink) -> None:
     layers: Sequence[int] = options.feature_layers
     if not layers or any(layer < 0 or layer > link.num_layers for layer in layers):
         raise ModelLoadError(
@@ -246,19 +259,3 @@ def _check_fit(config: ModelConfig, options: BlockOptions, link: TargetLink) -> 
         )
     if options.block_size < 2:
         raise ModelLoadError(f"block_size {options.block_size} leaves no place for a draft")
-    if config.hidden_size != link.hidden_size:
-        missing = [
-            what
-            for what, own in (("embedding", options.own_embedding), ("output layer", options.own_head))
-            if not own
-        ]
-        if missing:
-            raise ModelLoadError(
-                f"hidden_size {config.hidden_size} is not the target's {link.hidden_size}, and the drafter has no "
-                f"{' and no '.join(missing)} of its own"
-            )
-    if not options.own_head and (options.draft_vocab_size or link.vocab_size) != link.vocab_size:
-        raise ModelLoadError(
-            f"draft_vocab_size {options.draft_vocab_size} needs an lm_head; the drafter has none, and the target's has "
-            f"{link.vocab_size} tokens"
-        )

@@ -7,9 +7,13 @@ z-lab              architectures ``DFlashDraftModel``; ``dflash_config`` {target
 DeepSpec           architectures ``Qwen3DSparkModel``; the same settings at the top, and ``markov_rank``,
                    ``markov_head_type``; id -1 is the embedding; own ``embed_tokens`` and ``lm_head``,
                    ``markov_head.*``, maybe ``confidence_head.*``; the root's row gives the first draft
-speculators        ``speculators_model_type`` dflash or dspark; ``aux_hidden_state_layer_ids`` name what *enters* a
-                   layer; ``d2t``, ``t2d``, ``embed_tokens``, ``lm_head``; ``sample_from_anchor`` or ``shift_label``
-                   say whether the root's row gives the first draft (dspark: it does)
+DFlash2            architectures ``DFlash2DraftModel``: z-lab's, ``candidate_selector.*``, ``selector_top_k``,
+                   ``layers.{i}.attention_conv.*`` and ``mlp_conv.*``; windowed layers see both ways within the block
+Domino             SpecForge's: ``dflash_config`` {projector_type domino, gru_hidden_dim, emb_dim,
+                   pure_draft_prefix_len, shift_label}; ``prefix_gru.*``, ``embed_proj.*``
+speculators        ``speculators_model_type`` dflash, dflash2, domino or dspark; ``aux_hidden_state_layer_ids`` name
+                   what *enters* a layer; ``d2t``, ``t2d``, ``embed_tokens``, ``lm_head``; ``sample_from_anchor`` or
+                   ``shift_label`` say whether the root's row gives the first draft (dspark: it does)
 =================  ==========================================================================================
 
 Layers of type ``sliding_attention`` are causal within the block unless ``is_causal``, ``dflash_config.causal`` or
@@ -28,6 +32,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.models.config import RawConfig, require_int
 from draftwise.models.heads.base import TargetLink
 from draftwise.models.heads.block import BlockOptions
+from draftwise.models.heads.block_conv import ConvShape
 from draftwise.models.heads.formats import head_windows
 from draftwise.models.heads.markov import MarkovShape
 from draftwise.models.heads.tensors import HeadTensors
@@ -35,11 +40,6 @@ from draftwise.models.heads.tensors import HeadTensors
 logger = logging.getLogger("draftwise")
 
 _ABSENT = {
-    "candidate_selector.": "DFlash2's path selector",
-    "attention_conv": "DFlash2's convolutions",
-    "mlp_conv": "DFlash2's convolutions",
-    "prefix_gru": "Domino's correction",
-    "embed_proj": "Domino's correction",
     "mask_embedding": "a mask embedding of its own",
     "attention_sink": "sinks in attention",
     "pre_fc_norms": "norms before fc",
@@ -72,9 +72,10 @@ def block_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Blo
         for part, what in _ABSENT.items():
             if part in name:
                 raise ModelLoadError(f"{what} ({tensors[name].origin}) is not supported")
-    if str(raw.get("projector_type", "dflash")).lower() not in ("dflash", "none"):
-        raise ModelLoadError(f"config.json: projector_type {raw['projector_type']!r} is not supported")
     own = block_settings(raw)
+    projector = str(own.get("projector_type") or "dflash").lower()
+    if projector not in ("dflash", "dflash2", "dspark", "none", "domino"):
+        raise ModelLoadError(f"config.json: projector_type {own['projector_type']!r} is not supported")
     if own.get("attention_value_scale") not in (None, 1, 1.0):
         raise ModelLoadError("config.json: attention_value_scale is not supported")
     if raw.get("is_neox_style") is False:
@@ -92,6 +93,16 @@ def block_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Blo
         logger.info(
             "%s: the confidence head is not used; how much is drafted follows from acceptance", tensors.folder
         )
+    domino = None
+    if (projector == "domino") != ("prefix_gru.weight_ih_l0" in tensors) and "domino" not in str(
+        raw.get("speculators_model_type")
+    ):
+        raise ModelLoadError(
+            "config.json: projector_type domino and the tensor prefix_gru.weight_ih_l0 belong together"
+        )
+    if "prefix_gru.weight_ih_l0" in tensors:
+        first = own.get("pure_draft_prefix_len", 0)
+        domino = (require_int(own, "gru_hidden_dim"), require_int(own, "emb_dim"), int(first or 0))
     softcap = own.get("final_logit_softcapping")
     scale = own.get("input_embedding_scale")
     return BlockOptions(
@@ -106,7 +117,32 @@ def block_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Blo
         logit_softcap=float(softcap) if softcap else None,
         embedding_scale=None if scale in (None, 1, 1.0) else float(scale),
         markov=MarkovShape(str(raw.get("markov_head_type", "vanilla")).lower(), int(rank)) if rank else None,
+        domino=domino,
+        selector=_selector(own, tensors),
+        convs=_convs(own, tensors),
     )
+
+
+def _selector(own: Mapping[str, Any], tensors: HeadTensors) -> tuple[int, int] | None:
+    """Rank and candidates of DFlash2's path selector."""
+    table = tensors.get("candidate_selector.predecessor_codebook")
+    if table is None:
+        return None
+    top_k = own.get("selector_top_k", 16)
+    if type(top_k) is not int:
+        raise ModelLoadError(f"config.json: selector_top_k must be a number, not {top_k!r}")
+    return table.shape[-1], top_k
+
+
+def _convs(own: Mapping[str, Any], tensors: HeadTensors) -> ConvShape | None:
+    """DFlash2's convolutions: taps from the tensors, groups from how many numbers a kernel has."""
+    base = tensors.get("layers.0.attention_conv.base_kernel")
+    projection = tensors.get("layers.0.attention_conv.kernel_projection.weight")
+    if base is None and projection is None:
+        return None
+    if base is None or projection is None or len(base.shape) != 3 or not base.shape[1]:
+        raise ModelLoadError("DFlash2's convolutions (layers.0.attention_conv.*) are not whole")
+    return ConvShape(base.shape[1], projection.shape[0] // (2 * base.shape[1]))
 
 
 def _feature_layers(raw: RawConfig, own: Mapping[str, Any], link: TargetLink) -> tuple[int, ...]:
@@ -156,7 +192,8 @@ def block_windows(raw: RawConfig, num_layers: int) -> tuple[tuple[int | None, ..
     told = raw.get("is_causal")
     if told is None:
         told = own.get("causal")
-    if told is None and raw.get("sliding_window_non_causal") is True:
+    kind = f"{raw.get('speculators_model_type')} {raw.get('architectures')}".lower()
+    if told is None and raw.get("sliding_window_non_causal", "dflash2" in kind) is True:
         told = False
     if told is not None:
         return windows, (bool(told),) * num_layers

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.kernels.base import Linear, Norm, Ops
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
-from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, logits_tail, pick_rows
-from draftwise.models.heads.vocabulary import check_target_ids
+from draftwise.models.heads.base import HeadOutput, TargetLink, logits_tail, pick_rows
+from draftwise.models.heads.layered import LayeredHead
 from draftwise.models.latent import LatentWeights
 from draftwise.models.layers import DenseLayer, DenseNames, LayerPass, LayerWeights, layer_spec, packed_rope
 from draftwise.models.mlp import load_linear
@@ -88,8 +88,10 @@ class Eagle3Options:
     """P-EAGLE: the token of rows that stand for drafts; the head has a ``mask_hidden``."""
 
 
-class Eagle3Head(HeadModel):
+class Eagle3Head(LayeredHead):
     """See the module's text. ``config`` describes the head's own layers; its vocabulary size is not looked at."""
+
+    what = "the head"
 
     def __init__(
         self,
@@ -111,26 +113,20 @@ class Eagle3Head(HeadModel):
         Raises:
             ModelLoadError: the head does not fit the target; the field is named.
         """
-        self.config = config
         self.options = options
-        self.dtype = ops.dtype
-        self.device = ops.device
-        self.feature_size = config.hidden_size
-        self.feature_layers = options.feature_layers
-        self.draft_vocab_size = options.draft_vocab_size or link.vocab_size
-        self.max_model_len = link.max_model_len
-        _check_fit(config, options, link)
-        check_target_ids(target_ids, self.draft_vocab_size, link.vocab_size, "the head", "d2t")
-        self.target_ids = None
-        if target_ids is not None and self.draft_vocab_size != link.vocab_size:
-            self.target_ids = target_ids.to(ops.device)
-        self._ops = ops
-        self._link = link
-        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        _check_layers(options, link)
+        super().__init__(
+            config,
+            link,
+            ops,
+            plan,
+            feature_layers=options.feature_layers,
+            own_embedding=options.own_embedding,
+            own_head=options.own_head,
+            draft_vocab_size=options.draft_vocab_size,
+            target_ids=target_ids,
+        )
         hidden = config.hidden_size
-        self._embedding = link.embedding
-        if options.own_embedding:
-            self._embedding = plan.tensor("embed_tokens.weight", (link.vocab_size, hidden))
         weights = LayerWeights if config.latent is None else LatentWeights
         self._loaded: list[LayerWeights | None] = [
             weights(config, HEAD_NAMES, plan, i, qkv_inputs=None if i else 2 * hidden)
@@ -140,11 +136,8 @@ class Eagle3Head(HeadModel):
         for i in range(1, config.num_layers):
             plan.ignored.add(f"layers.{i}.hidden_norm.weight")  # some writers have one in every layer
         self._loaded_norm = plan.tensor("norm.weight", (hidden,))
-        self._loaded_head: Tensor | None = None
-        if options.own_head:
-            self._loaded_head = plan.tensor("lm_head.weight", (self.draft_vocab_size, hidden))
         self._declare_fc(plan)
-        plan.ignored |= {"d2t", "t2d", "mask_hidden"}
+        plan.ignored.add("mask_hidden")
         self._loaded_mask = None if options.mask_token is None else self._declare_mask(plan, mask_shape)
         self._weight_bytes = plan.num_bytes
         self._plan = plan
@@ -184,8 +177,7 @@ class Eagle3Head(HeadModel):
             plan.fill(weight)
             return ops.pack_norm(weight, config.norm_eps)
 
-        if self.options.own_embedding:
-            plan.fill(self._embedding)
+        self._finish_ends(plan)
         layers: list[DenseLayer] = []
         for i, window in enumerate(config.sliding_window):
             weights = self._loaded[i]
@@ -195,13 +187,9 @@ class Eagle3Head(HeadModel):
         self._layers = tuple(layers)
         self._hidden_norm = norm(self._loaded_hidden_norm)
         self._norm = norm(self._loaded_norm)
-        self._head = self._link.head
         self._tail = logits_tail(
-            self._link, own_head=self._loaded_head is not None, logit_scale=self.options.logit_scale
+            self._link, own_head=self.options.own_head, logit_scale=self.options.logit_scale
         )
-        if self._loaded_head is not None:
-            plan.fill(self._loaded_head)
-            self._head = ops.pack_head(self._loaded_head)
         self._fc: Linear | None = None
         if self._loaded_fc is not None:
             self._fc = load_linear(ops, plan, self._loaded_fc, self._loaded_fc_bias)
@@ -216,7 +204,7 @@ class Eagle3Head(HeadModel):
                     list(mask.chunk(len(self.options.feature_layers or (0,)), dim=-1))
                 )
         del self._loaded_mask
-        del self._loaded, self._loaded_hidden_norm, self._loaded_norm, self._loaded_head, self._plan
+        del self._loaded, self._loaded_hidden_norm, self._loaded_norm, self._plan
         del self._loaded_fc, self._loaded_fc_bias, self._loaded_input_norm, self._loaded_fc_norms
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
@@ -266,7 +254,7 @@ class Eagle3Head(HeadModel):
         return self._weight_bytes
 
 
-def _check_fit(config: ModelConfig, options: Eagle3Options, link: TargetLink) -> None:
+def _check_layers(options: Eagle3Options, link: TargetLink) -> None:
     layers: Sequence[int] = options.feature_layers or ()
     if any(layer < 0 or layer > link.num_layers for layer in layers):
         raise ModelLoadError(
@@ -277,20 +265,3 @@ def _check_fit(config: ModelConfig, options: Eagle3Options, link: TargetLink) ->
         raise ModelLoadError("eagle_aux_hidden_state_layer_ids is empty")
     if tuple(sorted(set(layers))) != tuple(layers):
         raise ModelLoadError(f"eagle_aux_hidden_state_layer_ids {list(layers)} must rise")
-    if config.hidden_size != link.hidden_size:
-        what = None
-        if options.feature_layers is None:
-            what = "reads the target's hidden states as they are"
-        elif not options.own_embedding:
-            what = "has no embedding of its own"
-        elif not options.own_head:
-            what = "has no output layer of its own"
-        if what is not None:
-            raise ModelLoadError(
-                f"hidden_size {config.hidden_size} is not the target's {link.hidden_size}, and the head {what}"
-            )
-    if not options.own_head and (options.draft_vocab_size or link.vocab_size) != link.vocab_size:
-        raise ModelLoadError(
-            f"draft_vocab_size {options.draft_vocab_size} needs an lm_head; the head has none, and the target's has "
-            f"{link.vocab_size} tokens"
-        )

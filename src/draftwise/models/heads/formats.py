@@ -40,7 +40,11 @@ _ROTATIONS = ("rope_scaling", "rope_parameters")
 
 logger = logging.getLogger("draftwise")
 
-_SPECULATORS = {"eagle3": ("eagle3", "peagle"), "mtp": ("mtp",), "dflash": ("dflash", "dspark")}
+_SPECULATORS = {
+    "eagle3": ("eagle3", "peagle"),
+    "mtp": ("mtp",),
+    "dflash": ("dflash", "dspark", "dflash2", "domino"),
+}
 
 
 def rename_eagle(name: str) -> str | None:

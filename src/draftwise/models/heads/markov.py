@@ -89,19 +89,9 @@ class MarkovHead:
         return self.shape.kind == "rnn"
 
     def correct(
-        self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None
+        self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None, place: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits of one place of several blocks, or of several nodes of a tree.
-
-        Args:
-            logits: [M, Vd] float32 of the place, as the block gave them.
-            previous: [M] int64, the target's id of the token before it.
-            hidden: [M, H] of the block's row that gave the logits.
-            state: [M, r] float32 behind the place before; None: this is the first one.
-
-        Returns:
-            [M, Vd] float32, and the state behind this place if one is carried. Row by row the same bits in any company.
-        """
+        """As `models.heads.corrections.Correction.correct`; all places alike."""
         rows = self._rows[previous]
         if self._join is None:
             return logits + self._ops.logits(rows.contiguous(), self._out), None

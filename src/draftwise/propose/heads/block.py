@@ -36,7 +36,7 @@ class BlockProposer(HeadProposer):
     """Runs a block drafter: what it stores of committed tokens are the target's features alone, one pass over those
     that are new and one over root and masks give the distributions of all drafts.
 
-    They depend on committed tokens alone (DFlash), or also on the draft just before (DSpark's Markov head), never on
+    They depend on committed tokens alone (DFlash), or also on the drafts before (DSpark, Domino, DFlash2), never on
     who else drafts. A chain draws one token of each; a tree draws several of each and goes on below every one of them:
     the same passes, whatever its shape. Features, chunks, prefix hits, gaps and preemption are `HeadProposer`'s.
     The block's own keys and values are scratch.
@@ -149,8 +149,8 @@ class BlockProposer(HeadProposer):
 
     def _draw(self, drafts: Sequence[HeadDraft], blocks: Sequence[Block]) -> None:
         """One token of each place, one after the other. Forced tokens take the places of drafts."""
-        markov = self._block.markov
-        if markov is None:
+        correction = self._block.correction
+        if correction is None:
             logits = torch.cat([b.logits[len(d.tokens) :] for d, b in zip(drafts, blocks, strict=True)])
             draw_in_one_pass(drafts, logits, self._sample_method, self._head.target_ids)
             return
@@ -161,11 +161,12 @@ class BlockProposer(HeadProposer):
         while active:
             device = blocks[0].logits.device
             before = [int(d.row.token_ids_np[-1]) if step == 0 else d.tokens[step - 1] for d, _ in active]
-            logits, state = markov.correct(
+            logits, state = correction.correct(
                 torch.stack([b.logits[step] for _, b in active]),
                 torch.tensor(before, device=device),
                 torch.stack([b.hidden[step] for _, b in active]),
                 state,
+                step,
             )
             drawing = [i for i, (draft, _) in enumerate(active) if len(draft.tokens) == step]
             if drawing:
@@ -207,7 +208,7 @@ class BlockTrees(TreeModel):
     """
 
     def __init__(self, head: BlockHead, drafts: Sequence[HeadDraft], blocks: Sequence[Block]) -> None:
-        self._markov = head.markov
+        self._correction = head.correction
         self._drafts = drafts
         self._blocks = blocks
         self._depths = [len(draft.tokens) for draft in drafts]  # rows that are used up
@@ -222,7 +223,7 @@ class BlockTrees(TreeModel):
             state: Tensor | None = None
             before = int(draft.row.token_ids_np[-1])
             logits = self._blocks[member].logits[len(draft.tokens)]
-            for place in range(len(draft.tokens) + 1) if self._markov is not None else ():
+            for place in range(len(draft.tokens) + 1) if self._correction is not None else ():
                 logits, state = self._correct(member, place, [before], state)
                 logits = logits[0]
                 before = draft.tokens[place] if place < len(draft.tokens) else before
@@ -237,11 +238,11 @@ class BlockTrees(TreeModel):
             member = level.member
             self._depths[member] += 1
             place = self._depths[member]
-            if self._markov is None:
+            if self._correction is None:
                 out.append(self._blocks[member].logits[place].expand(len(level.tokens), -1))
                 continue
             state = None
-            if self._markov.carries:
+            if self._correction.carries:
                 state = torch.stack([self._states[member, parent] for parent in level.parents])
             logits, state = self._correct(member, place, level.tokens, state)
             if state is not None:
@@ -253,11 +254,12 @@ class BlockTrees(TreeModel):
     def _correct(
         self, member: int, place: int, before: Sequence[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        assert self._markov is not None
+        assert self._correction is not None
         block, count = self._blocks[member], len(before)
-        return self._markov.correct(
+        return self._correction.correct(
             block.logits[place].expand(count, -1),
             torch.tensor(list(before), device=block.logits.device),
             block.hidden[place].expand(count, -1),
             state,
+            place,
         )

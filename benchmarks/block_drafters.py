@@ -1,0 +1,134 @@
+"""A block drafter beside the heads that ship for the embedded target: what is accepted, and what it costs.
+
+    draftwise train demo-heads --heads dspark --out my-heads
+    python benchmarks/block_drafters.py my-heads/dspark [--requests 1 4 16] [--prompts 16] [--rounds 3] [--json]
+
+Every method drafts what it was made for, as a chain and as a dynamic tree, greedily and at temperature 0.8, with 1, 4
+and 16 requests at once, static control. Methods take turns within a round, plain decoding among them; speeds are ratios
+of medians to plain decoding's. Tokens per step are exact: they do not depend on the machine.
+
+The last column is what a draft costs beside what it must read: seconds of drafting per byte of weights that the draft
+reads (a chain of K reads a head K times, a block once), over the same of plain decoding's forward pass. 1: as dear as
+the target's own bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftwise import LLM, SamplingParams
+from draftwise.bench.measure import Series, measure, rotated, speculation_of
+from draftwise.bench.workloads import code_prompts
+from draftwise.config.embedded import embedded_path
+
+SHIPPED = {"mtp": 4, "eagle3": 4}
+"""Heads and how many tokens they draft."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table."""
+
+    temperature: float
+    requests: int
+    method: str
+    tokens_per_step: float
+    accepted: tuple[float, ...]
+    speed: float
+    """Over plain decoding."""
+    draft_bytes: int
+    cost_per_byte: float | None
+    """Of a draft, over plain decoding's; with one request only, where passes read weights and little else."""
+
+
+def draft_bytes(method: str, folder: Path, drafts: int, shared: int) -> int:
+    """Bytes of weights that one draft reads: the head's file, and the target's output layer (``shared``) if the head
+    has none, for each pass."""
+    own = (folder / "model.safetensors").stat().st_size
+    config = json.loads((folder / "config.json").read_text())
+    once = own if "draft_vocab_size" in config and method == "eagle3" else own + shared
+    return once if method == "dflash" else once * drafts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("drafter", type=Path, help="folder of a block drafter for the embedded target")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output-tokens", type=int, default=96)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    config = json.loads((embedded_path("target") / "config.json").read_text())
+    shared = config["vocab_size"] * config["hidden_size"] * 2
+    target_bytes = (embedded_path("target") / "model.safetensors").stat().st_size
+    specs: list[dict[str, Any]] = [{"method": "dflash", "model": str(args.drafter)}]
+    specs += [{"method": name, "num_speculative_tokens": count} for name, count in SHIPPED.items()]
+    lines: list[Line] = []
+    with LLM(speculative_config=specs, speculation_control="static", max_num_seqs=max(args.requests)) as llm:
+        drafts = {spec.method: spec.num_speculative_tokens for spec in llm.config.drafters}
+        reads = {
+            name: draft_bytes(
+                name, args.drafter if name == "dflash" else embedded_path(name), drafts[name] or 1, shared
+            )
+            for name in ("dflash", *SHIPPED)
+        }
+        prompts = code_prompts(llm.get_tokenizer(), args.prompts, 64)
+        names = ["none", *(f"{name}{shape}" for name in reads for shape in ("", "/tree"))]
+        for temperature in args.temperatures:
+            for requests in args.requests:
+                series = {name: Series(name, temperature) for name in names}
+                for turn in range(args.rounds):
+                    for start in range(0, len(prompts), requests):
+                        for name in rotated(names, turn + start):
+                            params = SamplingParams(
+                                temperature=temperature,
+                                max_tokens=args.output_tokens,
+                                ignore_eos=True,
+                                speculation=speculation_of(name),
+                            )
+                            sample = measure(llm, prompts[start : start + requests], params)
+                            series[name].samples.append(sample)
+                plain = series.pop("none")
+                plain_cost = plain.per_step("forward_time") / target_bytes
+                for name, one in series.items():
+                    method, _, shape = name.partition("/")
+                    cost = None
+                    if requests == 1 and not shape:
+                        cost = one.per_step("draft_time") / reads[method] / plain_cost
+                    lines.append(
+                        Line(
+                            temperature,
+                            requests,
+                            name,
+                            one.tokens_per_step,
+                            one.acceptance_per_position,
+                            one.tokens_per_second / plain.tokens_per_second,
+                            reads[method],
+                            cost,
+                        )
+                    )
+    if args.json:
+        print(json.dumps([asdict(line) for line in lines], indent=2))
+        return
+    print(
+        f"{'temp':>4} {'req':>3} {'method':12} {'tokens/step':>11} {'over plain':>10} {'MB/draft':>8} {'cost/byte':>9}"
+    )
+    for line in lines:
+        cost = "" if line.cost_per_byte is None else f"{line.cost_per_byte:.2f}"
+        print(
+            f"{line.temperature:4g} {line.requests:3d} {line.method:12} {line.tokens_per_step:11.2f} "
+            f"{line.speed:10.2f} {line.draft_bytes / 1e6:8.1f} {cost:>9}  "
+            + " ".join(f"{100 * share:.0f}" for share in line.accepted)
+        )
+
+
+if __name__ == "__main__":
+    main()
