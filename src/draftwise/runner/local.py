@@ -33,6 +33,7 @@ from draftwise.sampling.state import SamplingState
 from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     EMPTY_PROPOSAL,
+    DrafterFailure,
     NewRequest,
     StepPlan,
     StepResult,
@@ -120,24 +121,39 @@ class LocalExecutor(Executor):
         """Start the step of those who have seats; the others' is executed behind it."""
         seats.leave(plan)
         self._apply(plan)
-        taking = seats.take(plan)
+        arrived, failures = self._arrive(plan, seats)
+        rows = tuple(p._replace(num_new=1) if p.rid in arrived else p for p in plan.rows)
+        taking = seats.take(replace(plan, rows=rows) if arrived else plan)
         flight = seats.launch(taking) if taking else None
-        if flight is None:
-            return Launched(self._execute(plan, applied=True))
-        others: StepResult | None = None
-        if len(taking) < len(plan.rows):
-            own = {p.rid for p in taking}
-            rest = tuple(p for p in plan.rows if p.rid not in own)
+        own = set() if flight is None else {p.rid for p in taking}
+        rest = tuple(p for p in rows if p.rid not in own)
+        others = StepResult(plan.step, ())
+        if rest or flight is None:
             others = self._execute(replace(plan, rows=rest), applied=True)
-        return Launched(finish=lambda: self._here(lambda: self._finish(plan, seats, flight, others)))
+        others = replace(others, drafter_failures=(*failures, *others.drafter_failures))
+        if flight is None:
+            return Launched(others)
+        return Launched(finish=lambda: self._here(lambda: self._finish(seats, flight, others)))
 
-    def _finish(self, plan: StepPlan, seats: Seats, flight: Flight, others: StepResult | None) -> StepResult:
+    def _arrive(self, plan: StepPlan, seats: Seats) -> tuple[set[int], tuple[DrafterFailure, ...]]:
+        """Compute the ends of prompts up to their last tokens, without waiting for it: of whom it was done."""
+        arriving = seats.arriving(plan)
+        failures: tuple[DrafterFailure, ...] = ()
+        chunks = tuple(
+            p._replace(num_new=p.num_new - 1, num_draft=0, draft_budget=0, follow=True)
+            for p in arriving
+            if p.num_new > 1
+        )
+        if chunks:
+            failures = self._execute(replace(plan, rows=chunks), applied=True).drafter_failures
+        seats.caught_up(arriving)
+        return {p.rid for p in arriving}, failures
+
+    def _finish(self, seats: Seats, flight: Flight, others: StepResult) -> StepResult:
         """What came of a step of seats, and of the others in it. Nobody can tell how long its parts took."""
-        rows = (*seats.finish(flight), *(() if others is None else others.rows))
-        failures = self._drafting.take_failures()
-        if others is not None:
-            failures = (*others.drafter_failures, *failures)
-        return StepResult(plan.step, rows, drafter_failures=failures)
+        rows = (*seats.finish(flight), *others.rows)
+        failures = (*others.drafter_failures, *self._drafting.take_failures())
+        return StepResult(others.step, rows, drafter_failures=failures)
 
     def _here(self, run: Callable[[], T]) -> T:
         """Run something with this executor's device and number of threads.

@@ -50,6 +50,19 @@ class Seated:
             self._method, "seated_kind", [row], lambda _: self.usual_kind(greedy, rule), None
         )
 
+    def catch_up(self, row: Row) -> int | None:
+        """Let the drafter read what the target has read of a request's prompt: the tokens that it has then."""
+        fill = row.fill.get(self._method)
+        assert fill is not None, "drafters of seats have storage"
+        known, filled = row.num_tokens, fill.tokens
+        known_np = row.tokens_np[:known]
+
+        def call(_: Proposer) -> int:
+            answer = self._drafter.catch_up(row.rid, known_np, row.blocks_np, filled)
+            return whole_number(answer, known, "what is filled")
+
+        return self._guard.ask(self._method, "seated_catch_up", [row], call, None)
+
     def place(self, row: Row) -> Place | None:
         """Where a request stands; None: it cannot have a seat yet."""
         fill = row.fill.get(self._method)

@@ -56,14 +56,9 @@ class Seating:
         return (number - 1) * len(KINDS) + KINDS.index(kind) + 1 if number else 0
 
     def of(self, row: Row, planned: RowPlan) -> Way | None:
-        """How the request decodes, if it may do so on the device."""
+        """How the request decodes behind its last known token, if the plan reaches it, and the device can do so."""
         speculation, proposal = row.speculation, row.proposal
-        if (
-            planned.num_new != 1
-            or row.num_computed + 1 != row.num_tokens
-            or row.num_tokens < 2
-            or row.is_full
-        ):
+        if row.num_computed + planned.num_new != row.num_tokens or row.num_tokens < 2 or row.is_full:
             return None
         if row.grammar is not None or row.error is not None or row.adapter:
             return None

@@ -187,6 +187,31 @@ class Seats:
         member = self._members.pop(rid)
         self._free.append(member.seat)
 
+    def arriving(self, plan: StepPlan) -> list[RowPlan]:
+        """Who is at the end of a prompt, and takes a seat once all but its last token are computed. The plan was
+        applied. A seat's step then computes that token, so that nobody waits for what follows on it."""
+        found: list[RowPlan] = []
+        for planned in plan.rows:
+            row = self._rows[planned.rid]
+            if planned.rid in self._members or row.proposal.tokens or len(found) >= len(self._free):
+                continue
+            way = self._seating.of(row, planned)
+            if way is not None and (way.method, way.kind) not in self._without:
+                found.append(planned)
+        return found
+
+    def caught_up(self, arriving: Sequence[RowPlan]) -> None:
+        """All but their last tokens are computed: let their drafters read them."""
+        for planned in arriving:
+            row = self._rows[planned.rid]
+            method = row.speculation.method
+            seated = self._seating.drafters.get(method)
+            if seated is None or row.drafting_failed or not planned.draft_budget:
+                continue
+            filled = seated.catch_up(row)
+            if filled is not None:
+                self._drafting.filled(method, row, filled, 0)
+
     def take(self, plan: StepPlan) -> list[RowPlan]:
         """Who has a seat in the coming step; the plan was applied. Others take seats now, if they can."""
         for rid in plan.removed:
@@ -206,7 +231,7 @@ class Seats:
 
     def _enter(self, planned: RowPlan, entering: list[tuple[int, Entering]]) -> _Member | None:
         row, seating = self._rows[planned.rid], self._seating
-        way = seating.of(row, planned) if self._free else None
+        way = seating.of(row, planned) if self._free and planned.num_new == 1 else None
         if way is None or (way.method, way.kind) in self._without:
             return None
         place = seating.place_of(way.method, row)

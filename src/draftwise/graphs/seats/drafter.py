@@ -11,6 +11,7 @@ from torch import Tensor
 from draftwise.graphs.loop import ChainLoop, LoopKind
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
+from draftwise.types import IntArray
 
 
 class Place(NamedTuple):
@@ -58,6 +59,20 @@ class SeatedDrafter(ABC):
 
     def prepare(self) -> None:  # noqa: B027
         """Requests are about to take seats."""
+
+    @abstractmethod
+    def catch_up(self, rid: int, token_ids_np: IntArray, blocks_np: IntArray, filled: int) -> int:
+        """Read what the target has read of a prompt, so that the request can take a seat now; without waiting for it.
+
+        Args:
+            rid: the request, none of whose drafts wait.
+            token_ids_np: [known] its tokens; the target has read all but the last.
+            blocks_np: [blocks] they reach so far.
+            filled: as `DraftRow.filled`.
+
+        Returns:
+            What is filled then.
+        """
 
     @abstractmethod
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:

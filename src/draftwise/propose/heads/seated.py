@@ -9,9 +9,10 @@ from torch import Tensor
 from draftwise.graphs.loop import ChainLoop
 from draftwise.graphs.seats.drafter import Place, SeatedDrafter
 from draftwise.graphs.seats.step import DrafterSeats
-from draftwise.propose.heads.passes import HeadPasses
+from draftwise.propose.heads.passes import Fill, HeadPasses
 from draftwise.propose.heads.state import FeatureQueue, Features, HeadState, Track
 from draftwise.sampling.draw import DraftSampleMethod
+from draftwise.types import IntArray
 
 
 class SeatedHead(SeatedDrafter):
@@ -37,6 +38,14 @@ class SeatedHead(SeatedDrafter):
 
     def prepare(self) -> None:
         self._passes.source.compute()  # what waits was computed before what steps of seats compute
+
+    def catch_up(self, rid: int, token_ids_np: IntArray, blocks_np: IntArray, filled: int) -> int:
+        state = self._states.get(rid)
+        if state is None:
+            return filled
+        stop = min(len(token_ids_np), self._max_len)
+        self._passes.fill([Fill(state, token_ids_np, blocks_np, stop)])
+        return min(state.filled, len(token_ids_np))
 
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
         state = self._states.get(rid)

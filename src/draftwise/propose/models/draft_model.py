@@ -28,4 +28,8 @@ class DraftModelProposer(ModelProposer):
         if not isinstance(model, GraphedDecoder) or not model.chains:
             return None
         assert self._storage is not None, "allocate comes first"
-        return SeatedModel(model.chains, self._max_len, self._sample_method, self._storage)
+        if self._carried is not None:
+            return None
+        return SeatedModel(
+            model.chains, self._max_len, self._sample_method, model, self._storage, self._block_size
+        )

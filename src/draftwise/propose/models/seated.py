@@ -8,7 +8,13 @@ from draftwise.graphs.loop import ChainLoop
 from draftwise.graphs.seats.drafter import Place, SeatedDrafter
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.sampling.draw import DraftSampleMethod
+from draftwise.types import IntArray
+
+_TOGETHER = 2048
+"""Tokens of a prompt in one pass."""
 
 
 class SeatedModel(SeatedDrafter):
@@ -19,14 +25,31 @@ class SeatedModel(SeatedDrafter):
         loops: Sequence[ChainLoop],
         max_len: int,
         sample_method: DraftSampleMethod,
+        model: DecoderModel,
         storage: KVStorage,
+        block_size: int,
     ) -> None:
         super().__init__(loops, max_len, sample_method)
         assert storage.spare_slot is not None
+        self._model = model
+        self._storage = storage
         self._spare_slot = storage.spare_slot
+        self._block_size = block_size
 
     def _seats(self, loop: ChainLoop) -> DrafterSeats:
         return DrafterSeats(loop, self._max_len, self._spare_slot)
+
+    def catch_up(self, rid: int, token_ids_np: IntArray, blocks_np: IntArray, filled: int) -> int:
+        known = len(token_ids_np)
+        if known > self._max_len:
+            return filled
+        while filled < known - 1:  # the loop reads the last one
+            end = min(known - 1, filled + _TOGETHER)
+            inputs = [RowInput(token_ids_np[filled:end], filled, blocks_np)]
+            batch = build_step_input(inputs, self._block_size, self._model.inputs_on)
+            self._model.forward_logits(batch, self._storage, [end - filled - 1])
+            filled = end
+        return filled
 
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
         # its loop reads one or two tokens; behind a chain that is accepted whole these are its last draft and the root
