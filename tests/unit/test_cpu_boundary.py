@@ -16,6 +16,7 @@ from draftwise.errors import ConfigError
 from draftwise.kernels.cpu import attention, build, experts, handles, library, program, trees
 from draftwise.kv.manager import TableBook
 from draftwise.propose.lookup import suffix_native
+from draftwise.runner.rows import DrafterFill, RowBook
 from draftwise.sampling.state import DRAW
 from draftwise.sched.request import RequestBook
 
@@ -25,10 +26,12 @@ MIRRORS = {
     "ChainKey": program._CHAIN_KEY.size,
     "ChainOutput": ctypes.sizeof(program._ChainOutput),
     "ExpertsSetting": ctypes.sizeof(experts.Setting),
+    "FillBook": ctypes.sizeof(DrafterFill),
     "PassInput": ctypes.sizeof(program._PassInput),
     "ProgramOp": ctypes.sizeof(program.Operation),
     "RequestBook": ctypes.sizeof(RequestBook),
     "RopeCall": ctypes.sizeof(handles.RopeCall),
+    "RowBook": ctypes.sizeof(RowBook),
     "SuffixDraft": ctypes.sizeof(suffix_native.DraftStruct),
     "SuffixLimits": ctypes.sizeof(suffix_native.LimitsStruct),
     "TableBook": ctypes.sizeof(TableBook),

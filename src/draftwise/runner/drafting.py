@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from draftwise.kernels.cpu.attention import address
 from draftwise.kv.storage import KVStorage
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.guard import Guard, whole_number
+from draftwise.runner.placing import Placing
 from draftwise.runner.proposal_checks import are_sound, checked, is_foreign
 from draftwise.runner.rows import DrafterFill, Row
 from draftwise.types import (
@@ -45,8 +48,10 @@ class Drafting:
         vocab_size: int,
         device: torch.device,
         chains_only: bool = False,
+        placing: Placing | None = None,
     ) -> None:
-        """``chains_only``: the target carries recurrent state, and verifies no trees."""
+        """``chains_only``: the target carries recurrent state, and verifies no trees. ``placing``: writes proposals
+        where native code finds them."""
         self._proposers = {GrammarProposer.name: GrammarProposer(), **proposers}
         self.guard = Guard(self._proposers)
         self._storage = storage
@@ -54,6 +59,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._device = device
         self._chains_only = chains_only
+        self._placing = placing
         self._filled_blocks: dict[str, npt.NDArray[np.bool_]] = {
             name: np.zeros(num_blocks, np.bool_) for name, p in self._proposers.items() if p.has_storage
         }
@@ -73,7 +79,9 @@ class Drafting:
         for name, marks in self._filled_blocks.items():
             unfilled = np.flatnonzero(~marks[blocks])
             leading = int(unfilled[0]) if len(unfilled) else len(blocks)
-            row.fill[name] = DrafterFill(tokens=leading * self._block_size)
+            fill = row.fill[name] = DrafterFill(tokens=leading * self._block_size)
+            if name == row.method:
+                row.fill_at, row.marks_at = ctypes.addressof(fill), address(marks)
 
     def fresh_blocks(self, block_ids: Sequence[int]) -> None:
         for marks in self._filled_blocks.values():
@@ -204,6 +212,11 @@ class Drafting:
                 source.append(int(table[src // size]) * size + src % size)
                 target.append(int(table[dst // size]) * size + dst % size)
 
+    def moves(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """`move` of what stands in these slots."""
+        self._moves[0].extend(source)
+        self._moves[1].extend(target)
+
     def compact(self) -> None:
         """Carry out the moves of this step's accepted paths in the target's storage."""
         source, target = self._moves
@@ -265,6 +278,12 @@ class Drafting:
             else:
                 self.guard.failed(name, "propose", [members[0][0]], error)
             return
+        stores = name in self._filled_blocks
+        stored = self._stored_after(name, members) if stores else None
+        if self._placed(members, proposals, stored):
+            if stores and stored is None:
+                self._record_fills(name, members, proposals, None)
+            return
         for (row, draft_row), proposed in zip(members, proposals, strict=True):
             row.proposal = proposed
             if draft_row.grammar is not None:
@@ -274,8 +293,26 @@ class Drafting:
                     Exception
                 ):  # the grammar's fault: the next step's masks will say so, and fail the request
                     row.proposal = EMPTY_PROPOSAL
-        if name in self._filled_blocks:
-            self._record_fills(name, members, proposals)
+        if stores:
+            self._record_fills(name, members, proposals, stored)
+
+    def _placed(
+        self,
+        members: Sequence[tuple[Row, DraftRow]],
+        proposals: Sequence[Proposal],
+        stored: tuple[Sequence[int], Sequence[int]] | None,
+    ) -> bool:
+        """Let proposals wait where native code finds them, and take in what is ``stored``; False: it has to be done one
+        by one, for a grammar may change what was proposed, say."""
+        if self._placing is None:
+            return False
+        rows: list[Row] = []
+        for (row, draft_row), proposal in zip(members, proposals, strict=True):
+            if draft_row.grammar is not None:
+                return False
+            row.keep(proposal)
+            rows.append(row)
+        return self._placing.place(rows, proposals, stored)
 
     def _asked(self, name: str, rows: list[DraftRow]) -> list[Proposal]:
         proposals = list(self._proposers[name].propose(rows))
@@ -292,14 +329,18 @@ class Drafting:
         ]
 
     def _record_fills(
-        self, name: str, members: Sequence[tuple[Row, DraftRow]], proposals: Sequence[Proposal]
+        self,
+        name: str,
+        members: Sequence[tuple[Row, DraftRow]],
+        proposals: Sequence[Proposal],
+        together: tuple[Sequence[int], Sequence[int]] | None,
     ) -> None:
-        """What the drafter has of its requests after it proposed. Of its drafts that counts which is still proposed: a
-        grammar may have put others in their place. Who cannot tell of one request fails for that one."""
+        """What the drafter has of its requests after it proposed; ``together``: what it said of all at once. Of its
+        drafts that counts which is still proposed: a grammar may have put others in their place. Who cannot tell of one
+        request fails for that one."""
         proposer = self._proposers[name]
         filled_after, drafts_stored = proposer.filled_after, proposer.drafts_stored
         size = self._block_size
-        together = self._stored_after(name, members)
         for i, ((row, draft_row), proposed) in enumerate(zip(members, proposals, strict=True)):
             if row.drafting_failed:  # just now
                 continue

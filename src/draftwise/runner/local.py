@@ -13,6 +13,7 @@ import torch
 
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.kernels.cpu.columns import own_packer
+from draftwise.kernels.cpu.library import native_library
 from draftwise.kv.storage import KVStorage
 from draftwise.lifetime import computing
 from draftwise.models.base import DecoderModel
@@ -23,7 +24,9 @@ from draftwise.runner.batch import StepBatch, StepRow, assemble
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
+from draftwise.runner.ordinary import OrdinaryStep, OrdinarySteps
 from draftwise.runner.outcome import Outcome, committed_rows, drafting, row_results
+from draftwise.runner.placing import Placing
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.runner.seats import Flight, Seats
 from draftwise.runner.verifying import Verifying
@@ -41,6 +44,7 @@ from draftwise.types import (
     Verification,
 )
 from draftwise.verify.base import BatchRules
+from draftwise.verify.native import NativeRules
 from draftwise.verify.rates import SyntheticAcceptance
 
 T = TypeVar("T")
@@ -81,6 +85,11 @@ class LocalExecutor(Executor):
         self._rows: dict[int, Row] = {}
         self._tables = BlockTables()
         self._packer = own_packer(device)
+        library = None if self._packer is None else native_library()
+        self._ordinary: OrdinarySteps | None = None
+        if library is not None and isinstance(rules, NativeRules) and not resident and storage.states is None:
+            assert self._packer is not None, "made of the same library"
+            self._ordinary = OrdinarySteps(library, rules, self._packer, block_size)
         self._drafting = Drafting(
             proposers,
             storage,
@@ -89,6 +98,7 @@ class LocalExecutor(Executor):
             vocab_size=self._vocab_size,
             device=device,
             chains_only=storage.states is not None,
+            placing=None if library is None or self._ordinary is None else Placing(library, block_size),
         )
         self.seats: Seats | None = None  # of requests that decode on the device
         if seated and isinstance(model, GraphedDecoder):
@@ -183,6 +193,12 @@ class LocalExecutor(Executor):
         if not plan.rows:
             return self._nothing(plan)
         start = self._clock()
+        ordinary = self._ordinary
+        if ordinary is not None:
+            step = None if self._drafting.transfers else ordinary.gather(plan.rows, self._rows)
+            if step is not None:
+                return self._decode(plan.step, ordinary, step, start)
+            ordinary.catch_up(self._rows)
         states = self._storage.states is not None
         batch = assemble(
             plan.rows, self._rows, self._tables, self._block_size, self._model.inputs_on, self._packer, states
@@ -230,6 +246,35 @@ class LocalExecutor(Executor):
             drafter_failures=self._drafting.take_failures(),
         )
 
+    def _decode(self, number: int, ordinary: OrdinarySteps, step: OrdinaryStep, start: float) -> StepResult:
+        """`_execute` of an ordinary step."""
+        drafting = self._drafting
+        built = self._clock()
+        output, logits = self._model.forward_logits(step.input, self._storage, None, drafting.capture_layers)
+        forwarded = self._clock()
+        if drafting.observes:
+            drafting.observe(step.rows, step.input, output)
+        drafting.moves(*ordinary.decide(step, logits))
+        followed = 0.0
+        if drafting.observes and (read := step.read()):
+            before = self._clock()
+            drafting.committed(read)
+            followed = self._clock() - before
+        drafting.compact()
+        verified = self._clock()
+        drafting.propose(step.drafting())
+        drafted = self._clock()
+        return StepResult(
+            step=number,
+            rows=step.results(),
+            input_time=built - start,
+            forward_time=forwarded - built,
+            verify_time=verified - forwarded - followed,
+            draft_time=drafted - verified + followed,
+            draft_forward_time=drafting.take_forward_time(),
+            drafter_failures=drafting.take_failures(),
+        )
+
     def _nothing(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, (), drafter_failures=self._drafting.take_failures())
 
@@ -256,6 +301,8 @@ class LocalExecutor(Executor):
     # ------------------------------------------------------------------------------------- applying diffs
 
     def _apply(self, plan: StepPlan) -> None:
+        if self._ordinary is not None and (plan.new or plan.removed):
+            self._ordinary.changed()
         for rid, kept in plan.trimmed:
             row = self._rows[rid]
             row.trim(kept)
@@ -310,6 +357,8 @@ class LocalExecutor(Executor):
                 row.grammar = self._grammars.cursor(new.sampling, output_ids)
             except Exception as error:  # it was checked, but so much memory need not be there a second time
                 row.error = error
+        if self._ordinary is not None:
+            self._ordinary.enters(row)
         self._rows[new.rid] = row
         return row
 
@@ -360,6 +409,8 @@ class LocalExecutor(Executor):
                 row.num_computed = base + len(path)
                 row.append(token_ids)
                 row.state.commit(token_ids)
+                if row.native_rule < 0 and self._ordinary is not None:
+                    self._ordinary.enters(row)  # it may have been short of tokens until now
                 if row.grammar is not None:
                     try:
                         row.grammar.commit(token_ids)

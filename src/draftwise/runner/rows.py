@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from draftwise.kernels.cpu.attention import address
-from draftwise.sampling.state import SamplingState
+from draftwise.names import MAX_TREE_NODES
+from draftwise.sampling.state import DRAW, SamplingState
 from draftwise.structured.cursor import Cursor
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation
 from draftwise.verify.base import effective_rule
 
 
-@dataclass(slots=True)
-class DrafterFill:
+class DrafterFill(ctypes.Structure):
     """How much of a request's K/V one drafter has: ``tokens`` leading committed tokens, and ``drafts`` tokens of
-    the waiting proposal (a chain) behind them, valid as far as they are accepted."""
+    the waiting proposal (a chain) behind them, valid as far as they are accepted. ``dw::FillBook`` of ``csrc/steps.h``.
+    """
 
-    tokens: int = 0
-    drafts: int = 0
+    _fields_ = (("tokens", ctypes.c_int64), ("drafts", ctypes.c_int64))
+
+    __slots__ = ()
+
+    tokens: int
+    drafts: int
 
 
 class BlockTables:
@@ -78,45 +84,151 @@ class BlockTables:
 _NO_BLOCKS: IntArray = np.empty(0, np.int32)
 
 
-@dataclass(slots=True)
-class Row:
+class RowBook(ctypes.Structure):
+    """The numbers of a `Row`, where native code finds them, too (``dw::RowBook`` of ``csrc/steps.h``)."""
+
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64),
+        ("num_computed", ctypes.c_int64),
+        ("max_total", ctypes.c_int64),
+        ("capacity", ctypes.c_int64),
+        ("tokens_at", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
+        ("blocks_at", ctypes.c_int64),
+        ("stops_at", ctypes.c_int64),
+        ("num_stops", ctypes.c_int64),
+        ("native_rule", ctypes.c_int64),
+        ("num_waiting", ctypes.c_int64),
+        ("placed", ctypes.c_int64),
+        ("draw", ctypes.c_int64),
+        ("q_at", ctypes.c_int64),
+        ("method_number", ctypes.c_int64),
+        ("fill_at", ctypes.c_int64),
+        ("marks_at", ctypes.c_int64),
+        ("draws", ctypes.c_ubyte * DRAW.size),
+        ("drafts", ctypes.c_int32 * MAX_TREE_NODES),
+        ("parents", ctypes.c_int32 * MAX_TREE_NODES),
+        ("q_rows", ctypes.c_int32 * MAX_TREE_NODES),
+    )
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # a structure has none
+
+    num_tokens: int
+    num_computed: int
+    max_total: int
+    capacity: int
+    tokens_at: int
+    """Where `Row.tokens_np` lies in memory, for native calls about many requests: asking numpy takes a microsecond."""
+    num_blocks: int
+    blocks_at: int
+    """The same of `Row.blocks_np`."""
+    stops_at: int
+    num_stops: int
+    native_rule: int
+    """See `runner.ordinary`; -1: the request is never part of such a step."""
+    num_waiting: int
+    placed: int
+    fill_at: int
+    marks_at: int
+    """Of the request's own drafter, if it has storage: its `DrafterFill`, and its marks of blocks."""
+
+
+_DRAWS = RowBook.draws.offset
+
+
+class Row(RowBook):
     """One request in the executor. Blocks 0..num_blocks-1 of its line are the request's."""
 
-    rid: int
-    tokens_np: IntArray  # [capacity]
-    num_tokens: int
-    num_prompt: int
-    max_total: int
-    num_computed: int
-    state: SamplingState
-    speculation: Speculation
-    stop_token_ids: frozenset[int]
-    prompt_logprobs: int | None
-    tables: BlockTables
-    line: int
-    num_blocks: int = 0
-    blocks_np: IntArray = field(default_factory=lambda: _NO_BLOCKS)
-    """[num_blocks] a view of the request's block ids. Other requests' lines may grow away from under it: what it shows
-    stays as it is until the request's own blocks change, and then it is a new one."""
-    adapter: int = 0
-    grammar: Cursor | None = None
-    proposal: Proposal = EMPTY_PROPOSAL
-    drafting_failed: bool = False
-    error: Exception | None = None
-    """Why the request cannot go on, since it entered."""
-    fill: dict[str, DrafterFill] = field(default_factory=dict)
-    tokens_at: int = field(init=False)
-    """Where `tokens_np` lies in memory, for native calls about many requests: asking numpy takes a microsecond."""
-    blocks_at: int = 0
-    """The same of `blocks_np`."""
-    method: str = field(init=False)
-    rule: str = field(init=False)
-    """What decides it, see `effective_rule`."""
+    __slots__ = (
+        "_proposal",
+        "_stops",
+        "adapter",
+        "at",
+        "blocks_np",
+        "drafting_failed",
+        "error",
+        "fill",
+        "grammar",
+        "line",
+        "method",
+        "num_prompt",
+        "prompt_logprobs",
+        "rid",
+        "rule",
+        "speculation",
+        "state",
+        "stop_token_ids",
+        "tables",
+        "tokens_np",
+    )
 
-    def __post_init__(self) -> None:
-        self.tokens_at = address(self.tokens_np)
-        self.method = self.speculation.method
-        self.rule = effective_rule(self.state, self.speculation.rule)
+    def __init__(
+        self,
+        rid: int,
+        tokens_np: IntArray,  # [capacity]
+        num_tokens: int,
+        num_prompt: int,
+        max_total: int,
+        num_computed: int,
+        state: SamplingState,
+        speculation: Speculation,
+        stop_token_ids: frozenset[int],
+        prompt_logprobs: int | None,
+        tables: BlockTables,
+        line: int,
+        adapter: int = 0,
+    ) -> None:
+        super().__init__()
+        self.at = ctypes.addressof(self)
+        """Where the `RowBook` lies."""
+        self.rid = rid
+        self.num_tokens = num_tokens
+        self.num_prompt = num_prompt
+        self.max_total = max_total
+        self.num_computed = num_computed
+        self.state = state
+        self.speculation = speculation
+        self.stop_token_ids = stop_token_ids
+        self.prompt_logprobs = prompt_logprobs
+        self.tables = tables
+        self.line = line
+        self.adapter = adapter
+        self.blocks_np = _NO_BLOCKS
+        """[num_blocks] a view of the request's block ids. Other requests' lines may grow away from under it: what it
+        shows stays as it is until the request's own blocks change, and then it is a new one."""
+        self.grammar: Cursor | None = None
+        self.drafting_failed = False
+        self.error: Exception | None = None
+        """Why the request cannot go on, since it entered."""
+        self.fill: dict[str, DrafterFill] = {}
+        self.method = speculation.method
+        self.rule = effective_rule(state, speculation.rule)
+        """What decides it, see `effective_rule`."""
+        self._proposal = EMPTY_PROPOSAL
+        self._has_tokens(tokens_np)
+        self._stops = array("i", sorted(token for token in stop_token_ids if 0 <= token < 1 << 31))
+        self.stops_at, self.num_stops = self._stops.buffer_info()
+        self.native_rule = -1
+        ctypes.memmove(self.at + _DRAWS, state.draw_bytes, DRAW.size)
+
+    @property
+    def proposal(self) -> Proposal:
+        """What waits to be verified."""
+        return self._proposal if self.num_waiting else EMPTY_PROPOSAL
+
+    @proposal.setter
+    def proposal(self, proposal: Proposal) -> None:
+        self._proposal = proposal
+        self.num_waiting, self.placed = len(proposal.tokens), 0
+
+    def keep(self, proposal: Proposal) -> None:
+        """What waits to be verified, of which the numbers stand in the book."""
+        self._proposal = proposal
+
+    def _has_tokens(self, tokens_np: IntArray) -> None:
+        self.tokens_np = tokens_np
+        self.tokens_at, self.capacity = address(tokens_np), len(tokens_np)
 
     @property
     def is_full(self) -> bool:
@@ -145,7 +257,7 @@ class Row:
             # Accepted tokens past max_total are cut by the scheduler; until it has, they are kept here too.
             tokens_np = np.empty(end + 64, np.int32)
             tokens_np[:known] = self.tokens_np[:known]
-            self.tokens_np, self.tokens_at = tokens_np, address(tokens_np)
+            self._has_tokens(tokens_np)
         if len(token_ids) < 4:  # a store into a slice takes four times as long
             for i, token in enumerate(token_ids, known):
                 tokens_np[i] = token

@@ -17,8 +17,8 @@ from draftwise.verify.base import BatchRules, PassSlots, VerifyColumns, VerifyRe
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
-_RULES = {"greedy": 0, "coupled": 1, "rejection": 2, "block": 3}
-_DRAWS = {"fixed": 0, "independent": 1, "without_replacement": 2}
+RULES = {"greedy": 0, "coupled": 1, "rejection": 2, "block": 3}
+DRAWS = {"fixed": 0, "independent": 1, "without_replacement": 2}
 
 
 class NativeRules(BatchRules):
@@ -30,14 +30,14 @@ class NativeRules(BatchRules):
         pool: Threads that share large steps.
     """
 
-    names: ClassVar[frozenset[str]] = frozenset(_RULES)
+    names: ClassVar[frozenset[str]] = frozenset(RULES)
     shapes: ClassVar[bool] = True
     compacts: ClassVar[bool] = False
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
         self._verify = library.function(
-            "dw_verify", None, [_PTR, _PTR, _I64, _I64, ctypes.c_char_p, _PTR, _PTR, _I64, _PTR, _PTR]
+            "dw_verify", None, [_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _PTR, _PTR]
         )
 
     def verify(
@@ -54,6 +54,37 @@ class NativeRules(BatchRules):
             rules,
         )
         return self.deciding(columns)(logits)
+
+    def decide_at(
+        self,
+        logits: torch.Tensor,
+        count: int,
+        draws_at: int,
+        numbers_at: int,
+        q_at: int | None,
+        total: int,
+        given_at: int,
+        found_at: int,
+    ) -> None:
+        """Decide ``count`` requests with ``total`` nodes, of which all that `dw_verify` wants to know lies in memory.
+        ``logits`` [M, V] float32, contiguous, of all rows."""
+        require(
+            logits.dtype is torch.float32 and logits.is_cpu and logits.is_contiguous(),
+            "float32 logits on the CPU",
+        )
+        require(logits.shape[0] == count + total, "logits of all rows")
+        self._verify(
+            self._pool.pointer,
+            logits.data_ptr(),
+            logits.shape[1],
+            count,
+            draws_at,
+            numbers_at,
+            q_at,
+            total,
+            given_at,
+            found_at,
+        )
 
     def deciding(self, columns: VerifyColumns) -> Callable[[torch.Tensor], list[Verification]]:
         states, proposals, first_rows, rules = columns
@@ -81,14 +112,14 @@ class NativeRules(BatchRules):
                         require(q.dtype is torch.float32, "float32 q")
                         kept_q.append(q.contiguous())
                         last_q, last_q_at = q, kept_q[-1].data_ptr()
-                    draw, place = _DRAWS[proposal.draw], last_q_at
+                    draw, place = DRAWS[proposal.draw], last_q_at
                     q_rows += proposal.q_rows
             own.append(len(proposal.tokens))
             draws.append(draw)
             q_at.append(place)
         total = len(tokens)
         numbers = array("i", [state.num_tokens for state in states])
-        numbers.extend([*first_rows, *own, *map(_RULES.__getitem__, rules), *draws])
+        numbers.extend([*first_rows, *own, *map(RULES.__getitem__, rules), *draws])
         given = array("i", tokens + parents + q_rows)
         places = array("Q", q_at) if kept_q else None
         draw_bytes = b"".join([state.draw_bytes for state in states])

@@ -83,7 +83,7 @@ class RowPacker:
             "block ids in int32, side by side",
         )
         columns = array("i", [*starts, *first, *widths, *places, *tokens])
-        rows, rows_at = self._rows(len(tokens))
+        rows, rows_at = self.room(len(tokens))
         tables: IntArray = np.empty((count, width), np.int32)
         self._pack(
             count,
@@ -128,7 +128,7 @@ class RowPacker:
         )
         require(total >= 0 and all(tables_at) and all(tokens_at), "tokens and tables that lie somewhere")
         columns = array("q", [*first, *stop, *widths, *tables_at, *tokens_at])
-        rows, rows_at = self._rows(total)
+        rows, rows_at = self.room(total)
         numbers: IntArray = np.empty(2 * count + 1 + count * width, np.int32)
         at = address(numbers)
         self._pack_spans(
@@ -177,8 +177,8 @@ class RowPacker:
             address(ancestors_np),
         )
 
-    def _rows(self, count: int) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-        """Three tensors [count], one behind the other, and where they begin."""
+    def room(self, count: int) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+        """Three tensors int64 [count], one behind the other, and where they begin."""
         few = self._few if count <= _FEW else None
         found = None if few is None else few.get(count)
         if found is None:

@@ -7,6 +7,7 @@
 #include "ops.h"
 #include "program.h"
 #include "sample.h"
+#include "steps.h"
 #include "suffix.h"
 #include "tree.h"
 #include "verify.h"
@@ -20,7 +21,8 @@ const Layout layouts[] = {
     {"AttentionCall", sizeof(dw::AttentionCall)}, {"BatchView", sizeof(dw::BatchView)},
     {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
     {"ExpertsSetting", sizeof(dw::ExpertsSetting)}, {"PassInput", sizeof(dw::PassInput)},
-    {"ProgramOp", sizeof(dw::ProgramOp)},         {"RequestBook", sizeof(dw::RequestBook)},     {"RopeCall", sizeof(dw::RopeCall)},
+    {"ProgramOp", sizeof(dw::ProgramOp)},         {"FillBook", sizeof(dw::FillBook)},           {"RequestBook", sizeof(dw::RequestBook)},
+    {"RopeCall", sizeof(dw::RopeCall)},           {"RowBook", sizeof(dw::RowBook)},
     {"SuffixDraft", sizeof(dw::SuffixDraft)},     {"SuffixLimits", sizeof(dw::SuffixLimits)},
     {"TableBook", sizeof(dw::TableBook)},
     {"TreeOutput", sizeof(dw::TreeOutput)},       {"TreeWish", sizeof(dw::TreeWish)},

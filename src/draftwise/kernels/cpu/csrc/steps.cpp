@@ -1,0 +1,196 @@
+// A step of requests that decode, and of which nothing but their draws has to be known: its rows, what verification has to be told,
+// and what is taken in of its answer. runner/batch.py, verify/native.py and LocalExecutor._commit are the references of these.
+#include "steps.h"
+
+#include <algorithm>
+
+#include "boundary.h"
+#include "isa.h"
+
+namespace {
+
+using dw::RowBook;
+
+// The first `tokens` tokens of the request are stored for its drafter now: blocks that became full are marked.
+// Example: blocks of 16, 30 tokens before, 40 now: block 1 is full.
+void fill_to(RowBook& book, int64_t tokens, int64_t block_size) {
+  const int64_t before = book.fill->tokens / block_size, after = tokens / block_size;
+  book.fill->tokens = tokens;
+  if (book.marks)
+    for (int64_t i = before; i < after; i++) book.marks[book.blocks[i]] = 1;
+}
+
+int64_t slot_of(const RowBook& book, int64_t key, int64_t block_size) {
+  return book.blocks[key / block_size] * block_size + key % block_size;
+}
+
+}  // namespace
+
+// How large the step is. `wanted` [requests]: nodes to verify, at most; `own` [requests]: nodes of each that wait for it. `facts`:
+// nodes of all, blocks of the request that has most, whether some proposal is no chain, whether some has a q. 0: it is not such a
+// step, since a request is somewhere else, or has to be looked at.
+DW_EXPORT int dw_step_size(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* wanted, int32_t* own,
+                           int64_t* facts) {
+  return dw::guarded([&] {
+    int64_t nodes = 0, width = 1, trees = 0, sampled = 0;
+    for (int64_t r = 0; r < requests; r++) {
+      const RowBook& book = *books[r];
+      const int64_t n = std::min<int64_t>(wanted[r], book.waiting);
+      if (book.rule < 0 || book.num_computed + 1 != book.num_tokens || book.num_tokens >= book.max_total) return 0;
+      if (n < 0 || n > dw::MOST_DRAFTS || (n && !book.placed) || book.num_tokens + n + 1 > book.capacity) return 0;
+      if (book.num_tokens + n > book.num_blocks * block_size) return 0;
+      own[r] = (int32_t)n;
+      nodes += n;
+      width = std::max(width, book.num_blocks);
+      for (int64_t i = 0; i < n && !trees; i++) trees = book.parents[i] != i - 1;
+      if (n && book.q) sampled = 1;
+    }
+    facts[0] = nodes, facts[1] = width, facts[2] = trees, facts[3] = sampled;
+    return 1;
+  });
+}
+
+// The rows: of each request its last token, then its nodes. As `dw_pack_rows` and `dw_place_trees` write them: `rows` [3, T],
+// `starts` [requests + 1], `contexts` [requests], `tables` [requests, width], `is_tree` [requests], `ancestors` [T] or null.
+// As `dw_verify` reads them: `draws`, `numbers` [5, requests], `given` [3, nodes], `q_at` [requests]. `methods` [requests].
+// Example: root 4 at key 9 with drafts 8 and 5: rows 4 8 5, positions 9 10 11; base 10, two nodes.
+DW_EXPORT void dw_step_rows(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* own, int64_t nodes,
+                            int64_t width, int64_t* rows, int32_t* starts, int32_t* contexts, int32_t* tables, uint8_t* is_tree,
+                            uint64_t* ancestors, dw::VerifyDraw* draws, int32_t* numbers, int32_t* given, uint64_t* q_at,
+                            int32_t* methods) {
+  dw::guarded([&] {
+    const int64_t total = requests + nodes;
+    int64_t *positions = rows + total, *slots = positions + total, t = 0, at = 0;
+    int32_t *base = numbers, *first_row = base + requests, *count = first_row + requests, *rule = count + requests,
+            *draw = rule + requests, *parents = given + nodes, *q_rows = parents + nodes;
+    for (int64_t r = 0; r < requests; r++) {
+      const RowBook& book = *books[r];
+      const int64_t n = own[r], root = book.num_tokens - 1;
+      dw::require(0 <= n && n <= dw::MOST_DRAFTS && at + n <= nodes, "as many nodes as there is room for");
+      dw::require(root >= 0 && book.num_blocks <= width && root + n < book.num_blocks * block_size, "a block for each row");
+      int32_t* table = tables + r * width;
+      std::copy(book.blocks, book.blocks + book.num_blocks, table);
+      std::fill(table + book.num_blocks, table + width, 0);
+      starts[r] = first_row[r] = (int32_t)t;
+      contexts[r] = (int32_t)root;
+      base[r] = (int32_t)book.num_tokens;
+      count[r] = (int32_t)n;
+      rule[r] = (int32_t)book.rule;
+      draw[r] = n && book.q ? (int32_t)book.draw : 0;
+      q_at[r] = n ? (uint64_t)(uintptr_t)book.q : 0;
+      methods[r] = (int32_t)book.method;
+      draws[r] = book.draws;
+      bool tree = false;
+      for (int64_t i = 0; i < n; i++) tree |= book.parents[i] != i - 1;
+      is_tree[r] = tree;
+      for (int64_t i = 0; i <= n; i++) {
+        rows[t + i] = i ? book.drafts[i - 1] : book.tokens[root];
+        slots[t + i] = slot_of(book, root + i, block_size);
+        if (!tree) {
+          positions[t + i] = root + i;
+          if (ancestors) ancestors[t + i] = 0;  // not read
+        } else if (!i) {
+          positions[t] = root;
+          ancestors[t] = 1;
+        } else {
+          const int64_t above = (int64_t)book.parents[i - 1] + 1;
+          dw::require(0 <= above && above < i, "parents before their children");
+          positions[t + i] = positions[t + above] + 1;
+          ancestors[t + i] = ancestors[t + above] | (uint64_t)1 << i;
+        }
+      }
+      std::copy(book.drafts, book.drafts + n, given + at);
+      std::copy(book.parents, book.parents + n, parents + at);
+      std::copy(book.q_rows, book.q_rows + n, q_rows + at);
+      t += n + 1;
+      at += n;
+    }
+    starts[requests] = (int32_t)total;
+    dw::require(at == nodes, "as many nodes as the requests have");
+  });
+}
+
+// Take in what `dw_verify` found. `sizes` [requests]: tokens that became known; 0: there was no distribution, and nothing of the
+// request has changed but that its drafts are gone. `goes_on` [requests]: whether none of them ends the request. `tokens`
+// [requests + nodes]: of all, side by side. `moves` [2, nodes]: slots of keys that have to be moved, from and to; how many is
+// returned.
+// Example: 10 known, nodes 1 and 3 kept of a tree and token 7 behind them: 13 known, 12 computed, keys 10 and 12 go to 10 and 11.
+DW_EXPORT int64_t dw_step_taken(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* own, int64_t nodes,
+                                const int32_t* given, const int32_t* found, int32_t* sizes, int32_t* goes_on, int32_t* tokens,
+                                int64_t* moves) {
+  return dw::guarded([&] {
+    const int32_t *kept = found, *last = found + requests, *paths = last + requests;
+    int64_t at = 0, written = 0, moved = 0;
+    for (int64_t r = 0; r < requests; r++) {
+      RowBook& book = *books[r];
+      const int64_t n = own[r], length = kept[r], base = book.num_tokens;
+      const int32_t *drafts = given + at, *path = paths + at;
+      at += n;
+      dw::require(at <= nodes && 0 <= length && length <= n, "a path in the tree");
+      dw::require(base + length + 1 <= book.capacity, "room for the tokens");
+      book.waiting = 0;
+      sizes[r] = goes_on[r] = 0;
+      if (last[r] < 0) continue;
+      int32_t* answer = tokens + written;
+      for (int64_t k = 0; k < length; k++) {
+        const int64_t node = path[k];
+        dw::require(k <= node && node < n, "a path in the tree");
+        answer[k] = drafts[node];
+        if (node != k) {
+          moves[moved] = slot_of(book, base + node, block_size);
+          moves[nodes + moved++] = slot_of(book, base + k, block_size);
+        }
+      }
+      answer[length] = last[r];
+      if (book.fill) {
+        if (book.fill->drafts && book.fill->tokens == base) fill_to(book, base + std::min(length, book.fill->drafts), block_size);
+        book.fill->drafts = 0;
+      }
+      std::copy(answer, answer + length + 1, book.tokens + base);
+      book.num_tokens = base + length + 1;
+      book.num_computed = base + length;
+      sizes[r] = (int32_t)length + 1;
+      goes_on[r] = std::find_first_of(answer, answer + length + 1, book.stops, book.stops + book.num_stops) == answer + length + 1;
+      written += length + 1;
+    }
+    return moved;
+  });
+}
+
+// Write down what was drafted. `columns` [6, requests]: nodes; how they were drawn; number of the method; whether native code may
+// verify them; leading tokens that the drafter has stored, -1: as before; drafts stored behind them. `given` [3, nodes]: tokens,
+// parents, rows of q. `q_at` [requests] or null. Answers -1, or the first request about which a number cannot be: those before it
+// were written.
+DW_EXPORT int64_t dw_place_drafts(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* columns,
+                                  int64_t nodes, const int32_t* given, const uint64_t* q_at) {
+  return dw::guarded([&]() -> int64_t {
+    const int32_t *sizes = columns, *draw = sizes + requests, *method = draw + requests, *placed = method + requests,
+                  *tokens = placed + requests, *stored = tokens + requests;
+    int64_t at = 0;
+    for (int64_t r = 0; r < requests; r++) {
+      RowBook& book = *books[r];
+      const int64_t n = sizes[r];
+      dw::require(0 <= n && n <= dw::MOST_DRAFTS && at + n <= nodes, "as many nodes as there are");
+      const int32_t *own = given + at, *parents = own + nodes, *q_rows = parents + nodes;
+      at += n;
+      if (tokens[r] >= 0) {
+        bool chain = true;
+        for (int64_t i = 0; i < n; i++) chain &= parents[i] == i - 1;
+        if (!book.fill || tokens[r] > book.num_tokens || book.num_tokens > book.num_blocks * block_size) return r;
+        if (stored[r] < 0 || stored[r] > (chain ? n : 0)) return r;
+        if (tokens[r] / block_size > book.fill->tokens / block_size) fill_to(book, tokens[r], block_size);
+        book.fill->tokens = tokens[r];
+        book.fill->drafts = stored[r];
+      }
+      book.waiting = n;
+      book.placed = placed[r];
+      book.draw = draw[r];
+      book.method = method[r];
+      book.q = q_at ? (const float*)(uintptr_t)q_at[r] : nullptr;
+      std::copy(own, own + n, book.drafts);
+      std::copy(parents, parents + n, book.parents);
+      std::copy(q_rows, q_rows + n, book.q_rows);
+    }
+    return -1;
+  });
+}

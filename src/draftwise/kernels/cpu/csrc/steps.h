@@ -1,0 +1,36 @@
+// What the executor knows of a request in numbers. Python writes and reads the same memory (runner/rows.py).
+#pragma once
+#include <cstdint>
+
+#include "verify.h"
+
+namespace dw {
+
+constexpr int64_t MOST_DRAFTS = 63;
+
+// How much of a request's keys one drafter has.
+struct FillBook {
+  int64_t tokens, drafts;
+};
+
+struct RowBook {
+  int64_t num_tokens, num_computed, max_total;
+  int64_t capacity;       // of `tokens`
+  int32_t* tokens;
+  int64_t num_blocks;
+  const int32_t* blocks;  // [num_blocks]
+  const int32_t* stops;   // [num_stops] tokens that end the request
+  int64_t num_stops;
+  int64_t rule;           // a `Rule`; -1: kernels do not decide this request, or more than its draws has to be looked at
+  int64_t waiting;        // nodes that wait to be verified
+  int64_t placed;         // whether what follows says which
+  int64_t draw;           // a `Draw`
+  const float* q;         // of these nodes, or null
+  int64_t method;         // number of their method's name
+  FillBook* fill;         // of the request's own drafter, or null
+  uint8_t* marks;         // [blocks of the cache] what that drafter has filled
+  VerifyDraw draws;
+  int32_t drafts[MOST_DRAFTS], parents[MOST_DRAFTS], q_rows[MOST_DRAFTS];
+};
+
+}  // namespace dw
