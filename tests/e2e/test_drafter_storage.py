@@ -152,9 +152,13 @@ def drafts_of(
         for i in range(len(engines.prompts))
     ]
     changed = change(drafting) if change is not None else None
+    ordinary = executor._ordinary
+    if isinstance(changed, Moving):
+        executor._ordinary = None  # there `Drafting.move` is not told of each path
     try:
         outputs = llm.generate(engines.prompts, params)
     finally:
+        executor._ordinary = ordinary
         for name in ("accepted", "propose"):
             drafting.__dict__.pop(name, None)
     traces = [o.outputs[0].trace or () for o in outputs]

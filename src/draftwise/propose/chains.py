@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import torch
 
 from draftwise.propose.base import DraftRow
+from draftwise.propose.columns import DraftColumns
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.structured.cursor import mask_drafts
@@ -160,6 +161,27 @@ def loop_draws(rows: Sequence[DraftRow], kind: ChainKind) -> ChainDraws | None:
     for row in rows:
         seed, top_p, scale, log_min_p, top_k, sample_index = row.sampling.draw_fields
         keys.append(ChainKey(seed, sample_index, len(row.token_ids_np), 0, scale, log_min_p, top_k, top_p))
+    return ChainDraws("shared" if kind == "coupled" else "draft", tuple(keys))
+
+
+def kind_of_columns(columns: DraftColumns, method: DraftSampleMethod) -> ChainKind:
+    """`chain_kind` of all of them."""
+    if not columns.sampling:
+        return "argmax"
+    state, rule = columns.sampling[0], columns.speculation.rule
+    if draws_from_q(state, rule, method):
+        return "sampled"
+    return "coupled" if rule == "coupled" and method == "probabilistic" else "argmax"
+
+
+def column_draws(columns: DraftColumns, kind: ChainKind) -> ChainDraws | None:
+    """`loop_draws` of requests in columns."""
+    if kind == "argmax":
+        return None
+    keys = []
+    for state, known in zip(columns.sampling, columns.known, strict=True):
+        seed, top_p, scale, log_min_p, top_k, sample_index = state.draw_fields
+        keys.append(ChainKey(seed, sample_index, known, 0, scale, log_min_p, top_k, top_p))
     return ChainDraws("shared" if kind == "coupled" else "draft", tuple(keys))
 
 

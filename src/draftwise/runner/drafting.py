@@ -15,6 +15,7 @@ from draftwise.kernels.cpu.attention import address
 from draftwise.kv.storage import KVStorage
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
+from draftwise.propose.columns import ColumnDrafter
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.guard import Guard, whole_number
 from draftwise.runner.placing import Placing
@@ -212,11 +213,6 @@ class Drafting:
                 source.append(int(table[src // size]) * size + src % size)
                 target.append(int(table[dst // size]) * size + dst % size)
 
-    def moves(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """`move` of what stands in these slots."""
-        self._moves[0].extend(source)
-        self._moves[1].extend(target)
-
     def compact(self) -> None:
         """Carry out the moves of this step's accepted paths in the target's storage."""
         source, target = self._moves
@@ -230,6 +226,8 @@ class Drafting:
 
     def propose(self, wanted: Sequence[tuple[Row, int]]) -> None:
         """Let each request's own proposer draft up to its budget; the result waits in `Row.proposal`."""
+        if self._placing is not None and len(wanted) and self._in_columns(self._placing, wanted):
+            return
         groups: dict[str, list[tuple[Row, DraftRow]]] = {}
         for row, budget in wanted:
             # The last token that may come is the bonus token behind the deepest accepted node.
@@ -266,6 +264,22 @@ class Drafting:
             group.append((row, draft_row))
         for name, members in groups.items():
             self._propose_group(name, members)
+
+    def _in_columns(self, placing: Placing, wanted: Sequence[tuple[Row, int]]) -> bool:
+        """Draft for all requests without a record for each, if they and their drafter are of that kind."""
+        rows = [row for row, _ in wanted]
+        name = rows[0].method
+        proposer: object = self._proposers.get(name)
+        if not isinstance(proposer, ColumnDrafter) or name in self._foreign:
+            return False
+        columns = placing.columns(rows, [budget for _, budget in wanted])
+        if columns is None:
+            return False
+        try:
+            block = proposer.draft_columns(columns)
+        except Exception:  # asked again, it says of whom
+            return False
+        return block is not None and placing.place_chains(rows, columns, block, self._vocab_size)
 
     def _propose_group(self, name: str, members: list[tuple[Row, DraftRow]]) -> None:
         rows = [draft_row for _, draft_row in members]

@@ -254,13 +254,13 @@ class LocalExecutor(Executor):
         forwarded = self._clock()
         if drafting.observes:
             drafting.observe(step.rows, step.input, output)
-        drafting.moves(*ordinary.decide(step, logits))
+        moved = ordinary.decide(step, logits)
         followed = 0.0
         if drafting.observes and (read := step.read()):
             before = self._clock()
             drafting.committed(read)
             followed = self._clock() - before
-        drafting.compact()
+        ordinary.compact(self._storage, *moved)
         verified = self._clock()
         drafting.propose(step.drafting())
         drafted = self._clock()
@@ -352,6 +352,7 @@ class LocalExecutor(Executor):
         row.add_blocks(new.block_ids)
         if new.sampling.structured_outputs is not None:
             assert self._grammars is not None, "admitted without a way to follow its grammar"
+            row.kind = 0
             output_ids = new.token_ids_np[new.num_prompt :].tolist()
             try:
                 row.grammar = self._grammars.cursor(new.sampling, output_ids)

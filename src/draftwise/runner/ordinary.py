@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from draftwise.kernels.cpu.attention import address
+from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.kernels.cpu.library import NativeLibrary
-from draftwise.runner.placing import method_name
-from draftwise.runner.rows import Row
+from draftwise.kv.storage import KVStorage
+from draftwise.runner.rows import Row, method_name
 from draftwise.sampling.state import DRAW
 from draftwise.types import AttentionBatch, IntArray, RowPlan, RowResult, StepInput, chain_parents, new_record
 from draftwise.verify.native import RULES, NativeRules
@@ -143,6 +144,7 @@ class OrdinarySteps:
         self._taken = library.function(
             "dw_step_taken", _I64, [_I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR]
         )
+        self._move = library.function("dw_move_slots", None, [_PTR, *[_I64] * 5, _PTR, _PTR])
         self.stale = False
         """Whether the sampling states of requests are behind their rows, see `catch_up`."""
 
@@ -297,6 +299,27 @@ class OrdinarySteps:
         else:
             step.paths = [_paths(size - 1) if size else () for size in step.sizes]
         return moves[:moved].tolist(), moves[nodes : nodes + moved].tolist()
+
+    def compact(self, storage: KVStorage, source: Sequence[int], target: Sequence[int]) -> None:
+        """`KVStorage.move` of accepted paths: a node never goes to where a later one of its path still stands."""
+        if not source:
+            return
+        moves = array("q", [*source, *target])
+        at, count = moves.buffer_info()[0], len(source)
+        for pool in storage.pools:
+            require(pool[0].is_contiguous(), "a storage whose slots lie side by side")
+            layers, slots = pool.shape[:2]
+            size = pool.element_size()
+            self._move(
+                pool.data_ptr(),
+                layers,
+                pool.stride(0) * size,
+                slots,
+                pool.stride(1) * size,
+                count,
+                at,
+                at + 8 * count,
+            )
 
 
 _PATHS = [tuple(range(n)) for n in range(65)]

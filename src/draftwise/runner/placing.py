@@ -6,29 +6,19 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.library import NativeLibrary
-from draftwise.runner.rows import Row
+from draftwise.names import MAX_TREE_NODES
+from draftwise.propose.columns import DraftBlock, DraftColumns
+from draftwise.runner.rows import Row, method_number
 from draftwise.types import Proposal
 from draftwise.verify.native import DRAWS
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
-_NAMES: list[str] = ["none"]
-_NUMBERS: dict[str, int] = {"none": 0}
-
-
-def method_name(number: int) -> str:
-    """The method that `Placing` has given this number."""
-    return _NAMES[number]
-
-
-def _number_of(name: str) -> int:
-    number = _NUMBERS.get(name)
-    if number is None:
-        number = _NUMBERS[name] = len(_NAMES)
-        _NAMES.append(name)
-    return number
+_FACTS = 9
 
 
 class Placing:
@@ -36,6 +26,10 @@ class Placing:
 
     def __init__(self, library: NativeLibrary, block_size: int) -> None:
         self._block_size = block_size
+        self._columns = library.function("dw_draft_columns", None, [_I64, _PTR, _PTR])
+        self._chains = library.function(
+            "dw_place_chains", _I64, [_I64, _PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _PTR, _I64]
+        )
         self._place = library.function("dw_place_drafts", _I64, [_I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR])
 
     def place(
@@ -69,7 +63,7 @@ class Placing:
             tokens += own
             parents += proposal.parents
             sizes.append(len(own))
-            methods.append(_number_of(proposal.method))
+            methods.append(method_number(proposal.method))
             if q is None or proposal.draw == "fixed":
                 q_rows += proposal.parents  # not read
                 draws.append(0)
@@ -107,3 +101,69 @@ class Placing:
             None if q_places is None else q_places.buffer_info()[0],
         )
         return bool(bad < 0)
+
+    def columns(self, rows: Sequence[Row], budgets: Sequence[int]) -> DraftColumns | None:
+        """What a drafter has to know of requests that all want chains of one kind. None: they do not, or one of them
+        cannot draft."""
+        count = len(rows)
+        places = array("Q", [row.at for row in rows])
+        found = array("q", bytes(8 * _FACTS * count))
+        self._columns(count, places.buffer_info()[0], found.buffer_info()[0])
+        kinds, known, num_prompt, depths, filled, blocks, tokens_at, blocks_at, _ = (
+            found[i * count : (i + 1) * count].tolist() for i in range(_FACTS)
+        )
+        first = rows[0]
+        if not kinds[0] or kinds.count(kinds[0]) != count or min(depths) < 1:
+            return None
+        return DraftColumns(
+            first.speculation,
+            () if first.state.is_greedy else [row.state for row in rows],
+            [row.rid for row in rows],
+            known,
+            num_prompt,
+            [min(budget, MAX_TREE_NODES) for budget in budgets],
+            depths,
+            filled,
+            blocks,
+            tokens_at,
+            blocks_at,
+        )
+
+    def place_chains(
+        self, rows: Sequence[Row], columns: DraftColumns, block: DraftBlock, vocab_size: int
+    ) -> bool:
+        """Write down what was drafted for these requests. False: something about it cannot be, and nothing was
+        written."""
+        count, tokens, q = len(rows), block.tokens, block.q
+        if tokens.shape[0] != count or tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
+            return False
+        width = tokens.shape[1]
+        if q is not None:
+            if q.shape != (count * width, vocab_size) or q.dtype is not torch.float32:
+                return False
+            if not q.is_contiguous():
+                q = q.contiguous()
+        numbers = array("i", block.sizes or [width] * count)
+        numbers.extend(columns.budgets)
+        numbers.extend(block.filled or [-1] * count)
+        if len(numbers) != 3 * count:
+            return False
+        places = array("Q", [row.at for row in rows])
+        bad = self._chains(
+            count,
+            places.buffer_info()[0],
+            self._block_size,
+            width,
+            address(tokens),
+            numbers.buffer_info()[0],
+            block.stored,
+            vocab_size,
+            None if q is None else q.data_ptr(),
+            method_number(columns.speculation.method),
+        )
+        if bad >= 0:
+            return False
+        if q is not None:
+            for row in rows:
+                row.keep_q(q)
+        return True

@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from draftwise.kernels.cpu.attention import address
 from draftwise.names import MAX_TREE_NODES
 from draftwise.sampling.state import DRAW, SamplingState
 from draftwise.structured.cursor import Cursor
-from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation
+from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation, chain_parents
 from draftwise.verify.base import effective_rule
 
 
@@ -105,6 +106,9 @@ class RowBook(ctypes.Structure):
         ("method_number", ctypes.c_int64),
         ("fill_at", ctypes.c_int64),
         ("marks_at", ctypes.c_int64),
+        ("num_prompt", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("drafting_failed", ctypes.c_int64),
         ("draws", ctypes.c_ubyte * DRAW.size),
         ("drafts", ctypes.c_int32 * MAX_TREE_NODES),
         ("parents", ctypes.c_int32 * MAX_TREE_NODES),
@@ -129,9 +133,46 @@ class RowBook(ctypes.Structure):
     """See `runner.ordinary`; -1: the request is never part of such a step."""
     num_waiting: int
     placed: int
+    """Whether drafts that wait stand in the book; 2: there alone."""
+    draw: int
+    method_number: int
+    drafts: ctypes.Array[ctypes.c_int32]
+    parents: ctypes.Array[ctypes.c_int32]
+    q_rows: ctypes.Array[ctypes.c_int32]
+    num_prompt: int
+    kind: int
+    """See `kind_of`."""
+    drafting_failed: bool
     fill_at: int
     marks_at: int
     """Of the request's own drafter, if it has storage: its `DrafterFill`, and its marks of blocks."""
+
+
+_KINDS: dict[object, int] = {}
+_NAMES: list[str] = ["none"]
+_NUMBERS: dict[str, int] = {"none": 0}
+
+
+def method_name(number: int) -> str:
+    """The method that has this number."""
+    return _NAMES[number]
+
+
+def method_number(name: str) -> int:
+    """A number for a method, the same as long as the process lives."""
+    number = _NUMBERS.get(name)
+    if number is None:
+        number = _NUMBERS[name] = len(_NAMES)
+        _NAMES.append(name)
+    return number
+
+
+def kind_of(state: SamplingState, speculation: Speculation) -> int:
+    """Requests of one number want chains that are drawn alike (`DraftColumns`); 0: no such chain."""
+    if speculation.tree is not None or speculation.dynamic is not None or state.steers:
+        return 0
+    key = speculation.method, speculation.rule, state.is_greedy
+    return _KINDS.setdefault(key, len(_KINDS) + 1)
 
 
 _DRAWS = RowBook.draws.offset
@@ -143,16 +184,15 @@ class Row(RowBook):
     __slots__ = (
         "_proposal",
         "_stops",
+        "_waiting_q",
         "adapter",
         "at",
         "blocks_np",
-        "drafting_failed",
         "error",
         "fill",
         "grammar",
         "line",
         "method",
-        "num_prompt",
         "prompt_logprobs",
         "rid",
         "rule",
@@ -198,7 +238,7 @@ class Row(RowBook):
         """[num_blocks] a view of the request's block ids. Other requests' lines may grow away from under it: what it
         shows stays as it is until the request's own blocks change, and then it is a new one."""
         self.grammar: Cursor | None = None
-        self.drafting_failed = False
+        self.kind = kind_of(state, speculation)
         self.error: Exception | None = None
         """Why the request cannot go on, since it entered."""
         self.fill: dict[str, DrafterFill] = {}
@@ -206,6 +246,7 @@ class Row(RowBook):
         self.rule = effective_rule(state, speculation.rule)
         """What decides it, see `effective_rule`."""
         self._proposal = EMPTY_PROPOSAL
+        self._waiting_q: torch.Tensor | None = None
         self._has_tokens(tokens_np)
         self._stops = array("i", sorted(token for token in stop_token_ids if 0 <= token < 1 << 31))
         self.stops_at, self.num_stops = self._stops.buffer_info()
@@ -215,7 +256,16 @@ class Row(RowBook):
     @property
     def proposal(self) -> Proposal:
         """What waits to be verified."""
-        return self._proposal if self.num_waiting else EMPTY_PROPOSAL
+        n = self.num_waiting
+        if not n:
+            return EMPTY_PROPOSAL
+        if self.placed == 2:
+            q, tokens = self._waiting_q, tuple(self.drafts[:n])
+            name = method_name(self.method_number)
+            if not self.draw or q is None:
+                return Proposal(tokens, chain_parents(n), name)
+            return Proposal(tokens, chain_parents(n), name, "independent", q, tuple(self.q_rows[:n]))
+        return self._proposal
 
     @proposal.setter
     def proposal(self, proposal: Proposal) -> None:
@@ -225,6 +275,10 @@ class Row(RowBook):
     def keep(self, proposal: Proposal) -> None:
         """What waits to be verified, of which the numbers stand in the book."""
         self._proposal = proposal
+
+    def keep_q(self, q: torch.Tensor | None) -> None:
+        """What the drafts that wait in the book were drawn from."""
+        self._waiting_q = q
 
     def _has_tokens(self, tokens_np: IntArray) -> None:
         self.tokens_np = tokens_np

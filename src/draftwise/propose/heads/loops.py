@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from draftwise.models.inputs import pack_spans
+from draftwise.models.inputs import pack_places, pack_spans
 from draftwise.propose.base import DraftRow
+from draftwise.propose.columns import DraftColumns
 from draftwise.propose.heads.passes import HeadPasses
 from draftwise.propose.heads.state import HeadState, Piece, Track, joined
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
@@ -62,6 +63,30 @@ class HeadLoops:
             ),
         )
 
+    def columns(
+        self, columns: DraftColumns, states: Sequence[HeadState], steps: int, draws: ChainDraws | None
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        """`chains` of requests in columns."""
+        return self._fed(
+            columns.known,
+            states,
+            lambda firsts, first_keys: pack_places(
+                firsts,
+                columns.known,
+                columns.num_blocks,
+                columns.tokens_at,
+                columns.blocks_at,
+                self._passes.block_size,
+                self._passes.head.inputs_on,
+                position_offset=-1,
+                first_keys=first_keys,
+                packer=self._passes.packer,
+            ),
+            lambda batch, features, last: self._passes.head.draft_chains(
+                batch, features, self._passes.kv, last, steps, draws
+            ),
+        )
+
     def _at_once(
         self,
         rows: Sequence[DraftRow],
@@ -71,6 +96,33 @@ class HeadLoops:
         call: Callable[[StepInput, Tensor, list[int] | None], T | None],
     ) -> T | None:
         """Let the head do all passes for these requests, the first of them over what is missing; None: it cannot."""
+        return self._fed(
+            [len(row.token_ids_np) for row in rows],
+            states,
+            lambda firsts, first_keys: pack_spans(
+                firsts,
+                [row.token_ids_np for row in rows],
+                tables,
+                [row.tokens_at for row in rows],
+                tables_at,
+                self._passes.block_size,
+                self._passes.head.inputs_on,
+                position_offset=-1,
+                first_keys=first_keys,
+                packer=self._passes.packer,
+            ),
+            call,
+        )
+
+    def _fed(
+        self,
+        stops: Sequence[int],
+        states: Sequence[HeadState],
+        pack: Callable[[list[int], list[int]], StepInput | None],
+        call: Callable[[StepInput, Tensor, list[int] | None], T | None],
+    ) -> T | None:
+        """``stops``: known tokens of each request; ``pack``: makes a batch of them, from some token of each on and with
+        its first key."""
         if self._passes.head.num_depths > 1:
             return None  # what the first depth gives is queued for the next one
         begun = time.perf_counter()
@@ -82,8 +134,8 @@ class HeadLoops:
         size = 0
         # What is stored is written down before it is: behind the passes the caches are full of weights, and what is at
         # hand now would have to be fetched again, at four times the cost.
-        for row, state in zip(rows, states, strict=True):
-            track, stop = state.tracks[0], len(row.token_ids_np)
+        for stop, state in zip(stops, states, strict=True):
+            track = state.tracks[0]
             queue = track.queue
             first = self._passes.first_missing(track, stop)
             firsts.append(first)
@@ -95,20 +147,10 @@ class HeadLoops:
             filled.append(state.filled)
         answer: T | None = None
         try:
-            batch = pack_spans(
-                firsts,
-                [row.token_ids_np for row in rows],
-                tables,
-                [row.tokens_at for row in rows],
-                tables_at,
-                self._passes.block_size,
-                self._passes.head.inputs_on,
-                position_offset=-1,
-                first_keys=first_keys,
-                packer=self._passes.packer,
-            )
-            last = None if size == len(rows) else (batch.attention.query_start_np[1:] - 1).tolist()
-            answer = call(batch, joined(pieces), last)
+            batch = pack(firsts, first_keys)
+            if batch is not None:
+                last = None if size == len(stops) else (batch.attention.query_start_np[1:] - 1).tolist()
+                answer = call(batch, joined(pieces), last)
         finally:
             if answer is None:
                 for track, stored, queue_was in saved:

@@ -17,12 +17,15 @@ from draftwise.propose.chains import (
     ChainKind,
     alike,
     chain_draws,
+    column_draws,
     draw_next,
+    kind_of_columns,
     longest_chain,
     loop_draws,
     loop_proposals,
     one_loop,
 )
+from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
 from draftwise.propose.heads.loops import HeadLoops
 from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.heads.seated import SeatedHead
@@ -43,7 +46,7 @@ _FEW_ROWS = 16
 """Rows per request, on average, of which it does not matter how long those of the others are kept."""
 
 
-class HeadProposer(Proposer):
+class HeadProposer(Proposer, ColumnDrafter):
     """Runs a head autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
     What the target computed for tokens that were committed (`committed`) waits (`FeatureSource`) until the head drafts,
@@ -213,6 +216,25 @@ class HeadProposer(Proposer):
             EMPTY_PROPOSAL if draft is None else draft.proposal(self.name, self._sample_method)
             for draft in drafts
         ]
+
+    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+        if says_itself(self, HeadProposer.propose):
+            return None
+        length = columns.chain_length(self._max_len, self._block_size)
+        states = [state for rid in columns.rids if (state := self._states.get(rid)) is not None]
+        if not length or len(states) != len(columns.rids):
+            return None
+        kind = kind_of_columns(columns, self._sample_method)
+        chains = self._loops.columns(columns, states, length, column_draws(columns, kind))
+        if chains is None:
+            return None
+        self.forward_time += self._passes.take_time()
+        self._together = None
+        drawn, q = chains
+        q = self._of_target(q)
+        return DraftBlock(
+            drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), self._loops.filled
+        )
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the head do the whole loop for all rows, if it can."""

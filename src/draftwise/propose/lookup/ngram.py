@@ -10,6 +10,7 @@ import numpy as np
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.library import native_library, why_not_native
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
 from draftwise.propose.lookup.ngram_native import NativeNgrams
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain_parents
 
@@ -85,7 +86,7 @@ class _PythonNgrams:
         return out
 
 
-class NgramProposer(Proposer):
+class NgramProposer(Proposer, ColumnDrafter):
     """Copies what followed the most recent occurrence of the longest suffix of ``prompt_lookup_max`` down to
     ``prompt_lookup_min`` tokens (prompt lookup decoding; Saxena 2023).
 
@@ -137,6 +138,19 @@ class NgramProposer(Proposer):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [proposal for proposal, _ in self.look_ups(rows)]
+
+    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+        engine, indexes = self._engine, self._indexes
+        if not isinstance(engine, NativeNgrams) or says_itself(self, NgramProposer.propose):
+            return None
+        wanted = list(map(min, columns.budgets, columns.max_depths))
+        asked: list[Any] = []
+        for rid, known in zip(columns.rids, columns.known, strict=True):
+            index = indexes.get(rid)
+            if index is None or index.done >= known:
+                index = indexes[rid] = engine.index()
+            asked.append(index)
+        return DraftBlock(*engine.columns(asked, columns.known, wanted, columns.tokens_at))
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""

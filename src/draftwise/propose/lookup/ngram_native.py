@@ -6,6 +6,8 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.propose.lookup.suffix_native import address
 from draftwise.types import IntArray
@@ -70,3 +72,21 @@ class NativeNgrams:
             out.append((answer[at : at + size] if length else [], length))
             at += width
         return out
+
+    def columns(
+        self,
+        indexes: Sequence[NativeIndex],
+        known: Sequence[int],
+        wanted: Sequence[int],
+        tokens_at: Sequence[int],
+    ) -> tuple[IntArray, list[int]]:
+        """`step` of requests whose known tokens lie somewhere: tokens [R, widest], and how many of each were found."""
+        count, width = len(indexes), max(wanted)
+        columns = array("q", [index.handle for index in indexes])
+        columns.extend([*tokens_at, *known, *known, *wanted])
+        found: IntArray = np.zeros(count * (1 + width), np.int32)
+        self._step(count, columns.buffer_info()[0], width, address(found))
+        for index, end in zip(indexes, known, strict=True):
+            index.done = end - 1
+        sizes = [size if length else 0 for size, length in zip(wanted, found[:count].tolist(), strict=True)]
+        return found[count:].reshape(count, width), sizes

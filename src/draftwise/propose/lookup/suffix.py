@@ -16,6 +16,7 @@ import numpy as np
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.library import NativeLibrary, native_library, why_not_native
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
 from draftwise.propose.lookup.suffix_engines import NativeEngine, PythonEngine, Tree
 from draftwise.propose.lookup.suffix_native import NativeSuffixTree, suffix_functions
 from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixLimits
@@ -41,7 +42,7 @@ class _Request:
     num_prompt: int
 
 
-class SuffixProposer(Proposer):
+class SuffixProposer(Proposer, ColumnDrafter):
     """Drafts the likeliest continuation of the text's end, counted in the request's own tokens and in past outputs.
 
     For every length at which the end of the text occurred before, in the request (prompt and output) or in an output
@@ -124,6 +125,23 @@ class SuffixProposer(Proposer):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [proposal for proposal, _ in self.look_ups(rows)]
+
+    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+        engine, requests = self._engine, self._requests
+        if (
+            not isinstance(engine, NativeEngine)
+            or self.limits.best_first
+            or says_itself(self, SuffixProposer.propose)
+        ):
+            return None
+        asked = [request for rid in columns.rids if (request := requests.get(rid)) is not None]
+        full = self._global is not None and (
+            self._global.num_tokens + sum(columns.known) > self.max_cached_tokens
+        )
+        if full or len(asked) != len(columns.rids):
+            return None
+        found = engine.columns([r.local for r in asked], self._global, [r.output for r in asked], columns)
+        return DraftBlock(*found)
 
     def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
         """`look_up` of each row, one after the other; in one call where nothing has to be done between them."""

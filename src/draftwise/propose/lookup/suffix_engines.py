@@ -8,9 +8,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import DraftRow
+from draftwise.propose.columns import DraftColumns
 from draftwise.propose.lookup import suffix_python
 from draftwise.propose.lookup.suffix_native import (
     BEST_FIRST,
@@ -111,6 +114,37 @@ class NativeEngine:
             at += width
             behind += width
         return out
+
+    def columns(
+        self, locals_: Sequence[Tree], global_: Tree | None, outputs: Sequence[int], columns: DraftColumns
+    ) -> tuple[IntArray, list[int]]:
+        """`steps` of requests in columns, which want chains: tokens [R, widest], and how many of each were found."""
+        assert not isinstance(global_, PythonSuffixTree)
+        count = len(outputs)
+        width = min(max(columns.budgets), MAX_TREE_NODES)
+        given = array("q", [local.handle for local in locals_])  # type: ignore[union-attr]
+        given.extend(
+            [
+                *outputs,
+                *columns.tokens_at,
+                *columns.known,
+                *columns.num_prompt,
+                *columns.budgets,
+                *columns.max_depths,
+            ]
+        )
+        given.extend([CHAIN] * count)
+        found: IntArray = np.zeros(count * (2 + 2 * width), np.int32)
+        self._calls(
+            count,
+            global_ and global_.handle,
+            self._limits,
+            given.buffer_info()[0],
+            width,
+            found.__array_interface__["data"][0],
+        )
+        tokens = found[2 * count : (2 + width) * count].reshape(count, width)
+        return tokens, found[:count].tolist()
 
     def draft(
         self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits

@@ -13,19 +13,22 @@ import torch
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.models.inputs import RowInput, build_step_input, pack_spans
+from draftwise.models.inputs import RowInput, build_step_input, pack_places, pack_spans
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
     ChainDraft,
     ChainKind,
     alike,
     chain_draws,
+    column_draws,
     draw_next,
+    kind_of_columns,
     longest_chain,
     loop_draws,
     loop_proposals,
     one_loop,
 )
+from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
 from draftwise.propose.models.carried import CarriedStates
 from draftwise.propose.models.loading import load_draft_model
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
@@ -48,7 +51,7 @@ class ModelDraft(ChainDraft):
     stored: int = 0
 
 
-class ModelProposer(Proposer, TreeModel):
+class ModelProposer(Proposer, TreeModel, ColumnDrafter):
     """Runs a draft model autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
     The drafter's K/V lives in its own storage, indexed by the target's block tables. Before it drafts, it catches
@@ -142,6 +145,41 @@ class ModelProposer(Proposer, TreeModel):
             if active:
                 logits = self._advance(active)
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
+
+    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+        if self._carried is not None or says_itself(self, ModelProposer.propose):
+            return None
+        length = columns.chain_length(self._max_len, self._block_size)
+        known = columns.known
+        firsts = [min(filled, end - 1) for filled, end in zip(columns.filled, known, strict=True)]
+        total = sum(known) - sum(firsts)
+        if not length or total > CATCH_UP_ROWS:
+            return None
+        batch = pack_places(
+            firsts,
+            known,
+            columns.num_blocks,
+            columns.tokens_at,
+            columns.blocks_at,
+            self._block_size,
+            self._model.inputs_on,
+            packer=self._packer,
+        )
+        if batch is None:
+            return None
+        begun = time.perf_counter()
+        assert self._storage is not None, "allocate comes before propose"
+        last = None if total == len(known) else (batch.attention.query_start_np[1:] - 1).tolist()
+        kind = kind_of_columns(columns, self._sample_method)
+        chains = self._model.draft_chains(batch, self._storage, last, length, column_draws(columns, kind))
+        if chains is None:
+            return None
+        self.forward_time += time.perf_counter() - begun
+        self._drafts, self._looped = {}, {}
+        drawn, q = chains
+        return DraftBlock(
+            drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), known, length - 1
+        )
 
     def _filled(self, row: DraftRow) -> int:
         """Leading tokens of the row that have K/V, and state where the model has any."""

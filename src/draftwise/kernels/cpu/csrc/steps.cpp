@@ -194,3 +194,71 @@ DW_EXPORT int64_t dw_place_drafts(int64_t requests, RowBook* const* books, int64
     return -1;
   });
 }
+
+// What drafters want to know, side by side: `columns` [9, requests] kind (0: its drafter failed, or it has none), known tokens, of
+// these the prompt's, deepest node, tokens that the drafter has stored, blocks, where tokens and blocks lie, how many wait.
+DW_EXPORT void dw_draft_columns(int64_t requests, RowBook* const* books, int64_t* columns) {
+  dw::guarded([&] {
+    for (int64_t r = 0; r < requests; r++) {
+      const RowBook& book = *books[r];
+      const int64_t found[] = {book.drafting_failed ? 0 : book.kind,  book.num_tokens, book.num_prompt,
+                               book.max_total - book.num_tokens - 1,  book.fill ? book.fill->tokens : 0,
+                               book.num_blocks,                       (int64_t)(uintptr_t)book.tokens,
+                               (int64_t)(uintptr_t)book.blocks,       book.waiting};
+      for (int64_t i = 0; i < 9; i++) columns[i * requests + r] = found[i];
+    }
+  });
+}
+
+// Write down chains that were drafted together. `tokens` [requests, width]; `columns` [3, requests]: tokens of each; the most it may
+// have; tokens that the drafter has stored, -1: as before. `stored`: drafts stored behind them. `q`: of the first token of the first
+// request, a row for each token, or null. Answers -1, or the first request about which something cannot be: nothing was written.
+DW_EXPORT int64_t dw_place_chains(int64_t requests, RowBook* const* books, int64_t block_size, int64_t width, const int32_t* tokens,
+                                  const int32_t* columns, int64_t stored, int64_t vocab, const float* q, int64_t method) {
+  return dw::guarded([&]() -> int64_t {
+    const int32_t *sizes = columns, *most = sizes + requests, *filled = most + requests;
+    for (int64_t r = 0; r < requests; r++) {
+      const RowBook& book = *books[r];
+      const int64_t n = sizes[r];
+      if (n < 0 || n > std::min<int64_t>({width, most[r], dw::MOST_DRAFTS, book.max_total - book.num_tokens - 1})) return r;
+      for (int64_t i = 0; i < n; i++)
+        if (tokens[r * width + i] < 0 || tokens[r * width + i] >= vocab) return r;
+      if (filled[r] < 0) continue;
+      if (!book.fill || filled[r] > book.num_tokens || book.num_tokens > book.num_blocks * block_size || stored < 0 || stored > n)
+        return r;
+    }
+    for (int64_t r = 0; r < requests; r++) {
+      RowBook& book = *books[r];
+      const int64_t n = sizes[r];
+      if (filled[r] >= 0) {
+        fill_to(book, filled[r], block_size);
+        book.fill->drafts = stored;
+      }
+      book.waiting = n;
+      book.placed = 2;
+      book.draw = q ? dw::INDEPENDENT : dw::FIXED;
+      book.method = method;
+      book.q = q;
+      for (int64_t i = 0; i < n; i++) {
+        book.drafts[i] = tokens[r * width + i];
+        book.parents[i] = (int32_t)i - 1;
+        book.q_rows[i] = (int32_t)(r * width + i);
+      }
+    }
+    return -1;
+  });
+}
+
+// Copy slots of a storage, [layers, slots, ...], in their order: what is written by one move may be read by the next. Slots and layers
+// are so many bytes apart.
+DW_EXPORT void dw_move_slots(uint8_t* pool, int64_t layers, int64_t layer_bytes, int64_t slots, int64_t slot_bytes, int64_t moves,
+                             const int64_t* from, const int64_t* to) {
+  dw::guarded([&] {
+    for (int64_t i = 0; i < moves; i++)
+      dw::require(0 <= from[i] && from[i] < slots && 0 <= to[i] && to[i] < slots, "slots of the storage");
+    for (int64_t layer = 0; layer < layers; layer++, pool += layer_bytes)
+      for (int64_t i = 0; i < moves; i++)
+        if (from[i] != to[i])
+          std::copy(pool + from[i] * slot_bytes, pool + (from[i] + 1) * slot_bytes, pool + to[i] * slot_bytes);
+  });
+}

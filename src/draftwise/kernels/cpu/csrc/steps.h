@@ -29,6 +29,9 @@ struct RowBook {
   int64_t method;         // number of their method's name
   FillBook* fill;         // of the request's own drafter, or null
   uint8_t* marks;         // [blocks of the cache] what that drafter has filled
+  int64_t num_prompt;
+  int64_t kind;           // requests of one number, not 0, want chains that are drawn alike
+  int64_t drafting_failed;
   VerifyDraw draws;
   int32_t drafts[MOST_DRAFTS], parents[MOST_DRAFTS], q_rows[MOST_DRAFTS];
 };
