@@ -1,6 +1,7 @@
 """What the engine's own Python takes per step, beside model passes and kernels.
 
     python benchmarks/host_time.py [--requests 1 16 64 256] [--methods none ngram mtp eagle3:tree] [--steps 40] [--json]
+                                   [--one-by-one]
 
 Time of the calling thread alone (`time.thread_time`), less what it spends in the target's pass, the drafter's passes
 and the native verification: what a busy neighbour takes from the clock is not in it. The embedded model with its
@@ -8,7 +9,8 @@ drafters, prompts of 32 tokens from its held-out text, static control, K = 4. ``
 six nodes. Medians over steps in which every request decodes, and the quickest of them; ``per request`` is the median
 divided by the requests.
 
-To compare two versions, run them in turns, each with its own source tree as PYTHONPATH.
+``--one-by-one``: go request by request, as steps do that are not ordinary (docs/architecture.md, Columns). To compare
+two versions, run them in turns, each with its own source tree as PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -88,6 +90,14 @@ def make_engine(method: str, requests: int) -> LLM:
     )
 
 
+def go_one_by_one(llm: LLM) -> None:
+    """Let no step of an engine be done in columns."""
+    engine = llm._engine
+    assert engine is not None
+    executor: Any = engine.core.executor
+    executor._ordinary = executor._drafting._placing = engine.core.scheduler._books = None
+
+
 def watch(llm: LLM) -> Stopwatch:
     """Count model passes and the native verification of an engine."""
     watch = Stopwatch()
@@ -146,10 +156,13 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one-by-one", action="store_true")
     args = parser.parse_args()
     rows = []
     for method in args.methods:
         llm = make_engine(method, max(args.requests))
+        if args.one_by_one:
+            go_one_by_one(llm)
         spent = watch(llm)
         for temperature in args.temperatures:
             for requests in args.requests:

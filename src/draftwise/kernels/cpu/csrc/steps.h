@@ -31,7 +31,7 @@ struct RowBook {
   uint8_t* marks;         // [blocks of the cache] what that drafter has filled
   int64_t num_prompt;
   int64_t kind;           // requests of one number, not 0, want chains that are drawn alike
-  int64_t drafting_failed;
+  bool drafting_failed;
   VerifyDraw draws;
   int32_t drafts[MOST_DRAFTS], parents[MOST_DRAFTS], q_rows[MOST_DRAFTS];
 };

@@ -1,0 +1,137 @@
+"""Ordinary steps, in columns, against the same steps request by request: texts, drafts, what drafters are said to have
+stored, and which blocks are marked. Every method in every shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftwise import LLM, SamplingParams
+from draftwise.runner.ordinary import OrdinaryStep, OrdinarySteps
+from draftwise.runner.placing import Placing
+from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
+from tests.native import native_or_skip
+
+ASKED = [case for case in CASES if case[1] != "synthetic"]  # what that drafts depends on the request's number
+IN_COLUMNS = {"ngram", "suffix", "draft_model", "early_exit", "eagle", "eagle3", "mtp"}
+"""Methods that draft chains for all requests in columns."""
+
+
+class Engines:
+    def __init__(self, root: Path) -> None:
+        self._target = make_target(root)
+        self._families = make_families(root)
+        self._made: dict[str, LLM] = {}
+        rng = np.random.default_rng(11)
+        self.prompts = [
+            {"prompt_token_ids": (rng.integers(0, VOCAB, int(rng.integers(3, 12))).tolist() * 2)[:20]}
+            for _ in range(5)
+        ]
+
+    def get(self, family: str) -> LLM:
+        if family not in self._made:
+            self._made[family] = LLM(
+                self._target,
+                dtype="float32",
+                device="cpu",
+                skip_tokenizer_init=True,
+                block_size=4,
+                num_kv_blocks=128,
+                speculation_control="static",
+                keep_trace=True,
+                speculative_config=self._families[family],
+            )
+        return self._made[family]
+
+    def close(self) -> None:
+        for llm in self._made.values():
+            llm.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    native_or_skip()
+    made = Engines(tmp_path_factory.mktemp("ordinary"))
+    yield made
+    made.close()
+
+
+def run(llm: LLM, prompts: list[Any], params: list[SamplingParams], ordinary: bool) -> list[Any]:
+    """What came of it, and of every step what the executor says of its rows."""
+    executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
+    llm.reset_prefix_cache()
+    llm.reset_drafters()
+    kept = executor._ordinary, executor._drafting._placing
+    if not ordinary:
+        executor._ordinary = executor._drafting._placing = None
+    seen: list[Any] = []
+    execute, marks = executor.execute, executor._drafting._filled_blocks
+
+    def watched(plan: Any) -> Any:
+        result = execute(plan)
+        seen.append([row._replace(rid=row.rid - first) for row in result.rows])
+        for row in executor._rows.values():
+            waiting = row.proposal
+            q = None if waiting.q is None else waiting.q[list(waiting.q_rows)].tolist()
+            seen.append((row.rid - first, row.tokens_np[: row.num_tokens].tolist(), row.num_computed))
+            seen.append((waiting.tokens, waiting.parents, waiting.draw, q))
+            seen.append({name: (fill.tokens, fill.drafts) for name, fill in row.fill.items()})
+        return result
+
+    executor.execute = watched
+    try:
+        first = llm._engine.processor._next_rid  # type: ignore[union-attr]
+        outputs = llm.generate(prompts, params)
+    finally:
+        del executor.execute
+        executor._ordinary, executor._drafting._placing = kept
+    seen.append([(o.outputs[0].token_ids, o.outputs[0].trace) for o in outputs])
+    return seen
+
+
+@pytest.mark.parametrize("case", ASKED, ids=case_id)
+@pytest.mark.parametrize("rule", ["greedy", "rejection", "coupled", "all"])
+def test_the_same_as_request_by_request(
+    engines: Engines, case: tuple[str, str, str], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, method, shape = case
+    llm = engines.get(family)
+    rules = ("greedy", "rejection", "coupled", "block", "greedy") if rule == "all" else (rule,) * 5
+    params = [
+        SamplingParams(
+            temperature=0.0 if own == "greedy" else 0.8,
+            max_tokens=4 if rule == "all" and i == 4 else 14 + 2 * i,
+            ignore_eos=True,
+            seed=i,
+            # the first tokens of one request are adjusted, one has another end, and one is reported on for a while
+            min_tokens=3 if rule == "all" and i == 1 else 0,
+            stop_token_ids=[5] if i == 2 else None,
+            logprobs=1 if rule == "all" and i == 4 else None,
+            speculation={"method": method, **({} if own == "greedy" else {"rule": own}), **SHAPES[shape]},
+        )
+        for i, own in enumerate(rules)
+    ]
+    counts = {"ordinary": 0, "columns": 0}
+
+    def counted(cls: type, name: str, key: str) -> None:
+        function = getattr(cls, name)
+
+        def call(*args: Any) -> Any:
+            counts[key] += 1
+            return function(*args)
+
+        monkeypatch.setattr(cls, name, call)
+
+    counted(OrdinaryStep, "results", "ordinary")
+    counted(Placing, "place_chains", "columns")
+    assert isinstance(llm._engine.core.executor._ordinary, OrdinarySteps)  # type: ignore[union-attr]
+    expected = run(llm, engines.prompts, params, False)
+    assert counts == {"ordinary": 0, "columns": 0}
+    assert run(llm, engines.prompts, params, True) == expected
+    assert counts["ordinary"] > 0
+    if family == "methods" and shape == "chain" and method in IN_COLUMNS and rule != "all":
+        assert counts["columns"] > 0
