@@ -80,6 +80,7 @@ def run(llm: LLM, prompts: list[Any], params: list[SamplingParams], ordinary: bo
             seen.append((row.rid - first, row.tokens_np[: row.num_tokens].tolist(), row.num_computed))
             seen.append((waiting.tokens, waiting.parents, waiting.draw, q))
             seen.append({name: (fill.tokens, fill.drafts) for name, fill in row.fill.items()})
+            seen.append({name: own[row.blocks_np].tolist() for name, own in marks.items()})
         return result
 
     executor.execute = watched

@@ -87,7 +87,8 @@ class LocalExecutor(Executor):
         self._packer = own_packer(device)
         library = None if self._packer is None else native_library()
         self._ordinary: OrdinarySteps | None = None
-        if library is not None and isinstance(rules, NativeRules) and not resident and storage.states is None:
+        captured = seated and isinstance(model, GraphedDecoder)
+        if library is not None and isinstance(rules, NativeRules) and not captured and storage.states is None:
             assert self._packer is not None, "made of the same library"
             self._ordinary = OrdinarySteps(library, rules, self._packer, block_size)
         self._drafting = Drafting(
