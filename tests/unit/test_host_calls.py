@@ -23,13 +23,13 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 @pytest.mark.parametrize(
     ("method", "most"),
     [
-        ("none", 63),
-        ("ngram", 97),
-        ("suffix", 96),
-        ("mtp", 139),
-        ("draft_model", 117),
-        ("mtp:tree", 161),
-        ("draft_model:tree", 126),
+        ("none", 25),
+        ("ngram", 38),
+        ("suffix", 39),
+        ("mtp", 78),
+        ("draft_model", 42),
+        ("mtp:tree", 116),
+        ("draft_model:tree", 83),
     ],
 )
 def test_calls_per_request(method: str, most: int) -> None:
