@@ -295,11 +295,11 @@ def test_what_a_thread_finds_wrong_is_refused_before_the_answer_begins(
 
 
 HOSTILE: list[tuple[dict[str, Any], str, str]] = [
-    ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text at all"),
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text can follow it"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
         "",
-        "no text at all",
+        "no text can follow it",
     ),
     ({"repetition_penalty": 1e-300}, "repetition_penalty", "[0.001, 1000]"),
     ({"temperature": 1e300}, "temperature", "[0, 1000000]"),

@@ -178,7 +178,7 @@ def test_configuration() -> None:
         ({"hybrid_drafter": {"method": "ngram"}}, "hybrid_drafter: method 'ngram' is no model"),
         ({"hybrid_drafter": {"method": "zzz"}}, "hybrid_drafter: .*unknown method 'zzz'"),
         ({"hybrid_drafter": MODEL, "model": "x"}, "model: contradicts hybrid_drafter"),
-        ({"hybrid_drafter": MODEL | {"rejection_sample_method": "block"}}, "belongs beside hybrid_drafter"),
+        ({"hybrid_drafter": MODEL | {"rejection_sample_method": "block"}}, "give it beside hybrid_drafter"),
         (
             {"hybrid_drafter": MODEL, "prompt_lookup_max": 3},
             "prompt_lookup_max: only with hybrid_lookup 'ngram'",

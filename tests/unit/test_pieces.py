@@ -326,7 +326,7 @@ def test_options(device: str) -> None:
         inside(cudagraph_capture_sizes=[0])
     with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes: 20 is over .*= 16"):
         options(cudagraph_capture_sizes=[20], max_cudagraph_capture_size=16)
-    with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size: stands in compilation_config, too"):
+    with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size: is also given in compilation_config"):
         options(max_cudagraph_capture_size=16, compilation_config={"max_cudagraph_capture_size": 16})
     with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes: is empty"):
         options(cudagraph_capture_sizes=[])

@@ -39,7 +39,7 @@ def test_shares_become_chances_and_back() -> None:
 def test_kinds_of_text_have_chances_of_their_own() -> None:
     model = AcceptanceModel({"": {"ngram": (0.2,)}, "edit": {"ngram": (0.9,)}})
     assert model.length("ngram", 1, "edit") == 1.9 and model.length("ngram", 1, "prose") == 1.2
-    with pytest.raises(ConfigError, match="nothing is known of method 'eagle'"):
+    with pytest.raises(ConfigError, match="no rates are known for method 'eagle'"):
         model.survival("eagle")
 
 
