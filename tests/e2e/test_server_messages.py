@@ -141,7 +141,16 @@ def test_what_is_asked_reaches_the_engine(scripted: Make) -> None:
     assert (params.stop, params.temperature, params.top_k, params.top_p) == (("END",), 0.5, 3, 0.9)
     assert (params.seed, params.max_tokens, params.speculation) == (7, 64, {"method": "none"})
     assert params.structured_outputs is not None and params.structured_outputs.after == ("</think>",)
+    assert params.structured_outputs.within == 1024
     assert engine.prompts[-1]["prompt"] == "True|low"
+    for budget in (0, "many", None):
+        asked: Any = {"type": "enabled", "budget_tokens": budget}
+        if budget is None:
+            client.messages.create(**ASK, thinking=asked)
+            assert engine.params[-1].structured_outputs is None
+        else:
+            with pytest.raises(anthropic.BadRequestError, match="budget_tokens must be an integer"):
+                client.messages.create(**ASK, thinking=asked)
     client.messages.create(**ASK, thinking={"type": "disabled"})
     assert engine.prompts[-1]["prompt"].startswith("False|")
 

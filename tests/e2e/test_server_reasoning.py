@@ -34,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def scripted(folder: str) -> Iterator[Make]:
     opened: list[Any] = []
 
-    def make(pieces: list[str] = PIECES, parser: str = "qwen3", **more: Any) -> tuple[ScriptedEngine, Any]:
+    def make(
+        pieces: list[str] = PIECES, parser: str | None = "qwen3", **more: Any
+    ) -> tuple[ScriptedEngine, Any]:
         engine = ScriptedEngine(folder, load_tokenizer(folder), pieces)
         server = RunningServer(engine, reasoning_parser=parser, **more)
         server.__enter__()
@@ -253,6 +255,48 @@ def test_reasoning_ends_inside_an_accepted_draft(embedded: openai.OpenAI, forced
     last, after = drafted.token_sources[end : end + 2]
     assert last["source"] == after["source"] == "draft" and last["method"] == after["method"] == "ngram"
     assert after["position"] == last["position"] + 1 > 0, "one draft holds the end of reasoning and goes on"
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_a_budget_ends_reasoning(embedded: openai.OpenAI, method: str) -> None:
+    """Inside of drafts, too: the same tokens with and without them, at most so many of them reasoning."""
+    found = {}
+    for one in {"none", method}:
+        body = {"thinking_token_budget": 3, "speculation": {"method": one}, "return_token_ids": True}
+        answer: Any = embedded.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": UNIT * 6 + "<think>"}],
+            max_tokens=40,
+            temperature=0,
+            extra_body=body,
+        )
+        found[one] = answer.choices[0].token_ids
+        message = answer.choices[0].message
+        assert message.reasoning and message.content, "it answers"
+    tokenizer = load_tokenizer(str(embedded_path("target")))
+    assert found["none"] == found[method]
+    texts = [tokenizer.decode([token]) for token in found[method]]
+    assert "".join(texts).partition("</think>")[0] == "".join(texts[:3])
+
+
+def test_a_budget_reaches_the_engine_or_is_refused(scripted: Make) -> None:
+    engine, client = scripted()
+    body = {"thinking_token_budget": 7}
+    client.chat.completions.create(model="tiny", messages=USER, extra_body=body)
+    spec = engine.params[-1].structured_outputs
+    assert spec is not None and spec.is_free and (spec.opened_by, spec.within) == ("<think>", 7)
+    form: Any = {"type": "json_object"}
+    client.chat.completions.create(model="tiny", messages=USER, extra_body=body, response_format=form)
+    spec = engine.params[-1].structured_outputs
+    assert spec is not None and spec.json_object and spec.within == 7
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
+        client.chat.completions.create(model="tiny", messages=USER, extra_body={"thinking_token_budget": -1})
+    _, harmony = scripted(parser="openai_gptoss")
+    _, without = scripted(parser=None)
+    with pytest.raises(openai.BadRequestError, match="needs a server with --reasoning-parser"):
+        without.chat.completions.create(model="tiny", messages=USER, extra_body=body)
+    with pytest.raises(openai.BadRequestError, match="use reasoning_effort"):
+        harmony.chat.completions.create(model="tiny", messages=USER, extra_body=body)
 
 
 def test_defaults_of_the_server_hold_where_requests_say_nothing(scripted: Make) -> None:

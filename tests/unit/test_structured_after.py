@@ -11,7 +11,7 @@ from tests.fakes.word_grammar import WordMatcher
 
 from draftwise.errors import RequestError
 from draftwise.sampling.structured import StructuredOutputs
-from draftwise.structured.after import AfterMatcher, Marks, TokenBytes
+from draftwise.structured.after import AfterGrammar, AfterMatcher, FreeGrammar, Marks, TokenBytes
 from draftwise.structured.cursor import Cursor, Vocabulary
 
 TOKENS = [
@@ -182,3 +182,59 @@ def test_the_grammar_alone() -> None:
     assert spec.after == ("</t>",) and spec.inner == StructuredOutputs(regex="a")
     inner = spec.inner
     assert inner.inner is inner and inner != spec
+
+
+def limited(within: int, opened_by: str | None = None, after: Sequence[str] = ("</t>",)) -> AfterMatcher:
+    return AfterMatcher(lambda: WordMatcher(WORDS, len(TOKENS)), marks(opened_by, after), within)
+
+
+def test_a_spent_budget_leaves_only_the_mark() -> None:
+    one = after(limited(2), A, B)
+    assert allowed(one) == {index(b"</t>")}, "in one token, as there is such a token"
+    assert not one.advance(A)
+    after(one, index(b"</t>"), B)
+    assert one.is_finished()
+    one.rollback(2)
+    assert allowed(one) == {index(b"</t>")}
+    one.rollback(1)
+    assert A in allowed(one), "the budget counts what was taken back no more"
+
+
+def test_a_mark_that_has_begun_is_completed() -> None:
+    one = after(limited(2), A, index(b"<"))
+    assert allowed(one) == {index(b"/"), index(b"/t")}
+    after(one, index(b"/"))
+    assert allowed(one) == {index(b"t>")}
+    assert allowed(after(one, index(b"t>"))) == {A, B, 1}
+
+
+def test_a_budget_counts_from_the_opening_mark() -> None:
+    assert allowed(after(limited(0, "<t>"), index(b"<t>"))) == {index(b"</t>")}
+    assert after(limited(0, "<t>"), A, B).is_finished(), "what does not begin with the mark has no budget"
+    one = after(limited(1, "<t>"), index(b"<t>a"))
+    assert allowed(one) == {index(b"</t>")}
+    assert allowed(limited(0)) == {index(b"</t>")}
+
+
+def test_a_budget_needs_a_mark_that_can_be_written() -> None:
+    with pytest.raises(RequestError, match="cannot write the text of after"):
+        AfterGrammar(FreeGrammar(len(TOKENS)), marks(None, ("zz",)), 5)
+    one = AfterGrammar(FreeGrammar(len(TOKENS)), marks(None, ("zz", "<t>")), 1).matcher()
+    assert isinstance(one, AfterMatcher)
+    assert allowed(after(one, A)) == {index(b"<t>")}
+    after(one, index(b"<t>"), *range(1, 9))
+    assert one.is_accepting() and not one.is_finished()
+
+
+def test_fields_of_a_budget() -> None:
+    free = StructuredOutputs(after=("</t>",), within=5)
+    assert free.is_free and free.size == 0
+    assert not StructuredOutputs(regex="a", after=("</t>",), within=5).is_free
+    for given, words in (
+        ({"within": 5}, "within needs after"),
+        ({"within": -1, "after": "</t>"}, "0 or more"),
+        ({"within": True, "after": "</t>"}, "0 or more"),
+        ({"after": "</t>"}, "needs exactly one of"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            StructuredOutputs.from_value(given)

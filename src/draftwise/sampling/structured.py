@@ -30,7 +30,9 @@ class StructuredOutputs:
 
     ``after``: a text, or several, behind the first of which all this holds: ``"</think>"`` lets a model reason freely
     before it answers, and the output cannot end before. ``opened_by``: only if the output begins with this, such as
-    ``"<think>"``; an output that begins otherwise follows the grammar from its start.
+    ``"<think>"``; an output that begins otherwise follows the grammar from its start. ``within``: at most so many
+    tokens before that text: behind them, the output goes on with the first of ``after``. With ``within`` no grammar
+    need be given: what follows is then free.
 
     Raises `RequestError` naming the field. Whether a schema, regex or grammar can be compiled is found out when
     the request is admitted.
@@ -45,13 +47,14 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None
     after: tuple[str, ...] | None = None
     opened_by: str | None = None
+    within: int | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if self.json_object is False:  # as good as not given
             object.__setattr__(self, "json_object", None)
             given.remove("json_object")
-        if len(given) != 1:
+        if len(given) != 1 and (given or self.within is None):
             found = f"got {' and '.join(given)}" if given else "got none"
             raise RequestError(f"structured_outputs needs exactly one of {', '.join(_KINDS)}; {found}")
         if self.json is not None:
@@ -89,11 +92,21 @@ class StructuredOutputs:
                 raise _invalid("opened_by", self.opened_by, f"a text of 1 to {_LONGEST_MARK} characters")
             if self.after is None:
                 raise RequestError("structured_outputs: opened_by needs after")
+        if self.within is not None:
+            if not isinstance(self.within, int) or isinstance(self.within, bool) or self.within < 0:
+                raise _invalid("within", self.within, "a number of tokens, 0 or more")
+            if self.after is None:
+                raise RequestError("structured_outputs: within needs after")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is asked of the output but ``within``."""
+        return all(getattr(self, name) is None for name in _KINDS)
 
     @property
     def inner(self) -> StructuredOutputs:
         """The grammar alone, without what may stand before it."""
-        return self if self.after is None else replace(self, after=None, opened_by=None)
+        return self if self.after is None else replace(self, after=None, opened_by=None, within=None)
 
     @property
     def kind(self) -> GrammarKind:

@@ -37,6 +37,12 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
     model = context.model_name(body.model)
     if body.modalities is not None and body.modalities != ["text"]:
         raise bad_request("modalities: only text is supported", "modalities")
+    if body.thinking_token_budget is not None and context.config.reasoning_parser is None:
+        raise bad_request(
+            "thinking_token_budget needs a server with --reasoning-parser",
+            "thinking_token_budget",
+            "unsupported_parameter",
+        )
     plan = plan_tools(body.tools, body.tool_choice)
     # Nobody reads the arguments of a call as they stand: no white space that a model might never end.
     structured = None if plan.schema is None else {"json": plan.schema, "disable_any_whitespace": True}
@@ -48,7 +54,7 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
             plan.parse and parser_class(context.config.tool_call_parser).special_tokens
         )
         params = chat_params(body, context.config, structured, special_tokens=marked)
-        return [prompt], answer.reading.params(params)
+        return [prompt], answer.reading.params(params, body.thinking_token_budget)
 
     answer = _Answer(context, body, model, plan)
     with forced_call_errors(plan):

@@ -32,7 +32,7 @@ async def messages(context: Context, request: Request, body: MessagesBody) -> Re
     def prepare() -> Prepared:
         prompt, reading = _render(context, body, plan)
         marked = reading.special_tokens or (plan.parse and parser.special_tokens)
-        params = reading.params(messages_params(body, plan.schema, special_tokens=marked))
+        params = reading.params(messages_params(body, plan.schema, special_tokens=marked), _budget(body))
         answer.num_prompt = len(prompt["prompt_token_ids"])
         answer.reader = AnswerReader(reading.parser(), plan.parser(parser, only_one=only_one))
         return [prompt], params
@@ -78,7 +78,7 @@ def _render(context: Context, body: CountTokensBody, plan: ToolPlan) -> tuple[di
 
 
 def _template_options(body: CountTokensBody) -> dict[str, Any]:
-    """Variables of the template. The budget of thinking is the model's own business. Raises APIError."""
+    """Variables of the template. Raises APIError."""
     options: dict[str, Any] = {}
     if body.thinking is not None:
         kind = body.thinking.get("type")
@@ -92,6 +92,16 @@ def _template_options(body: CountTokensBody) -> dict[str, Any]:
             raise bad_request("output_config: effort must be text", "output_config")
         options["reasoning_effort"] = effort
     return options
+
+
+def _budget(body: CountTokensBody) -> int | None:
+    """Most tokens of thinking. Raises APIError."""
+    if body.thinking is None or body.thinking.get("type") != "enabled":
+        return None
+    budget = body.thinking.get("budget_tokens")
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+        raise bad_request("thinking: budget_tokens must be an integer, at least 1", "thinking")
+    return budget
 
 
 def _failed(error: APIError) -> bytes:

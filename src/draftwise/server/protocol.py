@@ -136,6 +136,9 @@ class ChatBody(SamplingBody):
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     reasoning_effort: StrictStr | None = None
+    thinking_token_budget: StrictInt | None = Field(
+        None, ge=0, description="most tokens of reasoning; then the closing mark follows"
+    )
     include_reasoning: StrictBool = Field(True, description="false: reasoning is left out of the answer")
     documents: Objects | None = Field(None, description="a variable of the chat template")
     add_special_tokens: StrictBool = Field(False, description="in front of what the chat template wrote")
@@ -180,7 +183,9 @@ class CountTokensBody(Body):
     tools: Objects | None = None
     tool_choice: Object | None = None
     thinking: Object | None = Field(
-        None, description="enabled or disabled: the variable enable_thinking of the chat template"
+        None,
+        description="enabled or disabled: the variable enable_thinking of the chat template; budget_tokens: most "
+        "tokens of thinking",
     )
     output_config: Object | None = Field(None, description="format: a JSON schema; effort: for the template")
     chat_template_kwargs: Object | None = None

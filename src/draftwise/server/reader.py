@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftwise.sampling.params import SamplingParams
+from draftwise.sampling.structured import StructuredOutputs
 from draftwise.server.context import Context
+from draftwise.server.errors import bad_request
 from draftwise.server.reasoning import ReasoningParser, Start, Thought, reasoning_class
 from draftwise.server.tool_formats import CallPiece, ToolParser
 
@@ -64,13 +66,25 @@ class Reading:
     def parser(self) -> ReasoningParser | None:
         return None if self.reasoning is None else self.reasoning(self.start)
 
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """``params`` whose grammar holds for the answer and not for the reasoning before it."""
+    def params(self, params: SamplingParams, budget: int | None = None) -> SamplingParams:
+        """``params`` whose grammar holds for the answer and not for the reasoning before it. ``budget``: most tokens of
+        reasoning. Raises APIError, RequestError."""
         spec = params.structured_outputs
-        if spec is None or spec.after is not None or self.reasoning is None:
+        if self.reasoning is None or (spec is None and budget is None):
             return params
-        marks = self.reasoning.grammar_marks(self.start)
-        return params.replace(structured_outputs=dataclasses.replace(spec, **marks)) if marks else params
+        if budget is not None and not self.reasoning.takes_budget:
+            raise bad_request(
+                "thinking_token_budget: not supported with this model's reasoning parser; use reasoning_effort",
+                "thinking_token_budget",
+                "unsupported_parameter",
+            )
+        marks = self.reasoning.grammar_marks(self.start) if spec is None or spec.after is None else {}
+        if budget is not None and (marks or (spec is not None and spec.after is not None)):
+            marks["within"] = budget
+        if not marks:
+            return params
+        spec = StructuredOutputs(**marks) if spec is None else dataclasses.replace(spec, **marks)
+        return params.replace(structured_outputs=spec)
 
     def counter(self, text: Callable[[int], str]) -> ThoughtCounter:
         """``text``: of a token."""

@@ -34,6 +34,8 @@ class ReasoningParser(ABC):
 
     marks: ClassVar[tuple[str, ...]]
     """What divides the text. Where these are special tokens they have to be in the text."""
+    takes_budget: ClassVar[bool] = True
+    """Whether the closing mark alone ends the reasoning, so that it can be written when a budget is spent."""
 
     @abstractmethod
     def __init__(self, start: Start = "unknown") -> None: ...
@@ -188,6 +190,7 @@ class HarmonyReasoning(ReasoningParser):
     START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
     ENDS: ClassVar[tuple[str, ...]] = ("<|end|>", "<|return|>", "<|call|>")
     FINAL = "<|channel|>final<|message|>"
+    takes_budget = False  # calls stand between reasoning and the answer, and would count
     marks = (START, CHANNEL, MESSAGE, *ENDS, "<|constrain|>")
 
     def __init__(self, start: Start = "unknown") -> None:

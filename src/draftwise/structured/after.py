@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from draftwise.errors import RequestError
 from draftwise.sampling.masks import Words, pack
 from draftwise.structured.base import Grammar, Matcher
 
@@ -55,6 +56,7 @@ class Marks:
         self._longest = max(map(len, self._marks))
         self._free: dict[bytes, Words] = {}
         self._opening: dict[int, Words] = {}
+        self._spelling: dict[bytes, Words | None] = {b"": None}
         self._never = [t for t, text in enumerate(tokens.of) if self._ends_early(text)]
 
     def _ends_early(self, text: bytes) -> bool:
@@ -114,6 +116,35 @@ class Marks:
             return read + len(piece), b"" if piece == left else None
         return (len(self.opener), piece[len(left) :]) if piece.startswith(left) else (-1, None)
 
+    def rest(self, tail: bytes) -> bytes:
+        """What completes a mark behind ``tail``: the first that can be written with the tokens there are.
+
+        Raises `RequestError`: none can.
+        """
+        begun = [mark[len(tail) :] for mark in self._marks if mark.startswith(tail)]
+        for left in (*begun, *self._marks):
+            if self.spelling(left) is not None:
+                return left
+        raise RequestError("structured_outputs: within: this tokenizer cannot write the text of after")
+
+    def spelling(self, left: bytes) -> Words | None:
+        """[W]: tokens that go on with ``left`` to its end, in one token if there is such a token; None: it cannot be.
+
+        Example: tokens ``</``, ``t``, ``>``, ``t>``: of ``</t>`` the first, of ``t>`` the last alone.
+        """
+        if left not in self._spelling:
+            whole = self._tokens.equal_to(left)
+            some = whole or [
+                token
+                for count in range(1, len(left))
+                if self.spelling(left[count:]) is not None
+                for token in self._tokens.equal_to(left[:count])
+            ]
+            bits = self._bits(False)
+            bits[some] = True
+            self._spelling[left] = pack(bits) if some else None
+        return self._spelling[left]
+
     def _bits(self, value: bool) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         return np.full(-(-len(self._tokens.of) // 32) * 32, value, np.bool_)
 
@@ -121,11 +152,13 @@ class Marks:
 class _Place(NamedTuple):
     """Where a text stands. Inside the free text: ``tail``. Before it is known what the text is: ``front``, whether it
     follows the grammar so far, and ``opening``, bytes read of what opens a free text (-1: it is none). None of these:
-    behind the mark."""
+    behind the mark. ``inside``: tokens so far; ``left``: there were enough, and this has to follow."""
 
     front: bool = False
     opening: int = -1
     tail: bytes | None = None
+    inside: int = 0
+    left: bytes = b""
 
     @property
     def behind(self) -> bool:
@@ -143,15 +176,20 @@ class AfterMatcher(Matcher):
     Example with ``opened_by`` "<t>", ``after`` "</t>" and the grammar "yes" | "no": "yes", "<t>yes?</t>no".
     """
 
-    def __init__(self, make: Callable[[], Matcher], marks: Marks) -> None:
-        """``make``: a matcher at the start of the grammar."""
+    def __init__(self, make: Callable[[], Matcher], marks: Marks, within: int | None = None) -> None:
+        """``make``: a matcher at the start of the grammar; ``within``: most tokens before the mark."""
         self._marks = marks
+        self._within = within
         self._matcher = make()  # behind the mark
         self._front = None if marks.opener is None else make()
-        self._places = [_Place(tail=b"") if marks.opener is None else _Place(True, 0)]
+        self._places = [self._place(b"", 0) if marks.opener is None else _Place(True, 0)]
 
     def mask(self) -> Words:
         place = self._places[-1]
+        if place.left:
+            words = self._marks.spelling(place.left)
+            assert words is not None, "only what can be written is left"
+            return words
         if place.tail is not None:
             return self._marks.free(place.tail)
         if place.behind:
@@ -168,14 +206,14 @@ class AfterMatcher(Matcher):
                 return False
             following = _BEHIND
         elif place.tail is not None:
-            inside = self._inside(place.tail, self._marks.bytes_of(token))
+            inside = self._inside(place, self._marks.bytes_of(token))
             if inside is None:
                 return False
             following = inside
         else:
             opening, behind = self._marks.opened(place.opening, token) if place.opening >= 0 else (-1, None)
             if behind is not None:
-                inside = self._inside(b"", behind)
+                inside = self._opened(behind)
                 if inside is None:
                     return False
                 following = inside
@@ -189,11 +227,27 @@ class AfterMatcher(Matcher):
             del self._places[:-_KEPT]
         return True
 
-    def _inside(self, tail: bytes, piece: bytes) -> _Place | None:
-        tail, rest = self._marks.step(tail, piece)
+    def _opened(self, piece: bytes) -> _Place | None:
+        """Behind what opens; ``piece``: what the same token holds behind it."""
+        if not piece:
+            return self._place(b"", 0)
+        return self._inside(_Place(tail=b""), piece)
+
+    def _inside(self, place: _Place, piece: bytes) -> _Place | None:
+        assert place.tail is not None
+        if place.left:
+            if not piece or not place.left.startswith(piece):
+                return None
+            left = place.left[len(piece) :]
+            return place._replace(left=left) if left else _BEHIND
+        tail, rest = self._marks.step(place.tail, piece)
         if rest is None:
-            return _Place(tail=tail)
+            return self._place(tail, place.inside + 1)
         return None if rest else _BEHIND
+
+    def _place(self, tail: bytes, count: int) -> _Place:
+        full = self._within is not None and count >= self._within
+        return _Place(tail=tail, inside=count, left=self._marks.rest(tail) if full else b"")
 
     def _of_front(self) -> Matcher:
         assert self._front is not None
@@ -231,11 +285,50 @@ class AfterMatcher(Matcher):
 
 
 class AfterGrammar(Grammar):
-    """``inner`` behind a free text."""
+    """``inner`` behind a free text of at most ``within`` tokens."""
 
-    def __init__(self, inner: Grammar, marks: Marks) -> None:
+    def __init__(self, inner: Grammar, marks: Marks, within: int | None = None) -> None:
+        """Raises `RequestError`: with ``within``, if no mark can be written with the tokens there are."""
         self._inner = inner
         self._marks = marks
+        self._within = within
+        if within is not None:
+            marks.rest(b"")
 
     def matcher(self) -> Matcher:
-        return AfterMatcher(self._inner.matcher, self._marks)
+        return AfterMatcher(self._inner.matcher, self._marks, self._within)
+
+
+class FreeMatcher(Matcher):
+    """Everything may follow, and the text may end anywhere."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._mask: Words = np.full(-(-num_tokens // 32), -1, np.int32)
+
+    def mask(self) -> Words:
+        return self._mask
+
+    def advance(self, token: int) -> bool:
+        return True
+
+    def rollback(self, count: int) -> None:
+        pass
+
+    def is_accepting(self) -> bool:
+        return True
+
+    def is_finished(self) -> bool:
+        return False
+
+    def forced(self, limit: int) -> Sequence[int]:
+        return ()
+
+
+class FreeGrammar(Grammar):
+    """No grammar at all: what stands behind a text of limited length."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def matcher(self) -> Matcher:
+        return FreeMatcher(self._num_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.structured import StructuredOutputs
-from draftwise.structured.after import AfterGrammar, Marks, TokenBytes
+from draftwise.structured.after import AfterGrammar, FreeGrammar, Marks, TokenBytes
 from draftwise.structured.base import Grammar, GrammarBackend
 from draftwise.structured.cursor import Cursor, Vocabulary
 
@@ -46,7 +46,7 @@ class Grammars:
     def is_ready(self, spec: StructuredOutputs) -> bool:
         """Whether `compile` would take no time."""
         made = self._made  # without the lock, which is held for long while the backend is made
-        if made is None or not made[0].has(spec.inner):
+        if made is None or not (spec.is_free or made[0].has(spec.inner)):
             return False
         return spec.after is None or (spec.after, spec.opened_by) in self._marks
 
@@ -58,8 +58,10 @@ class Grammars:
             ConfigError: the library is not installed, or cannot use the tokenizer.
         """
         backend = self._made_once()[0]
-        inner = backend.compile(spec.inner)
-        return inner if spec.after is None else AfterGrammar(inner, self._marks_of(spec, backend))
+        inner = FreeGrammar(backend.num_tokens) if spec.is_free else backend.compile(spec.inner)
+        return (
+            inner if spec.after is None else AfterGrammar(inner, self._marks_of(spec, backend), spec.within)
+        )
 
     def _marks_of(self, spec: StructuredOutputs, backend: GrammarBackend) -> Marks:
         assert spec.after is not None
