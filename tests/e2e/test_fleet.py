@@ -213,7 +213,7 @@ def test_an_adapter_is_on_all_replicas_or_on_none(fleet: FleetEngine, server: Ru
     body = {"lora_name": "a", "lora_path": "/nowhere"}
     status, _, data = server.request("POST", "/v1/load_lora_adapter", body)
     assert status == 400 and "nowhere" in data.decode()
-    assert run(server, fleet.remove_lora(1)) is False and fleet._adapters == {}
+    assert run(server, fleet.remove_lora(1)) is False and fleet._adapters._loaded == {}
     with pytest.raises(RequestError):
         fleet.load_lora(LoRARequest("b", 2, "/nowhere"))
     at_rest(fleet)

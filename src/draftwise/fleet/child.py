@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -149,6 +151,71 @@ class ReplicaProcess:
         self._process.returncode = 0
         self._orders.close()
         self.streams.close()
+
+
+class ReplicaProcesses:
+    """All of a fleet. They end when this object is closed or collected, and when its process is gone."""
+
+    def __init__(self) -> None:
+        self._lifeline_read, self._lifeline = os.pipe()
+        self._all: list[ReplicaProcess] = []
+        ends = [self._lifeline, self._lifeline_read]
+        self._closer = weakref.finalize(self, _end_all, self._all, ends)
+
+    def __iter__(self) -> Iterator[ReplicaProcess]:
+        return iter(tuple(self._all))
+
+    def start(self, plans: Iterable[tuple[Start, dict[str, str]]]) -> list[tuple[ReplicaProcess, Hello]]:
+        """Start some, all at once, and wait until they are built. Raises what building one raised; then none is left of
+        these."""
+        made: list[ReplicaProcess] = []
+        try:
+            for start, environment in plans:
+                made.append(ReplicaProcess(start, self._lifeline_read, environment))
+                self._all.append(made[-1])
+            return [(process, process.hello()) for process in made]
+        except BaseException:
+            for process in made:
+                process.end(0.0)
+                self._all.remove(process)
+            raise
+
+    def forget(self, process: ReplicaProcess) -> None:
+        """It is gone, or about to be: see to its end in a thread."""
+        if process in self._all:
+            self._all.remove(process)
+        threading.Thread(target=process.end, args=(0.5,), daemon=True).start()
+
+    def ask_to_end(self) -> None:
+        """Let all end by themselves."""
+        for process in self:
+            process.ask_to_end()
+
+    def close(self) -> None:
+        """End all, and see that they have. Closing twice is fine."""
+        self._closer()
+
+    def forked(self) -> None:
+        """In a forked child: they are the parent's."""
+        self._closer.detach()
+        for descriptor in (self._lifeline, self._lifeline_read):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        for process in self:
+            process.forked()
+
+
+def _end_all(processes: list[ReplicaProcess], descriptors: list[int]) -> None:
+    """Nobody holds their lifelines any more, so that they end; those that do not are ended."""
+    processes = list(processes)
+    for process in processes:
+        process.ask_to_end()
+    deadline = time.monotonic() + _PATIENCE
+    for process in processes:
+        process.end(max(0.01, deadline - time.monotonic()))
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _listen(stream: IO[bytes], said: deque[str], number: int) -> None:

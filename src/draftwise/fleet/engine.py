@@ -10,12 +10,9 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
-import threading
 import time
 import uuid
-import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftwise import lifetime
@@ -29,8 +26,9 @@ from draftwise.engine.processor import Numbers, is_quick, prompt_text, tokenize_
 from draftwise.engine.prompts import PromptLike, one_prompt
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import ConfigError, EngineDeadError, ReplicaLostError, RequestError
+from draftwise.fleet.adapters import FleetAdapters
 from draftwise.fleet.books import total
-from draftwise.fleet.child import ReplicaProcess
+from draftwise.fleet.child import ReplicaProcesses
 from draftwise.fleet.replicas import Replica, plan
 from draftwise.fleet.router import Router
 from draftwise.fleet.stream import FleetStream
@@ -61,21 +59,16 @@ class FleetEngine:
         self._where: dict[int, Replica] = {}  # by the stream's number
         self._asked: dict[int, Submit] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._adapters: dict[int, LoRARequest] = {}
-        self._salts: dict[int, dict[Hashable, str | None]] = {}  # by adapter, then by replica
+        self._adapters = FleetAdapters()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scaling = asyncio.Lock()
         self._closing = False
-        lifeline_read, lifeline = os.pipe()
-        self._lifeline_read = lifeline_read
-        self._processes: list[ReplicaProcess] = []
-        self._closer = weakref.finalize(self, _end_all, self._processes, [lifeline, lifeline_read])
+        self._processes = ReplicaProcesses()
         lifetime.survive_forks(self)
-        self._lifeline = lifeline
         try:
             made = self._start(config.data_parallel_size)
         except BaseException:
-            self._closer()
+            self._processes.close()
             raise
         self._hello = made[0].hello
         kinship = config.default_method == "suffix"
@@ -87,20 +80,9 @@ class FleetEngine:
 
     def _start(self, count: int) -> list[Replica]:
         """Start processes, all at once, and wait until they are built."""
-        processes = []
-        try:
-            for _ in range(count):
-                start, environment = plan(self._config, self._next_replica, self._max_chunk_rate)
-                self._next_replica += 1
-                process = ReplicaProcess(start, self._lifeline_read, environment)
-                processes.append(process)
-                self._processes.append(process)
-            return [Replica(process, process.hello()) for process in processes]
-        except BaseException:
-            for process in processes:
-                process.end(0.0)
-                self._processes.remove(process)
-            raise
+        first, self._next_replica = self._next_replica, self._next_replica + count
+        plans = (plan(self._config, first + i, self._max_chunk_rate) for i in range(count))
+        return [Replica(*built) for built in self._processes.start(plans)]
 
     def _join(self, replica: Replica) -> None:
         """From now on it gets requests."""
@@ -147,9 +129,7 @@ class FleetEngine:
             else:
                 stream.begin_again()
                 self._place(stream, asked)
-        if replica.process in self._processes:
-            self._processes.remove(replica.process)
-        threading.Thread(target=replica.process.end, args=(0.5,), daemon=True).start()
+        self._processes.forget(replica.process)
 
     def _lost_error(self, words: str) -> EngineDeadError:
         if self._closing:
@@ -189,7 +169,7 @@ class FleetEngine:
                 self._retire(self._replicas[number])
             if count > len(serving):
                 for replica in await asyncio.to_thread(self._start, count - len(serving)):
-                    await self._load_adapters(replica)
+                    await asyncio.to_thread(self._adapters.catch_up, replica)
                     self._join(replica)
 
     def _retire(self, replica: Replica) -> None:
@@ -265,9 +245,7 @@ class FleetEngine:
 
     def _place(self, stream: FleetStream, asked: Submit) -> None:
         """Send a request to the replica that suits it best."""
-        salts: Mapping[Hashable, str | None] | None = None
-        if asked.lora_request is not None:
-            salts = self._salts.get(asked.lora_request.lora_int_id)
+        salts = self._adapters.salts(asked.lora_request)
         route = self._router.route(
             asked.ids_np, max_tokens=asked.params.max_tokens, samples=asked.params.n, salts=salts
         )
@@ -376,35 +354,11 @@ class FleetEngine:
 
     def load_lora(self, lora_request: LoRARequest) -> None:
         """See `add_lora`; waits."""
-        done: list[Replica] = []
-        salts: dict[Hashable, str | None] = {}
-        try:
-            for replica in list(self._replicas.values()):
-                salts[replica.number] = replica.process.order("add_lora", lora_request)
-                done.append(replica)
-        except BaseException:
-            for replica in done:
-                with contextlib.suppress(EngineDeadError):
-                    replica.process.order("remove_lora", lora_request.lora_int_id)
-            raise
-        self._adapters[lora_request.lora_int_id] = lora_request
-        self._salts[lora_request.lora_int_id] = salts
-
-    async def _load_adapters(self, replica: Replica) -> None:
-        """What the others have, in a replica that came later."""
-        for number, adapter in list(self._adapters.items()):
-            salt = await asyncio.to_thread(replica.process.order, "add_lora", adapter)
-            self._salts[number][replica.number] = salt
+        self._adapters.load(list(self._replicas.values()), lora_request)
 
     async def remove_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter everywhere; requests that have it go on with it. False: there is none of this number."""
-        self._adapters.pop(lora_int_id, None)
-        self._salts.pop(lora_int_id, None)
-        found = False
-        for replica in list(self._replicas.values()):
-            with contextlib.suppress(EngineDeadError):
-                found |= await asyncio.to_thread(replica.process.order, "remove_lora", lora_int_id)
-        return found
+        return await asyncio.to_thread(self._adapters.remove, list(self._replicas.values()), lora_int_id)
 
     # -------------------------------------------------------------------------------------------- inspection
 
@@ -472,13 +426,12 @@ class FleetEngine:
             return
         self._closing = True
         self._workers.close()
-        for process in self._processes:
-            process.ask_to_end()
+        self._processes.ask_to_end()
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end_streams)
-        self._closer()
+        self._processes.close()
 
     def _end_streams(self) -> None:
         for replica in list(self._replicas.values()):
@@ -486,24 +439,6 @@ class FleetEngine:
 
     def after_fork_in_child(self) -> None:
         """The replicas are the parent's."""
-        self._closer.detach()
-        for descriptor in (self._lifeline, self._lifeline_read):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        for process in self._processes:
-            process.forked()
+        self._processes.forked()
         self._replicas.clear()
         self._closing = True
-
-
-def _end_all(processes: list[ReplicaProcess], lifelines: list[int]) -> None:
-    """Nobody holds their lifelines any more, so that they end; those that do not are ended."""
-    processes = list(processes)
-    for process in processes:
-        process.ask_to_end()
-    deadline = time.monotonic() + 5.0
-    for process in processes:
-        process.end(max(0.01, deadline - time.monotonic()))
-    for descriptor in lifelines:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
