@@ -268,6 +268,14 @@ def test_bad_names_within_are_named() -> None:
         _ = Plan.of({"engine": {"model": "M", "block_sise": 5}}).engine_config
 
 
+def test_keys_come_from_the_environment_of_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRAFTWISE_API_KEY", raising=False)
+    assert Plan.of({}).server_config.api_keys == ()
+    monkeypatch.setenv("DRAFTWISE_API_KEY", "secret")
+    assert Plan.of({}).server_config.api_keys == ("secret",)
+    assert Plan.of({"server": {"api_keys": ["mine"]}}).server_config.api_keys == ("mine",)
+
+
 def test_flags_that_need_ray_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--num-replicas", "2"]) == 2
     assert "--num-replicas: needs --ray" in capsys.readouterr().err

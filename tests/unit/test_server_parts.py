@@ -282,8 +282,27 @@ def test_a_configuration_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ({"tensor_parallel_size": 4, "moe_expert_parallel_size": 4, "moe_tensor_parallel_size": 1},
+         {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+        ({"moe_expert_parallel_size": 1, "moe_tensor_parallel_size": 2, "tensor_parallel_size": 2,
+          "enable_attention_dp": False, "context_parallel_size": 1, "gpus_per_node": 8},
+         {"tensor_parallel_size": 2}),
+    ],
+)  # fmt: skip
+def test_parallel_sizes_of_files(options: dict[str, Any], engine: dict[str, Any]) -> None:
+    assert split_options(options) == (engine, {})
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
+        (
+            {"tensor_parallel_size": 4, "moe_expert_parallel_size": 2},
+            "moe_expert_parallel_size: 2 .*only 1 or 4",
+        ),
+        ({"enable_attention_dp": True}, "enable_attention_dp: True is not supported"),
         ({"speculative_config": {"decoding_type": "Lookahead"}}, "Lookahead"),
         ({"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layer": 1}}, "did you mean"),
         ({"max_batchsize": 1}, "did you mean 'max_batch_size'"),

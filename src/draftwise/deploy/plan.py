@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
@@ -45,12 +46,14 @@ class Plan:
 
     @property
     def server_config(self) -> ServerConfig:
-        """Raises ConfigError."""
+        """Keys of clients that are not given are this process's ``DRAFTWISE_API_KEY``. Raises ConfigError."""
         known = {f.name for f in fields(ServerConfig)}
         for name in self.server:
             if name not in known:
                 raise ConfigError(f"server: unknown name {name!r}{suggest(str(name), known)}")
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in self.server.items()}
+        if not values.get("api_keys") and (key := os.environ.get("DRAFTWISE_API_KEY")):
+            values["api_keys"] = (key,)
         return ServerConfig(**values)
 
     @property
@@ -85,7 +88,7 @@ class Plan:
         shown = {
             f.name: _plain(f.name, getattr(server, f.name))
             for f in fields(server)
-            if f.name not in ("api_keys", "host", "port", "lora_modules")
+            if f.name not in ("api_keys", "lora_modules")
             and getattr(server, f.name) != (f.default if f.default is not MISSING else {})
         }
         if server.lora_modules:

@@ -20,16 +20,18 @@ _RENAMED = {
     "max_batch_size": "max_num_seqs",
     "max_num_tokens": "max_num_batched_tokens",
     "max_seq_len": "max_model_len",
-    "moe_expert_parallel_size": None,
     "backend": None,
     "print_iter_log": None,
+    "gpus_per_node": None,
     "disable_overlap_scheduler": None,
     "cuda_graph_config": None,
     "scheduler_config": None,
     "enable_iter_perf_stats": None,
 }
 """TensorRT-LLM's names and ours; None: no effect here (graphs, its own loops, its logs)."""
-_MUST_BE_ONE = ("moe_expert_parallel_size",)
+_MUST_BE = {"moe_cluster_parallel_size": 1, "context_parallel_size": 1, "enable_attention_dp": False}
+"""TensorRT-LLM's names of what is not there, and the values that switch it off."""
+_EXPERTS = ("moe_expert_parallel_size", "moe_tensor_parallel_size")
 
 _METHODS = {
     "ngram": "ngram",
@@ -98,9 +100,13 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
                 put(inner, translated)
         elif name == "speculative_config":
             put(name, _speculative(value))
+        elif name in _EXPERTS:
+            if _by_rank(options, name, value):
+                put("enable_expert_parallel", True)
+        elif name in _MUST_BE:
+            if value != _MUST_BE[name]:
+                raise ConfigError(f"{name}: {value!r} is not supported; only {_MUST_BE[name]!r}")
         elif name in _RENAMED:
-            if name in _MUST_BE_ONE and value != 1:
-                raise ConfigError(f"{name}: {value!r} is not supported yet; only 1")
             if (target := _RENAMED[name]) is not None:
                 put(target, value)
         elif name in _SERVER_NAMES:
@@ -108,9 +114,23 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         elif name in _ENGINE_NAMES:
             put(name, value)
         else:
-            valid = {*_SERVER_NAMES, *_ENGINE_NAMES, *_RENAMED, "kv_cache_config"}
+            valid = {*_SERVER_NAMES, *_ENGINE_NAMES, *_RENAMED, *_EXPERTS, *_MUST_BE, "kv_cache_config"}
             raise ConfigError(f"config: unknown option {name!r}{suggest(name, valid)}")
     return engine, server
+
+
+def _by_rank(options: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether TensorRT-LLM's way of dividing experts has them whole, some on each rank.
+
+    Example: of 4 ranks, ``moe_expert_parallel_size`` 4 is that, 1 is a part of each expert on all; 2 would be both.
+    """
+    size = options.get("tensor_parallel_size") or 1
+    if value not in (1, size) or isinstance(value, bool):
+        raise ConfigError(
+            f"{name}: {value!r} is not supported with tensor_parallel_size {size}; only 1 or {size}: experts are "
+            "divided or whole"
+        )
+    return name == "moe_expert_parallel_size" and value > 1
 
 
 def _server_value(name: str, value: Any) -> Any:
