@@ -214,6 +214,7 @@ def convert(
     tensors: dict[str, tuple[Tensor, str]] = {}
     undo: dict[str, tuple[str, Any]] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
+    members: dict[str, dict[int, str]] = {}  # of stacks: names of their parts
     for name, value in weights.items():
         if ".experts." in name:
             base, _, rest = name.partition(".experts.")
@@ -221,6 +222,7 @@ def convert(
             layer = base.split(".")[2]
             exps = f"blk.{layer}.{NAMES['mlp.' + part]}_exps.weight"
             stacks.setdefault(exps, {})[int(number)] = value
+            members.setdefault(exps, {})[int(number)] = name
             continue
         target = gguf_name(name, a)
         change: Any = None
@@ -241,6 +243,7 @@ def convert(
     stands = write_gguf(path, metadata, tensors)
     out: dict[str, Tensor] = {}
     for target, value in stands.items():
+        out |= {name: value[i] for i, name in members.get(target, {}).items()}
         if target not in undo:
             continue
         name, change = undo[target]

@@ -2,12 +2,13 @@
 
     python -m tests.parity.formats
 
-writes the table. The same numbers stand on both sides: a checkpoint in the format, and the floats that it stands for,
-through Transformers.
+writes the table; behind it, names of columns: these alone are tried, and the others stay as they are on the page. The
+same numbers stand on both sides: a checkpoint in the format, and the floats that it stands for, through Transformers.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from draftwise import LLM, SamplingParams
@@ -28,8 +30,11 @@ from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from tests.fakes.architectures import save, small
+from tests.fakes.gguf import convert
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.quantized import Pair, write_pair, write_rounded
+from tests.unit.test_gguf import BASE, meant
+from tests.unit.test_gguf import FAMILIES as FAMILIES_OF_FILES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- formats: begin -->\n", "<!-- formats: end -->\n"
@@ -44,10 +49,19 @@ FAMILIES = (
 """Values of ``model_type``, as Transformers has them."""
 CHECKPOINTS = {
     "AWQ": "awq", "GPTQ": "gptq", "GPTQ act-order": "gptq desc_act", "GPTQ 8": "gptq 8 bits",
-    "w4a16": "w4a16 with zeros", "w8a16": "w8a16", "w8a8": "w8a8", "fp8 blocks": "fp8 blocks",
+    "w4a16": "w4a16 with zeros", "w8a16": "w8a16", "w8a8": "w8a8", "fp8 blocks": "fp8 blocks", "fp8": "fp8",
+    "fp8 tensor": "fp8 tensor", "nf4": "nf4 nested", "bnb 8": "bnb 8",
 }  # fmt: skip
 """Columns of the table, and their names in `CASES`."""
 ROUNDED = ("int8", "int4")
+GGUF = "GGUF Q4_0"
+COLUMNS = (*ROUNDED, *CHECKPOINTS, GGUF, "head")
+GGUF_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "mistral": ("llama", {"sliding_window": None}, {}),
+    **{kind: (name, settings, metadata) for name, (kind, settings, metadata) in FAMILIES_OF_FILES.items()},
+}
+"""Values of ``model_type`` -> the family's name in a file, settings, fields of the file."""
 EXACT = 1e-4
 """Of logits in float32, relative to the largest where that is over 1."""
 NEAR = 0.25
@@ -109,6 +123,30 @@ def checkpoint(kind: str, form: str, folder: Path) -> Outcome:
     return Outcome(kind, form, _kept(kind, pair, native), way_of(native))
 
 
+def gguf(kind: str, folder: Path) -> Outcome:
+    """A GGUF file in Q4_0. Raises as `checkpoint`."""
+    if kind not in GGUF_FAMILIES:
+        return Outcome(kind, GGUF, "refused", words="no GGUF files of this family are read")
+    name, settings, metadata = GGUF_FAMILIES[kind]
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model(kind, **(BASE | {"vocab_size": 256} | settings))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    more = {f"{name}.{field}": value for field, value in metadata.items()}
+    weights = convert(folder / "model", folder / "m.gguf", name, "Q4_0", more)
+    plain = meant(folder / "model", weights, folder / "plain")
+    architecture = json.loads((plain / "config.json").read_text())["architectures"][0]
+    count = sum(w.numel() for n, w in weights.items() if w.ndim == 2 and ".layers." in n)
+    pair = Pair(architecture, folder / "m.gguf", plain, count)
+    wanted = pair.reference(_TOKENS)
+    exact = load_model(folder / "m.gguf", dtype=torch.float32, device=CPU, ops=TorchOps(torch.float32, CPU))
+    difference = float((logits_of(exact, _TOKENS) - wanted).abs().max())
+    assert difference <= EXACT * max(1.0, float(wanted.abs().max())), (kind, GGUF, difference)
+    native = load_model(folder / "m.gguf", dtype=torch.bfloat16, device=CPU)
+    _assert_near(native, wanted, kind, GGUF)
+    saved = load_model(plain, dtype=torch.bfloat16, device=CPU).weight_bytes() - native.weight_bytes()
+    return Outcome(kind, GGUF, "codes" if saved > 0.25 * 2 * count else "floats", way_of(native))
+
+
 def _kept(kind: str, pair: Pair, model: DecoderModel) -> str:
     """By the bytes that are saved of the two of each number."""
     saved = _float_bytes(kind, pair.plain) - model.weight_bytes()
@@ -168,47 +206,72 @@ def drafted(kind: str, folder: Path) -> Outcome:
     return Outcome(kind, "head", "drafts")
 
 
+_MARKS = {"codes": "c", "floats": "f", "drafts": "yes", "refused": "-"}
+
+
 def table(outcomes: list[Outcome]) -> str:
     """Markdown: a line per way and set of answers, with the families that give them."""
-    columns = [*ROUNDED, *CHECKPOINTS, "head"]
     kinds = list(dict.fromkeys(o.kind for o in outcomes))
     cells = {(o.kind, o.form): o for o in outcomes}
     ways = {o.kind: o.way for o in outcomes if o.way}
     lines: dict[tuple[str, ...], list[str]] = {}
     for kind in kinds:
-        answers = tuple(
-            {"codes": "c", "floats": "f", "drafts": "yes"}.get(cells[kind, c].kept, "-") for c in columns
-        )
+        answers = tuple(_MARKS[cells[kind, c].kept] for c in COLUMNS)
         lines.setdefault((ways.get(kind, ""), *answers), []).append(kind)
-    text = [f"| families | runs on | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    text = [f"| families | runs on | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     text += [f"| {', '.join(found)} | {' | '.join(key)} |" for key, found in lines.items()]
-    refused = dict.fromkeys(f"- {o.kind}, {o.form}: {o.words}" for o in outcomes if o.kept == "refused")
-    return "\n".join([*text, "", *refused]).rstrip() + "\n"
+    refused: dict[tuple[str, str], list[str]] = {}
+    for o in outcomes:
+        if o.kept == "refused" and o.words:
+            refused.setdefault((o.form, o.words), []).append(o.kind)
+    notes = [f"- {form}, {', '.join(kinds)}: {words}" for (form, words), kinds in refused.items()]
+    return "\n".join([*text, "", *notes]).rstrip() + "\n"
 
 
-def main() -> None:
+def read_table(text: str) -> list[Outcome]:
+    """What `table` wrote; refusals without their words."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    kept = {mark: name for name, mark in _MARKS.items()}
+    return [
+        Outcome(kind, column, kept[mark], row[1])
+        for row in rows[2:]
+        for kind in row[0].split(", ")
+        for column, mark in zip(rows[0][2:], row[2:], strict=True)
+    ]
+
+
+def tried(kind: str, form: str) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        if form == "head":
+            return drafted(kind, place)
+        if form in ROUNDED:
+            return rounded(kind, form, place)
+        return gguf(kind, place) if form == GGUF else checkpoint(kind, form, place)
+
+
+def main(asked: list[str]) -> None:
+    if not set(asked) <= set(COLUMNS):
+        raise SystemExit(f"columns are {', '.join(COLUMNS)}")
     logging.disable(logging.WARNING)
+    before, rest = PAGE.read_text().split(BEGIN)
+    known = {(o.kind, o.form): o for o in read_table(rest.split(END)[0])} if asked else {}
     outcomes = []
     for kind in FAMILIES:
-        for form in (*ROUNDED, *CHECKPOINTS, "head"):
-            with tempfile.TemporaryDirectory() as folder:
-                place = Path(folder)
-                if form == "head":
-                    found = drafted(kind, place)
-                elif form in ROUNDED:
-                    found = rounded(kind, form, place)
-                else:
-                    found = checkpoint(kind, form, place)
+        for form in COLUMNS:
+            found = tried(kind, form) if not asked or form in asked else known[kind, form]
             outcomes.append(found)
             print(
                 f"{kind:14} {form:16} {found.kept:8} {found.way:20} {found.words[:120]}",
                 file=sys.stderr,
                 flush=True,
             )
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + table(outcomes) + "\n" + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

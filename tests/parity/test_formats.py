@@ -7,13 +7,27 @@ from pathlib import Path
 import pytest
 
 from tests.native import native_or_skip
-from tests.parity.formats import CHECKPOINTS, FAMILIES, ROUNDED, checkpoint, drafted, rounded
+from tests.parity.formats import (
+    CHECKPOINTS,
+    COLUMNS,
+    FAMILIES,
+    GGUF_FAMILIES,
+    ROUNDED,
+    Outcome,
+    checkpoint,
+    drafted,
+    gguf,
+    read_table,
+    rounded,
+    table,
+)
 
 _SAMPLE = {
     ("granite", "w4a16"), ("gpt2", "GPTQ"), ("gpt_neox", "AWQ"), ("glm4", "w8a8"), ("bloom", "GPTQ 8"),
     ("qwen3_moe", "GPTQ 8"), ("granitemoe", "w8a16"), ("stablelm", "fp8 blocks"), ("starcoder2", "GPTQ act-order"),
+    ("gpt2", "nf4"), ("cohere", "bnb 8"),
 }  # fmt: skip
-_FLOATS = ("GPTQ act-order", "fp8 blocks")
+_FLOATS = ("GPTQ act-order", "fp8 blocks", "fp8", "fp8 tensor")
 _EXPERTS = frozenset(
     kind for kind in FAMILIES if "moe" in kind or kind in ("mixtral", "deepseek_v2", "deepseek_v3")
 )
@@ -34,6 +48,21 @@ def test_a_quantised_checkpoint(kind: str, form: str, tmp_path: Path) -> None:
     found = checkpoint(kind, form, tmp_path)
     assert found.kept != "refused", found.words
     assert found.kept == "codes" or form in _FLOATS or (form == "GPTQ 8" and kind in _EXPERTS)
+
+
+@pytest.mark.parametrize("kind", [_marked((kind,), {("qwen3_moe",)}) for kind in GGUF_FAMILIES])
+@pytest.mark.filterwarnings("ignore")
+def test_a_gguf_file(kind: str | tuple[str], tmp_path: Path) -> None:
+    native_or_skip()
+    assert gguf(kind if isinstance(kind, str) else kind[0], tmp_path).kept == "codes"
+
+
+def test_the_table_is_read_as_it_was_written() -> None:
+    ways = {"llama": "own code", "gpt2": "put together"}
+    outcomes = [
+        Outcome(k, c, "floats" if k == "llama" else "codes", w) for k, w in ways.items() for c in COLUMNS
+    ]
+    assert read_table(table(outcomes)) == outcomes
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [_marked((k, s), _ROUNDED) for k in FAMILIES for s in ROUNDED])

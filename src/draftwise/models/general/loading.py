@@ -30,7 +30,7 @@ from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
 from draftwise.models.general.nodes import CannotAssemble
-from draftwise.models.general.parts import Called, body_of, text_model
+from draftwise.models.general.parts import Called, body_of, other_inputs, text_model
 from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.reader import is_gguf
@@ -152,8 +152,16 @@ def _prepared(
 def _text_part(model: Any, config: ModelConfig) -> Any:
     """``model``, or what of a model of text and more reads and writes text."""
     tokens = torch.tensor([sample(config.vocab_size, 4, seed=7)], device=model.device)
-    with Called(model) as called, _explained():
-        wanted = model(input_ids=tokens, use_cache=False).logits
+    try:
+        with Called(model) as called, _explained():
+            wanted = model(input_ids=tokens, use_cache=False).logits
+    except ModelLoadError as error:
+        more = other_inputs(model, str(error))
+        if more:
+            raise ModelLoadError(
+                f"it reads no text alone: its code wants {' or '.join(more)}, too"
+            ) from error
+        raise
     dropped = called.drop_others(tokens)
     if dropped:
         logger.info("%s is served as its text part: images, sound and the like are not (%s)",

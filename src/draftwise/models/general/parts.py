@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
+
+_OF_TEXT = frozenset({
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache", "kwargs",
+    "output_attentions", "output_hidden_states", "return_dict", "cache_position", "logits_to_keep", "self", "args",
+})  # fmt: skip
 
 
 def body_of(model: Any) -> tuple[str, Any]:
@@ -25,6 +32,16 @@ def body_of(model: Any) -> tuple[str, Any]:
             f"its body is not told apart from its output layer (parts: {', '.join(inner) or 'none'})"
         )
     return inner[0], model._modules[inner[0]]
+
+
+def other_inputs(model: Any, words: str) -> list[str]:
+    """The inputs beside tokens that an error of a model's code names: images, sound, where words stand on a page.
+
+    Example: "forward() missing 1 required positional argument: 'pixel_values'" gives pixel_values.
+    """
+    named = set(re.findall(r"[a-z_]+", words.lower()))
+    own = [name for name in signature(model.forward).parameters if name not in _OF_TEXT]
+    return [name for name in own if name in named]
 
 
 def text_model(model: Any) -> Any:

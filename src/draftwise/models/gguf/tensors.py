@@ -96,7 +96,10 @@ def scan_gguf(path: Path) -> dict[str, TensorEntry]:
             path, source.shape, _ST_NAMES.get(kind.name, "F32"), source=_Values(source)
         )
         base = source.name.removesuffix(".weight")
-        if kind.name in KEPT and len(source.shape) == 2 and source.name.startswith("model.layers."):
+        layer = source.name.startswith("model.layers.") and not base.endswith(
+            ".mlp.gate"
+        )  # a router is floats
+        if kind.name in KEPT and len(source.shape) == 2 and layer:
             size = source.tensor.row_bytes
             entries[f"{base}.{kind.name.lower()}"] = TensorEntry(
                 path, (source.shape[0], size), "U8", source=_Bytes(source)
