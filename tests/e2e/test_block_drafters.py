@@ -220,3 +220,31 @@ def test_a_block_has_room_for_so_many_drafts(
         engine(make_llm, folder, spec={"num_speculative_tokens": 5})
     with pytest.raises(ConfigError, match="a path of 5 tokens"):
         engine(make_llm, folder, spec={"speculative_token_tree": [[0] * (i + 1) for i in range(5)]})
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"speculative_token_tree": [[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [0, 3], [1, 0]]},
+        {"speculative_dynamic_tree": {"top_k": 6, "depth": 3}, "num_speculative_tokens": 12},
+    ],
+    ids=["static", "dynamic"],
+)
+def test_a_tree_wider_than_a_path_selector_has_candidates(
+    make_llm: Callable[..., LLM], drafters: dict[str, tuple[str, ReferenceBlock]], shape: dict[str, Any]
+) -> None:
+    """Three candidates a place: a fourth sibling would be a token of probability 0. Text is plain decoding's."""
+    folder, _ = drafters["dflash2, speculators"]
+    prompts = random_prompts(4, seed=9)
+    for params in (greedy(20), greedy(20).replace(temperature=0.9, seed=4)):  # with a seed: coupled
+        plain = token_ids(make_llm().generate(prompts, params.replace(speculation={"method": "none"})))
+        llm = engine(make_llm, folder, spec=shape)
+        outputs = llm.generate(prompts, params)
+        assert token_ids(outputs) == plain
+        assert not llm.stats().drafter_failures
+        assert sum(o.metrics.speculation.num_draft_tokens for o in outputs) > 40
+    for rule in ("rejection", "block"):
+        sampled = greedy(20).replace(temperature=0.9, seed=4, speculation={"rule": rule})
+        llm = engine(make_llm, folder, spec=shape)
+        llm.generate(prompts, sampled)
+        assert not llm.stats().drafter_failures
