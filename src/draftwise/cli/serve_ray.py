@@ -53,6 +53,8 @@ def serve_on_ray(args: argparse.Namespace, engine: Mapping[str, Any], server: Se
 
     from draftwise.deploy.plan import Plan
 
+    if server.planner is not None:
+        raise UsageError("--planner: it looks at one engine of this process; leave out --ray")
     if server.ssl_keyfile or server.ssl_certfile:
         raise UsageError(
             "--ssl-keyfile: Ray Serve's proxies take no certificates; put a proxy with them in front"

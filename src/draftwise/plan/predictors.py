@@ -14,7 +14,10 @@ _FEW = 12
 """Values below which a model has nothing to be fitted to: the newest value stands."""
 _REFIT = 24
 """Intervals between two fits of a model's parameters; between them it takes in what is new."""
-_WINDOW = 512
+_WINDOW = 96
+"""Values that a model is fitted to, and that a forecast looks at."""
+_ITERATIONS = 6
+"""Of a fit: a decision takes under 10 ms, and further ones hardly move the forecast."""
 
 
 class Predictor(ABC):
@@ -41,6 +44,7 @@ class _Fitted(Predictor):
     def __init__(self) -> None:
         self._params: Any = None
         self._fitted_at = -1
+        self._quietly(_load)  # a second or two, which no decision is to take
 
     def predict(self, values: Sequence[float]) -> float:
         if len(values) < _FEW or max(values) == min(values):
@@ -49,19 +53,21 @@ class _Fitted(Predictor):
         scale = max(abs(v) for v in values) or 1.0
         if due != self._fitted_at:
             sample = [v / scale for v in values[max(due - _WINDOW, 0) : due]]
-            self._params, self._fitted_at = self._quietly(lambda: self._fit(sample)), due
+            fitted, self._fitted_at = self._quietly(lambda: self._fit(sample)), due
+            self._params = None if fitted is None else fitted.params
+            if fitted is not None and due == len(values):  # it has seen the newest value
+                return self._checked(self._quietly(lambda: float(fitted.forecast(1)[0])), values, scale)
         if self._params is None:
             return max(values[-1], 0.0)
-        recent = [v / scale for v in values[-self.memory() :]]
-        found = self._quietly(lambda: self._next(recent))
+        recent = [v / scale for v in values[-_WINDOW:]]
+        return self._checked(self._quietly(lambda: self._next(recent)), values, scale)
+
+    @staticmethod
+    def _checked(found: float | None, values: Sequence[float], scale: float) -> float:
         # A forecast far beyond everything that was seen is a fit gone wrong.
         if found is None or not math.isfinite(found) or abs(found) > 3.0:
             return max(values[-1], 0.0)
         return max(float(found) * scale, 0.0)
-
-    def memory(self) -> int:
-        """Values that a forecast looks at."""
-        return 96
 
     @staticmethod
     def _quietly(work: Callable[[], Any]) -> Any:
@@ -77,13 +83,17 @@ class _Fitted(Predictor):
                 return None
 
     def _fit(self, values: Sequence[float]) -> Any:
-        return self._model(values).fit(disp=0, maxiter=50).params
+        return self._model(values).fit(disp=0, maxiter=_ITERATIONS, cov_type="none")
 
     def _next(self, values: Sequence[float]) -> float:
         return float(self._model(values).filter(self._params).forecast(1)[0])
 
     @abstractmethod
     def _model(self, values: Sequence[float]) -> Any: ...
+
+
+def _load() -> None:
+    from statsmodels.tsa.statespace import sarimax, structural  # noqa: F401
 
 
 class Arima(_Fitted):
