@@ -1,17 +1,17 @@
 """The planner against Dynamo's rule and against fixed numbers of replicas, on loads that change tenfold in an hour.
 
-    python benchmarks/plan_regret.py [--traces 5] [--rate 0.5] [--seconds 3600] [--budget 6] [--goal 0.99] [--seed 0] [--only N ...]
-        [--json]
+    python benchmarks/plan_regret.py [--traces 5] [--rate 0.5] [--seconds 3600] [--budget 6] [--goal 0.99] [--seed 0]
+        [--only N ...] [--json]
 
 A simulated cluster of small, slow engines (Dynamo's polynomials times 20, eight requests at once, prompts of about 100
 tokens and as many out), so that an hour takes seconds. Limits: 4 s to the first token, 200 ms per token.
 Three rules per trace:
 
-- planner: ours, engines with the adaptive controller, a tenth of each engine kept free;
+- planner: ours, engines with the adaptive controller;
 - dynamo: its rule, engines with a fixed K = 3, planned for as if nothing were drafted, constant predictor;
-- fixed: of all numbers of replicas and of drafts (K = 0, 1, 3, 5) that stay the same for the hour, the one that reaches the
-  goal (``--goal``: share of requests within the limits) with the fewest device hours, and of these the one with most requests
-  within them. It is known only afterwards.
+- fixed: of all numbers of replicas and of drafts (K = 0, 1, 3, 5) that stay the same for the hour, the one that
+  reaches the goal (``--goal``: share of requests within the limits) with the fewest device hours, and of these the one
+  with most requests within them. It is known only afterwards.
 
 Better on both: at least as many requests within the limits, with fewer device hours.
 """
@@ -58,9 +58,7 @@ def planned(trace: Trace, budget: int, dynamo: bool) -> Outcome:
     capacity = ModelCapacity(
         TIMES, ACCEPTANCE, SLA, most_requests=8, most_drafts=5, ignore_speculation=dynamo
     )
-    config = PlannerConfig(
-        interval=INTERVAL, budget=budget, startup=45.0, margin=0.0 if dynamo else 0.1, dynamo=dynamo
-    )
+    config = PlannerConfig(interval=INTERVAL, budget=budget, startup=45.0, dynamo=dynamo)
     return run(trace, 1, Policy("eagle3", 3) if dynamo else ADAPTIVE, Planner(config, capacity))
 
 
