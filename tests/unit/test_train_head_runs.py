@@ -26,6 +26,7 @@ from draftwise.train.demo_recipe import LlamaShape
 from draftwise.train.heads import run as head_run
 from draftwise.train.heads.args import KINDS, TrainOptions, add_arguments, options_from
 from draftwise.train.heads.data import coverage, cut, draft_vocabulary, plan_epoch, split
+from draftwise.train.heads.parallel import Ranks
 from draftwise.train.heads.plot import panels_of, svg, ticks
 from draftwise.train.heads.run import train_head
 from draftwise.train.heads.teacher import EngineTeacher, default_feature_layers
@@ -189,7 +190,7 @@ def test_shards_teach_what_the_target_would(target: Path, tmp_path: Path) -> Non
     record = train_head(from_shards, quietly())
     teacher = EngineTeacher(target, layers, torch.float32, torch.device("cpu"))
     pieces = split(cut([Tokens(ids, [True] * len(ids))], 64), 0.05)
-    shards = head_run._source(from_shards, teacher)[0]
+    shards = head_run._source(from_shards, teacher, Ranks())[0]
     direct = head_run.TextSource(pieces, teacher, 2, 8)
     recipe = head_run.recipe_of(from_shards)
     one, two = shards.batch(0, recipe), direct.batch(0, recipe)
