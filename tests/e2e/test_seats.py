@@ -165,6 +165,8 @@ def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> Non
                 )
         assert seats(llm).num_entered - entered == len(params), "who has a seat keeps it"
         assert ordinary and not any(ordinary), "prompts are computed, and nothing of them is waited for"
+        llm.generate(engines.prompts, params)
+        assert not any(ordinary), "seats of those who are gone are free in the same step"
         assert not llm.stats().drafter_failures
         llm.check_integrity()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def accept(given: dict[str, Any]) -> None:
         walk[r, 0] = count
         walk[r, 1 + nodes : 1 + nodes + count] = table[r, 6 : 6 + count].int()
         walk[r, 1 + nodes + count] = (known + count) % VOCAB
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 9, "min_p": 0.01, "logprobs": 3},
+    {"temperature": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}},
+]
+"""Each with short texts twice, so that all is captured, and then with long ones: no more is waited for."""
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model", "eagle3"])
@@ -67,14 +77,14 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 return launch(taking)
 
             monkeypatch.setattr(seats, "launch", watched)
-            for temperature, tokens in ((0.0, 8), (0.0, 8), (0.0, 56), (0.9, 8), (0.9, 8), (0.9, 56)):
+            for kind, tokens in product(KINDS, (8, 8, 56)):
                 before, waited = seats.num_steps, device.waits
                 params = SamplingParams(
-                    temperature=temperature,
                     max_tokens=tokens,
                     ignore_eos=True,
-                    seed=None if temperature else 1,
+                    seed=None if kind["temperature"] else 1,
                     speculation={"method": method},
+                    **kind,
                 )
                 torch.cuda.set_sync_debug_mode("warn")
                 with warnings.catch_warnings(record=True) as caught:
@@ -89,7 +99,7 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 found.append((seats.num_steps - before, len(caught), device.waits - waited))
         assert under_way.count(1) > 3 * under_way.count(0), "the step before it had not been read"
         assert {"begin_rows", "advance_rows"} <= launches.kernels()
-    for few, many in ((found[1], found[2]), (found[4], found[5])):
+    for few, many in zip(found[1::3], found[2::3], strict=True):
         assert many[0] >= few[0] + 12, "steps on the device"
         assert many[1] == few[1], "no operation waits"
         assert many[2] - few[2] <= many[0] - few[0], "an event is waited for once a step"
