@@ -3,19 +3,14 @@ and weights packed one after another, each given up by its model before the next
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Linear as PackedLinear
-from draftwise.kernels.base import Norm as PackedNorm
-from draftwise.kernels.base import Ops
 from draftwise.kernels.routing import Activation
-from draftwise.models.base import LinearSite, SitePart
-from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step, attended
-from draftwise.models.general.attention import LayerCall
-from draftwise.models.general.latent import Latent, latent_of
+from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step
+from draftwise.models.general.attending import AttentionPlans
 from draftwise.models.general.nodes import (
     Add,
     Attend,
@@ -30,52 +25,15 @@ from draftwise.models.general.nodes import (
     Norm,
     Scale,
     Select,
-    Turn,
     Unary,
 )  # fmt: skip
 from draftwise.models.general.plans import LinearRows, Plan, alike, as_linear, id_of
-from draftwise.models.general.rotations import Rotation, no_rotation, rotation_of
-from draftwise.models.general.stored import StoredLayer, StoredLinear, pack_stored
-from draftwise.models.general.trace import Traced
+from draftwise.models.general.stored import StoredLayer
 from draftwise.models.weights import Freed, release_freed_memory
 
 
-class Assembler:
-    """Turns a graph into steps.
-
-    Args:
-        known: frequencies of rotations, see `rotations.frequencies`.
-        num_positions: that rotations are needed for.
-        names: of modules, by the `id_of` of their whole weights.
-        stored: modules whose packed weight may be taken over, by their layer.
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        calls: Sequence[LayerCall],
-        known: Sequence[tuple[Tensor, float]],
-        num_positions: int,
-        traced: Traced,
-        names: Mapping[Hashable, str],
-        stored: Mapping[Hashable, StoredLinear],
-    ) -> None:
-        self._names, self._stored = names, stored
-        self._ops, self._known, self._num_positions = ops, known, num_positions
-        self._calls = list(calls)
-        self._positions = traced.positions
-        self._traced = traced
-        self._plans: list[Plan] = []
-        self._planned: set[Node] = set()
-        self._reordered: dict[tuple[Node, bytes], Node] = {}
-        self._rotations: list[Rotation] = []
-        self.num_bytes = 0
-        self.num_linears = 0
-        self.num_mixtures = 0
-        self._free: Callable[[Hashable], None] = lambda _: None
-        self._packed_one: Callable[[Linear], None] = lambda _: None
-        self.sites: list[LinearSite] = []
-        self.embedding: Tensor | None = None
+class Assembler(AttentionPlans):
+    """Turns a graph into steps: the plans of all nodes but attention, and their order."""
 
     # ------------------------------------------------------------------------------------------ what to do
 
@@ -157,56 +115,6 @@ class Assembler:
 
         return Plan(node, (x,), make, tuple(part.layer for part in parts))
 
-    def _packed(self, parts: list[LinearRows], paired: bool) -> PackedLinear:
-        """The rows of ``parts`` below each other as one linear layer."""
-        ops = self._ops
-        biases = [part.bias() for part in parts]
-        bias = None
-        if any(b is not None for b in biases):
-            empty = torch.zeros(0, dtype=ops.dtype, device=ops.device)
-            pairs = zip(parts, biases, strict=True)
-            bias = torch.cat(
-                [empty.new_zeros(p.outputs) if b is None else b.detach().to(empty) for p, b in pairs]
-            )
-        site, inputs = self._site(parts), parts[0].layer.x.width
-        stored = [(p.layer.weight, p.rows) for p in parts if isinstance(p.layer.weight, StoredLayer)]
-        if stored:
-            assert len(stored) == len(parts), "planned to be alike"
-            ready = self._stored.get(stored[0][0]) if len(stored) == 1 and stored[0][1] is None else None
-            if ready is not None and not paired:  # it is packed as it shall be
-                handle = ready.packed
-                self._let_go(parts)
-            else:
-                self._let_go(parts)
-                handle = pack_stored(ops, stored, bias, paired=paired)
-        else:
-            weights = [part.weight() for part in parts]
-            weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
-            del weights
-            self._let_go(parts)  # before it is packed: there is one copy beside the packed one
-            pack = ops.pack_gate_up if paired else ops.pack_linear
-            handle = pack(weight, bias)
-        self.num_bytes += handle.num_bytes
-        self.num_linears += len(parts)
-        if site is not None:
-            self.sites.append(LinearSite(handle, inputs, site))
-        return handle
-
-    def _let_go(self, parts: Sequence[LinearRows]) -> None:
-        for part in parts:
-            self._packed_one(part.layer)
-
-    def _site(self, parts: list[LinearRows]) -> tuple[SitePart, ...] | None:
-        """What adapters may add to, if every part is a module of the model."""
-        found = []
-        for part in parts:
-            weight = part.layer.weight
-            name = self._names.get(id_of(weight))
-            if name is None or (isinstance(weight, Tensor) and not _whole(weight)):
-                return None
-            found.append(SitePart(name, part.layer.width, part.rows))
-        return tuple(found)
-
     def _norm(self, node: Norm) -> Plan:
         if node.group != node.width:
             raise CannotAssemble("heads are normalised outside of attention")
@@ -226,11 +134,6 @@ class Assembler:
             return lambda work: work.ops.layer_norm(work.results[node.x], norm)
 
         return Plan(node, (node.x,), make)
-
-    def _packed_norm(self, width: int, weight: Tensor | None, eps: float) -> PackedNorm:
-        self.num_bytes += 4 * width
-        values = torch.ones(width) if weight is None else weight.detach()
-        return self._ops.pack_norm(values.to(device=self._ops.device, dtype=self._ops.dtype), eps)
 
     def _scale(self, node: Scale) -> Plan:
         return Plan(node, (node.x,), lambda: self._scaling(node))
@@ -296,141 +199,6 @@ class Assembler:
 
         return Plan(node, (x, scores.x), make, (scores,))
 
-    # ------------------------------------------------------------------------------------------ attention
-
-    def _attend(self, node: Attend) -> Plan:
-        call = self._calls[node.layer]
-        dim = call.key_dim
-        sinks = None if node.sinks is None else node.sinks.detach().float().contiguous()
-        scale = call.scale
-        parts: list[Node] = []
-        turns: list[Turn | None] = []
-        norms: list[Norm | None] = []
-        for part in (node.q, node.k):
-            if isinstance(part, Scale):
-                scale *= part.factor
-                part = part.x
-            turns.append(part if isinstance(part, Turn) else None)
-            part = part.x if isinstance(part, Turn) else part
-            norms.append(part if isinstance(part, Norm) and part.group == dim else None)
-            parts.append(part.x if isinstance(part, Norm) and part.group == dim else part)
-        rotation = self._rotation(turns, dim)
-        if norms == [None, None]:
-            latent = latent_of(node, parts[1], rotation, call)
-            if latent is not None:
-                return self._attend_latents(node, latent, parts[0], rotation, scale, sinks)
-        if not dim == call.value_dim == call.heads.head_dim or dim > 1024:
-            raise CannotAssemble("its keys and values are of different sizes")
-        columns = [
-            (torch.arange(count)[:, None] * dim + rotation.order).flatten()
-            for count in (call.heads.num_heads, call.heads.num_kv_heads)
-        ]
-        if len({norm.eps for norm in norms if norm is not None}) > 1:
-            raise CannotAssemble("norms of queries and keys differ in what they add")
-        linears = [as_linear(part) for part in (*parts, node.v)]
-        found = [part for part in linears if part is not None]
-        rope = self._numbered(rotation)
-
-        def make_norm(norm: Norm | None) -> PackedNorm | None:
-            if norm is None:
-                return None
-            weight = None if norm.weight is None else norm.weight.cpu()[rotation.order]
-            return self._packed_norm(dim, weight, norm.eps)
-
-        if len(found) == 3 and all(part.layer.x is found[0].layer.x for part in found) and alike(found):
-            x = found[0].layer.x
-            rows = [found[0].ordered(columns[0]), found[1].ordered(columns[1]), found[2]]
-
-            def make_fused() -> Run:
-                weight = self._packed(rows, paired=False)
-                norm = make_norm(norms[0]), make_norm(norms[1])
-                return lambda work: attended(
-                    work, work.ops.linear(work.results[x], weight), call, node.layer, scale, rope, norm, sinks
-                )
-
-            return Plan(node, (x,), make_fused, tuple(part.layer for part in rows))
-        apart = (self._in_order(parts[0], columns[0]), self._in_order(parts[1], columns[1]), node.v)
-
-        def make() -> Run:
-            norm = make_norm(norms[0]), make_norm(norms[1])
-
-            def run(work: Pass) -> Tensor:
-                q, k, v = (work.results[each] for each in apart)
-                qkv = work.ops.concat(work.ops.concat(q, k), v)
-                return attended(work, qkv, call, node.layer, scale, rope, norm, sinks)
-
-            return run
-
-        return Plan(node, apart, make)
-
-    def _attend_latents(
-        self, node: Attend, latent: Latent, q: Node, rotation: Rotation, scale: float, sinks: Tensor | None
-    ) -> Plan:
-        own = self._calls[node.layer]
-        call = latent.call(own)
-        self._calls[node.layer] = call
-        rope = self._numbered(latent.rotation(rotation))
-        x, shared = latent.shared.layer.x, latent.shared
-
-        def make() -> Run:
-            absorbed, out = latent.pack(self._ops, own.key_dim)
-            common = self._packed([shared], paired=False)
-            self._packed_one(latent.keys.layer)
-            self.num_bytes += absorbed.num_bytes + out.num_bytes
-            self.num_linears += 2
-
-            def run(work: Pass) -> Tensor:
-                ops = work.ops
-                row = latent.stored(
-                    ops,
-                    ops.heads(work.results[q], absorbed),
-                    ops.linear(work.results[x], common),
-                    work.results[latent.latent],
-                )
-                found = attended(work, row, call, node.layer, scale, rope, (None, None), sinks)
-                return ops.heads(found, out)
-
-            return run
-
-        return Plan(node, (q, latent.latent, x), make, (shared.layer, latent.keys.layer))
-
-    def _rotation(self, turns: list[Turn | None], dim: int) -> Rotation:
-        q, k = turns
-        if q is None and k is None:
-            return no_rotation(dim)
-        if q is None or k is None:
-            raise CannotAssemble("queries are rotated and keys are not, or the other way round")
-        rotation, other = (rotation_of(turn, dim, self._positions, self._known) for turn in (q, k))
-        if not rotation.same(other):
-            raise CannotAssemble("queries and keys are rotated differently")
-        return rotation
-
-    def _numbered(self, rotation: Rotation) -> int:
-        for i, known in enumerate(self._rotations):
-            if torch.equal(known.inv_freq, rotation.inv_freq) and known.scaling == rotation.scaling:
-                return i
-        self._rotations.append(rotation)
-        return len(self._rotations) - 1
-
-    def _in_order(self, node: Node, columns: Tensor) -> Node:
-        """The node with its columns in another order."""
-        if torch.equal(columns, torch.arange(node.width)):
-            return node
-        key = (node, columns.numpy().tobytes())
-        if key not in self._reordered:
-            rows = as_linear(node)
-            if rows is not None:
-                ordered = rows.ordered(columns).rows
-                assert ordered is not None
-                made: Node = Select(node.width, rows.layer, ordered)
-            elif isinstance(node, Norm) and node.group == node.width:
-                weight = None if node.weight is None else node.weight[columns]
-                made = Norm(node.width, self._in_order(node.x, columns), node.eps, node.group, weight)
-            else:
-                raise CannotAssemble("rotated columns would have to change places")
-            self._reordered[key] = made
-        return self._reordered[key]
-
     # ------------------------------------------------------------------------------------------- to steps
 
     def make(self, free: Callable[[Hashable], None]) -> AssembledParts:
@@ -461,7 +229,9 @@ class Assembler:
         traced = self._traced
         for node in (traced.hidden, self._head.x):
             last[node] = len(self._plans)
-        handle = self._packed_head(kept)  # first: while it is in memory twice, little else is packed
+        handle = self._packed_head(
+            self._head, kept
+        )  # first: while it is in memory twice, little else is packed
         packed(self._head)
         release_freed_memory()
         steps = []
@@ -484,20 +254,6 @@ class Assembler:
             tuple(self.sites),
         )  # fmt: skip
 
-    def _packed_head(self, kept: Container[Hashable]) -> PackedLinear:
-        """The output layer. ``kept``: `id_of` of embeddings."""
-        head, bias, ops = self._head.weight, self._head.bias, self._ops
-        if isinstance(head, StoredLayer):
-            ready = self._stored.get(head)
-            return ready.packed if ready is not None else pack_stored(ops, [(head, None)], bias)
-        head = head.detach()
-        if bias is not None:
-            return ops.pack_linear(head.contiguous(), bias.detach().to(head))
-        table = self.embedding
-        if table is not None and id_of(head) in kept and head.shape == table.shape:
-            return ops.pack_tied_head(table)
-        return ops.pack_head(head.contiguous())
-
     def _adding(self, node: Add) -> Run:
         """Sums are added in place, into a result that nobody wants afterwards: best that of the residual, to which a
         product can be added where it is made."""
@@ -514,8 +270,3 @@ class Assembler:
         ):  # would be added where it is made, and be gone
             return lambda work: work.ops.add(work.ops.copy(work.results[source]), work.results[target])
         return lambda work: work.ops.add(work.results[source], work.results[target])
-
-
-def _whole(weight: Tensor) -> bool:
-    """Whether it is all of the memory that it lies in: a part of a module's weight goes by no name."""
-    return weight.numel() * weight.element_size() == weight.untyped_storage().nbytes()
