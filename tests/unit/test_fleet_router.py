@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,3 +224,15 @@ def test_where_drafters_learn_alike_prompts_meet() -> None:
     assert router.route(alike_np, max_tokens=100).names[0] == 0
     busy = router.route(alike_np, max_tokens=100, loads={0: 200.0})
     assert busy.names[0] == 1, "what drafts save is not worth any wait"
+
+
+def test_conversations_find_what_they_would_find_in_one_cache() -> None:
+    """At least 95 % of it, also where caches are small: blocks and requests are counted, no model runs."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks/fleet.py"), "--only", "hits"],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(root / "src")},
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["hits"]["one cache"] > 0.5
+    assert found["hits"]["ratio"] > 0.95 and found["hits, small caches"]["ratio"] > 0.95
