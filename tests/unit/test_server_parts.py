@@ -208,7 +208,7 @@ def test_flags_of_other_servers() -> None:
     engine, server = settings(arguments("M", "--speculative-model", "D", "--num-speculative-tokens", "5"))
     assert engine["speculative_model"] == "D" and server.model_names == ("M",)
     with pytest.raises(ConfigError, match="hermes"):
-        settings(arguments("--tool-call-parser", "pythonic"))
+        settings(arguments("--tool-call-parser", "unheard_of"))
     with pytest.raises(UsageError, match="twice"):
         settings(arguments("M", "--model", "N"))
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.fakes.architectures import save, small
+from tests.fakes.gguf import convert
 from tests.fakes.ranks import on_ranks
 from torch import Tensor
 
@@ -282,3 +283,12 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 
     with pytest.raises(OSError, match="dw_ranks_sum"):
         on_ranks(2, work, seconds=0.2)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_gguf_files_are_divided(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save(small("llama", **sizes), tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "gguf" / "model.gguf", "llama", kind)
+    # activations of rounded layers are rounded, too: a sum that is split elsewhere may round to the next code
+    compare(tmp_path / "gguf", 2, tolerance=1e-4 if kind == "F16" else 2e-2)
