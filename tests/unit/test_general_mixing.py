@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fakes.architectures import save, small
+from tests.fakes.general import logits_of, made
 from tests.native import native_or_skip
 from torch import Tensor, nn
 
 from draftwise.kernels.mixture import route
 from draftwise.kernels.routing import Routing
 from draftwise.kv.storage import KVStorage
-from draftwise.models.base import DecoderModel
 from draftwise.models.general import assembling
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.general.experts import ExpertsUse, stacks_of
@@ -27,7 +26,7 @@ from draftwise.models.general.mixing import following, routing_of
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.nodes import Add, CannotAssemble, Mixture, Node
 from draftwise.models.general.trace import Traced, Tracer
-from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.inputs import RowInput
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder
 
@@ -207,18 +206,6 @@ def test_a_choice_that_is_not_known_is_said(choose: Any, words: str) -> None:
 
 TOKENS = [5 + (7 * i) % 90 for i in range(23)]
 MINE, OTHER = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
-
-
-def logits_of(decoder: DecoderModel, *rows: RowInput, kv: KVStorage | None = None) -> Tensor:
-    kv = kv or KVStorage(decoder.kv_layout(), 8, 16, decoder.dtype, CPU)
-    with torch.inference_mode():
-        return decoder.forward_logits(build_step_input(rows, 16, CPU), kv)[1]
-
-
-def made(kind: str, folder: Path, **sizes: Any) -> tuple[Path, Any]:
-    found = small(kind, **sizes)
-    save(found, folder / kind)
-    return folder / kind, found.model
 
 
 @pytest.mark.parametrize(

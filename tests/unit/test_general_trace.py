@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fakes.architectures import save, small
+from tests.fakes.general import logits_of, made
 from tests.native import native_or_skip
 from torch import Tensor, nn
 
 from draftwise.kv.storage import KVStorage
-from draftwise.models.base import DecoderModel
 from draftwise.models.general import assembling, loading
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.general.model import GeneralDecoder
@@ -35,7 +34,7 @@ from draftwise.models.general.nodes import (
 )  # fmt: skip
 from draftwise.models.general.rotations import rotation_of
 from draftwise.models.general.trace import Traced, Tracer
-from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.models.inputs import RowInput
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder
 
@@ -194,18 +193,6 @@ def test_rotations_that_are_none_are_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- models
-
-
-def made(kind: str, folder: Path) -> tuple[Path, Any]:
-    found = small(kind)
-    save(found, folder / kind)
-    return folder / kind, found.model
-
-
-def logits_of(decoder: DecoderModel, *rows: RowInput, kv: KVStorage | None = None) -> Tensor:
-    kv = kv or KVStorage(decoder.kv_layout(), 8, 16, decoder.dtype, CPU)
-    with torch.inference_mode():
-        return decoder.forward_logits(build_step_input(rows, 16, CPU), kv)[1]
 
 
 TOKENS = [5 + (7 * i) % 90 for i in range(23)]
