@@ -59,7 +59,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     group.add_argument("--decode", type=positive, default=0, metavar="N", help="... and replicas that decode")
     group.add_argument(
-        "--bandwidth", type=above_zero, default=25.0, metavar="GB/S", help="of K/V between them (25)"
+        "--bandwidth",
+        type=above_zero,
+        default=25.0,
+        metavar="GB/S",
+        help="bandwidth for K/V between the two kinds (25)",
     )
     group.add_argument("--router", default="load", metavar="NAME", help="load, prefix or round_robin (load)")
     group.add_argument(
@@ -72,7 +76,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="TIME:REPLICA:SECONDS",
         help="a replica stops and comes back; may be repeated",
     )
-    group.add_argument("--price", type=from_zero, metavar="X", help="of a device for an hour")
+    group.add_argument("--price", type=from_zero, metavar="X", help="price of a device for an hour")
     add_planner_options(parser)
     parser.add_argument("--plan", action="store_true", help="let the planner choose the number of replicas")
     group = parser.add_argument_group("output")
@@ -100,9 +104,11 @@ def add_engine_sizes(parser: argparse.ArgumentParser) -> None:
 def add_planner_options(parser: argparse.ArgumentParser) -> None:
     """How replicas are planned."""
     group = parser.add_argument_group("planner")
-    group.add_argument("--budget", type=positive, default=8, metavar="N", help="devices, at most (8)")
     group.add_argument(
-        "--interval", type=above_zero, default=60.0, metavar="S", help="between decisions (60)"
+        "--budget", type=positive, default=8, metavar="N", help="most devices that may be used (8)"
+    )
+    group.add_argument(
+        "--interval", type=above_zero, default=60.0, metavar="S", help="time between decisions (60)"
     )
     group.add_argument(
         "--least", type=positive, default=1, metavar="N", help="replicas of each pool, at least (1)"
@@ -111,9 +117,15 @@ def add_planner_options(parser: argparse.ArgumentParser) -> None:
         "--predictor",
         default="constant",
         metavar="NAME",
-        help="constant, arima, kalman or seasonal (constant)",
+        help="how the load is predicted: constant, arima, kalman or seasonal (constant)",
     )
-    group.add_argument("--margin", type=from_zero, default=0.0, metavar="X", help="share kept free (0)")
+    group.add_argument(
+        "--margin",
+        type=from_zero,
+        default=0.0,
+        metavar="X",
+        help="share of each replica's capacity that is kept free (0)",
+    )
     group.add_argument(
         "--hold",
         type=positive,

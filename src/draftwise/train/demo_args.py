@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--budget-minutes", type=float, default=100.0, help="wall-clock time (default: 100)")
     length.add_argument("--steps", type=int, help="steps of the target, instead of a time budget")
     length.add_argument("--recipe", type=Path, help="repeat the recipe in this provenance.json")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: 0)")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--threads", type=int, default=0, help="threads for torch (default: its own choice)")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile: half as fast")
@@ -40,7 +40,7 @@ def add_head_arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--budget-minutes", type=float, default=45.0, help="wall-clock time (default: 45)")
     length.add_argument("--steps", type=int, default=0, help="steps, instead of a time budget")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: 0)")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads for torch (default: 1, see the guide)"

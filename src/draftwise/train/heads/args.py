@@ -139,11 +139,21 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         help="weight of the total variation (%(default)s)",
     )
     add("--muon-lr", type=float, default=defaults.muon_lr, help="learning rate of matrices (%(default)s)")
-    add("--adam-lr", type=float, default=defaults.adam_lr, help="of everything else (%(default)s)")
-    add("--weight-decay", type=float, default=defaults.weight_decay, help="of matrices (%(default)s)")
+    add(
+        "--adam-lr",
+        type=float,
+        default=defaults.adam_lr,
+        help="learning rate of everything else (%(default)s)",
+    )
+    add(
+        "--weight-decay",
+        type=float,
+        default=defaults.weight_decay,
+        help="weight decay of matrices (%(default)s)",
+    )
     add("--heldout-share", type=float, default=defaults.heldout_share, help="measured on only (%(default)s)")
     add("--own-text", type=int, default=0, metavar="N", help="learn N continuations by the target, too")
-    add("--seed", type=int, default=0, help="of weights and order (0)")
+    add("--seed", type=int, default=0, help="seed of the weights and of the order of texts (0)")
     add(
         "--dtype", choices=("bfloat16", "float32"), default=defaults.dtype, help="to compute in (%(default)s)"
     )
@@ -180,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             default=defaults.decay,
             help="weight of a step to the one before (%(default)s)",
         )
-        add("--intermediate-size", type=int, default=0, help="of the MLP (default: the target's)")
+        add("--intermediate-size", type=int, default=0, help="width of the MLP (default: the target's)")
     if kind == "eagle3":
         add(
             "--draft-vocab-size",
@@ -210,7 +220,10 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         add("--layers", type=int, default=0, help="decoder layers (2)")
         add("--hidden-size", type=int, default=0, help="default: the target's, 512 at most")
         add(
-            "--intermediate-size", type=int, default=0, help="of the MLP (default: 2.5 times the hidden size)"
+            "--intermediate-size",
+            type=int,
+            default=0,
+            help="width of the MLP (default: 2.5 times the hidden size)",
         )
 
 
