@@ -113,12 +113,12 @@ def test_steps_that_stay_on_the_device_wait_for_nothing(engines: Engines, method
     waits, steps = [], []
     for tokens in (12, 12, 44):  # enough that as many drafts follow the prompt
         params = RULES["greedy"].replace(max_tokens=tokens, speculation={"method": method})
-        before = executor.inner.runs.num_steps
+        before = executor.inner.seats.num_steps
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engines.ahead.generate([{"prompt_token_ids": [1, 2, 3]}], params)
         torch.cuda.set_sync_debug_mode("default")
         waits.append(len(caught))
-        steps.append(executor.inner.runs.num_steps - before)
+        steps.append(executor.inner.seats.num_steps - before)
     assert steps[2] > steps[1] + 4 and waits[2] == waits[1]

@@ -55,7 +55,7 @@ def outputs(
             llm.check_integrity()
         if options:
             executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
-            assert executor.inner.runs.num_steps >= 2 * len(asked)
+            assert executor.inner.seats.num_steps >= 2 * len(asked)
     return found
 
 
