@@ -18,8 +18,9 @@ from draftwise.errors import ConfigError
 from draftwise.plan.acceptance import AcceptanceModel
 from draftwise.plan.capacity import FixedCapacity, ModelCapacity
 from draftwise.plan.operating import Sla
-from draftwise.plan.planner import DECODE, ENGINES, PREFILL, Decision, Observation, Planner, PlannerConfig
+from draftwise.plan.planner import Planner, PlannerConfig
 from draftwise.plan.predictors import PREDICTORS, predictor
+from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation
 from draftwise.plan.times import Polynomial
 
 ACCEPTANCE = AcceptanceModel.constant((0.7, 0.5, 0.2))

@@ -14,7 +14,8 @@ from draftwise.errors import ConfigError
 from draftwise.metrics import Metrics
 from draftwise.plan.capacity import FixedCapacity
 from draftwise.plan.live import LoadWatch, PlannerService, watch_one, words
-from draftwise.plan.planner import ENGINES, Decision, Observation, Planner, PlannerConfig
+from draftwise.plan.planner import Planner, PlannerConfig
+from draftwise.plan.ticks import ENGINES, Decision, Observation
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request, RequestUpdate
 from draftwise.types import Speculation

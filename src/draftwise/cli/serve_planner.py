@@ -49,8 +49,9 @@ def make_service(llm: AsyncLLM | FleetEngine, config: ServerConfig) -> PlannerSe
     from draftwise.plan.capacity import ModelCapacity
     from draftwise.plan.live import LoadWatch, watch_one
     from draftwise.plan.operating import Sla
-    from draftwise.plan.planner import ENGINES, Planner, PlannerConfig
+    from draftwise.plan.planner import Planner, PlannerConfig
     from draftwise.plan.profile import Profile
+    from draftwise.plan.ticks import ENGINES
     from draftwise.profile.report import acceptance_of, settings_known
     from draftwise.profile.run import machine, model_name
 

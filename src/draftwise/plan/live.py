@@ -20,7 +20,8 @@ from typing import Any
 
 from draftwise.engine.outputs import EngineStats
 from draftwise.errors import ConfigError
-from draftwise.plan.planner import ENGINES, Decision, Observation, Planner, kind_of
+from draftwise.plan.planner import Planner
+from draftwise.plan.ticks import ENGINES, Decision, Observation, kind_of
 from draftwise.sched.request import RequestUpdate
 
 logger = logging.getLogger("draftwise.planner")

@@ -14,63 +14,13 @@ from typing import Any, Literal
 from draftwise.errors import ConfigError
 from draftwise.plan.capacity import Capacity, Rates
 from draftwise.plan.predictors import Predictor, predictor
+from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation, Reason, known
 
-ENGINES, PREFILL, DECODE = "engines", "prefill", "decode"
 _HISTORY = 4096
 _TREND = 8
 """Intervals over which growth is looked for."""
 _MOST_RATE, _MOST_TOKENS = 1e9, float(1 << 24)
 """Beyond, an observation is a fault of who observes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One interval. None or NaN: not known, which is something else than zero.
-
-    ``requests``: that arrived; ``isl``, ``osl``: their mean lengths; ``ttft``, ``itl``: means of those who got tokens,
-    seconds; ``queue``: requests that wait at its end; ``accepted_length``: tokens per step that drafted; ``ready``:
-    replicas that serve, by pool; ``warming``: replicas that have served for less than an interval, whose times say
-    little.
-    """
-
-    time: float
-    requests: float | None = None
-    isl: float | None = None
-    osl: float | None = None
-    ttft: float | None = None
-    itl: float | None = None
-    queue: float | None = None
-    kv_usage: float | None = None
-    accepted_length: float | None = None
-    ready: Mapping[str, int] = field(default_factory=dict)
-    warming: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """``replicas``: wanted, by pool; ``reasons``: why, in words; ``changed``: whether it differs from the one
-    before."""
-
-    time: float
-    replicas: Mapping[str, int]
-    method: str = "none"
-    drafts: int = 0
-    reasons: tuple[str, ...] = ()
-    changed: bool = False
-    rate: float | None = None
-    """Requests per second that it was made for; None: no traffic was ever seen."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "time": self.time,
-            "replicas": dict(self.replicas),
-            "method": self.method,
-            "drafts": self.drafts,
-            "reasons": list(self.reasons),
-            "changed": self.changed,
-            "rate": self.rate,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +68,6 @@ class PlannerConfig:
     def size(self, pool: str) -> int:
         """Devices of a replica."""
         return self.devices.get(pool, 1)
-
-
-class Reason(str):
-    """A reason in words, and its ``kind`` in one: what is counted."""
-
-    kind: str
-
-    def __new__(cls, kind: str, text: str) -> Reason:
-        made = super().__new__(cls, text)
-        made.kind = kind
-        return made
-
-
-def kind_of(reason: str) -> str:
-    """Of a reason; "restored" if it comes from a file."""
-    return reason.kind if isinstance(reason, Reason) else "restored"
-
-
-def known(value: float | None) -> bool:
-    """Whether a number was observed."""
-    return value is not None and math.isfinite(value)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ import numpy as np
 
 from draftwise.errors import ConfigError, RequestError
 from draftwise.plan.acceptance import AcceptanceModel
-from draftwise.plan.planner import DECODE, ENGINES, PREFILL, Decision, Observation, Planner
+from draftwise.plan.planner import Planner
+from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation
 from draftwise.plan.times import StepTimes
 from draftwise.plan.traces import MOONCAKE_BLOCK, Trace
 from draftwise.sched.request import RequestUpdate
@@ -376,21 +377,14 @@ class Cluster:
         return waiting + sum(map(len, self._backlog.values()))
 
     def _observation(self) -> Observation:
-        window, tick = self._window, self._tick
         ready = [r for r in self._replicas if r.state == "ready"]
         used = [1 - r.engine.kv.num_free / r.engine.kv.num_blocks for r in ready]
-        return Observation(
-            time=self._now,
-            requests=float(window.arrived),
-            isl=window.isl / window.arrived if window.arrived else None,
-            osl=window.osl / window.ended if window.ended else None,
-            ttft=window.ttft / window.num_ttft if window.num_ttft else None,
-            itl=window.itl / window.num_itl if window.num_itl else None,
-            queue=float(self._waiting()),
+        return self._window.observation(
+            self._now,
+            queue=self._waiting(),
             kv_usage=sum(used) / len(used) if used else None,
-            accepted_length=1 + window.accepted / window.proposals if window.proposals else None,
             ready={pool: sum(r.pool == pool for r in ready) for pool in self._pools},
-            warming=sum(r.served_since > 0 and self._now - r.served_since < tick for r in ready),
+            warming=sum(r.served_since > 0 and self._now - r.served_since < self._tick for r in ready),
         )
 
     def _outcome(self) -> Outcome:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from draftwise.errors import ConfigError
 from draftwise.plan.operating import Sla
+from draftwise.plan.ticks import Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +69,21 @@ class Window:
     num_itl: int = 0
     proposals: int = 0
     accepted: int = 0
+
+    def observation(
+        self, now: float, queue: int, kv_usage: float | None, ready: Mapping[str, int], warming: int
+    ) -> Observation:
+        """What a planner is told at its end."""
+        return Observation(
+            time=now,
+            requests=float(self.arrived),
+            isl=self.isl / self.arrived if self.arrived else None,
+            osl=self.osl / self.ended if self.ended else None,
+            ttft=self.ttft / self.num_ttft if self.num_ttft else None,
+            itl=self.itl / self.num_itl if self.num_itl else None,
+            queue=float(queue),
+            kv_usage=kv_usage,
+            accepted_length=1 + self.accepted / self.proposals if self.proposals else None,
+            ready=ready,
+            warming=warming,
+        )

@@ -1,0 +1,81 @@
+"""What a planner is told of an interval, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ENGINES, PREFILL, DECODE = "engines", "prefill", "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One interval. None or NaN: not known, which is something else than zero.
+
+    ``requests``: that arrived; ``isl``, ``osl``: their mean lengths; ``ttft``, ``itl``: means of those who got tokens,
+    seconds; ``queue``: requests that wait at its end; ``accepted_length``: tokens per step that drafted; ``ready``:
+    replicas that serve, by pool; ``warming``: replicas that have served for less than an interval, whose times say
+    little.
+    """
+
+    time: float
+    requests: float | None = None
+    isl: float | None = None
+    osl: float | None = None
+    ttft: float | None = None
+    itl: float | None = None
+    queue: float | None = None
+    kv_usage: float | None = None
+    accepted_length: float | None = None
+    ready: Mapping[str, int] = field(default_factory=dict)
+    warming: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``replicas``: wanted, by pool; ``reasons``: why, in words; ``changed``: whether it differs from the one
+    before."""
+
+    time: float
+    replicas: Mapping[str, int]
+    method: str = "none"
+    drafts: int = 0
+    reasons: tuple[str, ...] = ()
+    changed: bool = False
+    rate: float | None = None
+    """Requests per second that it was made for; None: no traffic was ever seen."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "time": self.time,
+            "replicas": dict(self.replicas),
+            "method": self.method,
+            "drafts": self.drafts,
+            "reasons": list(self.reasons),
+            "changed": self.changed,
+            "rate": self.rate,
+        }
+
+
+class Reason(str):
+    """A reason in words, and its ``kind`` in one: what is counted."""
+
+    kind: str
+
+    def __new__(cls, kind: str, text: str) -> Reason:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        return made
+
+
+def kind_of(reason: str) -> str:
+    """Of a reason; "restored" if it comes from a file."""
+    return reason.kind if isinstance(reason, Reason) else "restored"
+
+
+def known(value: float | None) -> bool:
+    """Whether a number was observed."""
+    return value is not None and math.isfinite(value)
