@@ -328,5 +328,5 @@ def test_options(device: str) -> None:
         options(cudagraph_capture_sizes=[20], max_cudagraph_capture_size=16)
     with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size: is also given in compilation_config"):
         options(max_cudagraph_capture_size=16, compilation_config={"max_cudagraph_capture_size": 16})
-    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes: is empty"):
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes: must not be empty"):
         options(cudagraph_capture_sizes=[])

@@ -123,7 +123,7 @@ def test_files_that_are_no_profiles(tmp_path: Path, change: Any, words: str) -> 
 
 
 def test_a_profile_of_another_model_or_machine() -> None:
-    with pytest.raises(ConfigError, match="of model 'tiny', not of 'other'"):
+    with pytest.raises(ConfigError, match="with model 'tiny', not with 'other'"):
         made().check_of("other")
     with pytest.raises(ConfigError, match="another machine"):
         made().check_of("tiny", {"cpu": "other"})
