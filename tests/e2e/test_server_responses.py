@@ -203,7 +203,7 @@ def test_structured_answers(client: Any) -> None:
         ({"text": {"format": 3}}, "text.format: expected an object"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "call_id 'c'"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "needs arguments"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "nothing is stored"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "stores no items"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "'web_search_call' are not supported"),
         ({"input": [{"type": "reasoning", "content": [{"a": 1}]}]}, "content of reasoning is a list"),
         ({"background": True}, "background is not supported"),
