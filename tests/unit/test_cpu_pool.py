@@ -212,6 +212,13 @@ def test_workers_stay_off_the_leaders_processor() -> None:
         for worker in workers:
             assert len(allowed - os.sched_getaffinity(worker)) == 1
         end(pool.pointer)
+    for workers in (1, 2, 4) * 20:  # also where workers end while the pool is closed
+        pool = ThreadPool(library, workers + 1)
+        begin(pool.pointer)
+        if workers != 2:
+            time.sleep(0.002)
+        end(pool.pointer)
+        pool.close()
     assert os.sched_getaffinity(0) == allowed, "the program's own thread is left alone"
 
 

@@ -141,6 +141,7 @@ void worker_main(Pool* pool, State* state, int thread) {
 // cache it does not look further, and only the next round of balancing, milliseconds later, parts them. Until then the two take
 // turns on one core and wait for each other, which is slower than one thread alone (prompt of 128 and 8 tokens of the embedded
 // model after 0.3 s of rest, two cores: 24 ms, one thread 16 ms, two threads apart 12 ms). So workers stay off the leader's processor.
+// Not called once they have been told to end: what is wished of a thread that has ended, glibc wishes of the caller.
 void part_from_leader(State& s) {
   int here = current_processor();
   if (here < 0 || s.leader.exchange(here, std::memory_order_relaxed) == here) return;
@@ -149,7 +150,6 @@ void part_from_leader(State& s) {
 
 void wake_sleepers(State& s) {
   if (s.sleeping.load(std::memory_order_seq_cst) == 0) return;
-  part_from_leader(s);
   {
     std::lock_guard<std::mutex> lock(s.sleep_mutex);
     ++s.epoch;
@@ -246,6 +246,7 @@ void parallel_for(Pool* pool, int tasks, TaskFn fn, void* arg) {
   s.tasks.store(tasks, std::memory_order_relaxed);
   uint64_t generation = (s.control.load(std::memory_order_relaxed) >> 32) + 1;
   s.control.store(generation << 32 | uint32_t(tasks), std::memory_order_seq_cst);
+  if (s.sleeping.load(std::memory_order_seq_cst) != 0) part_from_leader(s);
   wake_sleepers(s);
 
   {
