@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from typing import Any
 
@@ -24,6 +25,7 @@ from draftwise.engine.outputs import (
 )
 from draftwise.errors import ConfigError, EngineDeadError, RequestError
 from draftwise.fleet.books import total
+from draftwise.fleet.child import ReplicaProcesses
 from draftwise.fleet.replicas import plan
 from draftwise.fleet.serving import portable
 from draftwise.fleet.stream import FleetStream, fold
@@ -251,6 +253,15 @@ def test_nothing_is_noted_unless_somebody_asks() -> None:
     kv.commit(1, 4, np.arange(4, dtype=np.int32))
     assert kv.take_events() == []
     assert not KVManager(4, 2, enable_prefix_caching=False).log_events()
+
+
+def test_processes_that_were_ended_close_nothing_after_a_fork() -> None:
+    """Their descriptors' numbers are others' by then: children of `subprocess` lost what it had opened for them."""
+    processes = ReplicaProcesses()
+    processes.close()
+    with open(os.devnull) as one, open(os.devnull) as other:
+        processes.forked()
+        assert os.fstat(one.fileno()) and os.fstat(other.fileno())
 
 
 def test_a_replica_gets_its_share() -> None:

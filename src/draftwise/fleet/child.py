@@ -197,7 +197,8 @@ class ReplicaProcesses:
 
     def forked(self) -> None:
         """In a forked child: they are the parent's."""
-        self._closer.detach()
+        if self._closer.detach() is None:
+            return  # ended before: their descriptors may be somebody else's by now
         for descriptor in (self._lifeline, self._lifeline_read):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
