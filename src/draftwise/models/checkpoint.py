@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.models.cuts import Cut, Reader, copy_part
+from draftwise.models.progress import count
 from draftwise.models.words import shorten
 
 _INDEX = "model.safetensors.index.json"
@@ -76,6 +77,7 @@ def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tenso
                 _copy_rows(source, dest)
             else:
                 copy_part(_columns_of(source), cut, dest, _WINDOW_BYTES)
+            count(dest.numel())
             continue
         by_file.setdefault(entries[name].file, []).append(name)
     for file, names in by_file.items():
@@ -86,6 +88,7 @@ def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tenso
                 cut = entries[name].cut
                 if cut is not None:
                     copy_part(_slices(file, entries[name].stored or name), cut, targets[name], _WINDOW_BYTES)
+                    count(targets[name].numel())
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file} cannot be read: {error}") from error
 
@@ -147,6 +150,7 @@ def _copy_file(file: Path, names: Mapping[str, str], targets: Mapping[str, Tenso
                 touched = 0
             dest[start:end].copy_(handle.get_slice(stored)[start:end])
             touched += (end - start) * row_bytes
+            count(dest[start:end].numel())
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -25,6 +25,7 @@ from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.lora.merged import with_adapter
 from draftwise.models.parts import check_divisible, entries_of_rank, of_rank
 from draftwise.models.paths import resolve_path
+from draftwise.models.progress import told
 from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint
 from draftwise.models.source import checkpoint_format, read_raw, scan
@@ -126,7 +127,9 @@ def load_model(
             raise ConfigError(
                 f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
             )
-        return load_general(folder, config, ops, scan(folder), layout, rounded=scheme is not None)
+        entries = scan(folder)
+        with told(folder, entries):
+            return load_general(folder, config, ops, entries, layout, rounded=scheme is not None)
     entries = scan(folder)
     if adapter is not None:
         entries = with_adapter(entries, adapter)
@@ -145,7 +148,8 @@ def load_model(
             entries = scan(kept)
             plan = WeightPlan(chosen, device, layout, entries.keys())
             model = declare(kept, config, cls, plan, ops, entries)
-    with torch.no_grad():
+    wanted = sum(target.dest.numel() for target in plan.targets.values())
+    with torch.no_grad(), told(folder, entries, wanted):
         of_part = entries_of_rank(entries, plan.cuts)
         plan.fill_with(lambda targets: copy_tensors(of_part, targets))
         try:
