@@ -13,7 +13,7 @@ import pytest
 from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu import attention, build, experts, handles, library, program, trees
+from draftwise.kernels.cpu import attention, blocks, build, experts, handles, library, program, trees
 from draftwise.kv.manager import TableBook
 from draftwise.propose.lookup import suffix_native
 from draftwise.runner.rows import DrafterFill, RowBook
@@ -22,12 +22,14 @@ from draftwise.sched.request import RequestBook
 
 MIRRORS = {
     "AttentionCall": ctypes.sizeof(attention.AttentionCall),
+    "BlockPlan": ctypes.sizeof(blocks.BlockPlan),
+    "Correction": ctypes.sizeof(blocks.CorrectionStruct),
     "BatchView": ctypes.sizeof(attention.BatchView),
     "ChainKey": program._CHAIN_KEY.size,
-    "ChainOutput": ctypes.sizeof(program._ChainOutput),
+    "ChainOutput": ctypes.sizeof(program.ChainOutput),
     "ExpertsSetting": ctypes.sizeof(experts.Setting),
     "FillBook": ctypes.sizeof(DrafterFill),
-    "PassInput": ctypes.sizeof(program._PassInput),
+    "PassInput": ctypes.sizeof(program.PassInput),
     "ProgramOp": ctypes.sizeof(program.Operation),
     "RequestBook": ctypes.sizeof(RequestBook),
     "RopeCall": ctypes.sizeof(handles.RopeCall),

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 
 from draftwise.propose.base import DraftRow
-from draftwise.propose.columns import DraftColumns
+from draftwise.propose.columns import ANY_LENGTH, DraftColumns
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.structured.cursor import mask_drafts
@@ -107,18 +107,21 @@ def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[tuple[ChainKin
 
 
 def one_loop(
-    rows: Sequence[DraftRow], method: DraftSampleMethod, max_len: int, block_size: int
+    rows: Sequence[DraftRow],
+    method: DraftSampleMethod,
+    max_len: int,
+    block_size: int,
+    most: int = ANY_LENGTH,
 ) -> tuple[ChainKind, int] | None:
-    """How all rows draw, and how many tokens each, if one loop of a model can draft for all of them as they stand: it
-    is what `alike` would find, without a record for each. None: they differ, or something is forced, masked or a
-    tree."""
+    """How all rows draw, and how many tokens each, ``most`` at most, if one loop of a model can draft for all of them
+    as they stand: it is what `alike` would find, without a record for each. None: they differ, or something is
+    forced, masked or a tree."""
     rule, greedy, length = "", False, 0
     for row in rows:
         speculation, state, known = row.speculation, row.sampling, len(row.token_ids_np)
         # as `longest_chain`, whose exceptions are all lengths below 1
-        own = min(
-            row.budget, row.max_depth, max_len - known + 1, len(row.block_table_np) * block_size - known + 1
-        )
+        slots = len(row.block_table_np) * block_size
+        own = min(row.budget, row.max_depth, max_len - known + 1, slots - known + 1, most)
         if not length:
             rule, greedy, length = speculation.rule, state.is_greedy, own
         if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ import torch
 from draftwise.propose.base import Proposer
 from draftwise.sampling.state import SamplingState
 from draftwise.types import Speculation
+
+ANY_LENGTH = 1 << 30
+"""Most tokens that a drafter can draft in a row which does not know a limit."""
 
 
 @dataclass(slots=True)
@@ -32,13 +36,13 @@ class DraftColumns:
     tokens_at: list[int]
     blocks_at: list[int]
 
-    def chain_length(self, max_len: int, block_size: int) -> int:
+    def chain_length(self, max_len: int, block_size: int, most: int = ANY_LENGTH) -> int:
         """As `chains.one_loop`: tokens that all of them draft; 0: not all the same number, or none."""
         longest = [max_len + 1 - known for known in self.known]
         room = [
             blocks * block_size + 1 - known for blocks, known in zip(self.num_blocks, self.known, strict=True)
         ]
-        found = set(map(min, self.budgets, self.max_depths, longest, room))
+        found = set(map(min, self.budgets, self.max_depths, longest, room, repeat(most)))
         length = found.pop() if found else 0
         return 0 if found or length < 1 else length
 

@@ -54,7 +54,7 @@ class Operation(ctypes.Structure):
     )
 
 
-class _PassInput(ctypes.Structure):
+class PassInput(ctypes.Structure):
     """``dw::PassInput``."""
 
     _fields_ = (
@@ -68,7 +68,7 @@ class _PassInput(ctypes.Structure):
     )
 
 
-class _ChainOutput(ctypes.Structure):
+class ChainOutput(ctypes.Structure):
     """``dw::ChainOutput``."""
 
     _fields_ = (
@@ -92,6 +92,33 @@ _CHAIN_KEY = struct.Struct("=QIiiffid")
 _WORD = (1 << 64) - 1
 _NO_NOISE = -1
 _STREAMS = {"shared": SHARED, "draft": DRAFT}
+
+
+def fill_draws(out: ChainOutput, draws: ChainDraws | None, requests: int) -> Tensor | None:
+    """Say how tokens are drawn. Returns what their distributions will stand in, float32 [requests, steps, V], if they
+    are sampled."""
+    out.stream = _NO_NOISE
+    if draws is None:
+        return None
+    require(len(draws.keys) == requests, "a key per request")
+    out.stream = _STREAMS[draws.stream]
+    out.keys = b"".join([_CHAIN_KEY.pack(key[0] & _WORD, *key[1:]) for key in draws.keys])
+    if draws.stream != "draft":
+        return None
+    q = torch.empty((requests, out.steps, out.vocab))
+    out.q = q.data_ptr()
+    return q
+
+
+def fill_target_ids(out: ChainOutput | TreeOutput, ids_np: npt.NDArray[np.int64] | None, vocab: int) -> None:
+    """Say which token each drawn id stands for; None: itself. The array is kept by the caller."""
+    if ids_np is None:
+        return
+    require(
+        len(ids_np) == vocab and ids_np.dtype == np.int64 and ids_np.flags.c_contiguous,
+        "an int64 id for each that can be drawn",
+    )
+    out.target_ids = address(ids_np)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +162,14 @@ class Program:
     ) -> None:
         create = library.function("dw_program_create", _PTR, [_PTR, _I64, _PTR, _I64, _PTR, _I64, _I32])
         destroy = library.function("dw_program_destroy", None, [_PTR])
-        self._call = library.function("dw_program_run", None, [_PTR, _PTR, ctypes.POINTER(_PassInput)])
+        self._call = library.function("dw_program_run", None, [_PTR, _PTR, ctypes.POINTER(PassInput)])
         self._chains = library.function(
             "dw_program_chains",
             None,
-            [_PTR, _PTR, ctypes.POINTER(_PassInput), ctypes.POINTER(_ChainOutput)],
+            [_PTR, _PTR, ctypes.POINTER(PassInput), ctypes.POINTER(ChainOutput)],
         )
         self._trees = library.function(
-            "dw_program_trees", None, [_PTR, _PTR, ctypes.POINTER(_PassInput), ctypes.POINTER(TreeOutput)]
+            "dw_program_trees", None, [_PTR, _PTR, ctypes.POINTER(PassInput), ctypes.POINTER(TreeOutput)]
         )
         self.num_operations = len(body) + len(head)
         self._pool = pool
@@ -163,9 +190,10 @@ class Program:
             len(self._externals),
         )
         release_with(self, destroy, self._pointer)
-        self._input = _PassInput()
+        self._input = PassInput()
         self._input.externals = ctypes.addressof(self._externals)
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._room: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def run(
         self,
@@ -213,20 +241,11 @@ class Program:
         tokens = np.empty((len(tables.context_len_np), steps), np.int64)
         positions = (tables.context_len_np + np.diff(tables.query_start_np)).astype(np.int64)
         hidden, captured, logits, kept = self._prepare(batch, head_rows, features)
-        out = _ChainOutput(steps, self._logits[0], address(tokens), address(positions))
+        out = ChainOutput(steps, self._logits[0], address(tokens), address(positions))
         out.feature_in = out.feature_out = -1
         if feedback is not None:
             self._feed_back(out, feedback, features)
-        q = None
-        out.stream = _NO_NOISE
-        if draws is not None:
-            require(len(draws.keys) == len(tokens), "a key per request")
-            out.stream = _STREAMS[draws.stream]
-            packed = [_CHAIN_KEY.pack(key[0] & _WORD, *key[1:]) for key in draws.keys]
-            out.keys = b"".join(packed)
-            if draws.stream == "draft":
-                q = torch.empty((len(tokens), steps, self._logits[0]))
-                out.q = q.data_ptr()
+        q = fill_draws(out, draws, len(tokens))
         self._chains(self._pointer, self._pool.pointer, self._input, out)
         del kept, hidden, captured, logits
         return tokens, q
@@ -258,7 +277,43 @@ class Program:
         del kept, hidden, captured, logits
         return trees.result()
 
-    def _feed_back(self, out: _ChainOutput | TreeOutput, feedback: Feedback, features: Tensor | None) -> None:
+    def given(
+        self, batch: StepInput, features: Tensor, head_rows: npt.NDArray[np.int64] | int = 0
+    ) -> tuple[PassInput, object]:
+        """What native code needs to run the pass that `run` would, and what must be kept until it has."""
+        *results, kept = self._prepare(batch, head_rows, features)
+        return self._input, (results, kept)
+
+    def room_for(self, rows: int, head_rows: int) -> PassInput:
+        """What native code needs to run passes of its own: arena and results, kept here, for so many rows. It fills in
+        the batch."""
+        require(not self._captured, "a pass with one result beside its logits")
+        if rows > self._input.capacity:
+            self._grow(rows)
+        sizes = rows, head_rows
+        if self._room is None or any(size < new for size, new in zip(self._room[0], sizes, strict=True)):
+            (width, dtype), (vocab, kind) = self._hidden, self._logits
+            self._room = (
+                sizes,
+                torch.empty((rows, width), dtype=dtype),
+                torch.empty((head_rows, vocab), dtype=kind),
+            )
+        _, hidden, logits = self._room
+        self._externals[self._first_result] = hidden.data_ptr()
+        self._externals[self._first_result + 1] = logits.data_ptr()
+        return self._input
+
+    @property
+    def pointer(self) -> int:
+        """The ``dw::Program*``."""
+        return self._pointer
+
+    @property
+    def widths(self) -> tuple[tuple[int, torch.dtype], int]:
+        """Of hidden rows, with their type, and of logits."""
+        return self._hidden, self._logits[0]
+
+    def _feed_back(self, out: ChainOutput | TreeOutput, feedback: Feedback, features: Tensor | None) -> None:
         """Say where the features of a next row come from, and which tokens are drawn."""
         require(features is not None, "features to feed back")
         assert features is not None
@@ -270,13 +325,7 @@ class Program:
         out.feature_in, out.feature_out = 3, self._first_result + place
         out.feature_bytes = features.shape[1] * features.element_size()
         out.key_offset = 1
-        if feedback.target_ids_np is not None:
-            ids_np = feedback.target_ids_np
-            require(
-                len(ids_np) == self._logits[0] and ids_np.dtype == np.int64 and ids_np.flags.c_contiguous,
-                "an int64 id for each that can be drawn",
-            )
-            out.target_ids = address(feedback.target_ids_np)
+        fill_target_ids(out, feedback.target_ids_np, self._logits[0])
 
     def _prepare(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.cpu.blocks import CorrectionParts
 from draftwise.models.weights import WeightPlan
 
 
@@ -33,6 +34,10 @@ class Correction(Protocol):
 
     def finish(self, ops: Ops, plan: WeightPlan) -> None:
         """Every parameter can be filled: pack them."""
+        ...
+
+    def parts(self) -> CorrectionParts:
+        """What it is made of, for kernels that draw whole blocks; after `finish`."""
         ...
 
     def correct(
@@ -102,6 +107,19 @@ class DominoHead:
         self._out: Linear = ops.pack_head(self._loaded[3])
         del self._loaded
 
+    def parts(self) -> CorrectionParts:
+        """As `Correction.parts`."""
+        return CorrectionParts(
+            "domino",
+            self._embedding,
+            join=self._input,
+            state_join=self._state,
+            inner=self._inner,
+            out=self._out,
+            number=self._first,
+            state_width=self._width,
+        )
+
     def correct(
         self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None, place: int
     ) -> tuple[Tensor, Tensor | None]:
@@ -147,6 +165,12 @@ class PathSelector:
         self._ops = ops
         self._projection: Linear = ops.pack_exact(self._loaded)
         del self._loaded
+
+    def parts(self) -> CorrectionParts:
+        """As `Correction.parts`."""
+        return CorrectionParts(
+            "selector", self._before, self._after, join=self._projection, number=self._top_k
+        )
 
     def correct(
         self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None, place: int

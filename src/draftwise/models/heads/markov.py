@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.cpu.blocks import CorrectionParts
 from draftwise.models.weights import WeightPlan
 
 MARKOV_KINDS: Final = ("vanilla", "gated", "rnn")
@@ -80,13 +81,24 @@ class MarkovHead:
             plan.fill(weight)
             plan.fill(bias)
             self._join = ops.pack_exact(weight)
-            self._bias = bias.float()
+            self._bias = bias.float().contiguous()
         del self._loaded_out, self._loaded_join
 
     @property
     def carries(self) -> bool:
         """Whether a state is carried from place to place."""
         return self.shape.kind == "rnn"
+
+    def parts(self) -> CorrectionParts:
+        """As `models.heads.corrections.Correction.parts`."""
+        return CorrectionParts(
+            self.shape.kind,
+            self._rows,
+            join=self._join,
+            out=self._out,
+            bias=None if self._join is None else self._bias,
+            state_width=self.shape.rank if self.carries else 0,
+        )
 
     def correct(
         self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None, place: int

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Ops
+from draftwise.kernels.cpu.blocks import BlockLayout, NativeBlocks
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import Feedback, Program
 from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
+from draftwise.models.heads.block import BLOCK, CONTEXT, BlockHead
 from draftwise.models.heads.wrapped import WrappedHead
 from draftwise.models.recorded import NO_BATCH
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
@@ -48,7 +50,7 @@ class RecordedHead(WrappedHead):
         self.same_bits = not self._eager
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
-        found = self._program(kv, depth) if self.inner.recordable(batch) else None
+        found = self._found(batch, kv, depth)
         if found is None:
             return self.inner.forward(batch, features, kv, depth)
         program, one = found
@@ -63,7 +65,7 @@ class RecordedHead(WrappedHead):
         rows: Sequence[int] | None = None,
         depth: int = 0,
     ) -> tuple[HeadOutput, Tensor]:
-        found = self._program(kv, depth) if self.inner.recordable(batch) else None
+        found = self._found(batch, kv, depth)
         if found is None:
             return super().forward_logits(batch, features, kv, rows, depth)
         program, one = found
@@ -85,7 +87,7 @@ class RecordedHead(WrappedHead):
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         if self.num_depths > 1 and steps > 1:
             return None  # each pass has another layer
-        found = self._program(kv, 0) if self.inner.recordable(batch) else None
+        found = self._found(batch, kv, 0)
         if found is None:
             return None
         program, one = found
@@ -103,13 +105,16 @@ class RecordedHead(WrappedHead):
     ) -> list[DraftedTree] | None:
         if self.num_depths > 1:
             return None  # what the first depth gives is queued for the next one
-        found = self._program(kv, 0) if self.inner.recordable(batch) else None
+        found = self._found(batch, kv, 0)
         if found is None:
             return None
         program, one = found
         wanted = len(draws) if rows is None else np.asarray(rows, np.int64)
         feedback = Feedback(None if one else _FEATURES, self._target_ids_np)
         return program.trees(batch, wanted, draws, features, feedback)
+
+    def _found(self, batch: StepInput, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
+        return self._program(kv, depth) if self.inner.recordable(batch) else None
 
     def _program(self, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
         """The recording, and whether hidden states and next features are one result."""
@@ -141,6 +146,67 @@ class RecordedHead(WrappedHead):
         return finish, one
 
 
+class RecordedBlock(RecordedHead):
+    """A block drafter: features are stored, a block is read and its drafts are drawn in one call."""
+
+    def __init__(self, head: BlockHead, ops: NativeOps) -> None:
+        super().__init__(head, ops)
+        self._layout: BlockLayout | None = None
+        self._blocks: tuple[KVStorage, NativeBlocks] | None = None
+        self._parts = None if head.correction is None else head.correction.parts()
+
+    def lay_out(self, layout: BlockLayout) -> None:
+        """Blocks are drafted in this layout from now on; without one they are not drafted in one call."""
+        self._layout = layout
+        self._blocks = None
+
+    def draft_chains(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        steps: int,
+        draws: ChainDraws | None = None,
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
+        blocks = self._native(batch, kv)
+        return None if blocks is None else blocks.chains(batch, features, steps, draws)
+
+    def draft_trees(
+        self,
+        batch: StepInput,
+        features: Tensor,
+        kv: KVStorage,
+        rows: Sequence[int] | None,
+        draws: Sequence[TreeDraws],
+    ) -> list[DraftedTree] | None:
+        blocks = self._native(batch, kv)
+        return None if blocks is None else blocks.trees(batch, features, draws)
+
+    def _native(self, batch: StepInput, kv: KVStorage) -> NativeBlocks | None:
+        if self._layout is None or not self.inner.recordable(batch):
+            return None
+        if self._blocks is not None and self._blocks[0] is kv:
+            return self._blocks[1]
+        store, block = self._program(kv, CONTEXT), self._program(kv, BLOCK)
+        correction = None if self._parts is None else self._parts.native(self.dtype)
+        if store is None or block is None or (correction is None) != (self._parts is None):
+            return None
+        made = NativeBlocks(
+            self._ops.library,
+            self._ops.pool,
+            store[0],
+            block[0],
+            self._layout,
+            correction,
+            self._target_ids_np,
+        )
+        self._blocks = kv, made
+        return made
+
+
 def recorded_head(head: HeadModel, ops: Ops) -> HeadModel:
     """``head`` replayed where its operations can be recorded, else itself."""
-    return RecordedHead(head, ops) if isinstance(ops, NativeOps) else head
+    if not isinstance(ops, NativeOps):
+        return head
+    return RecordedBlock(head, ops) if isinstance(head, BlockHead) else RecordedHead(head, ops)

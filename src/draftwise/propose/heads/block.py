@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError
+from draftwise.kernels.cpu.blocks import BlockLayout
 from draftwise.models.heads.base import HeadModel
 from draftwise.models.heads.block import BLOCK, CONTEXT, BlockHead
+from draftwise.models.heads.recorded import RecordedBlock
 from draftwise.models.heads.wrapped import WrappedHead
 from draftwise.models.inputs import RowInput
-from draftwise.propose.base import DraftRow, ProposerContext
+from draftwise.propose.base import ProposerContext
 from draftwise.propose.chains import draw_in_one_pass, draw_next
 from draftwise.propose.heads.passes import HeadDraft, Rows
 from draftwise.propose.heads.proposer import HeadProposer
-from draftwise.propose.trees.expansion import TreeModel, draft_trees, is_tree
-from draftwise.propose.trees.growth import TreeLevel, TreeTask
-from draftwise.types import EMPTY_PROPOSAL, Proposal
+from draftwise.propose.heads.trees import RootedTrees
+from draftwise.propose.trees.growth import TreeLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class BlockProposer(HeadProposer):
             raise ConfigError(
                 f"speculative_config.{what} is more than the block of {config.model!r} has room for ({room})"
             )
-        proposer._width = depth
+        proposer._most = depth
         return proposer
 
     def __init__(self, head: HeadModel, **options: object) -> None:
@@ -79,37 +80,36 @@ class BlockProposer(HeadProposer):
         inner = head.inner if isinstance(head, WrappedHead) else head
         assert isinstance(inner, BlockHead)
         self._block = inner
-        self._width = inner.max_drafts
+        self._most = inner.max_drafts
         """Drafts that a block has rows for, whatever of them is wanted: rows that see one another say something else
         in a shorter block, and what is drafted should not hang on who else has rows in a step."""
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        drafts = [self._start(row) for row in rows]
-        active = [d for d in drafts if d is not None and d.length > len(d.tokens)]
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        if isinstance(self._head, RecordedBlock):
+            scratch, block = self._scratch, self._block
+            first_row = 0 if block.from_root else 1
+            self._head.lay_out(
+                BlockLayout(
+                    self._most,
+                    first_row,
+                    block.options.mask_token,
+                    scratch.first,
+                    scratch.each,
+                    scratch.num_requests,
+                )
+            )
+
+    def _draft_chains(self, drafts: Sequence[HeadDraft]) -> None:
+        """Place by place, in torch: where something is forced or masked, or the kernels cannot do it in one call."""
         together = self._scratch.num_requests
-        for i in range(0, len(active), together):
-            self._draft(active[i : i + together])
-        self.forward_time += self._passes.take_time()
-        return [
-            EMPTY_PROPOSAL if draft is None else draft.proposal(self.name, self._sample_method)
-            for draft in drafts
-        ]
+        for i in range(0, len(drafts), together):
+            own = drafts[i : i + together]
+            self._draw(own, self._fill_in(own))
 
-    def _start(self, row: DraftRow) -> HeadDraft | None:
-        draft = super()._start(row)
-        if draft is not None:
-            draft.length = min(draft.length, self._width)
-            del draft.tokens[draft.length :]
-        return draft
-
-    def _draft(self, drafts: Sequence[HeadDraft]) -> None:
-        blocks = self._fill_in(drafts)
-        trees = [i for i, draft in enumerate(drafts) if is_tree(draft.row)]
-        if trees:
-            self._grow([drafts[i] for i in trees], [blocks[i] for i in trees])
-        chains = [i for i in range(len(drafts)) if not is_tree(drafts[i].row)]
-        if chains:
-            self._draw([drafts[i] for i in chains], [blocks[i] for i in chains])
+    def _tree_model(self, drafts: Sequence[HeadDraft]) -> BlockTrees:
+        """Trees from what one pass said of each place: best first or of a given shape (DDTree, arXiv:2604.12989)."""
+        return BlockTrees(self._block, drafts, self._fill_in(drafts))
 
     def _fill_in(self, drafts: Sequence[HeadDraft]) -> list[Block]:
         """Both passes.
@@ -129,7 +129,7 @@ class BlockProposer(HeadProposer):
         for i, draft in enumerate(drafts):
             row, track = draft.row, draft.state.tracks[0]
             track.advance(row.num_tokens)
-            masks = self._width - 1 if block.from_root else self._width
+            masks = self._most - 1 if block.from_root else self._most
             tokens = (int(row.token_ids_np[-1]), *(block.options.mask_token,) * masks)
             table = self._scratch.table(i, row.block_table_np)
             inputs.append(RowInput(tokens, row.num_tokens, table, first_key=track.first_key))
@@ -181,26 +181,8 @@ class BlockProposer(HeadProposer):
             active = [active[i] for i in going]
         self._passes.add_time(begun + spent)
 
-    def _grow(self, drafts: Sequence[HeadDraft], blocks: Sequence[Block]) -> None:
-        """Trees from what one pass said of each place: best first or of a given shape (DDTree, arXiv:2604.12989)."""
-        tasks = [
-            TreeTask(d.row, d.row.budget - len(d.tokens), d.length - len(d.tokens), tuple(d.tokens))
-            for d in drafts
-        ]
-        model = BlockTrees(self._block, drafts, blocks)
-        trees = draft_trees(
-            model,
-            tasks,
-            model.roots(),
-            name=self.name,
-            method=self._sample_method,
-            vocab_map=self._head.target_ids,
-        )
-        for draft, tree in zip(drafts, trees, strict=True):
-            draft.tree = tree
 
-
-class BlockTrees(TreeModel):
+class BlockTrees(RootedTrees):
     """What a block says of the nodes of trees: those at one depth differ by what the token before each says, if the
     drafter asks for it, and in nothing else. No pass is run.
 

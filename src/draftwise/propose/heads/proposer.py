@@ -25,12 +25,12 @@ from draftwise.propose.chains import (
     loop_proposals,
     one_loop,
 )
-from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
+from draftwise.propose.columns import ANY_LENGTH, ColumnDrafter, DraftBlock, DraftColumns, says_itself
 from draftwise.propose.heads.loops import HeadLoops
 from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.heads.seated import SeatedHead
 from draftwise.propose.heads.state import MANY_FEATURES, Features, HeadState
-from draftwise.propose.heads.trees import HeadTrees
+from draftwise.propose.heads.trees import HeadTrees, RootedTrees
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.propose.trees.native import as_proposal, forest_draws, native_draws, tree_proposals
@@ -88,6 +88,7 @@ class HeadProposer(Proposer, ColumnDrafter):
         self._sample_method = sample_method
         self.capture_layers = head.feature_layers or ()
         self._scratch: ScratchBlocks  # see `allocate`
+        self._most = ANY_LENGTH  # drafts in a row
         self._states: dict[int, HeadState] = {}
         self._together: tuple[list[int], list[int]] | None = None
         """Of the latest call, if the head did all of it at once: requests, and leading tokens stored of each."""
@@ -191,7 +192,7 @@ class HeadProposer(Proposer, ColumnDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         self._together = None
-        found = one_loop(rows, self._sample_method, self._max_len, self._block_size)
+        found = one_loop(rows, self._sample_method, self._max_len, self._block_size, self._most)
         proposals = self._forest(rows) if found is None else self._loop(rows, *found)
         if proposals is not None:
             return proposals
@@ -220,7 +221,7 @@ class HeadProposer(Proposer, ColumnDrafter):
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
         if says_itself(self, HeadProposer.propose):
             return None
-        length = columns.chain_length(self._max_len, self._block_size)
+        length = columns.chain_length(self._max_len, self._block_size, self._most)
         states = [state for rid in columns.rids if (state := self._states.get(rid)) is not None]
         if not length or len(states) != len(columns.rids):
             return None
@@ -252,7 +253,7 @@ class HeadProposer(Proposer, ColumnDrafter):
 
     def _forest(self, rows: Sequence[DraftRow]) -> list[Proposal] | None:
         """Let the head draft the trees of all rows, if that is what they want and it can."""
-        found = forest_draws(rows, self._sample_method, self._max_len, self._block_size)
+        found = forest_draws(rows, self._sample_method, self._max_len, self._block_size, self._most)
         if found is None:
             return None
         try:
@@ -282,6 +283,7 @@ class HeadProposer(Proposer, ColumnDrafter):
         length = longest_chain(row, self._max_len, self._block_size)
         if state is None or length <= 0:
             return None
+        length = min(length, self._most)
         return HeadDraft(row, length, list(row.forced[:length]), state=state)
 
     def _draft_at_once(self, drafts: Sequence[HeadDraft], kind: ChainKind | None) -> bool:
@@ -339,7 +341,7 @@ class HeadProposer(Proposer, ColumnDrafter):
         ]
         if self._draft_trees_at_once(drafts, tasks):
             return
-        model = HeadTrees(self._passes, self._scratch, drafts)
+        model = self._tree_model(drafts)
         trees = draft_trees(
             model,
             tasks,
@@ -350,6 +352,10 @@ class HeadProposer(Proposer, ColumnDrafter):
         )
         for draft, tree in zip(drafts, trees, strict=True):
             draft.tree = tree
+
+    def _tree_model(self, drafts: Sequence[HeadDraft]) -> RootedTrees:
+        """Level by level."""
+        return HeadTrees(self._passes, self._scratch, drafts)
 
     def _draft_trees_at_once(self, drafts: Sequence[HeadDraft], tasks: Sequence[TreeTask]) -> bool:
         """Let the head do all levels, if it can and nothing but a choice stands between them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,15 @@ from draftwise.propose.trees.growth import TreeLevel
 _PLACES = 1 + MAX_FED_NODES  # of the features of a request's root and fed nodes
 
 
-class HeadTrees(TreeModel):
+class RootedTrees(TreeModel):
+    """The trees of some requests, from their roots on."""
+
+    @abstractmethod
+    def roots(self) -> Tensor:
+        """Read what is missing of known tokens, and forced ones: logits [R, Vd] behind them."""
+
+
+class HeadTrees(RootedTrees):
     """The trees of some requests that are expanded together; made anew each time.
 
     A head with several depths reads level l with number min(l, depths - 1), as a chain's draft l is read. The first
@@ -45,7 +54,6 @@ class HeadTrees(TreeModel):
         self._nodes: Tensor  # [requests, 1 + fed nodes, F] what the newest pass gave for root and nodes
 
     def roots(self) -> Tensor:
-        """Read known and forced tokens: logits [R, Vd] behind them."""
         drafts = self._drafts
         logits, features = self._passes.catch_up(drafts)
         self._nodes = features.new_empty((len(drafts), _PLACES, features.shape[1]))

@@ -46,15 +46,18 @@ class ScratchBlocks:
 
     Example: block size 4, 10 tokens in blocks (7, 2, 5), scratch blocks (90, 91): the tree's first node has key 10, in
     block 5; the third key 12, the first of block 90.
+
+    Request number i of those that draft together has blocks ``first + i * each`` and on.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         """``num_blocks``: of the cache; ``max_num_seqs``: requests that may draft at once."""
-        self._each = -(-MAX_FED_NODES // block_size)
+        self.first = num_blocks
+        self.each = -(-MAX_FED_NODES // block_size)
         self.num_requests = min(SCRATCH_REQUESTS, max_num_seqs)
-        self.count = self._each * self.num_requests
-        first, end = num_blocks, num_blocks + self.count
-        self._own_np = np.arange(first, end, dtype=np.int32).reshape(self.num_requests, self._each)
+        self.count = self.each * self.num_requests
+        end = num_blocks + self.count
+        self._own_np = np.arange(num_blocks, end, dtype=np.int32).reshape(self.num_requests, self.each)
 
     def table(self, member: int, block_table_np: IntArray) -> IntArray:
         """The request's blocks, then scratch ones: [blocks + scratch]. ``member``: its number among those that draft

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from draftwise.propose.base import DraftRow
 from draftwise.propose.chains import chain_kind
+from draftwise.propose.columns import ANY_LENGTH
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
 from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, TreeShape, new_record
@@ -22,11 +23,15 @@ def native_draws(tasks: Sequence[TreeTask], method: DraftSampleMethod) -> list[T
 
 
 def forest_draws(
-    rows: Sequence[DraftRow], method: DraftSampleMethod, max_len: int, block_size: int
+    rows: Sequence[DraftRow],
+    method: DraftSampleMethod,
+    max_len: int,
+    block_size: int,
+    most: int = ANY_LENGTH,
 ) -> tuple[list[TreeDraws], bool] | None:
-    """`native_draws` of rows as they stand, without a task for each, if all of them want trees that can be drafted so;
-    and whether they need scratch blocks: a static tree whose nodes have room in its request's own blocks does not.
-    None: they are not like that."""
+    """`native_draws` of rows as they stand, without a task for each, if all of them want trees that can be drafted so,
+    ``most`` levels deep at most; and whether they need scratch blocks: a static tree whose nodes have room in its
+    request's own blocks does not. None: they are not like that."""
     found: list[TreeDraws] = []
     scratch = False
     tree: tuple[int, ...] | None = None
@@ -47,7 +52,7 @@ def forest_draws(
         known, budget = len(row.token_ids_np), row.budget
         slots = len(row.block_table_np) * block_size
         # as `longest_chain`, whose exceptions are all lengths below 1
-        depth = min(budget, row.max_depth, max_len - known + 1, slots - known + 1)
+        depth = min(budget, row.max_depth, max_len - known + 1, slots - known + 1, most)
         if depth < 1:
             return None
         if dynamic is not None:

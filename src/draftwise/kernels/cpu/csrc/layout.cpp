@@ -1,5 +1,6 @@
 // The sizes of the structures that Python mirrors with ctypes and struct, for a test of the mirrors.
 #include "attention.h"
+#include "block.h"
 #include "books.h"
 #include "boundary.h"
 #include "experts.h"
@@ -19,6 +20,7 @@ struct Layout {
 };
 const Layout layouts[] = {
     {"AttentionCall", sizeof(dw::AttentionCall)}, {"BatchView", sizeof(dw::BatchView)},
+    {"BlockPlan", sizeof(dw::BlockPlan)},         {"Correction", sizeof(dw::Correction)},
     {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
     {"ExpertsSetting", sizeof(dw::ExpertsSetting)}, {"PassInput", sizeof(dw::PassInput)},
     {"ProgramOp", sizeof(dw::ProgramOp)},         {"FillBook", sizeof(dw::FillBook)},           {"RequestBook", sizeof(dw::RequestBook)},

@@ -273,8 +273,7 @@ DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::Pa
   dw::guarded([&] { run_pass(program, pool, pass); });
 }
 
-// The next token of every request.
-static void draw_all(dw::Pool* pool, const float* logits, const dw::ChainOutput* out, int64_t requests, int64_t step) {
+void dw::draw_all(Pool* pool, const float* logits, const ChainOutput* out, int64_t requests, int64_t step) {
   struct Context {
     const float* logits;
     const dw::ChainOutput* out;
@@ -313,7 +312,7 @@ static void chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* fi
   const float* logits = (const float*)externals.back();
   for (int64_t step = 0; step < out->steps; step++) {
     run_pass(program, pool, &pass);
-    draw_all(pool, logits, out, (int64_t)requests, step);
+    dw::draw_all(pool, logits, out, (int64_t)requests, step);
     for (size_t r = 0; r < requests; r++) {
       ids[r] = out->tokens[(int64_t)r * out->steps + step];
       const int64_t key = out->positions[r] + step;

@@ -95,4 +95,7 @@ struct Program;
 size_t num_externals(const Program*);
 void run_pass(const Program*, Pool*, const PassInput*);
 
+// The token of draft number `step` of every request, from rows of logits [requests, vocab].
+void draw_all(Pool*, const float* logits, const ChainOutput*, int64_t requests, int64_t step);
+
 }  // namespace dw
