@@ -138,7 +138,7 @@ async def engines(args: argparse.Namespace) -> dict[str, Any]:
         ),
         "fleet": FleetEngine(config, max_chunk_rate=args.chunk_rate),
     }
-    threads = plan(config, 0, None)[0].config.num_threads
+    threads = plan(config, 0, None, slot=0, count=args.replicas)[0].config.num_threads
     # What a replica would be without a fleet: its first token is what the fleet's is compared to.
     made["replica alone"] = AsyncLLM.from_config(resolve_engine_config(device="cpu", num_threads=threads))
 

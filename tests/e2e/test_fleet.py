@@ -41,7 +41,7 @@ def fleet(folder: str) -> Iterator[FleetEngine]:
     config = resolve_engine_config(model=folder, data_parallel_size=2, enable_lora=True, **OPTIONS)
     engine = FleetEngine(config)
     yield engine
-    processes = list(engine._processes)
+    processes = list(engine._members._processes)
     engine.close()
     engine.close()
     assert all(process.has_ended for process in processes)
@@ -78,7 +78,9 @@ def at_rest(fleet: FleetEngine) -> None:
     wait_until(lambda: fleet.stats().num_running == fleet.stats().num_used_blocks == 0)
     fleet.check_integrity()
     assert fleet._where == {} == fleet._asked
-    assert all(fleet._router.load(n) == fleet._router.num_requests(n) == 0 for n in fleet.replicas)
+    assert all(
+        fleet._members.router.load(n) == fleet._members.router.num_requests(n) == 0 for n in fleet.replicas
+    )
 
 
 def test_it_says_what_one_engine_says(folder: str, fleet: FleetEngine, server: RunningServer) -> None:
@@ -213,14 +215,14 @@ def test_an_adapter_is_on_all_replicas_or_on_none(fleet: FleetEngine, server: Ru
     body = {"lora_name": "a", "lora_path": "/nowhere"}
     status, _, data = server.request("POST", "/v1/load_lora_adapter", body)
     assert status == 400 and "nowhere" in data.decode()
-    assert run(server, fleet.remove_lora(1)) is False and fleet._adapters._loaded == {}
+    assert run(server, fleet.remove_lora(1)) is False and fleet._members.adapters._loaded == {}
     with pytest.raises(RequestError):
         fleet.load_lora(LoRARequest("b", 2, "/nowhere"))
     at_rest(fleet)
 
 
 def process_of(fleet: FleetEngine, number: int) -> int:
-    return fleet._replicas[number].process.pid
+    return fleet._members[number].process.pid
 
 
 def test_a_lost_replicas_requests_begin_again_unless_they_were_seen(
@@ -288,7 +290,7 @@ def test_replicas_are_started_and_drain(fleet: FleetEngine, server: RunningServe
             assert last.outputs[0].finish_reason == "length"
 
     run(server, main())
-    wait_until(lambda: leaving not in fleet._replicas)
+    wait_until(lambda: leaving not in fleet._members)
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
     at_rest(fleet)
 

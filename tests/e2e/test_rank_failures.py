@@ -50,7 +50,7 @@ def ranks_of(llm: LLM) -> RankGroup:
 
 
 def pids_of(llm: LLM) -> list[int]:
-    return [one.running.process.pid for one in ranks_of(llm).ranks if isinstance(one, LocalRank)]
+    return [one.running.pid for one in ranks_of(llm).ranks if isinstance(one, LocalRank)]
 
 
 def is_running(pid: int) -> bool:
@@ -124,7 +124,7 @@ import sys, time
 from draftwise import LLM
 options = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64}
 llm = LLM(sys.argv[1], tensor_parallel_size=2, **options)
-print(*(one.running.process.pid for one in llm._engine.core.executor.ranks.ranks), flush=True)
+print(*(one.running.pid for one in llm._engine.core.executor.ranks.ranks), flush=True)
 time.sleep(600)
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from draftwise.engine.outputs import (
 from draftwise.errors import ConfigError, EngineDeadError, RequestError
 from draftwise.fleet.books import total
 from draftwise.fleet.child import ReplicaProcesses
+from draftwise.fleet.pulse import Pulse
 from draftwise.fleet.replicas import plan
 from draftwise.fleet.serving import portable
 from draftwise.fleet.stream import FleetStream, fold
@@ -264,12 +266,41 @@ def test_processes_that_were_ended_close_nothing_after_a_fork() -> None:
         assert os.fstat(one.fileno()) and os.fstat(other.fileno())
 
 
+def test_who_does_not_answer_is_late_and_then_at_fault() -> None:
+    pulse = Pulse(10.0)
+    assert pulse.ask(100.0) and not pulse.ask(101.0) and pulse.silence(103.0) == 3.0
+    assert not pulse.is_late(105.0) and pulse.is_late(105.1) and pulse.fault(110.0) is None
+    assert pulse.fault(110.1) == "did not answer within 10 s (worker_timeout)"
+    pulse.forgive(110.1)  # whoever asked was stopped meanwhile
+    assert pulse.fault(120.0) is None
+    pulse.answered(9.0)
+    assert pulse.silence(999.0) == 0.0 and pulse.fault(999.0) is None and pulse.ask(999.0)
+    pulse.answered(10.5)
+    assert pulse.fault(999.0) == "was in one step for more than 10 s (worker_timeout)"
+    pulse.answered(0.0)
+    assert pulse.fault(999.0) is None
+
+
+def test_a_lost_replicas_devices_are_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6,7")
+    config = replace(
+        resolve_engine_config(device="cpu", data_parallel_size=2), device="cuda", tensor_parallel_size=2
+    )
+    _, environment = plan(config, 7, None, slot=2, count=2)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    for slot, count in ((3, 2), (0, 4)):
+        with pytest.raises(ConfigError, match="4 replicas of 2 on 6 CUDA devices"):
+            plan(config, 7, None, slot=slot, count=count)
+
+
 def test_a_replica_gets_its_share() -> None:
     config = resolve_engine_config(device="cpu", data_parallel_size=3, num_threads=None, data_parallel_rank=4)
-    start, environment = plan(config, 1, 300.0)
+    start, environment = plan(config, 1, 300.0, slot=1, count=3)
     assert start.max_chunk_rate == 100.0 and start.config.data_parallel_rank == 5
     assert start.config.num_threads is not None and start.config.num_threads >= 1 and environment == {}
-    given, _ = plan(resolve_engine_config(device="cpu", data_parallel_size=2, num_threads=7), 0, None)
+    given, _ = plan(
+        resolve_engine_config(device="cpu", data_parallel_size=2, num_threads=7), 0, None, slot=0, count=2
+    )
     assert given.config.num_threads == 7
 
 

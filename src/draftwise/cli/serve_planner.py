@@ -1,4 +1,4 @@
-"""``draftwise serve --planner``: a planner beside the engine that is served."""
+"""``draftwise serve --planner``: a planner beside the engine, or one that says how many replicas there are."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from draftwise.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from draftwise.config import EngineConfig
     from draftwise.engine.async_llm import AsyncLLM
     from draftwise.fleet.engine import FleetEngine
     from draftwise.plan.live import PlannerService
+    from draftwise.plan.planner import Planner, PlannerConfig
+    from draftwise.plan.profile import Profile
     from draftwise.server.config import ServerConfig
 
 
@@ -23,43 +26,104 @@ def add_planner_flags(add: Callable[..., None]) -> None:
         "profile of draftwise profile: a planner beside the engine says what it would do",
         metavar="FILE",
     )
-    add("planner-mode", "what it does: advise (advise)", metavar="MODE")
+    add(
+        "planner-mode",
+        "what it does: advise, or scale: start and drain replicas of this server (advise)",
+        metavar="MODE",
+    )
     add("planner-ttft", "its limit: milliseconds to the first token (none)", float, metavar="MS")
     add("planner-itl", "its limit: mean milliseconds between tokens after it (none)", float, metavar="MS")
     add("planner-interval", "seconds between its decisions (60)", float, metavar="SECONDS")
-    add("planner-budget", "most devices it may plan with (8)", int, metavar="N")
+    add("planner-least", "fewest replicas it may have (1)", int, metavar="N")
+    add("planner-budget", "most devices it may plan with (8; must be given to scale)", int, metavar="N")
     add(
         "planner-predictor", "what it expects: constant, arima, kalman or seasonal (constant)", metavar="NAME"
     )
     add("planner-state", "where it remembers, so that it goes on after a restart", metavar="FILE")
 
 
+def scales(config: ServerConfig) -> bool:
+    """Whether a planner owns the number of replicas."""
+    return config.planner is not None and config.planner_mode == "scale"
+
+
+def fleet_size(config: ServerConfig, engine: EngineConfig) -> tuple[int, int]:
+    """(replicas to begin with, most there may be) of a fleet that a planner scales: as many as it wanted before the
+    restart, else as ``data_parallel_size`` says.
+
+    Raises:
+        ConfigError: the profile or the state cannot be used, or the numbers contradict each other.
+    """
+    from draftwise.plan.live import read_state
+
+    setting = _profile(config).setting(_weights(_profile(config).settings, engine.quantization, engine.dtype))
+    assert config.planner_budget is not None, "checked by ServerConfig"
+    most = config.planner_budget // setting.devices
+    if most < max(config.planner_least, engine.data_parallel_size):
+        raise ConfigError(
+            f"planner_budget: {config.planner_budget} devices are {most} replicas of {setting.devices}, fewer than "
+            f"{max(config.planner_least, engine.data_parallel_size)} (planner_least, data_parallel_size)"
+        )
+    wanted = engine.data_parallel_size
+    if config.planner_state is not None and Path(config.planner_state).exists():
+        planner = _planner(config, engine)
+        planner.restore(read_state(Path(config.planner_state)))
+        wanted = planner.wanted if planner.wanted is not None else wanted
+    return min(max(wanted, config.planner_least), most), most
+
+
 def make_service(llm: AsyncLLM | FleetEngine, config: ServerConfig) -> PlannerService | None:
     """A service that is not started yet; None without ``planner``.
 
-    Raises:
-        ConfigError: the profile is none, of another model or machine, or says too little; or there are several engines.
+    Raises ConfigError: the profile is none, of another model or machine, or says too little.
     """
     if config.planner is None:
         return None
     from draftwise.engine.async_llm import AsyncLLM
-
-    if not isinstance(llm, AsyncLLM):
-        raise ConfigError("planner: it looks at one engine; leave out data_parallel_size")
-    from draftwise.plan.capacity import ModelCapacity
-    from draftwise.plan.live import LoadWatch, watch_one
-    from draftwise.plan.operating import Sla
-    from draftwise.plan.planner import Planner, PlannerConfig
-    from draftwise.plan.profile import Profile
-    from draftwise.plan.ticks import ENGINES
-    from draftwise.profile.report import acceptance_of, settings_known
+    from draftwise.plan.live import LoadWatch, PlannerService, watch_one
     from draftwise.profile.run import machine, model_name
 
-    engine = llm.config
-    profile = Profile.load(Path(config.planner))
-    profile.check_of(model_name(engine), machine(engine.device, engine.num_threads))
+    state = None if config.planner_state is None else Path(config.planner_state)
+    engine = llm.config if isinstance(llm, AsyncLLM) else llm.replica_config
+    _profile(config).check_of(model_name(engine), machine(engine.device, engine.num_threads))
+    planner = _planner(config, engine)
+    if isinstance(llm, AsyncLLM):
+        watch = LoadWatch(llm.stats)
+        service = watch_one(planner, watch, state)
+        llm.observe(watch.observe)
+        return service
+    from draftwise.fleet.scaling import Scaler
+    from draftwise.fleet.watching import RequestWatch
+
+    fleet, requests = llm, RequestWatch()
+    interval = config.planner_interval
+    scaler = Scaler(fleet, lambda: service.failed())
+    service = PlannerService(
+        planner,
+        lambda now: requests.take(now, fleet.stats(), len(fleet.replicas), fleet.warming(interval)),
+        carry_out=scaler.carry_out if scales(config) else None,
+        state=state,
+    )
+    fleet.watch(requests)
+    return service
+
+
+def _profile(config: ServerConfig) -> Profile:
+    from draftwise.plan.profile import Profile
+
+    assert config.planner is not None
+    return Profile.load(Path(config.planner))
+
+
+def _planner(config: ServerConfig, engine: EngineConfig) -> Planner:
+    """``engine``: what each replica is made of."""
+    from draftwise.plan.capacity import ModelCapacity
+    from draftwise.plan.operating import Sla
+    from draftwise.plan.planner import Planner
+    from draftwise.profile.report import acceptance_of, settings_known
+
+    profile = _profile(config)
     weights = _weights(profile.settings, engine.quantization, engine.dtype)
-    setting = profile.setting(weights)
     times, acceptance = profile.times(weights), acceptance_of(profile)
     loaded = {drafter.method for drafter in engine.drafters}
     limits: dict[str, Any] = {"most_requests": engine.max_num_seqs or 256}
@@ -68,18 +132,21 @@ def make_service(llm: AsyncLLM | FleetEngine, config: ServerConfig) -> PlannerSe
     sla = Sla(*(None if ms is None else ms / 1000 for ms in (config.planner_ttft, config.planner_itl)))
     methods = [m for m in settings_known(times, acceptance) if m in loaded]
     capacity = ModelCapacity(times, acceptance, sla, methods=methods, **limits)
-    settings = PlannerConfig(
+    return Planner(_settings(config, profile.setting(weights).devices), capacity)
+
+
+def _settings(config: ServerConfig, devices: int) -> PlannerConfig:
+    from draftwise.plan.planner import PlannerConfig
+    from draftwise.plan.ticks import ENGINES
+
+    return PlannerConfig(
         interval=config.planner_interval,
-        budget=config.planner_budget,
-        devices={ENGINES: setting.devices},
+        budget=8 if config.planner_budget is None else config.planner_budget,
+        devices={ENGINES: devices},
+        least=config.planner_least,
         predictor=config.planner_predictor,
         period=max(round(86_400 / config.planner_interval), 2),
     )
-    watch = LoadWatch(llm.stats)
-    state = None if config.planner_state is None else Path(config.planner_state)
-    service = watch_one(Planner(settings, capacity), watch, state)
-    llm.observe(watch.observe)
-    return service
 
 
 def _weights(known: dict[str, Any], quantization: str | None, dtype: str) -> str | None:

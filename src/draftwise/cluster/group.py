@@ -18,11 +18,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from draftwise.cluster.children import PATIENCE
 from draftwise.cluster.messages import Answer, Order, receive, send
 from draftwise.errors import DraftwiseError, EngineDeadError
-
-PATIENCE = 5.0
-"""Seconds that a rank has to end once it was asked to."""
 
 
 class RankHandle(ABC):

@@ -9,10 +9,8 @@ from __future__ import annotations
 import faulthandler
 import logging
 import mmap
-import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 
+from draftwise.cluster.children import die_with
 from draftwise.cluster.messages import Answer, Order, Start, digest, receive, send
 from draftwise.config.registry import register_method
 from draftwise.errors import ConfigError, ModelLoadError
@@ -43,7 +42,7 @@ def run_rank(channel_fd: int, lifeline_fd: int, work: Work) -> int:
         signal.SIGTERM,
     ):  # the terminal sends them to all: the host decides what they mean
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_die_with_host, args=(lifeline_fd,), daemon=True).start()
+    die_with(lifeline_fd)
     channel = Connection(channel_fd)
     start: Start = receive(channel)
     logging.getLogger("draftwise").setLevel(start.log_level if start.rank == 0 else logging.ERROR)
@@ -122,9 +121,3 @@ def _join(start: Start) -> Ranks:
     assert library is not None, "the host has looked"
     memory = mmap.mmap(start.memory, shared_bytes(start.size))
     return SharedRanks(library, memory, part, start.seconds, start.sockets)
-
-
-def _die_with_host(lifeline: int) -> None:
-    while os.read(lifeline, 1):
-        pass
-    os._exit(1)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from draftwise.cluster.group import PATIENCE, Holding, RankGroup, RankHandle
+from draftwise.cluster.children import PATIENCE
+from draftwise.cluster.group import Holding, RankGroup, RankHandle
 from draftwise.cluster.messages import Start
 from draftwise.cluster.sockets import SECRET_BYTES, accept, has_ended, listen
 from draftwise.cluster.supervisor import Descriptors, Introduction, Place, variables, versions

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftwise.cluster.processes import RankProcess, posted
+from draftwise.cluster.children import Child, Lifeline
+from draftwise.cluster.processes import posted
 from draftwise.cluster.sockets import Address, accept, connect, family_of, listen
 from draftwise.cpus import processors
 from draftwise.errors import ConfigError
@@ -90,8 +91,9 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
-        self._process: RankProcess | None = None
-        self._lifeline: int | None = None  # closed by the system when this process ends
+        self._process: Child | None = None
+        self._rank = 0
+        self._lifeline: Lifeline | None = None  # closed by the system when this process ends
         self._memory: mmap.mmap | None = None
 
     def introduce(self, host: str) -> Introduction:
@@ -126,8 +128,7 @@ class Supervisor:
             opened.enter_context(self._listener)
             links = self._meet(place, opened)
             channel = opened.enter_context(connect(place.host, place.secret, place.rank, place.seconds))
-            read, self._lifeline = os.pipe()
-            opened.callback(os.close, read)
+            self._lifeline = Lifeline()
             memory = None
             if place.memory is not None:
                 memory = os.open(place.memory, os.O_RDWR)
@@ -137,8 +138,13 @@ class Supervisor:
             inherited = [one for one in (*sockets, memory) if one is not None and one >= 0]
             own = {name: value for name, value in place.environment.items() if name not in os.environ}
             threads = {"OMP_NUM_THREADS": str(place.threads)}  # Ray sets it to what was reserved
-            self._process = RankProcess(
-                place.rank, place.module, (channel.fileno(), read), inherited, own | threads
+            self._rank = place.rank
+            self._process = Child(
+                f"rank {place.rank}",
+                place.module,
+                (channel.fileno(), self._lifeline.children_end),
+                inherited=inherited,
+                environment=own | threads,
             )
             return Descriptors(memory, sockets if links else None)
 
@@ -159,7 +165,7 @@ class Supervisor:
         """How the process ended, for people; None: it has not within this time."""
         if self._process is None:
             return "was not started"
-        return self._process.end if self._process.wait(seconds) else None
+        return self._process.how if self._process.wait(seconds) else None
 
     def said(self) -> list[str]:
         """The last lines that it wrote."""
@@ -169,7 +175,7 @@ class Supervisor:
         """Exchanges that the rank has begun; 0 if they do not go through memory."""
         if self._memory is None or self._process is None:
             return 0
-        return posted(self._memory, self._process.rank)
+        return posted(self._memory, self._rank)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -181,12 +187,12 @@ class Supervisor:
         if self._listener is not None:
             self._listener.close()
         if self._lifeline is not None:
-            os.close(self._lifeline)
+            self._lifeline.let_go()
         self._lifeline = None
 
     def process_ids(self) -> tuple[int, int | None]:
         """Of this process and of the rank's."""
-        return os.getpid(), None if self._process is None else self._process.process.pid
+        return os.getpid(), None if self._process is None else self._process.pid
 
 
 def variables() -> dict[str, str]:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -81,6 +82,7 @@ class AsyncLLM(Absent):
         self._workers = Workers()
         self._closing = False
         self._failure: BaseException | None = None
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="draftwise-engine", daemon=True)
         lifetime.stop_at_exit(self)
         lifetime.survive_forks(self)
@@ -345,7 +347,9 @@ class AsyncLLM(Absent):
                     continue
                 if not core.has_work:
                     continue
+                self._step_began = time.monotonic()
                 updates = core.step()
+                self._step_began = None
                 self._announce(updates)
                 if self._observers:
                     self._tell(updates)
@@ -407,6 +411,13 @@ class AsyncLLM(Absent):
     def is_alive(self) -> bool:
         """Whether requests are accepted."""
         return self._failure is None and not self._closing and self._engine.core.executor.failure is None
+
+    @property
+    def in_step(self) -> float:
+        """Seconds for which the step that runs has been running; 0 between steps. Waits for nothing, so that an engine
+        that hangs can be told."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def get_tokenizer(self) -> Any:
         """The Transformers tokenizer."""

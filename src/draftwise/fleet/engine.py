@@ -7,12 +7,10 @@ one event loop: that of the first request. Other threads may call what answers a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from draftwise import lifetime
@@ -26,133 +24,79 @@ from draftwise.engine.processor import Numbers, is_quick, prompt_text, tokenize_
 from draftwise.engine.prompts import PromptLike, one_prompt
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import ConfigError, EngineDeadError, ReplicaLostError, RequestError
-from draftwise.fleet.adapters import FleetAdapters
 from draftwise.fleet.books import total
-from draftwise.fleet.child import ReplicaProcesses
-from draftwise.fleet.replicas import Replica, plan
-from draftwise.fleet.router import Router
+from draftwise.fleet.members import Members
+from draftwise.fleet.replicas import Replica
 from draftwise.fleet.stream import FleetStream
-from draftwise.fleet.wire import Abort, Cache, Close, Failed, News, Queued, Submit, TextOnly
+from draftwise.fleet.watching import RequestWatch
+from draftwise.fleet.wire import Abort, Cache, Close, Failed, News, Pong, Queued, Submit, TextOnly
 from draftwise.metrics.books import Books
 from draftwise.sampling.params import SamplingParams
 
-logger = logging.getLogger("draftwise.fleet")
-
-_BOOKS_TIMEOUT = 0.5
-"""Seconds that a replica has to tell its numbers; the last known ones stand for one that is late."""
+_RESET_TIMEOUT = 5.0
+"""Seconds that a replica has to forget its cached blocks."""
 
 
 class FleetEngine:
     """``config.data_parallel_size`` engines. Raises what building one of them raises; then none is left."""
 
-    def __init__(self, config: EngineConfig, *, max_chunk_rate: float | None = None) -> None:
-        """``max_chunk_rate``: of all streams together; see `AsyncLLM`."""
-        self._config = config
-        self._max_chunk_rate = max_chunk_rate
+    def __init__(
+        self, config: EngineConfig, *, max_chunk_rate: float | None = None, most: int | None = None
+    ) -> None:
+        """``max_chunk_rate``: of all streams together; see `AsyncLLM`. ``most``: how many replicas the machine is
+        divided for, if more may be started later."""
+        count = max(config.data_parallel_size, most or 1)
+        self._config = replace(config, data_parallel_size=count)
         self._tokenizer = load_engine_tokenizer(config)
         self._workers = Workers()
-        self._replicas: dict[int, Replica] = {}
-        self._next_replica = 0
         self._next_number = 0
         self._next_stream = 0
         self._streams: dict[str, FleetStream] = {}
         self._where: dict[int, Replica] = {}  # by the stream's number
         self._asked: dict[int, Submit] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._adapters = FleetAdapters()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._scaling = asyncio.Lock()
-        self._closing = False
-        self._processes = ReplicaProcesses()
+        self._watch: RequestWatch | None = None
+        self._members = Members(
+            config, count=count, max_chunk_rate=max_chunk_rate, receive=self._receive, lost=self._lost
+        )
         lifetime.survive_forks(self)
-        try:
-            made = self._start(config.data_parallel_size)
-        except BaseException:
-            self._processes.close()
-            raise
-        self._hello = made[0].hello
-        kinship = config.default_method == "suffix"
-        self._router = Router(config.block_size, prefixes=self._hello.caches_prefixes, kinship=kinship)
-        for replica in made:
-            self._join(replica)
 
     # ---------------------------------------------------------------------------------------------- replicas
 
-    def _start(self, count: int) -> list[Replica]:
-        """Start processes, all at once, and wait until they are built."""
-        first, self._next_replica = self._next_replica, self._next_replica + count
-        plans = (plan(self._config, first + i, self._max_chunk_rate) for i in range(count))
-        return [Replica(*built) for built in self._processes.start(plans)]
+    def attach(self) -> None:
+        """Belong to the running event loop, before the first request, so that replicas are watched from now on."""
+        self._members.attach()
 
-    def _join(self, replica: Replica) -> None:
-        """From now on it gets requests."""
-        self._replicas[replica.number] = replica
-        self._router.add(replica.number)
-        if self._loop is not None:
-            self._connect(replica)
-
-    def _connect(self, replica: Replica) -> None:
-        replica.connect(functools.partial(self._receive, replica), functools.partial(self._lost, replica))
-
-    def _attach(self) -> asyncio.AbstractEventLoop:
-        """The running event loop, to which the fleet belongs from its first request on. Raises RequestError in another
-        one."""
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-            for replica in self._replicas.values():
-                self._connect(replica)
-        elif self._loop is not loop:
-            raise RequestError("data_parallel_size: requests of several replicas come from one event loop")
-        return loop
-
-    def _lost(self, replica: Replica) -> None:
-        """Its process is gone. Whose requests nobody has seen anything of, begin again elsewhere."""
-        if replica.number not in self._replicas:
-            return
-        del self._replicas[replica.number]
-        self._router.remove(replica.number)
-        replica.close()
-        words = replica.process.last_words() if not self._closing else f"replica {replica.number} was closed"
-        if not self._closing and not replica.retired:
-            logger.error("%s", words)
-        first = words.partition("\n")[0].partition(";")[0]
+    def _lost(self, replica: Replica, words: str) -> None:
+        """Whose requests nobody has seen anything of, begin again elsewhere; others end."""
         streams, replica.streams = replica.streams, {}
         for number, stream in streams.items():
             del self._where[number]
             asked = self._asked.pop(number)
-            replica.leave(self._router, stream, None)
+            replica.leave(self._members.router, stream, None)
             if stream.aborted:
                 stream.end_aborted()
-            elif stream.delivered or self._closing:
-                stream.failed(self._lost_error(first))
+            elif stream.delivered or self._members.closing:
+                stream.failed(self._lost_error(words))
             else:
                 stream.begin_again()
                 self._place(stream, asked)
-        self._processes.forget(replica.process)
 
     def _lost_error(self, words: str) -> EngineDeadError:
-        if self._closing:
+        if self._members.closing:
             return EngineDeadError("the engine was closed")
-        if not self._replicas:
+        if not len(self._members):
             return EngineDeadError(f"{words}: there is no replica left")
         return ReplicaLostError(f"{words}, and what it had begun to stream ends here; ask again")
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """Numbers of those that serve; those that drain are not among them."""
-        return tuple(n for n, r in self._replicas.items() if not r.retired)
+        return self._members.serving
 
     def state(self) -> list[dict[str, Any]]:
-        """Of every replica: its number, "ready" or "draining", and how many requests it has."""
-        return [
-            {
-                "replica": number,
-                "state": "draining" if replica.retired else "ready",
-                "num_requests": len(replica.streams),
-            }
-            for number, replica in self._replicas.items()
-        ]
+        """See `Members.state`."""
+        return self._members.state()
 
     async def scale(self, count: int) -> None:
         """Have ``count`` replicas: start some, or let the last ones drain: they get no new requests, streams that run
@@ -160,27 +104,26 @@ class FleetEngine:
 
         Raises ConfigError for a number under 1, and what building an engine raises.
         """
-        if count < 1:
-            raise ConfigError(f"data_parallel_size: expected an integer >= 1, got {count}")
-        self._attach()
-        async with self._scaling:
-            serving = self.replicas
-            for number in sorted(serving)[count:]:
-                self._retire(self._replicas[number])
-            if count > len(serving):
-                for replica in await asyncio.to_thread(self._start, count - len(serving)):
-                    await asyncio.to_thread(self._adapters.catch_up, replica)
-                    self._join(replica)
+        await self._members.scale(count)
 
-    def _retire(self, replica: Replica) -> None:
-        replica.retired = True
-        self._router.remove(replica.number)
-        logger.info("replica %d drains: %d requests", replica.number, len(replica.streams))
-        self._end_if_idle(replica)
+    def warming(self, seconds: float) -> int:
+        """How many replicas have served for less than this time."""
+        now = time.monotonic()
+        return sum(now - replica.since < seconds for replica in self._members)
 
-    def _end_if_idle(self, replica: Replica) -> None:
-        if replica.retired and not replica.streams:
-            replica.process.ask_to_end()
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """That it belongs to, unless there is none yet."""
+        return self._members.loop
+
+    @property
+    def replica_config(self) -> EngineConfig:
+        """What each replica is made of."""
+        return self._members.replica_config
+
+    def watch(self, watch: RequestWatch) -> None:
+        """Tell somebody of requests that come and end."""
+        self._watch = watch
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -195,7 +138,7 @@ class FleetEngine:
         lora_request: LoRARequest | None = None,
     ) -> FleetStream:
         """See `AsyncLLM.submit`. What a replica finds wrong with a request is raised by `FleetStream.ready`."""
-        self._attach()
+        self._members.attach()
         self._check_alive()
         prompt = one_prompt(prompt)
         params = (sampling_params or SamplingParams()).clone()
@@ -218,12 +161,12 @@ class FleetEngine:
 
         def tokenized() -> Submit:
             found, ids_np = tokenize_prompt(
-                prompt, self._tokenizer, self._hello.vocab_size, self._hello.max_model_len
+                prompt, self._tokenizer, self._members.hello.vocab_size, self._members.hello.max_model_len
             )
             return Submit(number, name, found, ids_np, params, priority, keep_trace, lora_request, numbers)
 
         if is_quick(prompt, params):
-            self._place(stream, tokenized())
+            self._arrived(stream, tokenized())
             self._streams[name] = stream
             return stream
         self._streams[name] = stream
@@ -241,22 +184,32 @@ class FleetEngine:
         if stream.aborted:
             stream.end_aborted()
         elif self._streams.get(stream.request_id) is stream:  # its reader is still there
-            self._place(stream, asked)
+            self._arrived(stream, asked)
+
+    def _arrived(self, stream: FleetStream, asked: Submit) -> None:
+        if self._watch is not None:
+            self._watch.arrived(len(asked.ids_np), asked.params.n)
+        self._place(stream, asked)
 
     def _place(self, stream: FleetStream, asked: Submit) -> None:
         """Send a request to the replica that suits it best."""
-        salts = self._adapters.salts(asked.lora_request)
-        route = self._router.route(
-            asked.ids_np, max_tokens=asked.params.max_tokens, samples=asked.params.n, salts=salts
+        members = self._members
+        salts = members.adapters.salts(asked.lora_request)
+        route = members.router.route(
+            asked.ids_np,
+            max_tokens=asked.params.max_tokens,
+            samples=asked.params.n,
+            salts=salts,
+            among=members.preferred(),
         )
         if not route.names:
             stream.failed(EngineDeadError("there is no replica left"))
             return
         best = route.names[0]
         assert isinstance(best, int)
-        replica = self._replicas[best]
+        replica = members[best]
         stream.text, stream.prompt_ids = asked.text, tuple(asked.ids_np.tolist())
-        replica.enter(stream, self._router.begin(route, best, None if salts is None else salts.get(best)))
+        replica.enter(stream, members.router.begin(route, best, None if salts is None else salts.get(best)))
         self._where[stream.number] = replica
         self._asked[stream.number] = asked
         replica.post(asked)
@@ -266,7 +219,9 @@ class FleetEngine:
     def _receive(self, replica: Replica, batch: Sequence[Any]) -> None:
         for message in batch:
             if isinstance(message, Cache):
-                self._note(replica.number, message)
+                self._members.router.changed(replica.number, message.changes)
+                continue
+            if isinstance(message, Pong):
                 continue
             stream = replica.streams.get(message.stream)
             if stream is None:
@@ -280,23 +235,16 @@ class FleetEngine:
                     continue  # its replica ends, and `_lost` sees to it
                 stream.failed(message.error)
             if stream.ended:
+                if self._watch is not None and isinstance(message, News):
+                    self._watch.ended(stream.num_output, stream.params.n, message.output.metrics)
                 self._leave(replica, stream, stream.num_output if isinstance(message, News) else None)
-
-    def _note(self, number: int, cache: Cache) -> None:
-        for kind, digests in cache.changes:
-            if kind == "+":
-                self._router.stored(number, digests)
-            elif kind == "-":
-                self._router.removed(number, digests)
-            else:
-                self._router.cleared(number)
 
     def _leave(self, replica: Replica, stream: FleetStream, num_output: int | None = None) -> None:
         """A request is over; see `Router.end`."""
-        replica.leave(self._router, stream, num_output)
+        replica.leave(self._members.router, stream, num_output)
         self._where.pop(stream.number, None)
         self._asked.pop(stream.number, None)
-        self._end_if_idle(replica)
+        self._members.end_if_idle(replica)
 
     def _text_only(self, stream: FleetStream) -> None:
         if (replica := self._where.get(stream.number)) is not None:
@@ -308,6 +256,8 @@ class FleetEngine:
             del self._streams[stream.request_id]
         if (replica := self._where.get(stream.number)) is not None:
             replica.post(Close(stream.number))
+            if self._watch is not None:
+                self._watch.ended(stream.num_output, stream.params.n, None)
             self._leave(replica, stream)
         self._asked.pop(stream.number, None)
 
@@ -354,11 +304,11 @@ class FleetEngine:
 
     def load_lora(self, lora_request: LoRARequest) -> None:
         """See `add_lora`; waits."""
-        self._adapters.load(list(self._replicas.values()), lora_request)
+        self._members.adapters.load(list(self._members), lora_request)
 
     async def remove_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter everywhere; requests that have it go on with it. False: there is none of this number."""
-        return await asyncio.to_thread(self._adapters.remove, list(self._replicas.values()), lora_int_id)
+        return await asyncio.to_thread(self._members.adapters.remove, list(self._members), lora_int_id)
 
     # -------------------------------------------------------------------------------------------- inspection
 
@@ -368,21 +318,21 @@ class FleetEngine:
 
     @property
     def guarantees(self) -> Guarantees:
-        return self._hello.guarantees
+        return self._members.hello.guarantees
 
     @property
     def max_model_len(self) -> int:
-        return self._hello.max_model_len
+        return self._members.hello.max_model_len
 
     @property
     def is_alive(self) -> bool:
         """Whether any replica serves."""
-        return not self._closing and any(not r.process.has_ended for r in self._replicas.values())
+        return not self._members.closing and any(not r.process.has_ended for r in self._members)
 
     def _check_alive(self) -> None:
-        if self._closing:
+        if self._members.closing:
             raise EngineDeadError("the engine was closed")
-        if not self._replicas:
+        if not len(self._members):
             raise EngineDeadError("there is no replica left")
 
     def get_tokenizer(self) -> Any:
@@ -393,13 +343,7 @@ class FleetEngine:
 
     def books(self) -> list[Books]:
         """Of every replica that is there, under its number."""
-        found = []
-        for number, replica in list(self._replicas.items()):
-            with contextlib.suppress(TimeoutError, EngineDeadError):
-                replica.books = replica.process.order("books", timeout=_BOOKS_TIMEOUT)
-            if replica.books is not None:
-                found.append(Books(str(number), *replica.books))
-        return found
+        return self._members.books()
 
     def stats(self) -> EngineStats:
         """Sums over the replicas that are there. Raises EngineDeadError if none is."""
@@ -409,36 +353,27 @@ class FleetEngine:
         return total([books.stats for books in found])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks of all replicas; False if one has requests that hold some."""
-        done = [r.process.order("reset_prefix_cache") for r in list(self._replicas.values())]
-        return all(done)
+        """Forget all cached blocks of all replicas; False if one has requests that hold some, or does not answer."""
+        done = True
+        for replica in self._members:
+            try:
+                done &= replica.process.order("reset_prefix_cache", timeout=_RESET_TIMEOUT)
+            except (TimeoutError, EngineDeadError):
+                done = False
+        return done
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books of an engine do not agree."""
-        for replica in list(self._replicas.values()):
+        for replica in self._members:
             replica.process.order("check_integrity")
 
     # -------------------------------------------------------------------------------------------- life cycle
 
     def close(self) -> None:
         """End all replicas; running requests end with EngineDeadError at their readers. Closing twice is fine."""
-        if self._closing:
-            return
-        self._closing = True
         self._workers.close()
-        self._processes.ask_to_end()
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._end_streams)
-        self._processes.close()
-
-    def _end_streams(self) -> None:
-        for replica in list(self._replicas.values()):
-            self._lost(replica)
+        self._members.close()
 
     def after_fork_in_child(self) -> None:
         """The replicas are the parent's."""
-        self._processes.forked()
-        self._replicas.clear()
-        self._closing = True
+        self._members.forked()

@@ -7,26 +7,20 @@ but its end.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import threading
+
+from draftwise.cluster.children import die_with
 
 
 def main(streams_fd: int, orders_fd: int, lifeline_fd: int) -> int:
     """Be a replica; returns the exit code. What is slow to import comes after the lifeline is watched."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the terminal sends them to all: the fleet decides
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_die_with_fleet, args=(lifeline_fd,), daemon=True).start()
+    die_with(lifeline_fd)
     from draftwise.fleet.serving import serve
 
     return serve(streams_fd, orders_fd)
-
-
-def _die_with_fleet(lifeline: int) -> None:
-    while os.read(lifeline, 1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

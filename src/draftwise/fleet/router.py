@@ -122,6 +122,16 @@ class Router:
         if (replica := self._replicas.get(name)) is not None:
             replica.cached.clear()
 
+    def changed(self, name: Name, changes: Iterable[tuple[str, Iterable[bytes]]]) -> None:
+        """What became of its blocks, in order, as `fleet.wire.Cache` has it."""
+        for kind, digests in changes:
+            if kind == "+":
+                self.stored(name, digests)
+            elif kind == "-":
+                self.removed(name, digests)
+            else:
+                self.cleared(name)
+
     def load(self, name: Name) -> float:
         """Tokens that it works on, of what was sent by this router; 0 if there is no such replica."""
         replica = self._replicas.get(name)

@@ -30,6 +30,8 @@ from draftwise.fleet.wire import (
     Failed,
     Hello,
     News,
+    Ping,
+    Pong,
     Queued,
     Start,
     Submit,
@@ -102,6 +104,9 @@ class _Serving:
         for message in batch:
             if isinstance(message, Submit):
                 self._submit(message)
+                continue
+            if isinstance(message, Ping):
+                self._channel.post(Pong(self._llm.in_step))
                 continue
             stream = self._streams.get(message.stream)
             match message:

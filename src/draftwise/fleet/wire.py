@@ -100,6 +100,16 @@ class Failed(NamedTuple):
     error: BaseException
 
 
+class Ping(NamedTuple):
+    """How are you? Asked by the fleet, one at a time."""
+
+
+class Pong(NamedTuple):
+    """The answer: seconds for which the engine has been in its step, 0 between steps."""
+
+    in_step: float
+
+
 class Cache(NamedTuple):
     """What became of cached blocks, in order: ("+" or "-", digests), or ("0", ()) where all were forgotten."""
 

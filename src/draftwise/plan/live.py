@@ -164,6 +164,11 @@ class PlannerService:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
+    def failed(self) -> None:
+        """What was carried out did not come to its end: whoever carries out says so, and logs why."""
+        with self._lock:
+            self._failures += 1
+
     def as_dict(self) -> dict[str, Any]:
         """What it wants and why, for JSON."""
         with self._lock:

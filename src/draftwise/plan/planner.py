@@ -293,6 +293,11 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------- restarts
 
+    @property
+    def wanted(self) -> int | None:
+        """Whole engines it asked for last; None: nothing yet, or its pools are others."""
+        return None if self._last is None else self._last.replicas.get(ENGINES)
+
     def state(self) -> dict[str, Any]:
         """All that it remembers, for JSON."""
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +81,12 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector (OTLP over HTTP)
     lora_modules: tuple[LoRARequest, ...] = ()  # loaded before the server listens
     planner: str | None = None  # file of a profile: a planner beside the engine
-    planner_mode: str = "advise"
+    planner_mode: str = "advise"  # or "scale": it starts and drains replicas of this server
     planner_ttft: float | None = None  # its limits, milliseconds
     planner_itl: float | None = None
     planner_interval: float = 60.0  # between its decisions
-    planner_budget: int = 8  # devices
+    planner_least: int = 1  # replicas
+    planner_budget: int | None = None  # devices; None: 8 to plan with, and none to scale with
     planner_predictor: str = "constant"
     planner_state: str | None = None  # file in which it remembers
     log_interval: float = 10.0  # between log lines of statistics; 0: none
@@ -102,6 +104,26 @@ class ServerConfig:
         """Most values in a body. Token ids are the most that an honest one holds: those of a whole prompt twice."""
         return self.max_body_values or max(_LEAST_VALUES, 2 * max_model_len)
 
+    def _check_planner(self) -> None:
+        if self.planner_mode not in ("advise", "scale"):
+            raise ConfigError(f"planner_mode: expected advise or scale, got {self.planner_mode!r}")
+        if not 0 < self.planner_interval < math.inf:
+            raise ConfigError(f"planner_interval: expected seconds > 0, got {self.planner_interval:g}")
+        if self.planner_least < 1:
+            raise ConfigError(f"planner_least: expected an integer >= 1, got {self.planner_least}")
+        if self.planner_budget is not None and self.planner_budget < 1:
+            raise ConfigError(f"planner_budget: expected an integer >= 1, got {self.planner_budget}")
+        if self.planner is None:
+            for name in ("planner_state", "planner_budget"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name}: needs planner")
+            if self.planner_mode == "scale":
+                raise ConfigError("planner_mode: scale needs planner, the profile it plans with")
+        elif self.planner_mode == "scale" and self.planner_budget is None:
+            raise ConfigError(
+                "planner_mode: scale needs planner_budget, the most devices its replicas may have"
+            )
+
     def __post_init__(self) -> None:
         for name in _COUNTS:
             if getattr(self, name) < 1:
@@ -113,16 +135,7 @@ class ServerConfig:
         for name in ("header_timeout", "body_timeout", "send_timeout", "drain_timeout", "log_interval"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected seconds >= 0, got {getattr(self, name):g}")
-        if self.planner_mode != "advise":
-            raise ConfigError(
-                f"planner_mode: expected advise, got {self.planner_mode!r} (one server starts no replicas of its own)"
-            )
-        if not self.planner_interval > 0 or self.planner_budget < 1:
-            raise ConfigError(
-                "planner_interval, planner_budget: expected seconds above 0 and at least one device"
-            )
-        if self.planner is None and self.planner_state is not None:
-            raise ConfigError("planner_state: needs planner")
+        self._check_planner()
         if self.max_chunk_rate is not None and self.max_chunk_rate < 0:
             raise ConfigError(f"max_chunk_rate: expected chunks per second >= 0, got {self.max_chunk_rate:g}")
         if not self.model_names or not all(self.model_names):

@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from draftwise.metrics import statistics_line
 from draftwise.server.config import ServerConfig
 from draftwise.server.context import Context
+from draftwise.server.engine import ServedFleet
 from draftwise.server.sockets import bind
 from draftwise.server.wire import wire_protocol
 
@@ -94,6 +95,8 @@ async def serve(
     """
     logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     context: Context = app.state.context
+    if isinstance(context.engine, ServedFleet):
+        context.engine.attach()
     server = server or make_server(app, config)
     watchers = [
         asyncio.ensure_future(_announce(server, config)),
