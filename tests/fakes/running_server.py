@@ -36,6 +36,8 @@ class RunningServer:
         planner: Planning | None = None,
         **settings: Any,
     ) -> None:
+        if planner is not None:
+            settings["planner"] = "of-the-given-one.json"
         self.config = ServerConfig(
             **{"port": 0, "log_level": "warning", "log_interval": 0.0, "model_names": ("tiny",), **settings}
         )
