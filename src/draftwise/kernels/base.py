@@ -244,6 +244,12 @@ class Ops(ABC):
         """``x`` [T, A], ``y`` [T, B] -> their rows side by side, [T, A + B]."""
         return torch.cat((x, y), dim=-1, out=out)
 
+    def join(self, parts: Sequence[Tensor], weight: Linear, norm: Norm | None = None) -> Tensor:
+        """``parts`` [T, H] each, side by side through a layer, then through a norm if one is given: [T, out]. Not
+        recorded: it is for what stands between passes."""
+        joined = self.linear(torch.cat(list(parts), dim=-1), weight)
+        return joined if norm is None else self.rms_norm(joined, norm)
+
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` [T, H] += ``x`` [T, H] in place; returns ``residual``."""
         return residual.add_(x)

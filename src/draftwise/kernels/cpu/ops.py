@@ -18,6 +18,7 @@ from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
 from draftwise.kernels.cpu.handles import NativeNorm, NativeRope, RopeCall, norm_parts, result_of
 from draftwise.kernels.cpu.heads import HeadsKernels, NativeHeads
+from draftwise.kernels.cpu.join import JoinKernel
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import DoubledLinear, LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
@@ -48,6 +49,7 @@ class NativeOps(Ops):
         self._attention = NativeAttention(library, pool)
         self._experts = ExpertsKernels(library, pool)
         self._heads = HeadsKernels(library, pool)
+        self._join = JoinKernel(library, pool)
         rows = [_PTR, _PTR, _F32, _PTR, _I64, _I64]
         self._rms_norm = library.function("dw_rms_norm", None, [_PTR, _INT, *rows])
         self._add_rms_norm = library.function(
@@ -301,6 +303,11 @@ class NativeOps(Ops):
         if isinstance(x, Symbol):
             return recording_of(x).concat(x, y)
         return super().concat(x, y, out)
+
+    def join(self, parts: Sequence[Tensor], weight: Linear, norm: Norm | None = None) -> Tensor:
+        if isinstance(weight, NativeLinear) and (norm is None or isinstance(norm, NativeNorm)):
+            return self._join.run(parts, weight, norm)
+        return super().join(parts, weight, norm)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         if isinstance(x, Symbol):
