@@ -218,17 +218,19 @@ def test_linear_and_logits(ops: NativeOps, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_rows_side_by_side_through_a_layer(ops: NativeOps, dtype: torch.dtype, normed: bool) -> None:
-    """`Ops.join` is `linear` of the rows side by side, then the norm, bit for bit."""
+    """`Ops.join_layers` is `linear` of the rows side by side, then the norm, bit for bit."""
     layer = ops.pack_linear(random(24, 3 * 40, dtype=dtype, seed=1))
     norm = ops.pack_norm(random(24, dtype=dtype, seed=2), 1e-5) if normed else None
     for rows in (1, 3, 70):
         parts = [random(rows + 2, 40, dtype=dtype, seed=i)[1 : rows + 1] for i in range(3)]
         want = ops.linear(torch.cat(parts, -1), layer)
-        assert torch.equal(ops.join(parts, layer, norm), want if norm is None else ops.rms_norm(want, norm))
+        assert torch.equal(
+            ops.join_layers(parts, layer, norm), want if norm is None else ops.rms_norm(want, norm)
+        )
     with pytest.raises(ValueError, match="do not fit"):
-        ops.join(parts[:2], layer, norm)
+        ops.join_layers(parts[:2], layer, norm)
     with pytest.raises(ValueError, match="side by side"):
-        ops.join([part.T.contiguous().T for part in parts], layer, norm)
+        ops.join_layers([part.T.contiguous().T for part in parts], layer, norm)
 
 
 def test_no_rows(ops: NativeOps, dtype: torch.dtype) -> None:

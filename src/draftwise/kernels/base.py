@@ -244,7 +244,7 @@ class Ops(ABC):
         """``x`` [T, A], ``y`` [T, B] -> their rows side by side, [T, A + B]."""
         return torch.cat((x, y), dim=-1, out=out)
 
-    def join(self, parts: Sequence[Tensor], weight: Linear, norm: Norm | None = None) -> Tensor:
+    def join_layers(self, parts: Sequence[Tensor], weight: Linear, norm: Norm | None = None) -> Tensor:
         """``parts`` [T, H] each, side by side through a layer, then through a norm if one is given: [T, out]. Not
         recorded: it is for what stands between passes."""
         joined = self.linear(torch.cat(list(parts), dim=-1), weight)

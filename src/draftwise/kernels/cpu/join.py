@@ -18,7 +18,7 @@ _PTR, _I64, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class JoinKernel:
-    """See `Ops.join`."""
+    """See `Ops.join_layers`."""
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool

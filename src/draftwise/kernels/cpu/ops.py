@@ -304,10 +304,10 @@ class NativeOps(Ops):
             return recording_of(x).concat(x, y)
         return super().concat(x, y, out)
 
-    def join(self, parts: Sequence[Tensor], weight: Linear, norm: Norm | None = None) -> Tensor:
+    def join_layers(self, parts: Sequence[Tensor], weight: Linear, norm: Norm | None = None) -> Tensor:
         if isinstance(weight, NativeLinear) and (norm is None or isinstance(norm, NativeNorm)):
             return self._join.run(parts, weight, norm)
-        return super().join(parts, weight, norm)
+        return super().join_layers(parts, weight, norm)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         if isinstance(x, Symbol):

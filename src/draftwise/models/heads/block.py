@@ -196,7 +196,7 @@ class BlockHead(LayeredHead):
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         assert self.feature_layers is not None
         parts = [pick_rows(output.captured[layer], rows) for layer in self.feature_layers]
-        return self._ops.join(parts, self._fc, self._hidden_norm)
+        return self._ops.join_layers(parts, self._fc, self._hidden_norm)
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = CONTEXT) -> HeadOutput:
         """``depth``: `CONTEXT` stores the features of rows, whose tokens are not read, and answers with what it was

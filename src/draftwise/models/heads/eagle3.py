@@ -226,7 +226,7 @@ class Eagle3Head(LayeredHead):
         if self._fc_norms:
             parts = [ops.rms_norm(part, norm) for part, norm in zip(parts, self._fc_norms, strict=True)]
         assert self._fc is not None
-        return ops.join([part.contiguous() for part in parts], self._fc)
+        return ops.join_layers([part.contiguous() for part in parts], self._fc)
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         ops = self._ops

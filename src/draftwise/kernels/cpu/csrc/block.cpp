@@ -121,6 +121,13 @@ std::unique_ptr<Corrector> corrector_of(const BlockPlan* plan, Pool* pool) {
   return std::make_unique<Corrector>(plan->correction, pool, (DType)plan->dtype, plan->hidden, plan->vocab);
 }
 
+// Workers stay awake between the products of several places.
+struct Awake {
+  Pool* pool;
+  Awake(Pool* p, bool wanted) : pool(wanted ? p : nullptr) { pool_begin(pool); }
+  ~Awake() { pool_end(pool); }
+};
+
 void draw_chains(BlockPass& pass, Corrector* corrector, Pool* pool, const BlockPlan* plan, const ChainOutput* out) {
   const int64_t steps = out->steps;
   require(steps > 0 && steps <= plan->places, "as many drafts as a block has places");
@@ -138,6 +145,7 @@ void draw_chains(BlockPass& pass, Corrector* corrector, Pool* pool, const BlockP
     hidden.resize((size_t)count);
     for (int64_t r = 0; r < count; r++) previous[(size_t)r] = pass.root(r);
     if (corrector != nullptr) state.assign((size_t)(count * plan->correction->state_width), 0.0f);
+    Awake awake(pool, corrector != nullptr && corrector->shares(count));
     for (int64_t step = 0; step < steps; step++) {
       float* logits = pass.logits(step);
       if (corrector != nullptr) {

@@ -12,7 +12,7 @@
 namespace dw {
 namespace {
 
-constexpr int64_t SHARED_BYTES = 4 << 20;  // of a product's weights, from which a second thread brings more than it costs
+constexpr int64_t SHARED_WORK = 4 << 20;  // rows times bytes of weights from which a second thread brings more than it costs
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
@@ -96,13 +96,19 @@ char* Corrector::gathered(const void* table, int64_t rows, const int64_t* ids, s
 void Corrector::product(const Linear* layer, const char* x, int64_t rows, std::vector<char>& out, int64_t width) {
   const int64_t outputs = linear_outputs(layer);
   out.resize((size_t)(rows * outputs * size_));
-  linear_forward(linear_bytes(layer) < SHARED_BYTES ? nullptr : pool_, layer, x, width, out.data(), outputs, dtype_, rows);
+  linear_forward(threads_for(layer, rows), layer, x, width, out.data(), outputs, dtype_, rows);
 }
 
 void Corrector::say(const char* x, int64_t rows, float* logits) {
   LinearCall call{c_.out, x, linear_inputs(c_.out), logits, vocab_, F32, rows, EP_ADD};
-  linear_run(linear_bytes(c_.out) < SHARED_BYTES ? nullptr : pool_, &call);
+  linear_run(threads_for(c_.out, rows), &call);
 }
+
+Pool* Corrector::threads_for(const Linear* layer, int64_t rows) const {
+  return rows * linear_bytes(layer) < SHARED_WORK ? nullptr : pool_;
+}
+
+bool Corrector::shares(int64_t rows) const { return c_.out != nullptr && threads_for(c_.out, rows) != nullptr; }
 
 void Corrector::run(int64_t place, int64_t rows, const int64_t* previous, const char* const* hidden, float* state,
                     float* logits) {

@@ -44,10 +44,13 @@ class Corrector {
   // [rows, state_width]: behind the place before, becomes that behind this one; logits [rows, vocab].
   void run(int64_t place, int64_t rows, const int64_t* previous, const char* const* hidden, float* state, float* logits);
 
+  // Whether so many rows are worth a second thread.
+  bool shares(int64_t rows) const;
+
  private:
+  Pool* threads_for(const Linear* layer, int64_t rows) const;
   void say(const char* x, int64_t rows, float* logits);  // logits += out(x)
   char* gathered(const void* table, int64_t rows, const int64_t* ids, std::vector<char>& into);
-  // Parts of `widths` numbers side by side: first, the state (as `dtype`) if it is given, or `row`, or hidden.
   void product(const Linear* layer, const char* x, int64_t rows, std::vector<char>& out, int64_t width);
   float number(const char* row, int64_t i) const;
   void put(char* row, int64_t i, float value) const;
