@@ -101,7 +101,7 @@ def test_every_form_is_recognised_and_computed(kind: str, in_turns: bool, turned
         assert form is not None
         assert (form.activation.kind, form.in_turns, form.turned) == (kind, in_turns, turned)
         assert kind != "clamped" or form.activation == Activation("clamped", 1.3, 5.0)
-        size = exchange_experts(layer, use.calls, stacks_of(use.calls), TorchOps(torch.float32, CPU))
+        size = exchange_experts(layer, stacks_of(use.calls), TorchOps(torch.float32, CPU))
         assert isinstance(layer.experts, PackedExperts) and size > 0
         torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-3)
     assert all(parameter.numel() == 0 for parameter in module.parameters())
@@ -169,7 +169,7 @@ def test_what_is_not_understood_stays(layer: Layer) -> None:
     before = layer.experts
     x, wanted, use = watched(layer)
     with torch.inference_mode():
-        assert exchange_experts(layer, use.calls, stacks_of(use.calls), TorchOps(torch.float32, CPU)) == 0
+        assert exchange_experts(layer, stacks_of(use.calls), TorchOps(torch.float32, CPU)) == 0
         assert layer.experts is before
         torch.testing.assert_close(layer(x), wanted)
 

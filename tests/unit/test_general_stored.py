@@ -96,7 +96,7 @@ def test_parts_in_several_forms_are_layers_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_transformers_stacks_is_read_as_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that does not tell: the model is built again, with these layers' numbers."""
+    """A name that does not tell: the model is built again, with these layers read later."""
     pair = write_pair(tmp_path, "granitemoe", "gptq")
     counts: list[int] = []
     real = filling._state
@@ -224,6 +224,4 @@ def test_the_peak_of_loading_is_the_weights_and_one_layer(quantization: str, tmp
     )
     peak, weights = map(int, result.stdout.split())
     assert weights > 300e6
-    # packed layers fill up their last huge pages, half of one on average; before they are stacked a block has seven
-    pages = 16 * (7 if quantization else 4) * (1 << 20)
-    assert peak < 1.2 * weights + pages
+    assert peak < 1.2 * weights

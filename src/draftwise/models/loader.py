@@ -31,7 +31,7 @@ from draftwise.models.rounded import cached_checkpoint
 from draftwise.models.source import checkpoint_format, read_raw, scan
 from draftwise.models.text_part import PART_OF
 from draftwise.models.unfollowed import Watched, refuse_unfollowed
-from draftwise.models.weights import WeightPlan
+from draftwise.models.weights import WeightPlan, freed_at_once
 from draftwise.models.words import shorten
 from draftwise.quantization.scheme import parse_scheme
 
@@ -99,7 +99,26 @@ def load_model(
             there.
         ModelLoadError: not a model, unsupported, quantised, damaged, or its tensors do not fit; names what is wrong.
     """
-    folder = resolve_path(path, revision)
+    with freed_at_once():
+        return _load(
+            resolve_path(path, revision), dtype, device, max_model_len, quantization, quantization_cache,
+            batch_invariant, adapter, ops, ranks, experts_by_rank,
+        )  # fmt: skip
+
+
+def _load(
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    max_model_len: int | None,
+    quantization: str | None,
+    quantization_cache: Path | None,
+    batch_invariant: bool,
+    adapter: str | None,
+    ops: Ops | None,
+    ranks: Ranks | None,
+    experts_by_rank: bool,
+) -> DecoderModel:
     config, cls = _read_config(folder, max_model_len)
     layout = checkpoint_format(folder)
     chosen = dtype or _config_dtype(config, folder)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,36 @@ def release_freed_memory() -> None:
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc, malloc.h
+_LARGE = 1 << 20
+_MOST = 32 << 20  # what glibc's own threshold grows to, by what programs free
+
+
+@functools.cache
+def _mallopt() -> Callable[[int, int], int] | None:
+    """glibc's; other allocators have none."""
+    try:
+        return ctypes.CDLL(None).mallopt if _malloc_trim() is not None else None
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """While this lasts, memory of 1 MiB and more is given back to the system where it is freed: while a model loads,
+    floats of a layer come and go. Afterwards it is kept for the next who asks, as glibc does by itself."""
+    mallopt = _mallopt()
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _MOST)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _MOST)
 
 
 class Freed:

@@ -8,6 +8,7 @@ compared with each of the forms that our kernels know, and a module that is none
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwise.kernels.base import Experts, Ops
+from draftwise.errors import ModelLoadError
+from draftwise.kernels.base import Experts, Linear, Ops
 from draftwise.kernels.mixture import gated
 from draftwise.kernels.routing import Activation, Routing
 
@@ -57,11 +59,22 @@ class Form:
         return _part(module, "down_proj", e, self.turned)
 
 
+class ExpertsMisread(ModelLoadError):
+    """Experts that were packed as the model was built are called in a way that these do not understand."""
+
+
 class ExpertsUse:
-    """While it watches, the last call of every module that may be a mixture of experts is kept."""
+    """While it watches, the last call of every module that may be a mixture of experts is kept.
+
+    Calls of what is packed already must be understood: `ExpertsMisread` is raised in them else.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._watched = [module for module in model.modules() if _may_be_experts(module)]
+        self._watched = [
+            module
+            for module in model.modules()
+            if isinstance(module, PackedExperts) or may_be_experts(module)
+        ]
         self._seen: dict[nn.Module, Call | None] = {}
         self._handles: list[Any] = []
 
@@ -81,42 +94,66 @@ class ExpertsUse:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = _understood(module, args, kwargs)
+        if call is None and isinstance(module, PackedExperts):
+            raise ExpertsMisread(
+                "it calls its experts with more than rows, numbers of experts and their weights"
+            )
         before = self._seen.get(module, call)
         same = call is not None and before is not None and before.chosen.shape[1] == call.chosen.shape[1]
         self._seen[module] = call if same else None
 
 
 class PackedExperts(nn.Module):
-    """Experts on our kernels, in whatever format they keep weights."""
+    """Experts on our kernels, in whatever format they keep weights. ``layers``: gate and up, and down, of each."""
 
-    def __init__(self, ops: Ops, experts: Experts, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        layers: Sequence[tuple[Linear, Linear]],
+        activation: Activation,
+        names: tuple[str, ...],
+    ) -> None:
         super().__init__()
-        self.packed = experts
+        self.layers = list(layers)
+        self.activation = activation
+        self.names = names
+        self.dtype = ops.dtype
         self._ops = ops
-        self._names = names
+        self._packed: dict[int, Experts] = {}  # by how many a row takes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return sum(up.num_bytes + down.num_bytes for up, down in self.layers)
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Rows [..., H], the experts of each [T, K] and their weights, under the names that the model knows."""
-        x, chosen, weights = (*args, *(kwargs[name] for name in self._names[len(args) :]))
-        rows = x.reshape(-1, x.shape[-1])
-        return self._ops.mix_experts(rows, chosen, weights.float(), self.packed).view(x.shape)
+        x, chosen, weights = (*args, *(kwargs[name] for name in self.names[len(args) :]))
+        rows, top_k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+        if top_k not in self._packed:
+            routing = Routing(len(self.layers), top_k, activation=self.activation)
+            self._packed[top_k] = self._ops.pack_experts(self.layers, routing, None)
+        return self._ops.mix_experts(rows, chosen, weights.float(), self._packed[top_k]).view(x.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A module whose form is understood, and the names of its arguments."""
+    """A module whose form is understood, and the names of its arguments. ``form`` is None if it is packed already."""
 
     module: nn.Module
-    form: Form
+    form: Form | None
     names: tuple[str, ...]
 
     @property
     def count(self) -> int:
         """Experts."""
-        return len(_tensor(self.module, "down_proj"))
+        return _count(self.module)
 
-    def pack(self, ops: Ops, routing: Routing, correction: Tensor | None = None) -> Experts:
-        """On our kernels, expert by expert. ``routing`` without the activation."""
+    def layers(self, ops: Ops) -> tuple[list[tuple[Linear, Linear]], Activation]:
+        """Gate and up, and down, of each expert on our kernels; packed one after the other."""
+        if isinstance(self.module, PackedExperts):
+            return self.module.layers, self.module.activation
+        assert self.form is not None
         layers = []
         for e in range(self.count):
             up, up_bias = self.form.gate_up(self.module, e)
@@ -124,34 +161,41 @@ class Stack:
             layers.append(
                 (ops.pack_gate_up(up.contiguous(), up_bias), ops.pack_linear(down.contiguous(), down_bias))
             )
-        return ops.pack_experts(layers, replace(routing, activation=self.form.activation), correction)
+        return layers, self.form.activation
+
+    def pack(self, ops: Ops, routing: Routing, correction: Tensor | None = None) -> Experts:
+        """On our kernels. ``routing`` without the activation."""
+        layers, activation = self.layers(ops)
+        return ops.pack_experts(layers, replace(routing, activation=activation), correction)
 
 
 def stacks_of(calls: dict[nn.Module, Call]) -> dict[nn.Module, Stack]:
     """The modules whose form is understood."""
-    found = ((module, call, recognised(module, call)) for module, call in calls.items())
-    return {module: Stack(module, form, call.names) for module, call, form in found if form is not None}
+    found = {}
+    for module, call in calls.items():
+        form = None if isinstance(module, PackedExperts) else recognised(module, call)
+        if form is not None or isinstance(module, PackedExperts):
+            found[module] = Stack(module, form, call.names)
+    return found
 
 
-def exchange_experts(
-    model: nn.Module, calls: dict[nn.Module, Call], stacks: dict[nn.Module, Stack], ops: Ops
-) -> int:
+def exchange_experts(model: nn.Module, stacks: dict[nn.Module, Stack], ops: Ops) -> int:
     """Pack the experts whose form is understood and put them in their places, one module after the other.
 
     Returns:
-        Bytes of the packed weights.
+        Bytes of the packed weights, with those that were packed before.
     """
-    total = 0
+    total = sum(module.num_bytes for module in model.modules() if isinstance(module, PackedExperts))
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     for parent, name, child in places:
         stack = stacks.get(child)
-        if stack is None:
+        if stack is None or stack.form is None:
             continue
-        packed = stack.pack(ops, Routing(stack.count, calls[child].chosen.shape[1]))
+        packed = PackedExperts(ops, *stack.layers(ops), stack.names)
         total += packed.num_bytes
         for parameter in child.parameters():
             parameter.data = torch.empty(0)
-        setattr(parent, name, PackedExperts(ops, packed, stack.names))
+        setattr(parent, name, packed)
     return total
 
 
@@ -231,7 +275,8 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return value.detach()
 
 
-def _may_be_experts(module: nn.Module) -> bool:
+def may_be_experts(module: nn.Module) -> bool:
+    """By the names and shapes of its parameters."""
     names = {name for name, value in module._parameters.items() if value is not None}
     if not {"gate_up_proj", "down_proj"} <= names <= _PARAMETERS:
         return False
@@ -239,19 +284,37 @@ def _may_be_experts(module: nn.Module) -> bool:
     return up.ndim == down.ndim == 3 and len(up) == len(down) and up.is_floating_point()
 
 
+def call_names(module: nn.Module) -> tuple[str, ...]:
+    """Of what it is called with."""
+    return module.names if isinstance(module, PackedExperts) else tuple(signature(module.forward).parameters)
+
+
+def _count(module: nn.Module) -> int:
+    return len(module.layers) if isinstance(module, PackedExperts) else len(_tensor(module, "down_proj"))
+
+
 def _understood(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """A call with rows, their experts and weights, and nothing else."""
-    names = tuple(signature(module.forward).parameters)
+    names = call_names(module)
     given = dict(zip(names, args, strict=False)) | kwargs
     if tuple(name for name in names if name in given) != names[:3] or len(given) != 3:
         return None
     x, chosen, weights = (given[name] for name in names[:3])
     if not all(isinstance(value, Tensor) for value in (x, chosen, weights)):
         return None
-    fit = chosen.ndim == 2 and chosen.shape == weights.shape and chosen.shape[0] == x.shape[:-1].numel()
-    if not fit or chosen.is_floating_point() or x.dtype is not _tensor(module, "down_proj").dtype:
+    fit = (
+        bool(chosen.numel())
+        and chosen.ndim == 2
+        and chosen.shape == weights.shape
+        and chosen.shape[0] == x.shape[:-1].numel()
+    )
+    if not fit or chosen.is_floating_point():
         return None
-    if not 0 <= int(chosen.min()) <= int(chosen.max()) < len(_tensor(module, "down_proj")):
+    if x.dtype is not (
+        module.dtype if isinstance(module, PackedExperts) else _tensor(module, "down_proj").dtype
+    ):
+        return None
+    if not 0 <= int(chosen.min()) <= int(chosen.max()) < _count(module):
         return None
     rows = x.reshape(-1, x.shape[-1]).clone()
     return Call(names[:3], rows, chosen.clone(), weights.clone())

@@ -3,7 +3,8 @@
 Transformers knows which tensor of a checkpoint goes where, renamed, stacked or cut; it is given objects that read a
 tensor when it is asked for, in bounded pieces and not through mapped pages, which would count as this process's memory
 for as long as a file is open. Linear layers that kernels will keep in few bits are given as tensors of one number that
-say they are as large as the layer: whatever module has one of these afterwards becomes a `StoredLinear`.
+say they are as large as the layer: whatever module has one of these afterwards becomes a `StoredLinear`. Experts, and
+what else is stacked, are given as `deferred.Deferred`, and `settling` does the rest.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ from torch import Tensor, nn
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
-from draftwise.models.general.stored import FloatLayer, QuantizedLayer, StoredLayer, StoredLinear
+from draftwise.models.general.deferred import Source, deferred
+from draftwise.models.general.settling import settle
+from draftwise.models.general.stored import (
+    FloatLayer,
+    MatrixOfStack,
+    QuantizedLayer,
+    StoredLayer,
+    StoredLinear,
+)
 from draftwise.models.weights import Freed, release_freed_memory
 from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.|^experts\.\d+\.")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPES = _FLOATS | {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -48,15 +57,17 @@ class _Lazy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Floats:
-    """A stored layer's weight as floats."""
+class _Later:
+    """What is read when somebody wants its numbers."""
 
-    layer: StoredLayer
-    turned: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Source
+    turned: bool = False
 
     def __getitem__(self, all_of_it: Any) -> Tensor:
-        value = self.layer.floats()
-        return value.t().contiguous() if self.turned else value
+        value: Tensor = deferred(self.shape, self.dtype, self.source)
+        return value.t() if self.turned else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ def build_filled(
     *,
     whole: bool = False,
     rounded: bool = False,
+    experts: bool = True,
 ) -> Any:
     """A model of Transformers with a checkpoint's weights in the type of ``ops``, on its device. Peak memory is the
     weights, as they are kept, and one layer.
@@ -92,6 +104,7 @@ def build_filled(
         ops: what packs linear layers that are quantised, or rounded.
         whole: a tensor that is no parameter of the model is an error.
         rounded: ``ops`` rounds linear layers: these are packed at once, too.
+        experts: mixtures of experts are packed at once, whose kernels understand them.
 
     Raises:
         ModelLoadError: Transformers cannot build it, or the tensors are not its parameters; names them.
@@ -101,20 +114,22 @@ def build_filled(
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {error}") from error
     turned = _turned_layers(cls, model_config)
-    read_now = {base for base in layers if _EXPERT.search(base)}
+    later = {base for base in layers if _EXPERT.search(base)}
     while True:
-        state, places = _state(entries, layers, read_now, turned, _type_of_floats(cls, ops.dtype), ops.dtype)
+        state, places = _state(entries, layers, later, turned, _type_of_floats(cls, ops.dtype), ops.dtype)
         model, surplus = _from_state(place, cls, model_config, ops.dtype, state, whole=whole)
         _refuse_biases(place, entries, layers, surplus)
         lost = places.keys() - _kept(model, places)
         if not lost:
             break
-        read_now |= lost  # what is stacked, cut or kept in another type on the way has to be there
+        later |= lost  # stacked, cut or kept in another type on the way
         del model
     _as_linear(model)
     try:
         with torch.no_grad():
-            _exchange(model, layers, places, ops)
+            scores = _numbers_of_experts(model)
+            settle(model, ops, rounded=rounded, experts=experts)
+            _exchange(model, layers, places, scores, ops)
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {error}") from error
     release_freed_memory()
@@ -169,21 +184,25 @@ def _type_of_floats(cls: Any, dtype: torch.dtype) -> torch.dtype | None:
 def _state(
     entries: Mapping[str, TensorEntry],
     layers: Mapping[str, StoredLayer],
-    read_now: set[str],
+    later: set[str],
     turned: frozenset[str],
     floats: torch.dtype | None,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What Transformers is given, and the numbers that stand for layers, by their names."""
+    """What Transformers is given, and the numbers that stand for layers, by their names.
+
+    Args:
+        later: layers that are given as what is read later: these may be stacked, cut and so on.
+    """
     state: dict[str, Any] = {}
     places: dict[str, Tensor] = {}
     hidden: set[str] = set()
     for base, layer in layers.items():
         is_turned = isinstance(layer, QuantizedLayer) and base.rpartition(".")[2] in turned
-        if base in read_now:
-            state[f"{base}.weight"] = _Floats(layer, is_turned)
+        shape = (layer.outputs, layer.inputs)
+        if base in later:
+            state[f"{base}.weight"] = _Later(shape, dtype, Source(layer.floats, layer), is_turned)
         else:
-            shape = (layer.outputs, layer.inputs)
             places[base] = torch.zeros((1, 1), dtype=dtype)
             state[f"{base}.weight"] = _Place(places[base], shape[::-1] if is_turned else shape)
         if isinstance(layer, QuantizedLayer):
@@ -196,8 +215,32 @@ def _state(
         if entry.source is not None and entry.dtype == "U8":
             continue  # the bytes of a layer whose numbers stand there, too
         own = _DTYPES[entry.dtype]
-        state[name] = _Lazy(name, entries, floats if floats is not None and entry.dtype in _FLOATS else own)
+        lazy = _Lazy(name, entries, floats if floats is not None and entry.dtype in _FLOATS else own)
+        state[name] = lazy
+        if entry.dtype in _FLOATS and (_EXPERT.search(name) or len(entry.shape) == 3):
+            state[name] = _Later(entry.shape, lazy.dtype, _source(lazy, dtype))
     return state, places
+
+
+def _source(lazy: _Lazy, dtype: torch.dtype) -> Source:
+    """A float tensor of the checkpoint: a matrix, or a stack of matrices, may be that of linear layers of ``dtype``."""
+    entry = lazy.entries[lazy.name]
+
+    def read() -> Tensor:
+        return lazy[...]
+
+    if len(entry.shape) == 3:
+        outputs, inputs = entry.shape[1:]
+
+        def matrix(i: int) -> Source:
+            layer = MatrixOfStack(lazy.name, outputs, inputs, lazy.entries, dtype, i)
+            return Source(lambda: layer.floats().to(lazy.dtype), layer)
+
+        return Source(read, part=matrix)
+    base = lazy.name.removesuffix(".weight")
+    if len(entry.shape) == 2 and base != lazy.name:
+        return Source(read, FloatLayer(base, *entry.shape, lazy.entries, dtype))
+    return Source(read)
 
 
 def _from_state(
@@ -250,13 +293,18 @@ def _kept(model: Any, places: Mapping[str, Tensor]) -> set[str]:
     return {known[p.data_ptr()] for p in model.parameters() if p.data_ptr() in known}
 
 
-def _exchange(model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str, Tensor], ops: Ops) -> None:
-    """Put stored layers into their places: linear modules are packed, any other parameter is read as it is."""
+def _exchange(
+    model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str, Tensor], scores: set[int], ops: Ops
+) -> None:
+    """Put stored layers into their places: linear modules are packed, any other parameter is read as it is.
+
+    Args:
+        scores: how many experts mixtures have: layers of so many results choose them.
+    """
     from transformers.pytorch_utils import Conv1D
 
     known = {number.data_ptr(): layers[base] for base, number in places.items()}
     head = model.get_output_embeddings()
-    scores = _numbers_of_experts(model)
     modules = [
         (parent, name, child)
         for parent in model.modules()

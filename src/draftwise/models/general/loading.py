@@ -24,7 +24,13 @@ from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCaus
 from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.config import transformers_config
-from draftwise.models.general.experts import ExpertsUse, PackedExperts, exchange_experts, stacks_of
+from draftwise.models.general.experts import (
+    ExpertsMisread,
+    ExpertsUse,
+    PackedExperts,
+    exchange_experts,
+    stacks_of,
+)
 from draftwise.models.general.filling import build_filled, restore_read, stored_bytes
 from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
@@ -59,22 +65,43 @@ def load_general(
         ModelLoadError: it cannot be served; says what about it.
     """
     register()
-    model = _loaded(folder, config, ops, entries, layout, rounded)
     try:
         try:
-            with quiet():
-                found = _prepared(model, config, ops, rounded)
-            release_freed_memory()
-            return found
-        except WrongAssembly as error:
-            logger.warning(
-                "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
-                config.architecture, error,
-            )  # fmt: skip
-            model = _loaded(folder, config, ops, entries, layout, rounded)
-            return _prepared(model, config, ops, rounded, assemble=False)
+            return _attempt(folder, config, ops, entries, layout, rounded)
+        except ExpertsMisread as error:
+            logger.info("%s keeps its experts as they are: %s", config.architecture, error)
+            return _attempt(folder, config, ops, entries, layout, rounded, experts=False)
     except ModelLoadError as error:
+        if str(error).startswith(f"{folder}: "):
+            raise
         raise ModelLoadError(f"{folder}: {config.architecture} cannot be served: {error}") from error
+
+
+def _attempt(
+    folder: Path,
+    config: ModelConfig,
+    ops: Ops,
+    entries: Mapping[str, TensorEntry],
+    layout: CheckpointFormat | None,
+    rounded: bool,
+    *,
+    experts: bool = True,
+) -> DecoderModel:
+    """``experts``: mixtures are packed as the model is built."""
+    model = _loaded(folder, config, ops, entries, layout, rounded, experts)
+    try:
+        with quiet():
+            found = _prepared(model, config, ops, rounded)
+        release_freed_memory()
+        return found
+    except WrongAssembly as error:
+        logger.warning(
+            "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
+            config.architecture, error,
+        )  # fmt: skip
+    del model
+    model = _loaded(folder, config, ops, entries, layout, rounded, experts)
+    return _prepared(model, config, ops, rounded, assemble=False)
 
 
 def _loaded(
@@ -84,6 +111,7 @@ def _loaded(
     entries: Mapping[str, TensorEntry],
     layout: CheckpointFormat | None,
     rounded: bool,
+    experts: bool,
 ) -> Any:
     raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
     if layout is None and len(raw) != len(config.raw):
@@ -95,7 +123,9 @@ def _loaded(
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     with quiet():
-        return build_filled(folder, entries, layout, cls, own, ops, whole=is_gguf(folder), rounded=rounded)
+        return build_filled(
+            folder, entries, layout, cls, own, ops, whole=is_gguf(folder), rounded=rounded, experts=experts
+        )
 
 
 def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
@@ -121,9 +151,9 @@ def _prepared(
 ) -> DecoderModel:
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
-        model = _text_part(model, config)
-        units = _units(model, config.vocab_size)
         with ExpertsUse(model) as mixtures:
+            model = _text_part(model, config)
+            units = _units(model, config.vocab_size)
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
         restore_read(model)
         decoder, linears = _served(model, config, ops, reference, units)
@@ -134,7 +164,7 @@ def _prepared(
             except CannotAssemble as error:
                 logger.info("%s runs on Transformers' code: %s", config.architecture, error)
         head = model.get_output_embeddings()
-        packed = exchange(model, linears, ops, head) + exchange_experts(model, mixtures.calls, stacks, ops)
+        packed = exchange(model, linears, ops, head) + exchange_experts(model, stacks, ops)
         packed += stored_bytes(list(model.modules()))
         decoder.renew()
         check(decoder, reference, exchanged=True, rounded=rounded)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
-from draftwise.models.checkpoint import TensorEntry, copy_tensors
+from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
 from draftwise.models.general.modules import PackedLinear
 from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
 from draftwise.quantization.weights import QuantizedWeight, stack_rows
@@ -51,6 +51,7 @@ class StoredLayer(ABC):
         bias: Tensor | None,
         *,
         paired: bool,
+        expert: bool = False,
     ) -> Linear:
         """Pack layers of this one's kind as one, see `pack_stored`."""
 
@@ -110,6 +111,7 @@ class QuantizedLayer(StoredLayer):
         bias: Tensor | None,
         *,
         paired: bool,
+        expert: bool = False,
     ) -> Linear:
         known: dict[StoredLayer, QuantizedWeight] = {}
         parts = []
@@ -121,6 +123,8 @@ class QuantizedLayer(StoredLayer):
         known.clear()
         weight = stack_rows(parts)
         del parts
+        if expert and weight.is_wide:
+            weight = QuantizedWeight.of_values(weight.dequantize())
         return ops.pack_quantized(weight, bias, dynamic=self.form.dynamic, paired=paired)
 
 
@@ -147,6 +151,7 @@ class FloatLayer(StoredLayer):
         bias: Tensor | None,
         *,
         paired: bool,
+        expert: bool = False,
     ) -> Linear:
         sizes = [layer.outputs if rows is None else len(rows) for layer, rows in others]
         weight = torch.empty((sum(sizes), self.inputs), dtype=self.dtype)
@@ -164,12 +169,23 @@ class FloatLayer(StoredLayer):
         return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
 
 
+@dataclass(frozen=True, eq=False)
+class MatrixOfStack(FloatLayer):
+    """One matrix of a stack [E, outputs, inputs], which is the tensor ``base``."""
+
+    index: int
+
+    def _read(self, target: Tensor) -> None:
+        target.copy_(read_rows(self.entries[self.base], self.base, self.index, self.index + 1)[0])
+
+
 def pack_stored(
     ops: Ops,
     layers: Sequence[tuple[StoredLayer, Tensor | None]],
     bias: Tensor | None = None,
     *,
     paired: bool = False,
+    expert: bool = False,
 ) -> Linear:
     """Read layers of one kind and pack them as one, their rows below each other.
 
@@ -177,11 +193,12 @@ def pack_stored(
         layers: each with its rows that are wanted, int64, in order; None: all, as they are.
         bias: of the rows that are wanted.
         paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
+        expert: of a mixture, whose kernels have no layers that are held as two: these become floats.
 
     Raises:
         ModelLoadError: one of them cannot be read.
     """
-    return layers[0][0].pack(ops, layers, bias, paired=paired)
+    return layers[0][0].pack(ops, layers, bias, paired=paired, expert=expert)
 
 
 class StoredLinear(PackedLinear):

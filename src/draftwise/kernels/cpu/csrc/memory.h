@@ -6,7 +6,8 @@
 
 namespace dw {
 
-// Zeroed, aligned to 64 bytes. Small blocks share slabs, so that they too lie on huge pages. Throws std::bad_alloc.
+// Zeroed, aligned to 64 bytes. Blocks share slabs, so that small ones too lie on huge pages, and large ones fill none up. Throws
+// std::bad_alloc.
 void* big_alloc(size_t bytes);
 void big_free(void*);
 
