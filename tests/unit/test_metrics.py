@@ -104,6 +104,13 @@ def test_failures_of_drafters() -> None:
     assert sample.labels["hook"] == "propose"
 
 
+def test_names_of_another_prefix() -> None:
+    """Those of vLLM, say, which its dashboards and scalers read."""
+    own, others = (families(Metrics(Engine(stats()), "m", *given)) for given in ((), ("vllm",)))
+    assert {name.replace("draftwise:", "vllm:") for name in own} == set(others)
+    assert "vllm:num_requests_waiting" in others
+
+
 def test_names_and_values() -> None:
     now = stats(
         speculation=SPEC,

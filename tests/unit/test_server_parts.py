@@ -330,7 +330,8 @@ def test_files_that_are_none(tmp_path: Path, text: str) -> None:
     "settings",
     [
         {"port": 70000}, {"max_queue": 0}, {"request_timeout": 0.0}, {"drain_timeout": -1.0}, {"api_keys": ("",)},
-        {"ssl_keyfile": "x"}, {"model_names": ()}, {"allow_credentials": True, "allowed_origins": ("*",)},
+        {"ssl_keyfile": "x"}, {"model_names": ()}, {"metrics_prefix": "a b"},
+        {"allow_credentials": True, "allowed_origins": ("*",)},
     ],
 )  # fmt: skip
 def test_server_settings_that_are_refused(settings: dict[str, Any]) -> None:

@@ -124,6 +124,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "send OpenTelemetry traces here, over HTTP: http://localhost:4318",
         metavar="URL",
     )
+    add(
+        "metrics-prefix",
+        "before the colon of names in /metrics; vllm gives vLLM's names (draftwise)",
+        metavar="NAME",
+    )
     add_planner_flags(add)
     add("log-interval", "seconds between lines of statistics, 0: none (10)", float, metavar="SECONDS")
     add("access-log", "log every request's path and status", _boolean, metavar="BOOL")

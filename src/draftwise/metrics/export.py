@@ -15,7 +15,8 @@ from draftwise.metrics.books import Books
 from draftwise.metrics.histogram import Histogram
 from draftwise.metrics.latencies import Latencies
 
-PREFIX = "draftwise:"
+PREFIX = "draftwise"
+"""Before the colon of every name, unless another is asked for: "vllm" suits dashboards and scalers made for vLLM."""
 
 
 class Observed(Protocol):
@@ -57,10 +58,12 @@ class HttpCounts:
 
 
 class Metrics:
-    """Metrics with vLLM's names under ``draftwise:``. Every sample has the label ``model_name``; those of one of
-    several engines have the label ``replica``, too."""
+    """Metrics with vLLM's names under ``draftwise:``, or under another prefix. Every sample has the label
+    ``model_name``; those of one of several engines have the label ``replica``, too."""
 
-    def __init__(self, engine: Observed | Several, model_name: str) -> None:
+    def __init__(self, engine: Observed | Several, model_name: str, prefix: str = PREFIX) -> None:
+        """``prefix``: before the colon of every name."""
+        self._prefix = f"{prefix}:"
         self.latencies = Latencies()
         self.http = HttpCounts()
         self._engine = engine
@@ -89,7 +92,8 @@ class Metrics:
             books = self._engine.books()
         else:
             books = [Books(None, self._engine.stats(), self.latencies.histograms())]
-        yield from _Families(self._model_name, books, isinstance(self._engine, Several)).all(self.http)
+        several = isinstance(self._engine, Several)
+        yield from _Families(self._prefix, self._model_name, books, several).all(self.http)
         for source in self._sources:
             yield from self._others(source)
 
@@ -99,7 +103,7 @@ class Metrics:
             names = ["model_name", *labels]
             if name not in families:
                 made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-                families[name] = made(PREFIX + name, help_text, labels=names)
+                families[name] = made(self._prefix + name, help_text, labels=names)
             families[name].add_metric([self._model_name, *labels.values()], value)
         yield from families.values()
 
@@ -107,8 +111,9 @@ class Metrics:
 class _Families:
     """The families of one snapshot. What a family has of an engine is a function of its books."""
 
-    def __init__(self, model_name: str, books: Sequence[Books], several: bool) -> None:
+    def __init__(self, prefix: str, model_name: str, books: Sequence[Books], several: bool) -> None:
         """``several``: samples say of which replica they are."""
+        self._prefix = prefix
         self._books = books
         self._names = ["model_name", "replica"] if several else ["model_name"]
         self._labels = [[model_name, one.replica or ""] if several else [model_name] for one in books]
@@ -118,7 +123,7 @@ class _Families:
         """Everything."""
         yield from self._requests()
         counts = CounterMetricFamily(
-            PREFIX + "http_requests",
+            self._prefix + "http_requests",
             "Answers by route and status; 499: the client went away.",
             labels=["model_name", "path", "status"],
         )
@@ -128,7 +133,7 @@ class _Families:
         yield from self._speculation()
         yield from self._time()
         for name, field, help_text in _HISTOGRAMS:
-            family = HistogramMetricFamily(PREFIX + name, help_text, labels=self._names)
+            family = HistogramMetricFamily(self._prefix + name, help_text, labels=self._names)
             for labels, one in zip(self._labels, self._books, strict=True):
                 histogram: Histogram = getattr(one.latencies, field)
                 family.add_metric(labels, histogram.buckets(), histogram.sum)
@@ -138,13 +143,17 @@ class _Families:
         return self._gauges(name, help_text, [], lambda stats: [((), of(stats))])
 
     def _gauges(self, name: str, help_text: str, labels: list[str], of: _Samples) -> Metric:
-        return self._filled(GaugeMetricFamily(PREFIX + name, help_text, labels=[*self._names, *labels]), of)
+        return self._filled(
+            GaugeMetricFamily(self._prefix + name, help_text, labels=[*self._names, *labels]), of
+        )
 
     def _counter(self, name: str, help_text: str, of: Callable[[EngineStats], float]) -> Metric:
         return self._counters(name, help_text, [], lambda stats: [((), of(stats))])
 
     def _counters(self, name: str, help_text: str, labels: list[str], of: _Samples) -> Metric:
-        return self._filled(CounterMetricFamily(PREFIX + name, help_text, labels=[*self._names, *labels]), of)
+        return self._filled(
+            CounterMetricFamily(self._prefix + name, help_text, labels=[*self._names, *labels]), of
+        )
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, of: _Samples) -> Metric:
         for labels, one in zip(self._labels, self._books, strict=True):

@@ -81,7 +81,7 @@ def create_app(
     """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`. ``spans``: where traces
     of requests go; whoever made it closes it. ``planner``: what it wants is told, too."""
     context = Context(engine, config, spans)
-    metrics = metrics or Metrics(engine, config.model_names[0])
+    metrics = metrics or Metrics(engine, config.model_names[0], config.metrics_prefix)
     # FastAPI's own pages load scripts from elsewhere; "/docs" is ours (`Page`).
     app = _Described(
         title="Draftwise", version=__version__, openapi_url="/openapi.json", docs_url=None, redoc_url=None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,7 @@ class ServerConfig:
     planner_budget: int | None = None  # devices; None: 8 to plan with, and none to scale with
     planner_predictor: str = "constant"
     planner_state: str | None = None  # file in which it remembers
+    metrics_prefix: str = "draftwise"  # of names in /metrics; "vllm" suits what reads vLLM's
     log_interval: float = 10.0  # between log lines of statistics; 0: none
     access_log: bool = False
     log_level: str = "info"
@@ -128,6 +130,10 @@ class ServerConfig:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(
+                f"metrics_prefix: expected letters, digits and underscores, say vllm, got {self.metrics_prefix!r}"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected a port in 0..65535, got {self.port}")
         if self.request_timeout is not None and self.request_timeout <= 0:

@@ -1,18 +1,15 @@
 // Reading Prometheus' text form, and what can be computed from two readings.
 
-const PREFIX = "draftwise:";
-
 /**
- * Samples of an exposition: name -> list of {labels, value}, the prefix taken off.
+ * Samples of an exposition: name -> list of {labels, value}, the prefix taken off (--metrics-prefix says which).
  * Example: 'draftwise:x_total{position="0"} 3' is {x_total: [{labels: {position: "0"}, value: 3}]}.
  */
 export function parse(text) {
   const samples = new Map();
   for (const line of text.split("\n")) {
-    if (!line.startsWith(PREFIX)) continue;
-    const match = /^([^\s{]+)(?:\{(.*)\})?\s+(\S+)/.exec(line);
+    const match = /^\w+:([^\s{]+)(?:\{(.*)\})?\s+(\S+)/.exec(line);
     if (!match) continue;
-    const name = match[1].slice(PREFIX.length);
+    const name = match[1];
     const labels = {};
     for (const [, key, value] of (match[2] ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) {
       labels[key] = value.replace(/\\(.)/g, (_, c) => (c === "n" ? "\n" : c));
