@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from draftwise.errors import ConfigError, RequestError
 from draftwise.kernels.select import native_reason
 from tests.e2e.conftest import token_ids
 from tests.e2e.rank_pairs import OPTIONS, RULES, Pair
+from tests.fakes.block import BlockShape, random_weights, save_block
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_target
 from tests.fakes.tiny import save_llama
 
@@ -36,7 +38,7 @@ def test_every_method_says_what_plain_decoding_says(pair: Pair, case: tuple[str,
     pair.check(method, shape)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "suffix"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "dflash", "suffix"])
 def test_sampled_drafts_keep_ranks_together(pair: Pair, method: str) -> None:
     pair.draw(method)
 
@@ -51,7 +53,7 @@ def one_drafts(pair: Pair) -> Iterator[LLM]:
         yield made
 
 
-ALONE = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "hybrid")
+ALONE = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "dflash", "hybrid")
 
 
 @pytest.mark.parametrize("shape", ["chain", "static", pytest.param("dynamic", marks=pytest.mark.slow)])
@@ -69,6 +71,30 @@ def test_one_rank_drafts_for_all(pair: Pair, one_drafts: LLM, method: str, shape
     one_drafts.generate(pair.prompts[:3], sampled)  # distributions travel, too
     assert accepted > 2 and not one_drafts.stats().drafter_failures
     one_drafts.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "form", [{"domino": (6, 8, 0)}, {"markov": "gated", "from_root": True}], ids=["domino", "gated"]
+)
+def test_block_drafters_draft_what_one_process_drafts(
+    pair: Pair, tmp_path: Path, form: dict[str, Any]
+) -> None:
+    """Domino's unit reads the target's embedding, of which each rank has some rows; a Markov head brings its own."""
+    shape = BlockShape(vocab=VOCAB, target_layers=(0, 2), num_target_layers=3, mask=VOCAB - 1, **form)
+    if shape.markov:
+        shape = replace(shape, form="deepspec")
+    folder = save_block(tmp_path / "drafter", shape, random_weights(shape, seed=5, scale=0.15))
+    spec = {"method": "dflash", "model": folder, "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    drafts = []
+    for size in (1, 2):
+        with LLM(
+            pair.target, tensor_parallel_size=size, speculative_config=spec, keep_trace=True, **OPTIONS
+        ) as llm:
+            outputs = llm.generate(pair.prompts[:4], params)
+            assert not llm.stats().drafter_failures
+        drafts.append([[step.draft_tokens for step in o.outputs[0].trace or ()] for o in outputs])
+    assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 20
 
 
 def test_logits_are_those_of_one_process(pair: Pair) -> None:

@@ -86,10 +86,13 @@ class CorrectionParts:
     number: int = 0
     state_width: int = 0
 
-    def native(self, dtype: torch.dtype) -> CorrectionStruct | None:
-        """For the native library, which keeps nothing of it alive; None: it cannot compute with these parts."""
+    def native(self, dtype: torch.dtype, vocab_size: int) -> CorrectionStruct | None:
+        """For the native library, which keeps nothing of it alive; None: it cannot compute with these parts, such as a
+        table of which each rank has some of the target's ``vocab_size`` rows."""
         layers = self.join, self.state_join, self.inner, self.out
         tables = self.table, self.table2
+        if self.table.shape[0] < vocab_size:
+            return None
         if any(layer is not None and not isinstance(layer, NativeLinear) for layer in layers):
             return None
         if any(

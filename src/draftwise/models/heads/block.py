@@ -108,6 +108,7 @@ class BlockHead(LayeredHead):
         """
         self.options = options
         self.mask_token = options.mask_token
+        self.vocab_size = link.vocab_size  # the target's
         _check_options(options, link)
         super().__init__(
             config,

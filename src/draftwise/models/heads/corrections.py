@@ -125,7 +125,7 @@ class DominoHead:
     ) -> tuple[Tensor, Tensor | None]:
         """As `Correction.correct`."""
         ops, dtype = self._ops, hidden.dtype
-        embedded = self._embedding[previous].to(dtype)
+        embedded = ops.embedding(previous, self._embedding).to(dtype)
         if state is None:
             state = torch.zeros((len(previous), self._width), dtype=torch.float32, device=hidden.device)
         # torch's GRU: parts are reset, update, candidate; without biases

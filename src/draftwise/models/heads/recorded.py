@@ -154,6 +154,7 @@ class RecordedBlock(RecordedHead):
         self._layout: BlockLayout | None = None
         self._blocks: tuple[KVStorage, NativeBlocks] | None = None
         self._parts = None if head.correction is None else head.correction.parts()
+        self._vocab_size = head.vocab_size
 
     def lay_out(self, layout: BlockLayout) -> None:
         """Blocks are drafted in this layout from now on; without one they are not drafted in one call."""
@@ -189,7 +190,7 @@ class RecordedBlock(RecordedHead):
         if self._blocks is not None and self._blocks[0] is kv:
             return self._blocks[1]
         store, block = self._program(kv, CONTEXT), self._program(kv, BLOCK)
-        correction = None if self._parts is None else self._parts.native(self.dtype)
+        correction = None if self._parts is None else self._parts.native(self.dtype, self._vocab_size)
         if store is None or block is None or (correction is None) != (self._parts is None):
             return None
         made = NativeBlocks(
