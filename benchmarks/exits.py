@@ -4,6 +4,9 @@ A process may end by itself (its script is over, or raises), by Ctrl-C, by SIGTE
 the exit code that belongs to it, no signal, no traceback but that of a script's own exception, and not later than
 ``--limit`` seconds after the signal or the script's last line.
 
+The command "fleet" is a server with two replicas. It may also be killed itself, or lose one of them before SIGTERM
+comes ("child"). However it ends: none of the processes that it started stays behind.
+
 Scripts of the kind "closed" closed their engine before: their end is Python's alone, and says what the machine and its
 other load make of the rest.
 
@@ -185,9 +188,23 @@ COMMANDS = {
     "env": ["env"],
     "train": ["train", "demo", "--out"],  # and a folder
     "serve": ["serve", "--port", "0", "--drain-timeout", "1", "--log-level", "warning"],
+    "fleet": [
+        "serve",
+        "--port",
+        "0",
+        "--drain-timeout",
+        "1",
+        "--log-level",
+        "critical",
+        "--data-parallel-size",
+        "2",
+    ],
 }
-CODES = {"end": 0, "fork": 0, "raise": 1, "exit": 3, "ctrl-c": 130, "term": 143}
-SIGNALS = {"ctrl-c": signal.SIGINT, "term": signal.SIGTERM}
+CODES = {"end": 0, "fork": 0, "raise": 1, "exit": 3, "ctrl-c": 130, "term": 143, "kill": -9, "child": 143}
+SIGNALS = {
+    "ctrl-c": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL, "child": signal.SIGTERM,
+}  # fmt: skip
+SERVERS = ("serve", "fleet")
 
 
 @dataclass
@@ -208,16 +225,18 @@ class Run:
             self.problems.append(problem)
 
 
-def plan(count: int, seed: int) -> Iterator[Run]:
-    """Runs of all kinds in turn, each with a seed of its own."""
+def plan(count: int, seed: int, what: str | None = None) -> Iterator[Run]:
+    """Runs of all kinds, or of this one, in turn, each with a seed of its own."""
     rng = random.Random(seed)
     scripts = ("LLM", "AsyncLLM", "LLM ahead", "AsyncLLM ahead")
     kinds = [
         (what, ending) for what in scripts for ending in ("end", "raise", "exit", "ctrl-c", "term", "fork")
     ]
     kinds += [("closed", "end")]
-    kinds += [(what, ending) for what in COMMANDS for ending in SIGNALS]
-    kinds += [("serve", ending) for ending in SIGNALS] * 3
+    kinds += [(what, ending) for what in COMMANDS for ending in ("ctrl-c", "term")]
+    kinds += [("serve", ending) for ending in ("ctrl-c", "term")] * 3
+    kinds += [("fleet", ending) for ending in SIGNALS]
+    kinds = [kind for kind in kinds if what in (None, kind[0])]
     order: list[tuple[str, str]] = []
     for index in range(count):
         if not order:
@@ -245,13 +264,20 @@ def carry_out(run: Run, limit: float) -> Run:
         killer = threading.Timer(HANG + 120, process.kill)  # whatever happens
         killer.start()
         try:
-            began = _end(run, process, errors, rng)
+            began, there = _end(run, process, errors, rng)
             try:
                 process.wait(HANG)
             except subprocess.TimeoutExpired:
                 run.problems.append("hangs")
                 process.kill()
             run.seconds = time.monotonic() - began
+            while (stay := [pid for pid in there if _is_running(pid)]) and time.monotonic() < began + HANG:
+                time.sleep(0.01)
+            if there:
+                run.seconds = time.monotonic() - began
+            run.expect(not stay, f"{len(stay)} processes stay behind")
+            for pid in stay:
+                os.kill(pid, signal.SIGKILL)
             process.stdout.close()
             run.code = process.wait()
         finally:
@@ -272,24 +298,30 @@ def _command(run: Run, folder: str) -> list[str]:
     return [sys.executable, "-c", script, str(run.seed), run.ending, options]
 
 
-def _end(run: Run, process: subprocess.Popen[bytes], errors: IO[bytes], rng: random.Random) -> float:
-    """Let it come to its end, with signals where they are asked for; when the end began."""
+def _end(
+    run: Run, process: subprocess.Popen[bytes], errors: IO[bytes], rng: random.Random
+) -> tuple[float, list[int]]:
+    """Let it come to its end, with signals where they are asked for; when the end began, and processes that it had."""
     assert process.stdout is not None
     if run.what in COMMANDS:
         while b"running" not in _content(errors) and process.poll() is None:
             time.sleep(0.002)
-        if run.what == "serve" and rng.random() < 0.7:
+        if run.what in SERVERS and (run.ending == "child" or rng.random() < 0.7):
             address = process.stdout.readline().split()[-1:]
             # no address: it ended before it served, which is judged below
             for _ in range(3 if address else 0):
                 threading.Thread(target=_ask, args=(address[0].decode(),), daemon=True).start()
         time.sleep(rng.choice([rng.uniform(0, 0.2), rng.uniform(0, 4)]))
+        if run.ending == "child" and (replicas := _children(process.pid)):
+            os.kill(rng.choice(replicas), signal.SIGKILL)
+            time.sleep(rng.uniform(0, 0.5))
     else:
         process.stdout.readline()
         if run.ending not in SIGNALS:
             process.stdout.readline()  # its last line
-            return time.monotonic()
+            return time.monotonic(), []
         time.sleep(rng.uniform(0, 0.5))
+    there = _children(process.pid) if run.what == "fleet" else []
     began = time.monotonic()
     if process.poll() is None:
         process.send_signal(SIGNALS[run.ending])
@@ -299,7 +331,24 @@ def _end(run: Run, process: subprocess.Popen[bytes], errors: IO[bytes], rng: ran
         time.sleep(rng.uniform(0, 0.3))
         if process.poll() is None:
             process.send_signal(SIGNALS.get(run.ending, signal.SIGINT))
-    return began
+    return began, there
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that it started."""
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    except OSError:
+        return []
+    return [int(child) for child in found]
+
+
+def _is_running(pid: int) -> bool:
+    """Zombies are not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _content(file: IO[bytes]) -> bytes:
@@ -325,7 +374,7 @@ def _ask(address: str) -> None:
 
 def _judge(run: Run, limit: float) -> None:
     wanted = CODES.get(run.ending)
-    if run.what == "serve" and run.ending == "term":
+    if run.what in SERVERS and run.ending in ("term", "child"):
         wanted = 0
     if run.ending == "over before":
         run.expect(run.code in (0, 1, 2, 3), f"ended by itself with {run.code}")
@@ -338,7 +387,7 @@ def _judge(run: Run, limit: float) -> None:
 
 def _was_done(run: Run) -> bool:
     """Whether the command had done its work when the signal came, so that its own code stood."""
-    return run.what in COMMANDS and run.what != "serve" and run.code == 0
+    return run.what in COMMANDS and run.what not in SERVERS and run.code == 0
 
 
 def main() -> int:
@@ -348,12 +397,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="processes (200)")
     parser.add_argument("--seed", type=int, default=None, help="(drawn, and printed)")
     parser.add_argument("--only", type=int, help="only this one, and show what it wrote")
+    parser.add_argument(
+        "--what", choices=[*COMMANDS], help="only this command, with every ending (all kinds)"
+    )
     parser.add_argument("--limit", type=float, default=5.0, help="seconds that an end may take (5)")
     parser.add_argument("--parallel", type=int, default=2, help="processes at a time (2)")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.randrange(1 << 30)
-    runs = list(plan(args.count, seed))
+    runs = list(plan(args.count, seed, args.what))
     if args.only is not None:
         run = carry_out(runs[args.only], args.limit)
         print(run.said, run, sep="\n")

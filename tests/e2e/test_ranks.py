@@ -186,6 +186,7 @@ SLOW: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"enable_expert_parallel": True, "quantization": "int8", "dtype": "bfloat16"},
     ),
+    "norms over all heads": ("olmoe", {}),
     "latent attention": ("deepseek_v3", {"tensor_parallel_size": 4}),
 }
 

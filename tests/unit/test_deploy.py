@@ -14,11 +14,15 @@ import yaml
 
 from draftwise.cli.main import main
 from draftwise.config.resolve import resolve_engine_config
+from draftwise.deploy import following
+from draftwise.deploy.cache_log import CacheLog
 from draftwise.deploy.front import Front, ReplicaGone
 from draftwise.deploy.messages import Message, answered
 from draftwise.deploy.noted import Noted
 from draftwise.deploy.plan import Plan
 from draftwise.errors import ConfigError
+from draftwise.kv.events import BlocksRemoved, BlocksStored, CacheCleared
+from draftwise.kv.prefix_cache import block_digests, root_digest
 from draftwise.server.config import ServerConfig
 from draftwise.types import IntArray
 
@@ -53,8 +57,11 @@ class Asked:
         self.lost_at = list(lost_at)
         self.prompts: list[list[int] | None] = []
 
-    async def __call__(
-        self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None
+    def names(self) -> list[str]:
+        return ["a", "b"]
+
+    async def ask(
+        self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None = None, only: str | None = None
     ) -> AsyncIterator[Message]:
         self.prompts.append(None if ids_np is None else ids_np.tolist())
         lost_at = self.lost_at.pop(0) if self.lost_at else None
@@ -78,7 +85,7 @@ class Answer:
         return json.loads(self.text)
 
 
-def ask(asked: Asked, path: str, body: Any = None) -> Answer:
+def ask(asked: Asked | Told, path: str, body: Any = None) -> Answer:
     async def run() -> Answer:
         front = Front(asked, Words(), ENGINE, ServerConfig())
         data = b"" if body is None else json.dumps(body).encode()
@@ -129,7 +136,7 @@ def test_a_request_goes_on_whole_with_its_prompt() -> None:
 
 def test_what_one_replica_would_answer_for_itself_is_refused_by_name() -> None:
     asked = Asked()
-    for path in ("/metrics", "/load", "/reset_prefix_cache", "/v1/load_lora_adapter"):
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/scale_elastic_ep"):
         answer = ask(asked, path)
         assert answer.status_code == 501 and path in answer.json()["error"]["message"]
     assert not asked.prompts
@@ -196,29 +203,158 @@ def test_a_client_that_leaves_is_seen_by_the_replica() -> None:
     assert seen == ["gone"]
 
 
-def test_prompts_follow_their_prefix_until_it_is_forgotten() -> None:
-    noted = Noted(4)
-    noted.update({"a": None, "b": None})
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 99, 40).astype(np.int32) for _ in range(6)]
+class Told:
+    """Replicas that answer what all are asked, each in its own words; None: it is gone."""
 
-    def go(request: str, ids_np: IntArray) -> str:
-        best = noted.order(request, ids_np, ["a", "b"])[0]
+    def __init__(self, answers: dict[str, tuple[int, bytes] | None], *, known: bool = True) -> None:
+        self.answers = answers
+        self.known = known
+        self.asked: list[str | None] = []
+
+    def names(self) -> list[str]:
+        return list(self.answers) if self.known else []
+
+    async def ask(
+        self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None = None, only: str | None = None
+    ) -> AsyncIterator[Message]:
+        self.asked.append(only)
+        self.known = True
+        answer = (200, b"") if only is None else self.answers[only]
+        if answer is None:
+            raise ReplicaGone("it died")
+        status, text = answer
+        kind = [(b"content-type", b"text/plain")]
+        yield {"type": "http.response.start", "status": status, "headers": kind}
+        yield {"type": "http.response.body", "body": text[:7], "more_body": True}
+        yield {"type": "http.response.body", "body": text[7:]}
+
+
+METRICS = b"""# HELP draftwise:steps_total Steps, all of them.
+# TYPE draftwise:steps_total counter
+draftwise:steps_total{model_name="m{}"} 3.0
+# HELP up Whether.
+# TYPE up gauge
+up 1.0
+"""
+
+
+def test_numbers_of_all_replicas_say_whose_they_are() -> None:
+    told = Told({"x": (200, METRICS), "y": (200, METRICS.replace(b"3.0", b"4.0")), "z": None}, known=False)
+    answer = ask(told, "/metrics")
+    assert answer.status_code == 200 and told.asked == [None, "x", "y", "z"]
+    assert answer.text.splitlines() == [
+        "# HELP draftwise:steps_total Steps, all of them.",
+        "# TYPE draftwise:steps_total counter",
+        'draftwise:steps_total{replica="x",model_name="m{}"} 3.0',
+        'draftwise:steps_total{replica="y",model_name="m{}"} 4.0',
+        "# HELP up Whether.",
+        "# TYPE up gauge",
+        'up{replica="x"} 1.0',
+        'up{replica="y"} 1.0',
+    ]
+
+
+def test_all_are_asked_and_answer_as_one() -> None:
+    loads = [
+        {"server_load": n, "num_requests_running": n, "num_requests_waiting": 2 * n, "kv_cache_usage": n / 4}
+        for n in (1, 2)
+    ]
+    told = Told({name: (200, json.dumps(one).encode()) for name, one in zip("xy", loads, strict=True)})
+    assert ask(told, "/load").json() == {
+        "server_load": 3, "num_requests_running": 3, "num_requests_waiting": 6, "kv_cache_usage": 0.375,
+    }  # fmt: skip
+    done, busy = (200, b'{"success": true}'), (200, b'{"success": false}')
+    assert ask(Told({"x": done, "y": done}), "/reset_prefix_cache", {}).json() == {"success": True}
+    assert ask(Told({"x": done, "y": busy}), "/reset_prefix_cache", {}).json() == {"success": False}
+    refused = ask(Told({"x": done, "y": (401, b"who are you?")}), "/reset_prefix_cache", {})
+    assert (refused.status_code, refused.text) == (401, "who are you?")
+    assert ask(Told({"x": None}), "/load").status_code == 503
+
+
+def test_prompts_go_where_blocks_are_until_they_are_gone() -> None:
+    noted = Noted(4)
+    noted.update(["a", "b"])
+    prompt_np = np.arange(40, dtype=np.int32)
+    digests = block_digests(root_digest(None), prompt_np, 4, 0, 10)
+
+    def go(request: str) -> str:
+        best = noted.order(request, prompt_np, ["a", "b"])[0]
         noted.sent(request, best)
         noted.ended(request)
         return best
 
-    homes = [go(f"{i}", ids_np) for i, ids_np in enumerate(prompts)]
-    assert set(homes) == {"a", "b"}
-    assert [go(f"again {i}", ids_np) for i, ids_np in enumerate(prompts)] == homes
+    noted.changed("b", [("+", digests)])
+    assert [go(f"{i}") for i in range(4)] == ["b"] * 4
+    noted.changed("b", [("-", digests)])
+    noted.changed("a", [("+", digests)])
+    assert [go(f"later {i}") for i in range(4)] == ["a"] * 4
+    noted.changed("a", [("0", ())])
+    assert {go(f"then {i}") for i in range(4)} == {"a", "b"}, "who was not asked for longest"
     assert noted.num_requests("a") == noted.num_requests("b") == 0
-    noted.update({"a": 10, "b": 10})  # each can hold one prompt
-    for i, ids_np in enumerate(prompts):
-        go(f"later {i}", ids_np)
-    assert all(len(blocks) <= 10 for blocks in noted._blocks.values())
-    noted.update({"b": 10})
-    assert {go(f"last {i}", ids_np) for i, ids_np in enumerate(prompts)} == {"b"}
+    noted.update(["b", "c"])
+    assert set(noted.names) == {"b", "c"}
+    noted.changed("a", [("+", digests)])  # late news of one that is gone
     noted.ended("of which nobody knows")
+
+
+def test_a_log_tells_what_changed_and_the_whole_to_who_is_behind() -> None:
+    def stored(*names: bytes) -> BlocksStored:
+        return BlocksStored(names, None, np.zeros(4 * len(names), np.int32))
+
+    async def main() -> None:
+        log = CacheLog()
+        log.observe([stored(b"1", b"2"), BlocksRemoved((b"1",))])
+        number, changes = await log.since(None, 0.0)
+        assert number == 2 and changes == [("0", ()), ("+", (b"2",))]
+        assert await log.since(1, 0.0) == (2, [("-", (b"1",))])
+        assert await log.since(2, 0.0) == (2, [])
+        waiting = asyncio.ensure_future(log.since(2, 30.0))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(log.observe, [stored(b"3"), stored(b"4")])
+        assert await waiting == (4, [("+", (b"3",)), ("+", (b"4",))])
+        log.observe([CacheCleared()])
+        log.observe([stored(bytes([i % 256, i // 256])) for i in range(5000)])
+        number, changes = await log.since(4, 0.0)
+        assert number == 5005 and changes[0] == ("0", ()) and len(changes[1][1]) == 5000
+        assert len((await log.since(5000, 0.0))[1]) == 5
+
+    asyncio.run(main())
+
+
+def test_followers_hear_of_several_replicas_and_outlive_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_PAUSE", 0.0)
+    asked: list[tuple[str, int | None]] = []
+    prompt_np = np.arange(8, dtype=np.int32)
+    digests = block_digests(root_digest(None), prompt_np, 4, 0, 2)
+
+    async def changes(name: str, number: int | None) -> tuple[int, Any]:
+        asked.append((name, number))
+        if len(asked) < 3:
+            raise ReplicaGone("not yet")
+        if number == 7:
+            await asyncio.sleep(30)
+        return 7, [("+", digests)] if name == "b" else []
+
+    async def main() -> None:
+        noted = Noted(4)
+        noted.update(["a"])
+        followers = following.Followers(noted, changes)
+        followers.look()
+        await asyncio.sleep(0.01)
+        assert not asked, "one has no rivals"
+        noted.update(["a", "b"])
+        followers.look()
+        followers.look()
+        while asked.count(("a", 7)) + asked.count(("b", 7)) < 2:
+            await asyncio.sleep(0.001)
+        assert noted.order("r", prompt_np, ["a", "b"]) == ["b", "a"]
+        assert len(followers._tasks) == 2
+        for task in followers._tasks.values():
+            task.cancel()
+        await asyncio.sleep(0.01)
+        assert not followers._tasks
+
+    asyncio.run(main())
 
 
 def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
@@ -266,6 +402,22 @@ def test_bad_names_within_are_named() -> None:
         _ = Plan.of({"server": {"max_concurent": 5}}).server_config
     with pytest.raises(ConfigError, match="block_sise"):
         _ = Plan.of({"engine": {"model": "M", "block_sise": 5}}).engine_config
+
+
+def test_what_ray_serve_would_not_heed_is_refused() -> None:
+    for server, words in (({"planner": "p.json"}, "planner"), ({"ssl_ca_certs": __file__}, "ssl_keyfile")):
+        with pytest.raises(ConfigError, match=words):
+            _ = Plan.of({"server": server}).server_config
+
+
+def test_adapters_are_written_and_read() -> None:
+    given = {"server": {"lora_modules": [{"name": "sql", "path": "p"}, {"name": "go", "path": "q"}]}}
+    plan = Plan.of(given | {"engine": {"model": "M", "device": "cpu", "enable_lora": True}})
+    assert [(m.lora_name, m.lora_int_id) for m in plan.server_config.lora_modules] == [("sql", 1), ("go", 2)]
+    (application,) = plan.written()["applications"]
+    assert application["args"]["server"] == given["server"]
+    with pytest.raises(ConfigError, match="lora_modules: expected a name and a path"):
+        _ = Plan.of({"server": {"lora_modules": ["sql=p"]}}).server_config
 
 
 def test_keys_come_from_the_environment_of_each_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,12 +53,6 @@ def serve_on_ray(args: argparse.Namespace, engine: Mapping[str, Any], server: Se
 
     from draftwise.deploy.plan import Plan
 
-    if server.planner is not None:
-        raise UsageError("--planner: it looks at one engine of this process; leave out --ray")
-    if server.ssl_keyfile or server.ssl_certfile:
-        raise UsageError(
-            "--ssl-keyfile: Ray Serve's proxies take no certificates; put a proxy with them in front"
-        )
     plan = Plan.of(
         {
             "engine": dict(engine),
@@ -69,6 +63,7 @@ def serve_on_ray(args: argparse.Namespace, engine: Mapping[str, Any], server: Se
         if args.num_replicas != 0 and args.num_fronts != 0
         else {"num_replicas": 0}
     )
+    plan.server_config  # noqa: B018  (says what is wrong)
     if args.write_deployment is not None:
         return _write(plan, args.write_deployment)
     if server.port == 0:
@@ -119,8 +114,19 @@ def _deploy(plan: Plan, server: ServerConfig) -> int:
         while not got.wait(1.0):
             pass
     except RuntimeError as error:
-        raise ConfigError(f"--ray: {error}") from None
+        raise ConfigError(f"--ray: {_why(serve, error)}") from None
     finally:
         serve.delete(_NAME)
         serve.shutdown()
     return 130 if numbers[:1] == [signal.SIGINT] else 0
+
+
+def _why(serve: Any, error: Exception) -> str:
+    """What went wrong: Ray says that a deployment could not be made, and keeps the reason to its status."""
+    found = [str(error)]
+    for application in serve.status().applications.values():
+        for deployment in application.deployments.values():
+            # the end of a traceback: what a replica raised
+            lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
+            found += lines[-1:] if deployment.status != "HEALTHY" else []
+    return "; ".join(found)

@@ -39,7 +39,10 @@ def join_cluster(what: str = _BACKEND) -> Any:
     this machine; else one of its own. Raises ConfigError if Ray is not installed, or through Ray Client."""
     ray = load_ray(what)
     if not ray.is_initialized():
-        ray.init(logging_level=logging.WARNING)
+        try:
+            ray.init(logging_level=logging.WARNING)
+        except Exception as error:  # Ray has no exceptions of its own for this
+            raise ConfigError(f"{what}: Ray cannot be joined or started: {error}") from None
     if ray.util.client.ray.is_connected():
         raise ConfigError(
             f"{what} over Ray Client (ray://) is not supported, as ranks connect to the "

@@ -12,8 +12,12 @@ from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
+from draftwise.deploy import noted
+from draftwise.deploy.cache_log import CacheLog
+from draftwise.deploy.following import Followers
 from draftwise.deploy.front import Front, ReplicaGone
 from draftwise.deploy.messages import Application, Message, answered
+from draftwise.deploy.noted import Changes
 from draftwise.deploy.plan import Plan
 from draftwise.deploy.routing import PrefixRouter
 from draftwise.engine.async_llm import AsyncLLM
@@ -23,8 +27,8 @@ from draftwise.server.app import create_app
 from draftwise.server.gate import Gate
 from draftwise.types import IntArray
 
-_STATS_PERIOD = 2.0
-"""Seconds between a replica's reports to Ray."""
+_NEWS_WAIT = 1.0
+"""Seconds for which a replica lets a front wait for news of its cache. A replica that drains waits for those, too."""
 
 
 class Engine:
@@ -36,12 +40,23 @@ class Engine:
         self._llm = AsyncLLM(max_chunk_rate=config.chunk_rate, **plan.engine)
         for module in config.lora_modules:
             self._llm.load_lora(module)
-        self._app = create_app(self._llm, config)
+        spans = None
+        if config.otlp_traces_endpoint is not None:
+            from draftwise.server.spans import Spans
+
+            spans = Spans(config.otlp_traces_endpoint, config.model_names[0])
+        self._app = create_app(self._llm, config, spans=spans)
+        self._cache = CacheLog()
+        self._llm.observe_cache(self._cache.observe)
 
     async def answer(
-        self, scope: dict[str, Any], body: bytes, prompt_ids_np: IntArray | None = None
+        self,
+        scope: dict[str, Any],
+        body: bytes,
+        prompt_ids_np: IntArray | None = None,
+        only: str | None = None,
     ) -> AsyncIterator[Message]:
-        """A request's answer, message by message. The prompt is for the router alone."""
+        """A request's answer, message by message. The prompt and ``only`` are for the router alone."""
         async for message in answered(self._app, scope, body):
             yield message
 
@@ -50,9 +65,9 @@ class Engine:
         if not self._llm.is_alive:
             raise EngineDeadError("the engine has failed")
 
-    def record_routing_stats(self) -> dict[str, Any]:
-        """What Ray passes on to routers."""
-        return {"num_blocks": self._llm.stats().num_blocks}
+    async def cache_changes(self, number: int | None, only: str) -> tuple[int, Changes]:
+        """See `CacheLog.since`. ``only`` is for the router."""
+        return await self._cache.since(number, _NEWS_WAIT)
 
     def __del__(self) -> None:
         llm = getattr(self, "_llm", None)
@@ -66,18 +81,30 @@ class Fronts:
 
     def __init__(self, plan: Plan, engines: Any) -> None:
         self._plan = plan
-        self._engines = engines.options(stream=True)
+        self._engines = engines
 
     def __serve_build_asgi_app__(self) -> Application:
         """Called by Ray behind the constructor."""
         engine, config = self._plan.engine_config, self._plan.server_config
-        front = Front(self._ask, load_engine_tokenizer(engine), engine, config)
+        front = Front(_Replicas(self._engines), load_engine_tokenizer(engine), engine, config)
         return Gate(front, config, lambda path, status: None)
 
-    async def _ask(
-        self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None
+
+class _Replicas:
+    """See `deploy.front.Replicas`: over a handle of Ray."""
+
+    def __init__(self, engines: Any) -> None:
+        self._streams = engines.options(stream=True)
+        self._followers = Followers(noted.HERE, functools.partial(_changes, engines))
+
+    def names(self) -> tuple[str, ...]:
+        return noted.HERE.names
+
+    async def ask(
+        self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None = None, only: str | None = None
     ) -> AsyncIterator[Message]:
-        messages = self._engines.answer.remote(scope, body, prompt_ids_np=ids_np)
+        self._followers.look()
+        messages = self._streams.answer.remote(scope, body, prompt_ids_np=ids_np, only=only)
         ended = False
         try:
             async for message in messages:
@@ -91,6 +118,14 @@ class Fronts:
                 messages.cancel()
 
 
+async def _changes(engines: Any, name: str, number: int | None) -> tuple[int, Changes]:
+    try:
+        found: tuple[int, Changes] = await engines.cache_changes.remote(number, only=name)
+    except (RayActorError, RayServeException) as error:
+        raise ReplicaGone(str(error).partition("\n")[0]) from None
+    return found
+
+
 def build(arguments: Mapping[str, Any] | Plan) -> Any:
     """The application of a plan, or of its arguments, as ``serve.run`` and ``serve deploy`` take it. Raises
     ConfigError."""
@@ -102,14 +137,21 @@ def build(arguments: Mapping[str, Any] | Plan) -> Any:
             "block_size": engine.block_size,
             "kinship": engine.default_method == "suffix",
         },
-        request_routing_stats_period_s=_STATS_PERIOD,
     )
     shared = functools.partial(
         serve.deployment,
         max_ongoing_requests=config.max_concurrent,
         graceful_shutdown_timeout_s=config.drain_timeout,
     )
-    engines = shared(Engine, num_replicas=plan.num_replicas, request_router_config=router, **plan.reserves())
+    engines = shared(
+        Engine,
+        num_replicas=plan.num_replicas,
+        request_router_config=router,
+        logging_config={
+            "enable_access_log": False
+        },  # fronts log requests; and they ask for news every second
+        **plan.reserves(),
+    )
     fronts = shared(Fronts, num_replicas=plan.num_fronts, ray_actor_options={"num_cpus": 0})
     bound = engines.bind(plan)
     return fronts.bind(plan, bound)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from draftwise.config import EngineConfig
+from draftwise.deploy.everyone import TOGETHER, Whole
 from draftwise.deploy.messages import Message, Receive, Scope, Send, portable, whole_body
 from draftwise.encoding import encode_text
 from draftwise.engine.llm import chat_prompt
@@ -27,17 +29,15 @@ from draftwise.types import IntArray
 
 logger = logging.getLogger("draftwise.deploy")
 
-Ask = Callable[[dict[str, Any], bytes, IntArray | None], AsyncIterator[Message]]
-"""From a scope, a body and the prompt's token ids to a replica's answer. It raises `ReplicaGone` if that is lost."""
-
-_OF_ONE = {
-    "/v1/load_lora_adapter": "name adapters with --lora-modules",
-    "/v1/unload_lora_adapter": "name adapters with --lora-modules",
-    "/reset_prefix_cache": "each replica has its own",
-    "/metrics": "each replica has its own; Ray's dashboard has those of Ray Serve",
-    "/load": "each replica has its own; serve status has those of Ray Serve",
+_DEPLOY = "name adapters with --lora-modules and deploy again: replicas that Ray starts later would lack them"
+_REFUSED = {
+    "/v1/load_lora_adapter": _DEPLOY,
+    "/v1/unload_lora_adapter": _DEPLOY,
+    "/scale_elastic_ep": "the number stands in num_replicas of the deployment; change it there and deploy again",
 }
-"""Paths that one replica would answer for itself, or change for itself, and what to do instead."""
+"""Paths that one replica would take for itself alone, and what to do instead."""
+_PATIENCE = 5.0
+"""Seconds in which a replica answers what all are asked."""
 _TRIES = 3
 _SMALL = 4096
 """Bytes of a body up to which its prompt is found in the event loop."""
@@ -47,12 +47,29 @@ class ReplicaGone(Exception):
     """A replica was lost while it answered."""
 
 
+class Replicas(Protocol):
+    """A front's way to them."""
+
+    def names(self) -> Sequence[str]:
+        """Those that are known now."""
+        ...
+
+    def ask(
+        self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None = None, only: str | None = None
+    ) -> AsyncIterator[Message]:
+        """A replica's answer to a request. ``ids_np``: the prompt by which it is routed, int32 [n]; ``only``: the
+        replica that is asked. Raises `ReplicaGone` if it is lost."""
+        ...
+
+
 class Front:
     """An ASGI application."""
 
-    def __init__(self, ask: Ask, tokenizer: Any, engine: EngineConfig, config: ServerConfig) -> None:
+    def __init__(
+        self, replicas: Replicas, tokenizer: Any, engine: EngineConfig, config: ServerConfig
+    ) -> None:
         """``engine``: what the replicas are made of."""
-        self._ask = ask
+        self._replicas = replicas
         self._tokenizer = tokenizer
         self._engine = engine
         self._config = config
@@ -63,12 +80,15 @@ class Front:
             await self._live(receive, send)
             return
         path = scope["path"]
-        if (instead := _OF_ONE.get(path)) is not None:
+        if (instead := _REFUSED.get(path)) is not None:
             await _refuse(send, 501, f"{path} is not supported on Ray Serve: {instead}")
             return
         try:
             body = await whole_body(receive)
         except ConnectionError:
+            return
+        if path in TOGETHER:
+            await self._together(portable(scope), body, send)
             return
         ids_np = await self._prompt(path, body) if scope["method"] == "POST" else None
         answer = asyncio.ensure_future(self._answer(portable(scope), body, ids_np, send))
@@ -97,7 +117,7 @@ class Front:
         """Of the first replica that lives long enough to begin."""
         for tried in range(1, _TRIES + 1):
             begun, stream = False, False
-            messages = self._ask(scope, body, ids_np)
+            messages = self._replicas.ask(scope, body, ids_np)
             try:
                 async for message in messages:
                     if message["type"] == "http.response.start":
@@ -115,6 +135,33 @@ class Front:
                 close = getattr(messages, "aclose", None)
                 if close is not None:
                     await close()
+
+    async def _together(self, scope: dict[str, Any], body: bytes, send: Send) -> None:
+        """Ask all, and make one answer of theirs: of those that answer in time. What one refuses is refused."""
+
+        async def one(name: str | None) -> tuple[str, Whole] | None:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    return name or "", await _whole(self._replicas.ask(scope, body, only=name))
+            except (ReplicaGone, TimeoutError) as error:
+                logger.warning("replica %s does not answer %s: %s", name, scope["path"], error)
+                return None
+
+        names = self._replicas.names()
+        if not names:  # nothing was asked yet: any of them makes the others known
+            await one(None)
+            names = self._replicas.names()
+        # Each in a context of its own: Ray tells calls apart by the request in whose context they are made.
+        loop = asyncio.get_running_loop()
+        asked = [loop.create_task(one(name), context=contextvars.Context()) for name in names]
+        answers = [found for found in await asyncio.gather(*asked) if found is not None]
+        refused = [whole for _, whole in answers if whole[0] != 200]
+        if refused:
+            await _say(send, refused[0])
+        elif not answers:
+            await _refuse(send, 503, "no replica answers")
+        else:
+            await _say(send, TOGETHER[scope["path"]](answers))
 
     async def _prompt(self, path: str, body: bytes) -> IntArray | None:
         """The token ids by which a request is routed, int32 [n]; None: it can go anywhere."""
@@ -174,10 +221,26 @@ def _is_stream(message: Message) -> bool:
 
 async def _refuse(send: Send, status: int, text: str) -> None:
     error = APIError(status, text)
-    data = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    await _say(send, (status, "application/json", json.dumps(error.body()).encode()))
+
+
+async def _say(send: Send, whole: Whole) -> None:
+    status, kind, data = whole
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
+
+
+async def _whole(messages: AsyncIterator[Message]) -> Whole:
+    """An answer of which nothing is sent on yet."""
+    status, kind, data = 500, "text/plain", b""
+    async for message in messages:
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            kind = dict(message.get("headers", ())).get(b"content-type", b"text/plain").decode()
+        else:
+            data += message.get("body", b"")
+    return status, kind, data
 
 
 async def _cut_short(send: Send, stream: bool, error: Exception) -> None:

@@ -1,74 +1,88 @@
-"""What a front notes of replicas: where prompts went, so that those with the same prefix follow them."""
+"""What a front knows of replicas: which blocks each has cached, as it tells, and what was sent there.
+
+Ray makes the router itself (`deploy.routing`) and hands it nothing, so that a front and its router, in threads of one
+process, meet here: `HERE` is the process's own.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 from draftwise.fleet.router import Route, Router, Ticket
 from draftwise.types import IntArray
+
+Changes = Sequence[tuple[str, Sequence[bytes]]]
+"""What became of blocks, as `fleet.wire.Cache` has it."""
 
 _MOST_ROUTES = 4096
 """Requests that wait to be sent; what more there is was given up on its way."""
 
 
 class Noted:
-    """A `Router` that is told nothing by replicas: it takes what it sent for cached there, as many blocks as the cache
-    has, the least recently used forgotten first, as the cache itself forgets them."""
+    """A `Router` that several threads use."""
 
-    def __init__(self, block_size: int, *, kinship: bool = False) -> None:
+    def __init__(self, block_size: int = 16, *, kinship: bool = False) -> None:
         """See `Router`."""
-        self._router = Router(block_size, kinship=kinship)
-        self._blocks: dict[str, OrderedDict[bytes, None]] = {}
-        self._limits: dict[str, int] = {}
-        self._routes: OrderedDict[str, Route] = OrderedDict()
-        self._tickets: dict[str, Ticket] = {}
+        self._lock = threading.RLock()
+        self.begin(block_size, kinship=kinship)
 
-    def update(self, replicas: Mapping[str, int | None]) -> None:
-        """These replicas there are now, and how many blocks the cache of each has (None: not known yet)."""
-        for name in self._blocks.keys() - replicas.keys():
-            self._router.remove(name)
-            del self._blocks[name]
-        for name, blocks in replicas.items():
-            if name not in self._blocks:
+    def begin(self, block_size: int, *, kinship: bool = False) -> None:
+        """Know nothing yet, of replicas with these settings."""
+        with self._lock:
+            self._router = Router(block_size, kinship=kinship)
+            self._routes: OrderedDict[str, Route] = OrderedDict()
+            self._tickets: dict[str, Ticket] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The replicas."""
+        with self._lock:
+            return tuple(map(str, self._router.names))
+
+    def update(self, names: Iterable[str]) -> None:
+        """These replicas there are now."""
+        wanted = set(names)
+        with self._lock:
+            known = set(self.names)
+            for name in known - wanted:
+                self._router.remove(name)
+            for name in wanted - known:
                 self._router.add(name)
-                self._blocks[name] = OrderedDict()
-            self._limits[name] = self._limits.get(name, 0) if blocks is None else blocks
+
+    def changed(self, name: str, changes: Changes) -> None:
+        """A replica told what became of its blocks."""
+        with self._lock:
+            self._router.changed(name, changes)
 
     def order(self, request: str, prompt_ids_np: IntArray, among: Iterable[str]) -> list[str]:
         """Replicas for a request, the best first."""
-        route = self._router.route(prompt_ids_np, among=among)
-        self._routes[request] = route
-        if len(self._routes) > _MOST_ROUTES:
-            self._routes.popitem(last=False)
-        return [str(name) for name in route.names]
+        with self._lock:
+            route = self._router.route(prompt_ids_np, among=among)
+            self._routes[request] = route
+            if len(self._routes) > _MOST_ROUTES:
+                self._routes.popitem(last=False)
+            return [str(name) for name in route.names]
 
     def sent(self, request: str, name: str) -> None:
         """It went there."""
-        route = self._routes.pop(request, None)
-        known = self._blocks.get(name)
-        if route is None or known is None:
-            return
-        self._tickets[request] = self._router.begin(route, name)
-        digests = route.digests.get(None, ())
-        self._router.stored(name, digests)
-        for digest in digests:
-            known[digest] = None
-            known.move_to_end(digest)
-        gone = [known.popitem(last=False)[0] for _ in range(len(known) - (self._limits[name] or len(known)))]
-        self._router.removed(name, gone)
+        with self._lock:
+            route = self._routes.pop(request, None)
+            if route is not None and name in self._router.names:
+                self._tickets[request] = self._router.begin(route, name)
 
     def ended(self, request: str) -> None:
         """It is over."""
-        ticket = self._tickets.pop(request, None)
-        if ticket is not None:
-            self._router.end(ticket)
+        with self._lock:
+            ticket = self._tickets.pop(request, None)
+            if ticket is not None:
+                self._router.end(ticket)
 
     def num_requests(self, name: str) -> int:
         """That are at a replica."""
-        return self._router.num_requests(name)
+        with self._lock:
+            return self._router.num_requests(name)
 
-    @property
-    def names(self) -> Collection[str]:
-        """The replicas."""
-        return self._blocks.keys()
+
+HERE = Noted()

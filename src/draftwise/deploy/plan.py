@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
 from draftwise.config import EngineConfig
+from draftwise.config.lora import LoRARequest
 from draftwise.config.resolve import resolve_engine_config
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.config import ServerConfig
@@ -52,9 +53,22 @@ class Plan:
             if name not in known:
                 raise ConfigError(f"server: unknown name {name!r}{suggest(str(name), known)}")
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in self.server.items()}
+        if modules := values.get("lora_modules"):
+            values["lora_modules"] = tuple(
+                m if isinstance(m, LoRARequest) else _adapter(m, i + 1) for i, m in enumerate(modules)
+            )
         if not values.get("api_keys") and (key := os.environ.get("DRAFTWISE_API_KEY")):
             values["api_keys"] = (key,)
-        return ServerConfig(**values)
+        config = ServerConfig(**values)
+        if config.planner is not None:
+            raise ConfigError(
+                "planner: it looks at replicas of one server; Ray Serve starts its own (num_replicas)"
+            )
+        if config.ssl_keyfile or config.ssl_ca_certs:
+            raise ConfigError(
+                "ssl_keyfile: Ray Serve's proxies take no certificates; put a proxy with them in front"
+            )
+        return config
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -88,13 +102,9 @@ class Plan:
         shown = {
             f.name: _plain(f.name, getattr(server, f.name))
             for f in fields(server)
-            if f.name not in ("api_keys", "lora_modules")
+            if f.name != "api_keys"
             and getattr(server, f.name) != (f.default if f.default is not MISSING else {})
         }
-        if server.lora_modules:
-            raise ConfigError(
-                "lora_modules: adapters cannot be written into a file; deploy with draftwise serve --ray"
-            )
         arguments = {
             "engine": {name: _plain(name, value) for name, value in self.engine.items()},
             "server": shown,
@@ -110,10 +120,19 @@ class Plan:
         }
 
 
+def _adapter(given: Any, number: int) -> LoRARequest:
+    """Of {"name": ..., "path": ...}."""
+    if not isinstance(given, Mapping) or set(given) != {"name", "path"}:
+        raise ConfigError(f"server: lora_modules: expected a name and a path, got {given!r}")
+    return LoRARequest(given["name"], number, given["path"])
+
+
 def _plain(name: str, value: Any) -> Any:
     """As YAML can have it."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, LoRARequest):
+        return {"name": value.lora_name, "path": value.lora_path}
     if isinstance(value, Mapping):
         return {str(key): _plain(f"{name}.{key}", inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -182,8 +182,10 @@ class DenseDecoder(DecoderModel):
                 sites.append(LinearSite(weight, inputs, parts))
 
             if isinstance(layer.qkv, SplitQkv):
-                site(layer.qkv.q, hidden, part(names.q, rows_q))
-                site(layer.qkv.k, hidden, part(names.k, rows_kv))
+                # Every rank has these whole (`SplitQkv`).
+                for name, norm in ((names.q, layer.qkv.q_norm), (names.k, layer.qkv.k_norm)):
+                    whole = SitePart(name.format(i=i).removesuffix(".weight"), len(norm.weight))
+                    site(layer.qkv.q if name is names.q else layer.qkv.k, hidden, whole)
                 site(layer.qkv.v, hidden, part(names.v, rows_kv))
             elif isinstance(layer.qkv, Linear):
                 parts = [

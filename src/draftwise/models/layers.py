@@ -72,18 +72,29 @@ class Projections(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SplitQkv:
-    """Projections of a layer whose queries and keys are normalised over all heads at once."""
+    """Projections of a layer whose queries and keys are normalised over all heads at once.
 
-    q: Linear  # [Hq * D, H]
-    k: Linear  # [Hkv * D, H]
-    v: Linear
-    q_norm: Norm  # [Hq * D]
-    k_norm: Norm  # [Hkv * D]
+    On several ranks, each computes the queries and keys of all heads, since the norm needs them, and goes on with its
+    own: sums of squares need not travel, and have the bits of one process. Heads of Hq and Hkv below are those of a
+    rank; of Aq and Akv, those of all.
+    """
+
+    q: Linear  # [Aq * D, H]
+    k: Linear  # [Akv * D, H]
+    v: Linear  # [Hkv * D, H]
+    q_norm: Norm  # [Aq * D]
+    k_norm: Norm  # [Akv * D]
+    own_q: tuple[int, int] | None = None  # first column and number of the rank's; None: all are
+    own_k: tuple[int, int] | None = None
 
     def run(self, ops: Ops, x: Tensor) -> Tensor:
         """``x`` [T, H] -> [T, (Hq + 2 * Hkv) * D]."""
         q = ops.rms_norm(ops.linear(x, self.q), self.q_norm)
         k = ops.rms_norm(ops.linear(x, self.k), self.k_norm)
+        if self.own_q is not None:
+            q = ops.columns(q, *self.own_q)
+        if self.own_k is not None:
+            k = ops.columns(k, *self.own_k)
         return ops.concat(ops.concat(q, k), ops.linear(x, self.v))
 
     @property
@@ -165,19 +176,28 @@ class LayerWeights:
         self._offset = config.norm_offset
         self.wide_norm = config.wide_qk_norm
         assert not (self.wide_norm and order is not None), "no family has both"
+        self._own_q: tuple[int, int] | None = None
+        self._own_k: tuple[int, int] | None = None
         self._split_kv = split_kv
         if split_kv:
             assert order is None and not self.wide_norm, "no drafter has these"
             self.q = linear(parts[:1], columns, config.qkv_bias, by_outputs(rows_q))
             self.kv = linear(parts[1:], columns, config.qkv_bias, Split(((kv,), (kv,))))
         elif self.wide_norm:
-            self.q, self.k, self.v = (
-                linear([part], columns, config.qkv_bias, by_outputs(part[1])) for part in parts
-            )
+            # Example: 8 heads and 4 K/V heads of 16 numbers on 2 ranks: rank 1 has columns 64-127 of 128 queries and
+            # 32-63 of 64 keys; with 1 K/V head, both have columns 0-15.
+            part = config.part
+            all_q, all_k = rows_q * part.size, rows_kv * part.size // config.kv_copies
+            if part.size > 1:
+                self._own_q = (part.rank * rows_q, rows_q)
+                self._own_k = (part.rank // config.kv_copies * rows_kv, rows_kv)
+            self.q = linear([(names.q, all_q)], columns, config.qkv_bias, Split())
+            self.k = linear([(names.k, all_k)], columns, config.qkv_bias, Split())
+            self.v = linear(parts[2:], columns, config.qkv_bias, Split(((kv,),)))
         else:
             self.qkv = linear(parts, columns, config.qkv_bias, split)
         normed = config.qk_norm or self.wide_norm
-        sizes = (rows_q, rows_kv) if self.wide_norm else (dim, dim)
+        sizes = (all_q, all_k) if self.wide_norm else (dim, dim)
         self.q_norm = plan.tensor(name(names.q_norm), sizes[:1]) if normed else None
         self.k_norm = plan.tensor(name(names.k_norm), sizes[1:]) if normed else None
         self.o = linear([(names.o, hidden)], rows_q, config.o_bias, BY_INPUTS)
@@ -230,7 +250,7 @@ class LayerWeights:
             qkv = SplitKv(linear("q"), linear("kv"))
         elif self.wide_norm:
             assert q_norm is not None and k_norm is not None
-            qkv = SplitQkv(linear("q"), linear("k"), linear("v"), q_norm, k_norm)
+            qkv = SplitQkv(linear("q"), linear("k"), linear("v"), q_norm, k_norm, self._own_q, self._own_k)
             q_norm = k_norm = None
         else:
             qkv = linear("qkv", self._order)

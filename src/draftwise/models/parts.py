@@ -21,11 +21,6 @@ def of_rank(config: ModelConfig, part: Part, experts_by_rank: bool = False) -> M
     size = part.size
     if size == 1:
         return config
-    if config.wide_qk_norm:
-        raise ConfigError(
-            f"tensor_parallel_size: {config.architecture} normalises queries over all heads at once, which is not "
-            "supported on several ranks"
-        )
     heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
     _divides("num_attention_heads", heads, size)
     experts = config.experts
