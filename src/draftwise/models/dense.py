@@ -183,9 +183,12 @@ class DenseDecoder(DecoderModel):
 
             if isinstance(layer.qkv, SplitQkv):
                 # Every rank has these whole (`SplitQkv`).
-                for name, norm in ((names.q, layer.qkv.q_norm), (names.k, layer.qkv.k_norm)):
-                    whole = SitePart(name.format(i=i).removesuffix(".weight"), len(norm.weight))
-                    site(layer.qkv.q if name is names.q else layer.qkv.k, hidden, whole)
+                ranks = config.part.size
+                for name, weight, rows in (
+                    (names.q, layer.qkv.q, rows_q * ranks),
+                    (names.k, layer.qkv.k, rows_kv * ranks // config.kv_copies),
+                ):
+                    site(weight, hidden, SitePart(name.format(i=i).removesuffix(".weight"), rows))
                 site(layer.qkv.v, hidden, part(names.v, rows_kv))
             elif isinstance(layer.qkv, Linear):
                 parts = [
