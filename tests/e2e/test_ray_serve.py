@@ -92,6 +92,25 @@ def wait_until_served(process: subprocess.Popen[bytes], served: Served, log: Pat
         time.sleep(0.5)
 
 
+def test_the_written_file_is_served_by_rays_own_command(ray: Any, tmp_path: Path) -> None:
+    from ray import serve
+
+    port, file, log = free_port(), tmp_path / "app.yaml", tmp_path / "serve.log"
+    written = subprocess.run(
+        [sys.executable, "-m", "draftwise", "serve", "--port", str(port), "--write-deployment", str(file), *ENGINE],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert f"serve deploy {file}" in written.stdout
+    arguments = [str(Path(sys.executable).parent / "serve"), "run", str(file)]
+    with command(ray, arguments, log, code=0) as process:
+        running = Served(ray, serve, port)
+        wait_until_served(process, running, log)
+        body = {"prompt": "def main(", "max_tokens": 4, "temperature": 0}
+        code, text = running.ask("/v1/completions", body)
+        assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 4
+    serve.shutdown()  # the next one has another port
+
+
 @pytest.fixture(scope="module")
 def served(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     from ray import serve
@@ -170,22 +189,3 @@ def pid_of_an_engine() -> int:
             except OSError:
                 continue
     raise AssertionError("there is none")
-
-
-def test_the_written_file_is_served_by_rays_own_command(ray: Any, tmp_path: Path) -> None:
-    from ray import serve
-
-    port, file, log = free_port(), tmp_path / "app.yaml", tmp_path / "serve.log"
-    written = subprocess.run(
-        [sys.executable, "-m", "draftwise", "serve", "--port", str(port), "--write-deployment", str(file), *ENGINE],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert f"serve deploy {file}" in written.stdout
-    serve.shutdown()  # what ran before had another port
-    arguments = [str(Path(sys.executable).parent / "serve"), "run", str(file)]
-    with command(ray, arguments, log, code=0) as process:
-        running = Served(ray, serve, port)
-        wait_until_served(process, running, log)
-        body = {"prompt": "def main(", "max_tokens": 4, "temperature": 0}
-        code, text = running.ask("/v1/completions", body)
-        assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 4

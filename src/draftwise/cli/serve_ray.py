@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Mapping
@@ -116,8 +118,9 @@ def _deploy(plan: Plan, server: ServerConfig) -> int:
     except RuntimeError as error:
         raise ConfigError(f"--ray: {_why(serve, error)}") from None
     finally:
-        serve.delete(_NAME)
-        serve.shutdown()
+        for end in (functools.partial(serve.delete, _NAME), serve.shutdown):
+            with contextlib.suppress(Exception):  # somebody else has ended it, with its controller
+                end()
     return 130 if numbers[:1] == [signal.SIGINT] else 0
 
 
