@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.architectures import save, small
 from tests.fakes.tiny import save_llama
 from tests.native import native_or_skip
 
@@ -18,6 +19,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models import rounded
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import is_quantized_checkpoint, load_model
+from draftwise.models.source import scan
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -35,6 +37,32 @@ def logits(folder: str, scheme: str, cache: Path | None, dtype: torch.dtype = to
     table = torch.arange(8, dtype=torch.int32).numpy()
     with torch.inference_mode():
         return model.forward_logits(build_step_input([RowInput([3, 9, 1, 7, 5], 0, table)], 4, CPU), kv)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("granite", "int8_dynamic"),
+        ("dots1", "int4_dynamic"),
+        ("phimoe", "int8_weight_only"),
+        ("gpt_neox", "int4_weight_only"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of Transformers' models
+def test_a_model_without_a_file_of_its_own(kind: str, scheme: str, tmp_path: Path) -> None:
+    """Put together, a mixture of experts, and on Transformers' code: the second start reads codes."""
+    native_or_skip()
+    save(small(kind), tmp_path / "model")
+    model, cache = str(tmp_path / "model"), tmp_path / "cache"
+    want = logits(model, scheme, None)
+    assert torch.equal(logits(model, scheme, cache), want), "as written"
+    (kept,) = cache.iterdir()
+    names = [name for name in scan(kept) if name.endswith("weight_packed")]
+    assert len(names) > 5 and not any("lm_head" in name or "embed" in name for name in names)
+    assert any(".experts." in name for name in names) == (kind in ("dots1", "phimoe"))
+    before = {path.name: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert torch.equal(logits(model, scheme, cache), want), "as read"
+    assert {path.name: path.stat().st_mtime_ns for path in kept.iterdir()} == before
 
 
 @pytest.mark.parametrize(

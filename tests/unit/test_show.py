@@ -172,6 +172,20 @@ def test_a_refused_model_is_shown_with_the_reason(tmp_path: Path, capsys: pytest
     assert given(describe(folder), str(embedded_path("draft"))).refused == "the model itself cannot be served"
 
 
+def test_what_stands_behind_windows_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of three layers see 16 of 64 tokens; if all do, blocks are given back, and nothing is kept for nobody."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes: dict[str, Any] = {"sliding_window": 16, "max_position_embeddings": 64, "num_hidden_layers": 3}
+    save(small("gemma2", layer_types=kinds, **sizes), tmp_path / "some")
+    found = show(capsys, str(tmp_path / "some"))
+    per_token = found["cache_bytes_per_token"]
+    assert found["cache_bytes_behind_windows"] == {n: c * 2 // 3 * 48 for n, c in per_token.items()}
+    assert main.main(["show", str(tmp_path / "some")]) == 0
+    assert "of that behind windows: kept, and not read" in " ".join(capsys.readouterr().out.split())
+    save(small("mistral", **sizes), tmp_path / "all")
+    assert show(capsys, str(tmp_path / "all"))["cache_bytes_behind_windows"] == {}
+
+
 def test_missing_tensors_are_seen(tmp_path: Path) -> None:
     folder = Path(save_llama(tmp_path, seed=1))
     raw = json.loads((folder / "config.json").read_text())

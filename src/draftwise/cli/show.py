@@ -132,6 +132,7 @@ def as_dict(facts: ModelFacts, drafters: list[Drafter], ranks: list[RankFacts]) 
             "vocab_size": config.vocab_size,
             "max_model_len": config.max_model_len,
             "sliding_windows": windows,
+            "cache_bytes_behind_windows": facts.unread_bytes(config.max_model_len),
             "dtype": config.dtype,
         }
     return out
@@ -177,10 +178,14 @@ def _cache(report: dict[str, Any]) -> list[tuple[str, str]]:
     about = "" if report["cache_is_exact"] else "about "
     context = report["max_model_len"]
     whole = {name: count * context for name, count in per_token.items()}
-    return [
+    rows = [
         ("cache", f"{about}{_sizes(per_token)} a token"),
         ("", f"{about}{_sizes(whole)} at {context} tokens"),
     ]
+    unread = report["cache_bytes_behind_windows"]
+    if unread:  # other layers read these tokens, and all share a table of blocks
+        rows.append(("", f"{about}{_sizes(unread)} of that behind windows: kept, and not read"))
+    return rows
 
 
 def _sizes(found: dict[str, int]) -> str:

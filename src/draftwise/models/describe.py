@@ -136,6 +136,22 @@ class ModelFacts:
         """Bytes of one token's keys and values in all layers, per dtype of the cache."""
         return _cache_bytes(self.layout)
 
+    def unread_bytes(self, context: int) -> dict[str, int]:
+        """Bytes of a request of ``context`` tokens that stand behind the windows of some layers, by type.
+        Nobody reads them, and they stay, since other layers read all tokens, and all share a table of blocks. Empty:
+        there are none.
+
+        Example: 1000 tokens, half of the layers with a window of 256: 744 tokens in half of the layers.
+        """
+        windows = () if self.config is None else self.config.sliding_window
+        if len(windows) != len(self.layout) or all(window is not None for window in windows):
+            return {}
+        out = dict.fromkeys(CACHE_DTYPES, 0)
+        for window, layer in zip(windows, self.layout, strict=True):
+            for name, count in _cache_bytes((layer,)).items():
+                out[name] += count * max(0, context - (context if window is None else window))
+        return out if any(out.values()) else {}
+
 
 def describe(path: str | Path, revision: str | None = None, max_model_len: int | None = None) -> ModelFacts:
     """What is known of a model before it is loaded. A model that cannot be served is described, too (`refused`).

@@ -27,13 +27,13 @@ from draftwise.models.parts import check_divisible, entries_of_rank, of_rank
 from draftwise.models.paths import resolve_path
 from draftwise.models.progress import told
 from draftwise.models.registry import resolve_model
-from draftwise.models.rounded import cached_checkpoint
+from draftwise.models.rounded import cached_checkpoint, kept_checkpoint
 from draftwise.models.source import checkpoint_format, read_raw, scan
 from draftwise.models.text_part import PART_OF
 from draftwise.models.unfollowed import Watched, refuse_unfollowed
 from draftwise.models.weights import WeightPlan, freed_at_once
 from draftwise.models.words import shorten
-from draftwise.quantization.scheme import parse_scheme
+from draftwise.quantization.scheme import Scheme, parse_scheme
 
 logger = logging.getLogger("draftwise")
 
@@ -142,11 +142,9 @@ def _load(
             "that are kept rounded"
         )
     if is_general(cls):
-        if quantization_cache is not None:
-            raise ConfigError(
-                f"quantization_cache: rounded weights of {config.architecture} cannot be kept; leave it out"
-            )
         entries = scan(folder)
+        if scheme is not None and quantization_cache is not None and layout is None:
+            return _load_kept(folder, config, ops, entries, scheme, quantization_cache, chosen)
         with told(folder, entries):
             return load_general(folder, config, ops, entries, layout, rounded=scheme is not None)
     entries = scan(folder)
@@ -177,6 +175,35 @@ def _load(
             raise ModelLoadError(f"{folder}: {error}") from error
         assert not plan.targets, f"never filled: {sorted(plan.targets)[:4]}"
         return _recorded(model, ops)
+
+
+def _load_kept(
+    folder: Path,
+    config: ModelConfig,
+    ops: Ops,
+    entries: Mapping[str, TensorEntry],
+    scheme: Scheme,
+    cache: Path,
+    dtype: torch.dtype,
+) -> DecoderModel:
+    """A model without a file of its own from its rounded weights on disk. If there are none, it is loaded, and what was
+    rounded is kept: which tensors these are shows as it loads."""
+    kept = kept_checkpoint(folder, cache, scheme, dtype, entries)
+    if kept is not None:
+        entries, layout = scan(kept), checkpoint_format(kept)
+        with told(folder, entries):
+            return load_general(folder, config, ops, entries, layout, rounded=True)
+    noted: set[str] = set()
+    with told(folder, entries):
+        model = load_general(folder, config, ops, entries, rounded=True, noted=noted)
+    if noted:
+        linears = [((name, entries[name].shape[0]),) for name in sorted(noted)]
+        cached_checkpoint(folder, cache, scheme, dtype, entries, linears)
+    else:
+        logger.warning(
+            "quantization_cache: %s is rounded in a form that is not kept on disk", config.architecture
+        )
+    return model
 
 
 def check_divided(

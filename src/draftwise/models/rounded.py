@@ -75,7 +75,7 @@ def cached_checkpoint(
     Returns:
         The folder, or None, with a warning in the log, if it cannot be written.
     """
-    place = cache / f"{folder.name}-{scheme.name}-{_identity(folder, scheme, dtype, entries)}"
+    place = _place(folder, cache, scheme, dtype, entries)
     if place.is_dir():
         damage = _damage(place)
         if damage is None:
@@ -101,6 +101,20 @@ def cached_checkpoint(
         return None
     logger.info("rounded weights are kept in %s", place)
     return place
+
+
+def kept_checkpoint(
+    folder: Path, cache: Path, scheme: Scheme, dtype: torch.dtype, entries: Mapping[str, TensorEntry]
+) -> Path | None:
+    """As `cached_checkpoint`, if it is there and whole already; None: it is not."""
+    place = _place(folder, cache, scheme, dtype, entries)
+    return place if place.is_dir() and _damage(place) is None else None
+
+
+def _place(
+    folder: Path, cache: Path, scheme: Scheme, dtype: torch.dtype, entries: Mapping[str, TensorEntry]
+) -> Path:
+    return cache / f"{folder.name}-{scheme.name}-{_identity(folder, scheme, dtype, entries)}"
 
 
 def _identity(folder: Path, scheme: Scheme, dtype: torch.dtype, entries: Mapping[str, TensorEntry]) -> str:

@@ -19,15 +19,17 @@ _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_s
 _REFUSED = {
     "BltForCausalLM": "it groups bytes into patches, whose borders a second model chooses",
     "CpmAntForCausalLM": "learned tokens stand before every prompt, and it counts them as positions",
+    "DiffusionGemmaForBlockDiffusion": "it writes blocks of tokens by diffusion, not one token after the other",
     "Gemma4AssistantForCausalLM": "it reads the hidden states of another model, for which it drafts",
     "Gemma4UnifiedAssistantForCausalLM": "it reads the hidden states of another model, for which it drafts",
     "MusicgenForCausalLM": "it writes sound, several codes at each position",
     "MusicgenMelodyForCausalLM": "it writes sound, several codes at each position",
+    "PI0ForConditionalGeneration": "it steers a robot: what it writes are movements, not text",
     "ProphetNetForCausalLM": "it computes a stream of its own for each of several future tokens",
     "ReformerModelWithLMHead": "it sorts keys into buckets, so that what a token sees depends on the whole sequence",
     "XLNetLMHeadModel": "it predicts masked tokens from both sides, in an order of permutations",
 }
-"""Causal by name, of which a row does not say the next token from the rows before it."""
+"""Models of text by name, of which a row does not say the next token from the rows before it."""
 
 
 def transformers_config(raw: RawConfig) -> Any:
@@ -83,6 +85,17 @@ def wrapper_architectures() -> frozenset[str]:
 
     theirs = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     return frozenset(theirs.values())
+
+
+def is_made_for(architecture: str, model_type: str) -> bool:
+    """Whether Transformers runs configurations of a type by this class, which may have been written for another."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return architecture in (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type),
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type),
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type),
+    )
 
 
 def parse_general(raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:

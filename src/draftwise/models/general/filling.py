@@ -92,6 +92,7 @@ def build_filled(
     whole: bool = False,
     rounded: bool = False,
     experts: bool = True,
+    noted: set[str] | None = None,
 ) -> Any:
     """A model of Transformers with a checkpoint's weights in the type of ``ops``, on its device. Peak memory is the
     weights, as they are kept, and one layer.
@@ -105,12 +106,13 @@ def build_filled(
         whole: a tensor that is no parameter of the model is an error.
         rounded: ``ops`` rounds linear layers: these are packed at once, too.
         experts: mixtures of experts are packed at once, whose kernels understand them.
+        noted: gets the names of float tensors that were packed.
 
     Raises:
         ModelLoadError: Transformers cannot build it, or the tensors are not its parameters; names them.
     """
     try:
-        layers = _stored_layers(entries, layout, ops.dtype, rounded=rounded)
+        layers = _stored_layers(entries, layout, ops.dtype, noted, rounded=rounded)
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {error}") from error
     turned = _turned_layers(cls, model_config)
@@ -137,7 +139,12 @@ def build_filled(
 
 
 def _stored_layers(
-    entries: Mapping[str, TensorEntry], layout: CheckpointFormat | None, dtype: torch.dtype, *, rounded: bool
+    entries: Mapping[str, TensorEntry],
+    layout: CheckpointFormat | None,
+    dtype: torch.dtype,
+    noted: set[str] | None,
+    *,
+    rounded: bool,
 ) -> dict[str, StoredLayer]:
     """The layers that stay in the checkpoint, by their names in it: quantised ones, or, ``rounded``, all matrices."""
     found: dict[str, StoredLayer] = {}
@@ -157,7 +164,7 @@ def _stored_layers(
                 and 0 not in entry.shape
                 and entry.dtype in _FLOATS
             ):
-                found[base] = FloatLayer(base, *entry.shape, entries, dtype)
+                found[base] = FloatLayer(base, *entry.shape, entries, dtype, noted)
     if missing:
         raise ModelLoadError(f"tensors are missing: {shorten(sorted(missing))}")
     return found
@@ -233,7 +240,7 @@ def _source(lazy: _Lazy, dtype: torch.dtype) -> Source:
         outputs, inputs = entry.shape[1:]
 
         def matrix(i: int) -> Source:
-            layer = MatrixOfStack(lazy.name, outputs, inputs, lazy.entries, dtype, i)
+            layer = MatrixOfStack(lazy.name, outputs, inputs, lazy.entries, dtype, index=i)
             return Source(lambda: layer.floats().to(lazy.dtype), layer)
 
         return Source(read, part=matrix)

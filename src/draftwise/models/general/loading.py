@@ -23,7 +23,7 @@ from draftwise.models.general.assembling import WrongAssembly, assembled
 from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCausal, Probe, register, taking
 from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.check import Reference, check, sample
-from draftwise.models.general.config import transformers_config
+from draftwise.models.general.config import is_made_for, transformers_config
 from draftwise.models.general.experts import (
     ExpertsMisread,
     ExpertsUse,
@@ -54,12 +54,14 @@ def load_general(
     layout: CheckpointFormat | None = None,
     *,
     rounded: bool = False,
+    noted: set[str] | None = None,
 ) -> DecoderModel:
     """Load a causal model of Transformers: one whose attention goes through its attention interface, or that keeps
     keys and values in a cache it is given.
 
     ``entries``: the checkpoint's tensors; ``layout``: how its quantised layers are stored, None: it has none.
-    ``rounded``: ``ops`` packs weights in few bits.
+    ``rounded``: ``ops`` packs weights in few bits. ``noted``: gets the names of float tensors that were packed as the
+    model was built, each a linear layer.
 
     Raises:
         ModelLoadError: it cannot be served; says what about it.
@@ -67,10 +69,10 @@ def load_general(
     register()
     try:
         try:
-            return _attempt(folder, config, ops, entries, layout, rounded)
+            return _attempt(folder, config, ops, entries, layout, rounded, noted)
         except ExpertsMisread as error:
             logger.info("%s keeps its experts as they are: %s", config.architecture, error)
-            return _attempt(folder, config, ops, entries, layout, rounded, experts=False)
+            return _attempt(folder, config, ops, entries, layout, rounded, noted, experts=False)
     except ModelLoadError as error:
         if str(error).startswith(f"{folder}: "):
             raise
@@ -84,11 +86,12 @@ def _attempt(
     entries: Mapping[str, TensorEntry],
     layout: CheckpointFormat | None,
     rounded: bool,
+    noted: set[str] | None,
     *,
     experts: bool = True,
 ) -> DecoderModel:
     """``experts``: mixtures are packed as the model is built."""
-    model = _loaded(folder, config, ops, entries, layout, rounded, experts)
+    model = _loaded(folder, config, ops, entries, layout, rounded, noted, experts)
     try:
         with quiet():
             found = _prepared(model, config, ops, rounded)
@@ -100,7 +103,7 @@ def _attempt(
             config.architecture, error,
         )  # fmt: skip
     del model
-    model = _loaded(folder, config, ops, entries, layout, rounded, experts)
+    model = _loaded(folder, config, ops, entries, layout, rounded, noted, experts)
     return _prepared(model, config, ops, rounded, assemble=False)
 
 
@@ -111,8 +114,11 @@ def _loaded(
     entries: Mapping[str, TensorEntry],
     layout: CheckpointFormat | None,
     rounded: bool,
+    noted: set[str] | None,
     experts: bool,
 ) -> Any:
+    if noted is not None:
+        noted.clear()  # of an attempt before
     raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
     if layout is None and len(raw) != len(config.raw):
         raise ModelLoadError(
@@ -124,8 +130,9 @@ def _loaded(
         raise ModelLoadError(f"{folder}: {error}") from error
     with quiet():
         return build_filled(
-            folder, entries, layout, cls, own, ops, whole=is_gguf(folder), rounded=rounded, experts=experts
-        )
+            folder, entries, layout, cls, own, ops,
+            whole=is_gguf(folder), rounded=rounded, experts=experts, noted=noted,
+        )  # fmt: skip
 
 
 def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
@@ -141,6 +148,8 @@ def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
     for found in (whole, whole.get_text_config(decoder=True)):
         if isinstance(found, cls.config_class):
             return cls, found
+    if is_made_for(config.architecture, whole.model_type):
+        return cls, whole
     raise ModelLoadError(
         f"config.json: {config.architecture} is no model of model_type {config.raw.get('model_type')!r}"
     )

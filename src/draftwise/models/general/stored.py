@@ -130,7 +130,9 @@ class QuantizedLayer(StoredLayer):
 
 @dataclass(frozen=True, eq=False)
 class FloatLayer(StoredLayer):
-    """One of floats, which kernels round as they pack it."""
+    """One of floats, which kernels round as they pack it. ``noted``: gets the names of tensors that were packed."""
+
+    noted: set[str] | None = None
 
     @property
     def kind(self) -> Hashable:
@@ -158,6 +160,8 @@ class FloatLayer(StoredLayer):
         known: dict[StoredLayer, Tensor] = {}
         for (layer, rows), place in zip(others, torch.split(weight, sizes), strict=True):
             assert isinstance(layer, FloatLayer)
+            if layer.noted is not None:
+                layer.noted.add(f"{layer.base}.weight")
             if rows is None:
                 layer._read(place)
                 continue
@@ -173,7 +177,7 @@ class FloatLayer(StoredLayer):
 class MatrixOfStack(FloatLayer):
     """One matrix of a stack [E, outputs, inputs], which is the tensor ``base``."""
 
-    index: int
+    index: int = 0
 
     def _read(self, target: Tensor) -> None:
         target.copy_(read_rows(self.entries[self.base], self.base, self.index, self.index + 1)[0])
