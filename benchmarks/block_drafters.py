@@ -7,9 +7,10 @@ Every method drafts what it was made for, as a chain and as a dynamic tree, gree
 and 16 requests at once, static control. Methods take turns within a round, plain decoding among them; speeds are ratios
 of medians to plain decoding's. Tokens per step are exact: they do not depend on the machine.
 
-The last column is what a draft costs beside what it must read: seconds of drafting per byte of weights that the draft
-reads (a chain of K reads a head K times, a block once), over the same of plain decoding's forward pass. 1: as dear as
-the target's own bytes.
+The last columns are what a draft costs beside what it must read: seconds per byte of weights that the draft reads (a
+chain of K reads a head K times, a block its layers once and the output of its Markov head K times), over the same of
+plain decoding's forward pass. 1: as dear as the target's own bytes. First the drafter's passes alone, then all that
+the engine does to draft.
 """
 
 from __future__ import annotations
@@ -41,17 +42,32 @@ class Line:
     speed: float
     """Over plain decoding."""
     draft_bytes: int
+    pass_per_byte: float | None
+    """Seconds of a draft's passes, over plain decoding's; with one request only, where passes read weights and little
+    else."""
     cost_per_byte: float | None
-    """Of a draft, over plain decoding's; with one request only, where passes read weights and little else."""
+    """The same of all that is done to draft."""
 
 
 def draft_bytes(method: str, folder: Path, drafts: int, shared: int) -> int:
-    """Bytes of weights that one draft reads: the head's file, and the target's output layer (``shared``) if the head
-    has none, for each pass."""
-    own = (folder / "model.safetensors").stat().st_size
-    config = json.loads((folder / "config.json").read_text())
-    once = own if "draft_vocab_size" in config and method == "eagle3" else own + shared
-    return once if method == "dflash" else once * drafts
+    """Bytes of weights that one draft reads: the head's tensors, and the target's output layer (``shared``) if the head
+    has none, for each pass. Of an embedding a few rows are read."""
+    sizes = tensor_bytes(folder / "model.safetensors")
+    once = sum(
+        size for name, size in sizes.items() if not name.endswith(("embed_tokens.weight", "markov_w1.weight"))
+    )
+    if not any(name.endswith("lm_head.weight") for name in sizes):
+        once += shared
+    again = sum(size for name, size in sizes.items() if name.endswith("markov_w2.weight"))
+    return once + again * (drafts - 1) if method == "dflash" else once * drafts
+
+
+def tensor_bytes(path: Path) -> dict[str, int]:
+    """Bytes of each tensor of a safetensors file."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return {name: end - start for name, info in header.items() for start, end in [info["data_offsets"]]}
 
 
 def main() -> None:
@@ -100,9 +116,13 @@ def main() -> None:
                 plain_cost = plain.per_step("forward_time") / target_bytes
                 for name, one in series.items():
                     method, _, shape = name.partition("/")
-                    cost = None
+                    passes: float | None = None
+                    whole: float | None = None
                     if requests == 1 and not shape:
-                        cost = one.per_step("draft_time") / reads[method] / plain_cost
+                        passes, whole = (
+                            one.per_step(what) / reads[method] / plain_cost
+                            for what in ("draft_forward_time", "draft_time")
+                        )
                     lines.append(
                         Line(
                             temperature,
@@ -112,20 +132,22 @@ def main() -> None:
                             one.acceptance_per_position,
                             one.tokens_per_second / plain.tokens_per_second,
                             reads[method],
-                            cost,
+                            passes,
+                            whole,
                         )
                     )
     if args.json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
         return
     print(
-        f"{'temp':>4} {'req':>3} {'method':12} {'tokens/step':>11} {'over plain':>10} {'MB/draft':>8} {'cost/byte':>9}"
+        f"{'temp':>4} {'req':>3} {'method':12} {'tokens/step':>11} {'over plain':>10} {'MB/draft':>8} "
+        f"{'pass/byte':>9} {'cost/byte':>9}"
     )
     for line in lines:
-        cost = "" if line.cost_per_byte is None else f"{line.cost_per_byte:.2f}"
+        costs = ["" if x is None else f"{x:.2f}" for x in (line.pass_per_byte, line.cost_per_byte)]
         print(
             f"{line.temperature:4g} {line.requests:3d} {line.method:12} {line.tokens_per_step:11.2f} "
-            f"{line.speed:10.2f} {line.draft_bytes / 1e6:8.1f} {cost:>9}  "
+            f"{line.speed:10.2f} {line.draft_bytes / 1e6:8.1f} {costs[0]:>9} {costs[1]:>9}  "
             + " ".join(f"{100 * share:.0f}" for share in line.accepted)
         )
 

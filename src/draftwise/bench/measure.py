@@ -25,6 +25,7 @@ class Sample:
     host_time: float  # of all steps: everything outside of the models' forward passes
     forward_time: float  # in the target's forward passes
     draft_time: float  # in drafters, their forward passes included
+    draft_forward_time: float  # in these passes
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -53,6 +54,7 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
         host_time=after.host_time - before.host_time,
         forward_time=after.forward_time - before.forward_time,
         draft_time=after.draft_time - before.draft_time,
+        draft_forward_time=after.draft_forward_time - before.draft_forward_time,
         num_drafts=sum(s.num_drafts for s in speculation),
         num_draft_tokens=sum(s.num_draft_tokens for s in speculation),
         num_accepted_tokens=sum(s.num_accepted_tokens for s in speculation),
