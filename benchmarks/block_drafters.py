@@ -11,20 +11,32 @@ The last columns are what a draft costs beside what it must read: seconds per by
 chain of K reads a head K times, a block its layers once and the output of its Markov head K times), over the same of
 plain decoding's forward pass. 1: as dear as the target's own bytes. First the drafter's passes alone, then all that
 the engine does to draft.
+
+With ``--calls`` nothing but calls is timed, in turns, medians of many, of which the caches stay warm: the one that
+stores three new tokens of each request and drafts a whole block, MTP's chain of four, the target's pass of one row per
+request.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.bench.measure import Series, measure, rotated, speculation_of
 from draftwise.bench.workloads import code_prompts
 from draftwise.config.embedded import embedded_path
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.types import ChainDraws, ChainKey, StepInput
 
 SHIPPED = {"mtp": 4, "eagle3": 4}
 """Heads and how many tokens they draft."""
@@ -70,6 +82,85 @@ def tensor_bytes(path: Path) -> dict[str, int]:
     return {name: end - start for name, info in header.items() for start, end in [info["data_offsets"]]}
 
 
+KNOWN, NEW, BLOCK = 100, 3, 16
+"""Tokens of each request, how many of them the drafter has not seen, and tokens of a block of the cache."""
+
+
+def last_rows(requests: int, new: int, offset: int) -> StepInput:
+    """The last ``new`` tokens of each request."""
+    blocks = -(-KNOWN // BLOCK) + 1
+    given = [
+        RowInput(
+            list(range(5, 5 + new)), KNOWN - new, np.arange(r * blocks, (r + 1) * blocks, dtype=np.int32)
+        )
+        for r in range(requests)
+    ]
+    return build_step_input(given, BLOCK, torch.device("cpu"), offset)
+
+
+def seconds(call: Callable[[], object], times: int) -> float:
+    """Median of ``times`` calls."""
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
+
+
+def calls_of(llm: LLM, requests: int) -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
+    proposers = executor._drafting._proposers
+    block, mtp = proposers["dflash"], proposers["mtp"]
+    model, storage = executor._model, executor._storage
+    batch, one = last_rows(requests, NEW, -1), last_rows(requests, 1, 0)
+    last = (batch.attention.query_start_np[1:] - 1).tolist()
+    features = torch.randn(NEW * requests, block._head.feature_size).to(block._head.dtype)
+    draws = ChainDraws("draft", tuple(ChainKey(7 + r, 0, KNOWN, 0, 1.25) for r in range(requests)))
+
+    def chain(proposer: Any, steps: int, how: ChainDraws | None) -> Callable[[], object]:
+        kv = proposer._passes.kv
+        return lambda: proposer._head.draft_chains(batch, features, kv, last, steps, how)
+
+    return {
+        "target": lambda: model.forward_logits(one, storage, None, ()),
+        "block": chain(block, block._most, None),
+        "block, drawn": chain(block, block._most, draws),
+        "mtp": chain(mtp, 4, None),
+        "mtp, drawn": chain(mtp, 4, draws),
+    }
+
+
+def time_calls(drafter: Path, counts: Sequence[int], rounds: int, shared: int, target: int) -> None:
+    """Print what one call costs, beside MTP's chain of four and the target's pass of one row per request."""
+    specs: list[dict[str, Any]] = [
+        {"method": "dflash", "model": str(drafter)},
+        {"method": "mtp", "num_speculative_tokens": 4},
+    ]
+    with LLM(speculative_config=specs, speculation_control="static", max_num_seqs=max(counts)) as llm:
+        for spec in specs:  # storages are there once somebody has drafted
+            params = SamplingParams(max_tokens=8, speculation={"method": spec["method"]})
+            llm.generate(["def main():"], params, use_tqdm=False)
+        places = llm.config.drafters[0].num_speculative_tokens or 1
+        reads = {"target": target, "mtp": draft_bytes("mtp", embedded_path("mtp"), 4, shared)}
+        reads["block"] = draft_bytes("dflash", drafter, places, shared)
+        print(f"{'req':>3} {'call':14} {'us':>7} {'MB':>6} {'per byte':>9}")
+        for requests in counts:
+            found: dict[str, list[float]] = {}
+            with torch.inference_mode():
+                calls = calls_of(llm, requests)
+                for _ in range(rounds):
+                    for name, call in calls.items():
+                        found.setdefault(name, []).append(seconds(call, 80 if requests < 8 else 20))
+            plain = statistics.median(found["target"]) / target
+            for name, times in found.items():
+                size, took = reads[name.split(",")[0]], statistics.median(times)
+                print(
+                    f"{requests:3d} {name:14} {1e6 * took:7.0f} {size / 1e6:6.1f} {took / size / plain:9.2f}"
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,10 +172,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--calls", action="store_true", help="time the calls that draft, and nothing else")
     args = parser.parse_args()
     config = json.loads((embedded_path("target") / "config.json").read_text())
     shared = config["vocab_size"] * config["hidden_size"] * 2
     target_bytes = (embedded_path("target") / "model.safetensors").stat().st_size
+    if args.calls:
+        time_calls(args.drafter, args.requests, args.rounds, shared, target_bytes)
+        return
     specs: list[dict[str, Any]] = [{"method": "dflash", "model": str(args.drafter)}]
     specs += [{"method": name, "num_speculative_tokens": count} for name, count in SHIPPED.items()]
     lines: list[Line] = []

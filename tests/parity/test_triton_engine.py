@@ -36,6 +36,7 @@ CASES: list[dict[str, Any]] = [
     {"method": "draft_model", "rule": "rejection", **SHAPES["static"]},
     {"method": "eagle3", "rule": "block", **SHAPES["chain"]},
     {"method": "medusa", "rule": "typical", **SHAPES["static"]},
+    *({"method": "dflash", **SHAPES[shape]} for shape in ("chain", "static")),
 ]
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

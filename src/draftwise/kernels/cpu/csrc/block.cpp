@@ -8,6 +8,7 @@
 
 #include "boundary.h"
 #include "program.h"
+#include "team.h"
 #include "tree.h"
 
 namespace dw {
@@ -128,32 +129,62 @@ struct Awake {
   ~Awake() { pool_end(pool); }
 };
 
+// The drafts of one pass, place after place.
+class ChainDraw {
+ public:
+  ChainDraw(BlockPass& pass, Corrector* corrector, const BlockPlan* plan, const ChainOutput& out)
+      : pass_(pass), corrector_(corrector), out_(out), previous_((size_t)pass.size()), hidden_((size_t)pass.size()) {
+    for (size_t r = 0; r < previous_.size(); r++) previous_[r] = pass.root((int64_t)r);
+    if (corrector != nullptr) state_.assign(previous_.size() * (size_t)plan->correction->state_width, 0.0f);
+  }
+
+  void run(Pool* pool) {
+    const int64_t count = pass_.size();
+    for (int64_t step = 0; step < out_.steps; step++) {
+      float* logits = pass_.logits(step);
+      if (corrector_ != nullptr) {
+        for (int64_t r = 0; r < count; r++) hidden_[(size_t)r] = pass_.hidden(step, r);
+        corrector_->run(step, count, previous_.data(), hidden_.data(), state_.data(), logits);
+      }
+      draw_all(pool, logits, &out_, count, step);
+      for (int64_t r = 0; r < count; r++) previous_[(size_t)r] = out_.tokens[r * out_.steps + step];
+    }
+  }
+
+  // The same, with small products shared by a team.
+  void run_in(Team* team) {
+    corrector_->use(team);
+    run(nullptr);
+    corrector_->use(nullptr);
+  }
+
+ private:
+  BlockPass& pass_;
+  Corrector* corrector_;
+  ChainOutput out_;
+  std::vector<int64_t> previous_;
+  std::vector<const char*> hidden_;
+  std::vector<float> state_;
+};
+
+constexpr int64_t TEAM_ROWS = 16;
+
 void draw_chains(BlockPass& pass, Corrector* corrector, Pool* pool, const BlockPlan* plan, const ChainOutput* out) {
   const int64_t steps = out->steps;
   require(steps > 0 && steps <= plan->places, "as many drafts as a block has places");
-  std::vector<int64_t> previous;
-  std::vector<const char*> hidden;
-  std::vector<float> state;
   for (int64_t begin = 0; begin < pass.requests(); begin += plan->together) {
     pass.run(begin, std::min<int64_t>(begin + plan->together, pass.requests()), steps);
-    const int64_t count = pass.size();
     ChainOutput part = *out;
     part.tokens += begin * steps;
     if (part.keys != nullptr) part.keys += begin;
     if (part.q != nullptr) part.q += begin * steps * plan->vocab;
-    previous.resize((size_t)count);
-    hidden.resize((size_t)count);
-    for (int64_t r = 0; r < count; r++) previous[(size_t)r] = pass.root(r);
-    if (corrector != nullptr) state.assign((size_t)(count * plan->correction->state_width), 0.0f);
-    Awake awake(pool, corrector != nullptr && corrector->shares(count));
-    for (int64_t step = 0; step < steps; step++) {
-      float* logits = pass.logits(step);
-      if (corrector != nullptr) {
-        for (int64_t r = 0; r < count; r++) hidden[(size_t)r] = pass.hidden(step, r);
-        corrector->run(step, count, previous.data(), hidden.data(), state.data(), logits);
-      }
-      draw_all(pool, logits, &part, count, step);
-      for (int64_t r = 0; r < count; r++) previous[(size_t)r] = part.tokens[r * steps + step];
+    ChainDraw draw(pass, corrector, plan, part);
+    const bool large = corrector != nullptr && corrector->shares(pass.size());
+    if (corrector != nullptr && !large && pass.size() <= TEAM_ROWS && pool_threads(pool) > 1 && team_ready(pool)) {
+      team_run(pool, [](void* arg, Team* team) { ((ChainDraw*)arg)->run_in(team); }, &draw);
+    } else {
+      Awake awake(pool, large);
+      draw.run(pool);
     }
   }
 }

@@ -14,6 +14,8 @@ namespace {
 
 constexpr int64_t SHARED_WORK = 4 << 20;  // rows times bytes of weights from which a second thread brings more than it costs
 
+constexpr int64_t TEAM_BYTES = 64 << 10;   // of weights that are worth a team's second thread
+
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 // The index of the k-th largest number, by which `order` is cut; lower ones first among equals.
@@ -96,12 +98,17 @@ char* Corrector::gathered(const void* table, int64_t rows, const int64_t* ids, s
 void Corrector::product(const Linear* layer, const char* x, int64_t rows, std::vector<char>& out, int64_t width) {
   const int64_t outputs = linear_outputs(layer);
   out.resize((size_t)(rows * outputs * size_));
-  linear_forward(threads_for(layer, rows), layer, x, width, out.data(), outputs, dtype_, rows);
+  multiply(LinearCall{layer, x, width, out.data(), outputs, dtype_, rows, EP_STORE});
 }
 
 void Corrector::say(const char* x, int64_t rows, float* logits) {
-  LinearCall call{c_.out, x, linear_inputs(c_.out), logits, vocab_, F32, rows, EP_ADD};
-  linear_run(threads_for(c_.out, rows), &call);
+  multiply(LinearCall{c_.out, x, linear_inputs(c_.out), logits, vocab_, F32, rows, EP_ADD});
+}
+
+void Corrector::multiply(const LinearCall& call) {
+  if (team_ == nullptr || linear_bytes(call.weights) < TEAM_BYTES) return linear_run(threads_for(call.weights, call.rows), &call);
+  LinearCall own = call;
+  team_do(team_, [](void* arg, int part, int parts) { linear_run_part((const LinearCall*)arg, part, parts); }, &own);
 }
 
 Pool* Corrector::threads_for(const Linear* layer, int64_t rows) const {

@@ -7,6 +7,7 @@
 
 #include "linear.h"
 #include "pool.h"
+#include "team.h"
 
 namespace dw {
 
@@ -44,10 +45,13 @@ class Corrector {
   // [rows, state_width]: behind the place before, becomes that behind this one; logits [rows, vocab].
   void run(int64_t place, int64_t rows, const int64_t* previous, const char* const* hidden, float* state, float* logits);
 
-  // Whether so many rows are worth a second thread.
+  // Whether so many rows are worth the threads of the pool.
   bool shares(int64_t rows) const;
+  // The products of few rows are shared by a team from now on; null: they are not.
+  void use(Team* team) { team_ = team; }
 
  private:
+  void multiply(const LinearCall& call);
   Pool* threads_for(const Linear* layer, int64_t rows) const;
   void say(const char* x, int64_t rows, float* logits);  // logits += out(x)
   char* gathered(const void* table, int64_t rows, const int64_t* ids, std::vector<char>& into);
@@ -60,6 +64,7 @@ class Corrector {
 
   const Correction& c_;
   Pool* pool_;
+  Team* team_ = nullptr;
   DType dtype_;
   int64_t size_;  // bytes of a number
   int64_t hidden_, vocab_;
