@@ -84,7 +84,7 @@ class _Door:
         return any(thread != threading.get_ident() for thread in self._inside)
 
     def close(self, timeout: float) -> bool:
-        """Let nobody in and wait for those inside; whether all have left."""
+        """Let no computation begin, and wait for running ones. Returns whether all have ended."""
         with self._changed:
             self.shut = True
             return self._changed.wait_for(lambda: not self.others(), timeout)

@@ -53,7 +53,7 @@ PLANNED_METHODS: Final = ("dflare", "hydra")
 """Methods that are known but not built; a third party may register one of these names."""
 
 RESERVED_METHODS: Final = ("none", "auto", "grammar")
-"""Names of methods that the engine gives itself: they are nobody else's."""
+"""Names of methods that the engine uses itself. No other method may have them."""
 
 MODELLESS_METHODS: Final = ("early_exit", "extract_hidden_states", "ngram", "synthetic", "suffix")
 CHAIN_METHODS: Final = ("extract_hidden_states", "ngram")

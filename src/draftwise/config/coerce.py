@@ -1,4 +1,4 @@
-"""From what a user writes (Python values, JSON, flags) to typed values, with errors that name the field.
+"""Converts what a user writes (Python values, JSON, flags) to typed values, with errors that name the field.
 
 Every option of a configuration carries a `Converter`; ``convert(name, value)`` returns the typed value or
 raises `ConfigError` with the field's name, the value given and what would be valid.
@@ -150,7 +150,7 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def anything(name: str, value: Any) -> Any:
-    """For options that are refused or noted whatever they say."""
+    """A converter for options that are refused or noted whatever their value."""
     return value
 
 

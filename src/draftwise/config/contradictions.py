@@ -25,7 +25,7 @@ _ONLY_FOR = {
     "medusa_choices": ("medusa",),
 }
 _SUFFIX_METHODS = ("suffix", "hybrid")
-"""Those of fields whose names begin with ``suffix_decoding_``."""
+"""Methods of the fields whose names begin with ``suffix_decoding_``."""
 
 
 def check_fields(method: str, given: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ def check_fields(method: str, given: Mapping[str, Any]) -> None:
 
     Args:
         method: resolved.
-        given: the fields that say something (not None, not False), and their values.
+        given: the fields that are set (not None, not False), and their values.
     """
     for name in given:
         methods = _SUFFIX_METHODS if name.startswith("suffix_decoding_") else _ONLY_FOR.get(name, ())

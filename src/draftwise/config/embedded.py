@@ -1,4 +1,4 @@
-"""Where the models shipped inside the package lie."""
+"""Folders of the models that ship inside the package."""
 
 from __future__ import annotations
 

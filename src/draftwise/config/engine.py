@@ -1,4 +1,4 @@
-"""`EngineConfig`: the options of an engine, each with its check. `resolve` makes one of what users write."""
+"""`EngineConfig`: the options of an engine, each with its check. `config.resolve` builds one from user input."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class EngineConfig:
 
     @property
     def default_method(self) -> str:
-        """What a request without a choice of its own speculates with; "none": it decodes plainly."""
+        """The method of requests that choose none; "none": plain decoding."""
         return self.speculative[0].method if self.speculative else "none"
 
     @property
@@ -188,14 +188,14 @@ class EngineConfig:
 
     @property
     def graphs(self) -> GraphOptions:
-        """What is captured in CUDA graphs, where anything is."""
+        """The settings for CUDA graphs, if any are captured."""
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         return graph_options(self.compilation_config, sizes, largest)
 
     @property
     def drafters(self) -> tuple[SpeculativeConfig, ...]:
-        """Every drafter a request may name: those configured, and n-gram and suffix look-up, which cost nothing
-        until a request uses them."""
+        """Every drafter that a request may name: the configured ones, and n-gram and suffix look-up, which cost
+        nothing until a request uses them."""
         given = {spec.method for spec in self.speculative}
         more = [SpeculativeConfig(method=name) for name in ("ngram", "suffix") if name not in given]
         return (*self.speculative, *more)

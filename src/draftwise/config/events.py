@@ -12,7 +12,7 @@ from draftwise.errors import ConfigError, suggest
 
 @dataclass(frozen=True, slots=True)
 class EventsConfig:
-    """Whether and where what becomes of cached blocks is published. Raises ConfigError for bad values."""
+    """Whether and where changes of cached blocks are published. Raises ConfigError for bad values."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None  # "zmq" or "null"; None: zmq where events are enabled
@@ -43,7 +43,7 @@ class EventsConfig:
 
     @classmethod
     def from_value(cls, name: str, value: Any) -> EventsConfig:
-        """Take what a user wrote: an instance, a mapping of some fields, or its JSON text. Raises ConfigError."""
+        """Build from user input: an instance, a mapping of some fields, or its JSON text. Raises ConfigError."""
         if isinstance(value, cls):
             return value
         given = dict(to.mapping(name, value))

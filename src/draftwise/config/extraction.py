@@ -18,7 +18,7 @@ def extracted_layers(draft_model_config: Mapping[str, Any] | None) -> tuple[int,
     """The layers of ``{"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 34]}}`` (or of the inner mapping).
 
     Raises:
-        ConfigError: none are named, one is named twice, or something else stands there.
+        ConfigError: no layer is named, one is named twice, or the value has another form.
     """
     name = "speculative_config.draft_model_config"
     given = dict(draft_model_config or {})
@@ -41,7 +41,7 @@ def extracted_layers(draft_model_config: Mapping[str, Any] | None) -> tuple[int,
 
 
 def transfer_folder(kv_transfer_config: Mapping[str, Any] | None) -> str | None:
-    """Where a connector for hidden states writes to (``shared_storage_path``); None: nothing is said.
+    """The folder that a connector for hidden states writes to (``shared_storage_path``); None: none is given.
 
     Raises:
         ConfigError: a connector for something else, a role that writes nothing, no folder, or an unknown field.

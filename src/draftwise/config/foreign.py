@@ -1,5 +1,5 @@
-"""Options that programs for other engines give, and that mean nothing here: taken with the values that change nothing,
-refused by name with others."""
+"""Options of other engines that have no meaning here. Values that change nothing are accepted; others are refused by
+name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HARMLESS = {
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """``allowed``: the values that change nothing here; None: any. ``note``: what is said of one in the log, empty if
-    nothing is. ``refusal``: why other values cannot be had."""
+    """``allowed``: the values that change nothing here; None: any. ``note``: the line for the log, or empty.
+    ``refusal``: the reason why other values are refused."""
 
     allowed: tuple[Any, ...] | None
     note: str = ""
@@ -63,7 +63,7 @@ FOREIGN = {
 
 
 def take_foreign(given: dict[str, Any]) -> list[str]:
-    """Remove these options from ``given`` and return what is to be said of them.
+    """Remove these options from ``given`` and return the notes for the log.
 
     >>> take_foreign({"load_format": "auto", "swap_space": 4})
     ['swap_space has no effect: preempted requests are computed again, not swapped']

@@ -1,4 +1,4 @@
-"""What a user says of CUDA graphs: ``compilation_config`` and the options beside it."""
+"""Options for CUDA graphs: ``compilation_config`` and the options beside it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from draftwise.config import coerce as to
 from draftwise.errors import ConfigError
 
 GraphMode = Literal["none", "full", "full_decode_only", "piecewise", "full_and_piecewise"]
-"""``full`` and ``full_decode_only``: passes whose requests have about as many rows each (decoding, verification) and
-draft loops, one graph each; what else a step holds runs as it is. ``piecewise``: all passes of decoders without their
-attention, no whole pass and no loop. ``full_and_piecewise``: whole passes and loops, and what fits none of them in
-pieces."""
+"""``full`` and ``full_decode_only``: one graph for each pass whose requests have about as many rows each (decoding,
+verification) and for each draft loop; everything else runs uncaptured. ``piecewise``: all passes of decoders without
+their attention, no whole pass and no loop. ``full_and_piecewise``: whole passes and loops, and pieces for everything
+else."""
 GRAPH_MODES: tuple[GraphMode, ...] = (
     "none", "full", "full_decode_only", "piecewise", "full_and_piecewise",
 )  # fmt: skip
 DEFAULT_MODE: GraphMode = "full_and_piecewise"
-"""What decodes alone is cheapest as one graph, and a prompt that joins in should not cost the others what the host
-needs to launch a pass kernel by kernel."""
+"""Requests that only decode are cheapest as one graph. With a prompt among them, pieces save the host from launching
+a pass kernel by kernel."""
 
 SIZES = to.sequence_of(to.integer(1), "a list of sizes")
 LARGEST = to.integer(1)
@@ -52,7 +52,7 @@ def compilation(name: str, value: Any) -> Any:
 
 
 def unused(compilation_config: Any) -> bool:
-    """Whether it says anything but what `graph_options` reads."""
+    """Whether it has settings that `graph_options` does not read."""
     if not isinstance(compilation_config, Mapping):
         return compilation_config is not None
     return any(key not in _USED for key in compilation_config)

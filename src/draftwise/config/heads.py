@@ -1,4 +1,4 @@
-"""What the config.json of a draft head says about how it wants to be used. Needs no torch."""
+"""Settings from the config.json of a draft head. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftwise.names import HEAD_METHODS
 
 @dataclass(frozen=True, slots=True)
 class HeadDefaults:
-    """Settings that a head brings along; they hold where the user says nothing."""
+    """Settings of a head's own config.json; they hold where the user gives none."""
 
     num_tokens: int | None = None
     tree: tuple[tuple[int, ...], ...] | None = None
@@ -74,7 +74,7 @@ def drafts_from_root(config: Mapping[str, Any]) -> bool:
 
 
 def _medusa_heads_in(model: str) -> int | None:
-    """Medusa heads that a local folder's file has: config.json may say fewer. None: it cannot be told."""
+    """The number of Medusa heads in a local folder's file, because config.json may say fewer. None: unknown."""
     folder = Path(model).expanduser()
     for name in ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"):
         found = re.findall(rb"(?:^|[^\d])(\d+)\.0\.linear\.|blocks\.(\d+)\.", tensor_names(folder / name))
@@ -126,7 +126,7 @@ class ServedSpeculator:
 
 
 def served_speculator(model: str, revision: str | None) -> ServedSpeculator | None:
-    """What to serve if ``model`` is such a folder or hub id; None: it is a model itself.
+    """The target and head if ``model`` is such a folder or hub id; None: it is a model itself.
 
     Raises:
         ConfigError: it is such a folder and names no verifier.

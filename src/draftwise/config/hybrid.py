@@ -1,4 +1,4 @@
-"""What a `SpeculativeConfig` of method ``hybrid`` may say: a look-up, and a drafter inside."""
+"""Checks of a `SpeculativeConfig` of method ``hybrid``: a look-up, and a drafter inside."""
 
 from __future__ import annotations
 

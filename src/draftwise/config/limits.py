@@ -18,7 +18,7 @@ LEAST_PROMPT_CHARS = 1 << 16
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Bounds on the parts of a request whose cost grows with their size. They hold for `LLM`, `AsyncLLM` and the server
-    alike; each can be raised (``request_limits={"max_choices": "1M"}``). What is over one is refused with a
+    alike; each can be raised (``request_limits={"max_choices": "1M"}``). A request over a limit is refused with a
     `LimitError` that names it.
 
     Defaults leave room for what clients of other servers send (OpenAI: 4 stop strings, 1,024 biases, 1,000 enum
@@ -67,7 +67,7 @@ class RequestLimits:
 
     @classmethod
     def from_value(cls, name: str, value: Any) -> RequestLimits:
-        """Take what a user wrote: an instance, a mapping of some fields, or its JSON text. Raises `ConfigError`."""
+        """Build from user input: an instance, a mapping of some fields, or its JSON text. Raises `ConfigError`."""
         if isinstance(value, cls):
             return value
         given: Mapping[str, Any] = to.mapping(name, value)

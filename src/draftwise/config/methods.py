@@ -1,4 +1,4 @@
-"""Names of speculative methods, and which one a draft checkpoint is for."""
+"""Names of speculative methods, and the method of a draft checkpoint."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def resolve_method(value: str) -> str:
 
 
 def detect_method(model: str, revision: str | None) -> str:
-    """Tell from a draft checkpoint's config.json (local, or in the hub's cache) which method it is for.
+    """Find the method of a draft checkpoint from its config.json (local, or in the hub's cache).
 
-    Without a config.json in reach the name decides, as users of eagle heads are used to; what names no
-    special head is a draft model. The answer may be a method that is not supported yet.
+    Without a readable config.json the name decides; a name without a special head is a draft model. The answer may be
+    a method that is not supported.
     """
     if canonical_name(model) in MODELLESS_METHODS:
         return canonical_name(model)
@@ -68,7 +68,7 @@ def detect_method(model: str, revision: str | None) -> str:
 
 
 def _is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a folder that calls itself a Llama of one layer is an EAGLE head, as its authors publish them: what tells
+    """Whether a folder that calls itself a Llama of one layer is an EAGLE head as its authors publish them. The sign
     is ``fc``, the layer that joins token and feature. Only names of tensors are read."""
     if config.get("num_hidden_layers") not in (0, 1):
         return False

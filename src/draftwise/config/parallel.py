@@ -1,4 +1,4 @@
-"""What several processes that share a model can do, and what they cannot."""
+"""Checks of settings for several processes that share a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftwise.errors import ConfigError
 
 
 class ParallelSettings(Protocol):
-    """What is looked at of an `EngineConfig`."""
+    """The fields of an `EngineConfig` that the checks read."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
@@ -81,5 +81,5 @@ def check_parallel(config: ParallelSettings, has_ranks: bool) -> None:
 
 
 def _ranks(size: int) -> str:
-    """What makes a model run in other processes, for people."""
+    """The setting that makes a model run in other processes, as a text for errors."""
     return "tensor_parallel_size over 1" if size > 1 else "distributed_executor_backend 'ray'"

@@ -18,7 +18,7 @@ def available_methods() -> tuple[str, ...]:
 
 
 def register_method(name: str, proposer: type[Any] | str) -> None:
-    """See `draftwise.register_proposer`, which is this with a type."""
+    """See `draftwise.register_proposer`, which is the typed form of this function."""
     if not name or not name.isprintable() or "." in name or ":" in name or name in RESERVED_METHODS:
         raise ConfigError(f"register_proposer: {name!r} cannot name a method")
     if name in METHOD_ALIASES:
@@ -91,7 +91,7 @@ def _load(path: str, name: str) -> type[Any]:
 
 
 def _imported(path: str) -> Any:
-    """What stands at "package.module:Name" or "package.module.Name"."""
+    """The object at "package.module:Name" or "package.module.Name"."""
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

@@ -1,4 +1,4 @@
-"""How the keywords of `LLM` and the flags of the commands become an `EngineConfig`."""
+"""Turns the keywords of `LLM` and the flags of the commands into an `EngineConfig`."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class SpeculativeConfig:
 
     @property
     def extracted_layers(self) -> tuple[int, ...]:
-        """Method ``extract_hidden_states``: the layers whose entering hidden states are written, in their order."""
+        """For method ``extract_hidden_states``: the layers whose input states are written, in their order."""
         return extracted_layers(self.draft_model_config)
 
     @property
@@ -268,7 +268,7 @@ class SpeculativeConfig:
         self._set("model", None)
 
     def _given(self) -> dict[str, Any]:
-        """Fields that say something, and what."""
+        """The fields that are set, and their values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {n: v for n, v in values.items() if v is not None and v is not False and v is not _UNSET}
 
@@ -312,7 +312,7 @@ class SpeculativeConfig:
         return self.method in ("draft_model", "hybrid", *HEAD_METHODS)
 
     def _shapes_allow_parallel(self) -> bool:
-        """Whether the user asks for nothing that drafting in one pass cannot do."""
+        """Whether drafting in one pass can do all that the user asks for."""
         return self.speculative_token_tree is None and self.speculative_dynamic_tree is None
 
     def _shape_is_open(self) -> bool:

@@ -1,4 +1,4 @@
-"""How the values of `SpeculativeConfig` are read: from what the user wrote to what the field holds."""
+"""Converters of the fields of `SpeculativeConfig`: from user input to stored values."""
 
 from __future__ import annotations
 

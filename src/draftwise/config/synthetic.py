@@ -1,4 +1,4 @@
-"""What a `SpeculativeConfig` with the rule ``synthetic`` may say: the share of drafts to accept, in either form."""
+"""Checks of a `SpeculativeConfig` with the rule ``synthetic``: the share of drafts to accept, in either form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's `LLM` can do and this engine cannot: the names are there, and say so."""
+"""Methods of vLLM's `LLM` that this engine does not support. The names exist and raise an error that says so."""
 
 from __future__ import annotations
 

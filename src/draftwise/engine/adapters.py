@@ -1,4 +1,4 @@
-"""Which LoRA adapters an engine has, under which numbers, and which of them may go."""
+"""The LoRA adapters of an engine, their numbers, and which of them may be unloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftwise.errors import ConfigError, ModelLoadError, RequestError
 from draftwise.models.lora.peft import read_adapter
 
 Between = Callable[[Callable[[], None]], None]
-"""Has something done between two steps, in the thread that steps, and waits for it."""
+"""Runs a function between two steps, in the engine's thread, and waits for it."""
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class _Entry:
 
 
 class Adapters:
-    """Adapters are loaded when the first request names them, at most ``most`` at a time; one that no request has is let
-    go for another, least recently used first. Numbers (slots) are never given twice, so that a name that is loaded anew
-    finds none of the old one's keys in the prefix cache."""
+    """Adapters are loaded when the first request names them, at most ``most`` at a time. An adapter that no request
+    uses makes room for another one, least recently used first. Numbers (slots) are never given twice, so an adapter
+    that is loaded again under its name finds no old keys in the prefix cache."""
 
     def __init__(self, core: EngineCore, *, enabled: bool, most: int, max_rank: int) -> None:
         self._core = core
@@ -41,11 +41,11 @@ class Adapters:
         self._lock = threading.Lock()  # one load at a time
 
     def slot(self, request: LoRARequest | None, between: Between) -> int:
-        """The number of a request's adapter, loaded if it is not there; 0: it wants none.
+        """The number of a request's adapter, which is loaded if necessary; 0: the request has none.
 
         Raises:
-            RequestError: no adapters are enabled, this one cannot be loaded, its number is taken, or all
-                places are taken by requests that run.
+            RequestError: adapters are not enabled, this one cannot be loaded, its number is taken, or running
+            requests use all places.
         """
         if request is None:
             return 0
@@ -72,7 +72,7 @@ class Adapters:
             self._load(request, between, pinned=True)
 
     def remove(self, number: int, between: Between) -> bool:
-        """Forget an adapter by the user's number; requests that have it go on with it. False: there is none."""
+        """Forget an adapter by the user's number; its requests go on with it. False: there is no such adapter."""
         with self._lock:
             entry = self._entries.pop(number, None)
             if entry is None:
@@ -82,14 +82,15 @@ class Adapters:
             return True
 
     def check(self, slot: int) -> None:
-        """Under the engine's lock, as a request is queued. Raises RequestError if its adapter was let go meanwhile."""
+        """Call it under the engine's lock when a request is queued. Raises RequestError if its adapter was
+        unloaded."""
         if slot and slot not in self._live:
             raise RequestError(
                 "lora_request: the adapter was unloaded, or it made room for others (max_loras)"
             )
 
     def requests(self) -> list[LoRARequest]:
-        """Those that are loaded."""
+        """The loaded adapters."""
         with self._lock:
             return [entry.request for entry in self._entries.values()]
 
@@ -129,7 +130,7 @@ class Adapters:
             self._sweep(between)
 
     def _sweep(self, between: Between) -> None:
-        """Let go of what was unloaded and no request has any more."""
+        """Free adapters that were unloaded and that no request uses any more."""
         with self._core.lock:
             held = self._core.scheduler.adapters_in_use()
             gone = [slot for slot in self._leaving if slot not in held]

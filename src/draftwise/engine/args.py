@@ -54,7 +54,7 @@ class _Flags:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """From what such a parser found; other names in it are left alone."""
+        """Options from a parser's result; other names in it are ignored."""
         return cls(**{name: getattr(args, name) for name in _NAMES if hasattr(args, name)})
 
     def given(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class _Flags:
 
 
 def _value(text: str) -> Any:
-    """JSON objects, lists and numbers as such, any other text as it is."""
+    """JSON objects, lists and numbers are parsed; any other text stays a text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -89,4 +89,4 @@ EngineArgs: Any = dataclasses.make_dataclass(
 """A class; typed `Any`, because its fields are made from those of `EngineConfig`."""
 
 AsyncEngineArgs: Any = EngineArgs
-"""The same options; vLLM has another name for those of an asynchronous engine."""
+"""The same options under vLLM's name for an asynchronous engine."""

@@ -38,7 +38,7 @@ logger = logging.getLogger("draftwise")
 
 
 StepObserver = Callable[[Sequence[RequestUpdate]], None]
-"""Told what a step changed, in the engine's thread and after every step: it must be quick."""
+"""Called with the changes of every step, in the engine's thread. It must be quick."""
 
 
 class AsyncLLM(Absent):
@@ -56,14 +56,14 @@ class AsyncLLM(Absent):
         max_chunk_rate: float | None = None,
         **options: Any,
     ) -> None:
-        """``max_chunk_rate``: most outputs per second that the readers of an event loop are woken for; with more than
-        a few readers, the tokens of several steps then come in one output (None: every step is told)."""
+        """``max_chunk_rate``: the most outputs per second for all readers of an event loop. With more than a few
+        readers, one output then has the tokens of several steps. None: an output for every step."""
         config = resolve_engine_config(model=model, **options)
         self._begin(check_alone(config), keep_trace, max_chunk_rate)
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, max_chunk_rate: float | None = None) -> Self:
-        """An engine of a configuration that is resolved already."""
+        """An engine from a resolved configuration."""
         made = cls.__new__(cls)
         made._begin(config, False, max_chunk_rate)
         return made
@@ -131,17 +131,16 @@ class AsyncLLM(Absent):
     ) -> RequestStream:
         """Begin one prompt and return its outputs, to be iterated over and closed in the running event loop.
 
-        What takes long (a long text, a grammar) is prepared in a thread; whoever has to know before the first output
-        whether the request is valid awaits `RequestStream.ready`. Requests are served in the order of these calls,
-        however long each was prepared.
+        Long work (a long text, a grammar) is done in a thread. Await `RequestStream.ready` to know before the first
+        output whether the request is valid. Requests are served in the order of these calls.
 
         ``lora_request``: an adapter, loaded in a thread when it is first named.
         ``keep_trace``: remember the verified trees of this request (None: as the engine was built).
-        ``numbers``: of its samples, if somebody gives them who sees more engines than this one; no two requests of an
-        engine may have the same.
+        ``numbers``: the numbers of its samples, for callers that number requests over several engines. They must be
+        unique within an engine.
 
-        Raises RequestError for an invalid request (nothing was queued), here or, where it was found in a thread, from
-        the stream; EngineDeadError if the engine has failed.
+        Raises RequestError for an invalid request (nothing was queued), here or, if a thread found it, from the
+        stream; EngineDeadError if the engine has failed.
         """
         prompt = one_prompt(prompt)
         params = (sampling_params or SamplingParams()).clone()
@@ -210,12 +209,12 @@ class AsyncLLM(Absent):
             return group.read(stream.params.output_kind, text_only=stream.text_only)
 
     def observe(self, observer: StepObserver) -> None:
-        """Have ``observer`` called with the updates of every step. One that raises is dropped and logged."""
+        """Call ``observer`` with the updates of every step. An observer that raises is logged and dropped."""
         self._observers = (*self._observers, observer)
 
     def observe_cache(self, listener: CacheListener) -> bool:
-        """Have ``listener`` told in the engine's thread what became of cached blocks, after every step and before the
-        readers of that step are woken. False: nothing is cached."""
+        """Call ``listener`` with the changes of cached blocks, in the engine's thread, after every step and before
+        the readers of that step are woken. False: this engine has no prefix cache."""
         return self._engine.core.observe_cache(listener)
 
     def forget(self, stream: RequestStream) -> None:
@@ -255,7 +254,7 @@ class AsyncLLM(Absent):
             return any(stopped)
 
     def abort_all(self) -> int:
-        """`abort` whatever runs or waits; how many requests it were."""
+        """Abort all requests that run or wait. Returns how many there were."""
         with self._wakeup:
             return sum(self.abort(request_id) for request_id in list(self._streams))
 
@@ -297,20 +296,20 @@ class AsyncLLM(Absent):
         await self._workers.submit(Lane.TEXT, functools.partial(self.load_lora, lora_request))
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter; requests that have it go on with it. False: there is none of this number."""
+        """Forget an adapter; its requests go on with it. False: there is no adapter of this number."""
         work = functools.partial(self._engine.adapters.remove, lora_int_id, self._between_steps)
         return await self._workers.submit(Lane.TEXT, work)
 
     def list_loras(self) -> list[LoRARequest]:
-        """Adapters that are loaded."""
+        """The loaded adapters."""
         return self._engine.adapters.requests()
 
     def prefix_salt(self, lora_request: LoRARequest | None) -> str | None:
-        """What blocks of requests with this adapter are told apart by in the prefix cache. It is loaded if need be."""
+        """The salt of this adapter's blocks in the prefix cache. Loads the adapter if necessary."""
         return adapter_salt(self._engine.adapters.slot(lora_request, self._between_steps))
 
     def _between_steps(self, work: Callable[[], None]) -> None:
-        """Have the thread that steps do something before its next step, and wait for it."""
+        """Run a function in the engine's thread before its next step, and wait for it."""
         done: Future[None] = Future()
         with self._wakeup:
             self._check_alive()
@@ -404,7 +403,7 @@ class AsyncLLM(Absent):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of prompts are below it."""
+        """The number of token ids: those of prompts must be smaller."""
         return self._engine.processor.vocab_size
 
     @property
@@ -414,8 +413,8 @@ class AsyncLLM(Absent):
 
     @property
     def in_step(self) -> float:
-        """Seconds for which the step that runs has been running; 0 between steps. Waits for nothing, so that an engine
-        that hangs can be told."""
+        """Seconds since the running step began; 0 between steps. It takes no lock, so it answers for an engine that
+        hangs."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -435,8 +434,8 @@ class AsyncLLM(Absent):
         return done
 
     def reset_drafters(self) -> None:
-        """Let drafters forget what they learned from past requests (method ``suffix``: their outputs), before the next
-        step; requests that run go on."""
+        """Make drafters forget what they learned from past requests (method ``suffix``: their outputs), before the
+        next step. Running requests go on."""
         with self._wakeup:
             self._check_alive()
             self._forgets = True
@@ -457,7 +456,7 @@ class AsyncLLM(Absent):
     # ------------------------------------------------------------------------------------------ life cycle
 
     def close(self) -> None:
-        """Stop: running requests end with EngineDeadError at their readers. Closing twice is fine."""
+        """Stop the engine. Readers of running requests get EngineDeadError. Closing twice is allowed."""
         with self._wakeup:
             if self._closing:
                 return
@@ -473,7 +472,7 @@ class AsyncLLM(Absent):
     """vLLM's name."""
 
     def ask_to_stop(self) -> None:
-        """At the end of the program: no step after the one under way."""
+        """Called at the end of the program: begin no further step."""
         self._closing = True
         if self._wakeup.acquire(
             timeout=1.0
@@ -486,7 +485,7 @@ class AsyncLLM(Absent):
         self._thread.join(timeout)
 
     def after_fork_in_child(self) -> None:
-        """The thread stayed in the parent: this copy answers with EngineDeadError."""
+        """Called in a forked child. The thread stayed in the parent, so this copy answers with EngineDeadError."""
         self._engine.core.after_fork_in_child()
         self._wakeup = threading.Condition(self._engine.core.lock)
         self._workers = Workers()

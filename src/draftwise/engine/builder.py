@@ -36,7 +36,7 @@ _FLOAT32_LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the facades share."""
+    """What `LLM` and `AsyncLLM` share."""
 
     config: EngineConfig
     core: EngineCore
@@ -48,13 +48,13 @@ class Engine:
 
     @property
     def model(self) -> DecoderModel:
-        """The target, which is in this process."""
+        """The target model of an engine in this process."""
         assert self.device is not None, "the model is in other processes"
         return self.device.model
 
 
 def check_alone(config: EngineConfig) -> EngineConfig:
-    """The configuration of an engine that a program makes. Raises ConfigError for one of several."""
+    """The configuration of an engine that a program makes. Raises ConfigError if it asks for several engines."""
     if config.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size: {config.data_parallel_size} engines behind one port are what draftwise serve has; in "
@@ -134,7 +134,7 @@ def build_engine(
 
 
 def _window(facts: DeviceFacts) -> int | None:
-    """Tokens that a row reads at most, if no layer of the target reads more, and no drafter keeps keys of its own."""
+    """The most tokens that a row reads, if all layers of the target have a window and no drafter stores keys."""
     windows = facts.model.sliding_window
     if any(window is None for window in windows) or any(t.has_storage for t in facts.drafters.values()):
         return None
@@ -150,7 +150,7 @@ def _controller(config: EngineConfig, drafters: Mapping[str, Traits]) -> Control
     if config.speculation_control == "static":
         return StaticController(tables)
     evident = {name for name, drafter in drafters.items() if drafter.evident}
-    # Who keeps nothing of past tokens, such as Medusa, needs not to be told of them.
+    # A drafter that stores nothing of past tokens, such as Medusa, is not told of them.
     observing = {name for name, d in drafters.items() if d.observes and d.has_storage}
     return AdaptiveController(
         tables, evident | {GrammarProposer.name}, observing, ahead=config.async_scheduling

@@ -18,7 +18,7 @@ from draftwise.models.base import DecoderModel
 from draftwise.propose.base import Proposer
 
 _CPU_CACHE_LIMIT = 4 << 30
-"""Bytes of K/V cache on a CPU, at most, unless the user asks for more."""
+"""The most bytes of K/V cache on a CPU, unless the user asks for more."""
 
 
 def cache_blocks(
@@ -30,8 +30,8 @@ def cache_blocks(
     graphs: GraphSetup | None,
     states: StatePlan | None,
 ) -> tuple[int, int]:
-    """Blocks of the cache, and bytes of them all (target and drafters, and what drafters need besides). Raises
-    ConfigError if none fits."""
+    """The number of blocks, and their bytes for the target and all drafters, scratch included. Raises ConfigError if
+    no block fits."""
     block_bytes = bytes_of_block(config, model, proposers)
     fixed = sum(p.memory_fixed() for p in proposers) + (0 if states is None else states.nbytes)
     if config.num_kv_blocks is not None:
@@ -67,26 +67,26 @@ def cache_blocks(
 
 
 def bytes_of_block(config: EngineConfig, model: DecoderModel, proposers: Sequence[Proposer]) -> int:
-    """Of one block of tokens, of the target and all drafters."""
+    """Bytes of one block of tokens, for the target and all drafters."""
     target = KVStorage.bytes_per_block(model.kv_layout(), config.block_size, kv_dtype(config, model))
     return max(target + sum(p.memory_per_block() for p in proposers), 1)  # 1: of a model without attention
 
 
 def _seats_bytes(config: EngineConfig, model: DecoderModel) -> int:
-    """What steps that stay on a GPU take besides."""
+    """Further bytes for steps that stay on a GPU."""
     if not config.async_scheduling:
         return 0
     return seats_bytes(config.max_num_seqs or 64, step_widths(config)[-1] - 1, model.config.vocab_size)
 
 
 def _free_memory(config: EngineConfig) -> int:
-    """Bytes the cache may take on a CPU when the user does not say. Engines behind one port share them."""
+    """Bytes of the cache on a CPU when the user gives none. Engines behind one port share them."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(_CPU_CACHE_LIMIT, available // 4) // config.data_parallel_size
 
 
 def state_memory(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes that recurrent states may take: half of the cache's; None: the user says how many blocks there are."""
+    """Bytes for recurrent states: half of the cache's. None: the user gives the number of blocks."""
     if config.num_kv_blocks is not None:
         return None
     if config.kv_cache_memory is None and device.type == "cuda":
@@ -95,7 +95,7 @@ def state_memory(config: EngineConfig, device: torch.device) -> int | None:
 
 
 def kv_dtype(config: EngineConfig, model: DecoderModel) -> torch.dtype:
-    """Of the target's K/V cache; those of drafters, which are small, stay as their models compute."""
+    """The dtype of the target's K/V cache. Drafters' caches are small and have the dtype of their models."""
     if config.kv_cache_dtype == "auto":
         return model.dtype
     dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)

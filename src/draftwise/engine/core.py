@@ -18,12 +18,12 @@ from draftwise.sched.scheduler import Scheduler
 from draftwise.types import StepResult
 
 CacheListener = Callable[[Sequence[CacheEvent]], None]
-"""Told what became of cached blocks, in order, by whoever steps: it must be quick, and must not raise."""
+"""Called in the engine's thread with the changes of cached blocks, in order. It must be quick and must not raise."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the engine's life; of fixed size."""
+    """Totals over the engine's life, of fixed size."""
 
     num_steps: int = 0
     step_time: float = 0.0
@@ -40,7 +40,7 @@ class Totals:
 
 
 class _Flight(NamedTuple):
-    """A step that was handed over; ``queued``: behind another one."""
+    """A step that was handed to the executor; ``queued``: another step was still running."""
 
     result: Future[StepResult]
     queued: bool
@@ -94,7 +94,8 @@ class EngineCore:
             return self.scheduler.cancel(rid)
 
     def step(self) -> list[RequestUpdate]:
-        """Compute one step for everybody who can take part in it; ahead, answers what the step before it did."""
+        """Compute one step for all requests that can take part. When planning ahead, returns the results of the step
+        before."""
         self._stepping = True
         try:
             updates = self._step_ahead() if self._ahead else self._step()
@@ -105,7 +106,8 @@ class EngineCore:
         return updates
 
     def observe_cache(self, listener: CacheListener) -> bool:
-        """Have ``listener`` told after every step what became of cached blocks. False: nothing is cached."""
+        """Call ``listener`` after every step with the changes of cached blocks. False: this engine has no prefix
+        cache."""
         with self.lock:
             logged = self.scheduler.kv.log_events()
         if logged:
@@ -113,7 +115,7 @@ class EngineCore:
         return logged
 
     def tell_cache(self) -> None:
-        """Tell the listeners what they were not told yet."""
+        """Send listeners the changes that they have not received."""
         with self.lock:
             events = self.scheduler.kv.take_events()
         if events:
@@ -185,7 +187,7 @@ class EngineCore:
                 totals.speculation.merge(update.request.counts)
 
     def speculation_counts(self) -> SpeculationCounts:
-        """What speculation did so far, requests that still run included. Call it with the lock held."""
+        """Totals of speculation, running requests included. Call it with the lock held."""
         counts = SpeculationCounts()
         counts.merge(self.totals.speculation)
         for other in self.scheduler.unfinished_counts():
@@ -198,7 +200,8 @@ class EngineCore:
             self.scheduler.check_integrity()
 
     def after_fork_in_child(self) -> bool:
-        """Called in a forked child. False: another thread was at it when the process forked, and it cannot be used."""
+        """Called in a forked child. False: another thread was computing when the process forked, so the copy is
+        unusable."""
         # The threads of torch's OpenMP stayed in the parent, and it would wait for them for ever.
         torch.set_num_threads(1)
         whole = not self._stepping and not self._flights and self.lock.acquire(blocking=False)
@@ -206,7 +209,7 @@ class EngineCore:
         return self.executor.forked() and whole
 
     def at_close(self, closer: Callable[[], None]) -> None:
-        """Have this called when the engine is closed."""
+        """Register a function to call when the engine is closed."""
         self._closers.append(closer)
 
     def close(self) -> None:

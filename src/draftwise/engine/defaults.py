@@ -18,12 +18,12 @@ _FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of generation_config.json and what they are called here."""
+"""Fields of generation_config.json and their names here."""
 
 
 def default_params(config: EngineConfig) -> SamplingParams:
-    """What generation_config.json beside the model says of sampling; the plain defaults where it says nothing, or where
-    a value is out of range."""
+    """Sampling defaults from generation_config.json beside the model. Missing values and values out of range get the
+    plain defaults."""
     assert config.model is not None, "resolve_engine_config names the embedded model"
     params = SamplingParams()
     path = Path(resolve_path(config.model, config.revision)) / "generation_config.json"

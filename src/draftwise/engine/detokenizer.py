@@ -31,11 +31,11 @@ class _TextStream(Protocol):
     """Text of a growing sequence of tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Whole characters that became known with these tokens; may be empty."""
+        """The whole characters that these tokens complete; may be empty."""
         ...
 
     def flush(self) -> str:
-        """What is left: an unfinished character, as U+FFFD."""
+        """The rest: an unfinished character, as U+FFFD."""
         ...
 
 
@@ -161,7 +161,8 @@ class IncrementalDetokenizer:
         return new
 
     def finish(self) -> None:
-        """No token follows: what was held back is text. Does nothing after a stop string or a second time."""
+        """Call it after the last token: text that was held back is released. No effect after a stop string or a
+        second call."""
         if self._stopped:
             return
         self._release(self._held + self._stream.flush())
@@ -182,7 +183,7 @@ def _text_stream(tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens:
 
 
 class _Vocabulary:
-    """What requests share of a tokenizer: its special tokens, and the bytes of those tokens that were met."""
+    """Data of a tokenizer that requests share: its special tokens, and the bytes of tokens seen so far."""
 
     __slots__ = ("_bytes", "backend", "byte_level", "special")
 
@@ -194,7 +195,7 @@ class _Vocabulary:
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Of a byte-level tokenizer; an id that does not exist has none."""
+        """The bytes of a token of a byte-level tokenizer; none for an id that does not exist."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = token_bytes(self.backend.id_to_token(token_id) or "")

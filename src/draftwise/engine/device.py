@@ -49,7 +49,7 @@ _FLOAT32_LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes, in this process."""
+    """The computing side, in this process."""
 
     model: DecoderModel
     executor: LocalExecutor
@@ -59,7 +59,7 @@ class Device:
 
 
 def load_engine_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer that a config names; None: it says that there is none."""
+    """The tokenizer that a configuration names; None: it skips the tokenizer."""
     if config.skip_tokenizer_init:
         return None
     assert config.model is not None
@@ -84,10 +84,10 @@ def make_grammars(config: EngineConfig, facts: DeviceFacts, tokenizer: Any) -> G
 def build_device(
     config: EngineConfig, clock: Callable[[], float] = time.perf_counter, ranks: Ranks | None = None
 ) -> Device:
-    """Load everything that computes.
+    """Load models, drafters and caches, and build the executor.
 
     Args:
-        ranks: with whom the model is shared: this process loads its part of it. None: with nobody.
+        ranks: the processes that share the model; this process loads its part. None: it is not shared.
 
     Raises ConfigError or ModelLoadError.
     """
@@ -247,7 +247,7 @@ def _load_proposers(
 
 
 def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> GraphSetup | None:
-    """What is captured; None: nothing is. Kernels that cannot be captured run as they are."""
+    """The graphs to capture; None: none. Kernels that cannot be captured run as they are."""
     options = config.graphs
     if config.enforce_eager or options.mode == "none" or config.enable_lora:
         return None

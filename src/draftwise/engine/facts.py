@@ -1,4 +1,5 @@
-"""What the host's side of an engine needs to know of the side that computes, which may be in other processes."""
+"""Facts about the computing side of an engine that the host's side needs. The computing side may be in other
+processes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from draftwise.propose.base import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Of a drafter; see `Proposer`."""
+    """Facts about a drafter; see `Proposer`."""
 
     prompt_only: bool = False
     drafts_trees: bool = False
@@ -24,7 +25,7 @@ class Traits:
 
     @classmethod
     def of(cls, proposer: Proposer) -> Self:
-        """What a proposer says of itself."""
+        """The facts that a proposer states about itself."""
         return cls(
             proposer.prompt_only,
             proposer.drafts_trees,
@@ -38,7 +39,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Of a model and its drafters as they are loaded. Can be pickled."""
+    """Facts about a loaded model and its drafters. Can be pickled."""
 
     model: ModelConfig  # of several ranks: rank 0's part
     drafters: Mapping[str, Traits]

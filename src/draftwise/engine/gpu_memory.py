@@ -16,7 +16,7 @@ from draftwise.models.inputs import RowInput, build_step_input
 logger = logging.getLogger("draftwise")
 
 _GRAPH_BYTES = 4 << 20
-"""Of one captured pass, besides the memory that its tensors share with all others': what the driver keeps of it."""
+"""Bytes that the driver keeps for one captured pass, besides the memory of its tensors, which all passes share."""
 
 
 @torch.inference_mode()
@@ -68,10 +68,10 @@ def plan_gpu(
         fixed: bytes of storage besides.
         drafter_bytes: what drafters' loops keep.
         num_graphs: how many passes and loops will be captured.
-        most_blocks: more would never be used.
+        most_blocks: the cache never needs more.
 
     Raises:
-        ConfigError: nothing is left for the cache.
+        ConfigError: no memory is left for the cache.
     """
     device = model.device
     activations = measure_pass(model, rows, logit_rows, block_size)

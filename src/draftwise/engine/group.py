@@ -25,15 +25,15 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
 class TextPiece(NamedTuple):
-    """What is new in the one sample of a prompt, where that is text and nothing else. ``text`` may be empty: a
-    character is not complete."""
+    """New text of a prompt with one sample, if there is nothing else to report. ``text`` is empty while a character
+    is incomplete."""
 
     text: str
     num_tokens: int
 
 
 class TokenText(Protocol):
-    """The one thing output needs of a tokenizer."""
+    """The part of a tokenizer that outputs need."""
 
     def decode(self, token_ids: list[int]) -> str: ...
 
@@ -53,7 +53,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class _SampleNews:
-    """How far a sample is. ``text``: from its detokenizer, if the engine drives that for stop strings."""
+    """The progress of a sample. ``text``: from its detokenizer, if the engine runs it for stop strings."""
 
     num_output: int
     num_shown: int
@@ -67,8 +67,8 @@ class _SampleNews:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How far the samples of a group are: all that has to be taken under the engine's lock. What they have got until
-    then never changes. ``metrics`` None: a `TextPiece` is to be built."""
+    """The progress of a group's samples: everything that must be read under the engine's lock. It never changes
+    afterwards. ``metrics`` None: build a `TextPiece`."""
 
     delta: bool
     samples: tuple[_SampleNews, ...]
@@ -97,7 +97,7 @@ class RequestGroup:
         tokenizer: TokenText | None,
         grammar: Grammar | None = None,
     ) -> None:
-        """``grammar``: held for as long as the group lives, so that it is at hand for the executor."""
+        """``grammar``: a reference that keeps the compiled grammar alive for the executor."""
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
@@ -162,7 +162,7 @@ class RequestGroup:
         return output
 
     def num_to_build(self, reading: Reading) -> int:
-        """`Logprob` objects that `build` will make: what it may take long over."""
+        """The number of `Logprob` objects that `build` will make, which can take long."""
         count = 0
         if reading.prompt_logprobs is not None and self._prompt_logprobs is None:
             count += _num_entries(reading.prompt_logprobs, 0, len(reading.prompt_logprobs))
@@ -174,7 +174,7 @@ class RequestGroup:
         return count
 
     def build(self, reading: Reading) -> RequestOutput | TextPiece:
-        """The output of what was read. Readings are built in their order."""
+        """Build the output of a reading. Readings must be built in their order."""
         if reading.metrics is None:
             sample, news = self._samples[0], reading.samples[0]
             piece = TextPiece(_text(sample, news, True), news.num_output - sample.sent_tokens)
@@ -292,7 +292,7 @@ def _news(sample: _Sample, delta: bool) -> _SampleNews:
 
 
 def _text(sample: _Sample, news: _SampleNews, delta: bool) -> str:
-    """The text until then. Without stop strings nobody needs it before somebody asks: it is made here."""
+    """The text up to a position. Without stop strings it is decoded here, when a reader asks."""
     detokenizer = sample.detokenizer
     if news.text is not None or detokenizer is None:
         return news.text or ""

@@ -9,11 +9,11 @@ from typing import Self
 
 
 class WholeSteps:
-    """Inside, Ctrl-C waits for `check`, which is called between two steps; a second one does not wait.
+    """Inside this context Ctrl-C waits for `check`, which is called between two steps. A second Ctrl-C does not wait.
 
     KeyboardInterrupt in the middle of planning or of taking in a step would leave the books of scheduler and cache half
     written, and the engine, which goes on to be used in a notebook, would give out a block twice. Only Python's own
-    handler is put off: who installs another one (commands end at once) means what it does.
+    handler is delayed; handlers of commands, which end at once, stay.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class WholeSteps:
         self._asked = True
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if it was asked for."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._asked:
             self._asked = False
             raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""Whether a request stays within `RequestLimits`: sizes alone are looked at, so that a refusal costs next to nothing.
+"""Checks requests against `RequestLimits`. Only sizes are checked, so a refusal costs almost nothing.
 
 The server asks with the values of a body before it makes `SamplingParams` of them; the engine asks again for every
-request. Values of a wrong type are passed over here: whoever reads them says what is wrong.
+request. Values of a wrong type are skipped here; the code that reads them reports the error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _STRUCTURED = "structured_outputs"
 
 
 def check_params(limits: RequestLimits, params: SamplingParams, *, walk: bool = True) -> None:
-    """``walk``: also the depth and the enums of a schema, for which one has to go through it: some 50 ms for a large
-    one. Raises `LimitError`."""
+    """``walk``: also check the depth and the enums of a schema, which takes some 50 ms for a large one. Raises
+    `LimitError`."""
     names = ("n", _STRUCTURED, *(name for name, _, _ in _COUNTS))
     given = {name: getattr(params, name) for name in names}
     spec = params.structured_outputs
@@ -59,8 +59,8 @@ def check_fields(limits: RequestLimits, given: Mapping[str, Any]) -> None:
 
 
 def check_structured(limits: RequestLimits, value: Any, name: str = _STRUCTURED) -> None:
-    """Check what is wanted of a structured output: `StructuredOutputs`, or a mapping of its fields. ``name``: the field
-    that an error names.
+    """Check the sizes of a structured output: `StructuredOutputs`, or a mapping of its fields. ``name``: the field to
+    name in errors.
 
     Raises `LimitError`, or `RequestError` for a JSON schema that is no JSON text.
     """
@@ -188,12 +188,12 @@ def _too_deep(limits: RequestLimits, name: str) -> LimitError:
 
 
 def _shown(number: int) -> str:
-    """An integer in few characters: one of a hundred thousand digits is not printed, and cannot be."""
+    """An integer as a short text: Python cannot print one of a hundred thousand digits."""
     return str(number) if number.bit_length() < 64 else "over 2**63"
 
 
 def check_portable(params: SamplingParams) -> None:
-    """Whether a request's functions can be sent to other processes. Raises RequestError."""
+    """Check that a request's functions can be sent to other processes. Raises RequestError."""
     for function in params.logits_processors:
         try:
             data = pickle.dumps(function)

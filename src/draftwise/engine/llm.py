@@ -190,12 +190,12 @@ class LLM(Absent):
     # ------------------------------------------------------------------------------------------ inspection
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json advises (temperature, top_p, ...), else the defaults."""
+        """Sampling parameters from the checkpoint's generation_config.json (temperature, top_p, ...), else the
+        defaults."""
         return default_params(self._alive().config)
 
     def get_metrics(self, prefix: str = "vllm:") -> list[Metric]:
-        """`stats` as a list of counters and gauges, under vLLM's names, prefix included: programs that look for
-        "vllm:spec_decode_num_drafts" find it."""
+        """`stats` as a list of counters and gauges under vLLM's names, such as "vllm:spec_decode_num_drafts"."""
         engine = self._alive()
         return metric_list(engine_stats(engine), {"model_name": str(engine.config.model)}, prefix)
 
@@ -228,7 +228,7 @@ class LLM(Absent):
             return engine.core.scheduler.kv.reset_prefix_cache()
 
     def reset_drafters(self) -> None:
-        """Let drafters forget what they learned from past requests (method ``suffix``: their outputs)."""
+        """Make drafters forget what they learned from past requests (method ``suffix``: their outputs)."""
         self._alive().core.executor.forget()
 
     def check_integrity(self) -> None:
@@ -249,7 +249,8 @@ class LLM(Absent):
         return self._engine
 
     def after_fork_in_child(self) -> None:
-        """An engine at rest goes on in the child. One that another thread was computing with is gone there."""
+        """Called in a forked child. An idle engine goes on; an engine with which another thread was computing is
+        unusable."""
         if self._engine is not None and not self._engine.core.after_fork_in_child():
             self._engine = None
             self._gone = "another thread was computing with it when this process was forked; build one here"
@@ -309,7 +310,8 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 def _flat(content: object) -> object:
     """Content as templates expect it: a list of text parts becomes their texts, a line each; anything else stays.
 
-    A part that is no text raises RequestError: a template would write a place for an image that nothing fills.
+    Raises RequestError for a part that is no text, because the model would not see the image that a template
+    mentions.
 
     >>> _flat([{"type": "text", "text": "what is"}, "this"])
     'what is\\nthis'

@@ -39,8 +39,8 @@ class Vector(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """Here for programs that ask what kind a metric is. Times are kept by `draftwise serve` (``/metrics``) and in every
-    output's ``metrics``, so `LLM.get_metrics` has none of this kind."""
+    """A class for programs that test the kind of a metric. `LLM.get_metrics` returns no histograms: times are in the
+    server's ``/metrics`` and in every output's ``metrics``."""
 
     count: int = 0
     sum: float = 0.0
@@ -48,7 +48,7 @@ class Histogram(Metric):
 
 
 def metric_list(stats: EngineStats, labels: Mapping[str, str], prefix: str) -> list[Metric]:
-    """What the engine counted until now. ``prefix``: before every name, "vllm:" or "draftwise:"."""
+    """The engine's counters now. ``prefix``: written before every name, "vllm:" or "draftwise:"."""
     s = stats.speculation
     counters = {
         "spec_decode_num_drafts": s.num_drafts,

@@ -1,4 +1,4 @@
-"""What users get back. Shapes follow vLLM's output objects; all durations are in seconds."""
+"""Output objects. They follow vLLM's; all durations are in seconds."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: tuple[LogprobsDict | None, ...] | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
-    """Method ``extract_hidden_states``: ``hidden_states_path``, the file with the prompt's hidden states."""
+    """For method ``extract_hidden_states``: ``hidden_states_path`` is the file with the prompt's hidden states."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -134,9 +134,9 @@ class RequestOutput:
 class EngineStats:
     """A snapshot of the engine. Blocks: ``num_free_blocks + num_used_blocks == num_blocks`` (cached blocks nobody
     uses count as free). Times are totals over all steps, in seconds; ``host_time`` is what a step took outside of the
-    models' forward passes. ``control``: what is drafted now, and what it is expected to gain. ``drafter_failures``: how
-    often a drafter raised, or answered what cannot be, by "method.hook", such as "eagle3.propose"; the requests it was
-    about went on without speculation."""
+    models' forward passes. ``control``: how much is drafted now, and the expected gain. ``drafter_failures``: how
+    often a drafter raised or gave an invalid answer, by "method.hook", such as "eagle3.propose"; its requests went on
+    without speculation."""
 
     num_blocks: int
     num_free_blocks: int

@@ -1,4 +1,4 @@
-"""From what a user asks to requests the scheduler can run: tokens, limits, seeds, speculation."""
+"""Turns user requests into requests that the scheduler can run: tokens, limits, seeds, speculation."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _SPECULATION_FIELDS = (
 _FEW_CHARS = 2000
 _FEW_IDS = 16_384
 _FEW_SAMPLES = 64
-"""A request with so much at most is prepared in a millisecond or two."""
+"""Requests up to this size are prepared in a millisecond or two."""
 
 
 class Numbers(NamedTuple):
-    """``first`` of the numbers of a prompt's requests, one for each sample, and when they arrived."""
+    """``first``: the first number of a prompt's requests, one per sample; and their time of arrival."""
 
     first: int
     arrival_time: float
@@ -62,7 +62,7 @@ def prompt_text(prompt: Prompt) -> str | None:
 
 
 def end_tokens(model_config: ModelConfig, tokenizer: Any | None) -> tuple[int, ...]:
-    """The tokens that end a sequence: the checkpoint's, then the tokenizer's if it is another."""
+    """The tokens that end a sequence: the checkpoint's, then the tokenizer's if it differs."""
     eos = list(model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
         eos.append(tokenizer.eos_token_id)
@@ -155,7 +155,8 @@ class Processor:
         elsewhere: bool = False,
     ) -> None:
         """``elsewhere``: steps are executed in other processes.
-        ``most_drafts``: a request may have in a step, of a model with recurrent state; None: the model has none."""
+        ``most_drafts``: the most drafts of a request in a step, for a model with recurrent state; None: no such
+        limit."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.limits = limits or RequestLimits()
@@ -177,7 +178,7 @@ class Processor:
     # -------------------------------------------------------------------------------------------- requests
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Whether the sizes of a request are within the limits, as far as that is quick. Raises `LimitError`."""
+        """Check the sizes of a request, as far as that is quick. Raises `LimitError`."""
         check_params(self.limits, params, walk=False)
         if self._elsewhere:
             check_portable(params)
@@ -187,18 +188,18 @@ class Processor:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of prompts are below it."""
+        """The number of token ids: those of prompts must be smaller."""
         return self._model_config.vocab_size
 
     def take_numbers(self, count: int) -> Numbers:
-        """Numbers for requests that arrive now. They decide who comes first, and seeds."""
+        """Numbers for requests that arrive now. They decide the order of requests and their seeds."""
         with self._lock:
             first = self._next_rid
             self._next_rid += count
         return Numbers(first, self._clock())
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane | None:
-        """Where `group` should be called for this request; None: it takes a millisecond, wherever."""
+        """The lane of threads in which `group` should be called; None: call it directly, it takes a millisecond."""
         spec = params.structured_outputs
         if spec is not None and not self._grammars.is_ready(spec):
             return Lane.GRAMMAR if spec.size <= SMALL else Lane.LARGE_GRAMMAR
@@ -215,8 +216,8 @@ class Processor:
         numbers: Numbers | None = None,
         adapter: int = 0,
     ) -> RequestGroup:
-        """Make the n requests of one prompt. ``keep_trace``: whether they remember their steps (None: the engine's
-        choice); ``numbers``: theirs, where they were taken before (None: the next ones); ``adapter``: see `Request`.
+        """Make the n requests of one prompt. ``keep_trace``: whether they record their steps (None: the engine's
+        choice); ``numbers``: their numbers, if already taken (None: the next ones); ``adapter``: see `Request`.
         May be called by several threads at once. Raises RequestError; `LimitError`, one of these, before any work is
         done."""
         self.check(prompt, params)
@@ -294,7 +295,7 @@ class Processor:
     # ----------------------------------------------------------------------------------------- speculation
 
     def resolve_speculation(self, params: SamplingParams) -> Speculation:
-        """What the engine drafts by default, overridden by the request's ``speculation``; the acceptance rule.
+        """The engine's default speculation, overridden by the request's ``speculation``, and the acceptance rule.
 
         Rules: greedy at temperature 0; else what the request or the engine chose; else ``coupled`` for a request
         with a seed (its text must not depend on the draft length, which may follow timing), else ``rejection``.
@@ -363,7 +364,7 @@ class Processor:
         return Speculation(method, len(parents), rule, parents, ranks)
 
     def _most_chain(self, method: str) -> int:
-        """Drafts that states are kept for, of the target and of the drafter, where they carry any."""
+        """The number of drafts for which the target and the drafter keep recurrent states, if they have any."""
         own = self._proposers[method].most_drafts if method in self._proposers else None
         limits = [most for most in (own, self._most_drafts) if most is not None]
         return min([MAX_TREE_NODES, *limits])

@@ -1,4 +1,4 @@
-"""Cache events on a ZeroMQ socket, in the format of vLLM's publisher, which routers outside read.
+"""Publishes cache events on a ZeroMQ socket, in the format of vLLM's publisher, for external routers.
 
 A message has three parts: the topic, its number (8 bytes, big-endian, from 0 on), and as MessagePack the array ::
 
@@ -7,8 +7,9 @@ A message has three parts: the topic, its number (8 bytes, big-endian, from 0 on
            ["BlockRemoved", hashes, medium]
            ["AllBlocksCleared"]
 
-A hash is the last 8 bytes of a block's digest as an integer, as vLLM sends them unless told otherwise. Who sees a gap
-in the numbers sends the first missing one to the replay socket, and gets messages from there on, then one numbered -1.
+A hash is the last 8 bytes of a block's digest as an integer, as vLLM sends them unless told otherwise. A subscriber
+that sees a gap in the numbers sends the first missing number to the replay socket. It gets the messages from there
+on, then one numbered -1.
 
 Sources: ``vllm/distributed/kv_events.py`` and ``examples/online_serving/kv_events_subscriber.py`` of vLLM.
 """
@@ -30,18 +31,18 @@ from draftwise.kv.events import BlocksRemoved, BlocksStored, CacheEvent
 logger = logging.getLogger("draftwise")
 
 _MEDIUM = "GPU"
-"""What vLLM calls the cache that a model reads, on whatever device it is."""
+"""vLLM's name for the cache that a model reads, on any device."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _IDLE = 0.1
 """Seconds after which the thread looks for requests to replay."""
 
 
 class CachePublisher:
-    """Sends what it is told from a thread of its own."""
+    """Sends events from a thread of its own."""
 
     def __init__(self, config: EventsConfig, block_size: int, rank: int = 0) -> None:
-        """``rank``: of the engine among several, which moves the ports. Raises ConfigError if an address cannot be had,
-        or pyzmq is not installed."""
+        """``rank``: the engine's number among several, which is added to ports. Raises ConfigError if an address is
+        not available, or pyzmq is not installed."""
         try:
             import msgspec
             import zmq
@@ -78,8 +79,8 @@ class CachePublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Send events as one message. It does not wait: where too many wait already the message is dropped, which its
-        number shows to subscribers."""
+        """Send events as one message, without waiting. If too many messages wait, it is dropped; subscribers see the
+        gap in the numbers."""
         entries = [self._entry(event) for event in events]
         message = self._pack([time.time(), entries, self._rank])
         number, self._number = self._number, self._number + 1
@@ -117,7 +118,7 @@ class CachePublisher:
         self._context.destroy(linger=200)
 
     def _answer(self) -> None:
-        """Somebody missed messages."""
+        """Answer a subscriber that missed messages."""
         frames = self._replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             logger.warning("cache events: a request to replay of %d parts is not understood", len(frames))
@@ -129,7 +130,7 @@ class CachePublisher:
         self._replay.send_multipart((client, b"", _END, b""))
 
     def close(self) -> None:
-        """Send what waits, and end. Closing twice is fine."""
+        """Send waiting messages, and end. Closing twice is allowed."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(2.0)

@@ -22,16 +22,16 @@ from draftwise.models.loader import check_divided
 
 _MODULE = "draftwise.engine.worker"
 _BUILDING = 1800.0
-"""Seconds that a rank waits for another at least: one may be built much later. In a step the host gives up before that,
-and ends both."""
+"""The least seconds that a rank waits for another, because one may be built much later. In a step the host gives up
+earlier and ends both."""
 
 
 def start_ranks(config: EngineConfig) -> tuple[RanksExecutor, DeviceFacts]:
-    """Start them and wait until they are built.
+    """Start the ranks and wait until they are built.
 
     Raises:
-        ConfigError, ModelLoadError: what a rank raised, or no room for them in a Ray cluster.
-        EngineDeadError: one died.
+        ConfigError, ModelLoadError: a rank raised it, or the Ray cluster has no room for them.
+        EngineDeadError: a rank died.
     """
     size = config.tensor_parallel_size
     assert config.model is not None, "resolve_engine_config names the embedded model"
@@ -103,7 +103,7 @@ def _on_ray(config: EngineConfig) -> RankGroup:
 
 
 def _shares_memory(config: EngineConfig) -> bool:
-    """Whether native code sums over ranks; else torch.distributed does."""
+    """Whether native code sums over ranks; otherwise torch.distributed does."""
     from draftwise.kernels.cpu.library import native_library
 
     return native_library() is not None and torch.device(config.device).type != "cuda"
@@ -112,7 +112,7 @@ def _shares_memory(config: EngineConfig) -> bool:
 def _starter(
     config: EngineConfig,
 ) -> Callable[[int, str, int, str | None, int | None, tuple[int, ...] | None], Start]:
-    """From what differs between ranks to what each is told first."""
+    """The first message to each rank: the settings that differ between ranks."""
     methods = third_party_methods()
     level = logging.getLogger("draftwise").getEffectiveLevel()
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _FREE = 8
-"""Streams that are never held up: what they cost is small, and somebody watches them."""
+"""The number of streams that are never delayed, because a few cost little."""
 
 
 class Reader(Protocol):
-    """Someone who waits for ``event`` and then reads whatever is new. ``due``: see `Readers`."""
+    """A reader that waits for ``event`` and then reads all new output. ``due``: see `Readers`."""
 
     event: asyncio.Event
     due: float
@@ -22,16 +22,16 @@ class Readers:
     """The readers that live in one event loop.
 
     Waking a reader, building its piece and writing it to a socket costs about the same however many tokens the piece
-    has. Above ``rate`` pieces per second, if all that a step has news for were told of every step, those who were
-    served a moment ago wait for a later one, whose tokens then come in the same piece. First pieces and last ones never
-    wait, and nobody waits when few read.
+    has. If waking every reader for every step would exceed ``rate`` pieces per second, readers that were served a
+    moment ago wait for a later step and get the tokens of both in one piece. First and last pieces never wait, and no
+    reader waits when there are few.
 
     Example: 64 readers and a rate of 2,500 are 25.6 ms between the pieces of one reader; with steps of 13 ms every
     second step is told.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, rate: float | None) -> None:
-        """``rate``: pieces per second; None: as many as there are."""
+        """``rate``: the most pieces per second; None: no limit."""
         self.num_open = 0  # readers of this loop; whoever adds or removes one counts
         self.loop = loop
         self._rate = rate
@@ -39,7 +39,7 @@ class Readers:
         self._timer: asyncio.TimerHandle | None = None
 
     def tell(self, news: Sequence[Reader], ended: Sequence[Reader]) -> None:
-        """From any thread: there is something new for ``news``, and nothing will follow for ``ended``."""
+        """Called from any thread. Readers in ``news`` have new output; those in ``ended`` have their last one."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(self._deliver, news, ended)
 
@@ -65,7 +65,7 @@ class Readers:
             self._arm(gap / 2)
 
     def _arm(self, grace: float) -> None:
-        """The next step may be a long one: what is held goes out without it, a little after it was due."""
+        """Send what is held a little after it was due, because the next step may take long."""
         first = min(reader.due for reader in self._held)
         self._timer = self.loop.call_at(first + grace, self._late, grace)
 

@@ -1,4 +1,4 @@
-"""Models with recurrent state: how many requests and drafts there is room for, and what such an engine does not do."""
+"""Models with recurrent state: the room for requests and drafts, and the features that such an engine refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from draftwise.propose.base import Proposer
 logger = logging.getLogger("draftwise")
 
 _USUAL_DRAFTS = 8
-"""Drafts of a request that states are kept for where no drafter is configured: look-ups and grammars draft anyway."""
+"""Drafts per request for which states are kept if no drafter is configured, because look-ups and grammars draft
+anyway."""
 WHY_NO_TREES = (
     "the model carries recurrent state, which is kept along a chain of drafts, not in every branch of a tree"
 )
@@ -42,11 +43,11 @@ class StatePlan:
 def plan_states(
     config: EngineConfig, model: DecoderModel, num_seqs: int, memory: int | None
 ) -> StatePlan | None:
-    """How the states of the target are kept; None: it has none.
+    """The storage of the target's states; None: the target has none.
 
     Args:
-        num_seqs: requests that are wanted to run at once; so many do if there is room for their states.
-        memory: bytes that they may take; None: any number.
+        num_seqs: requests that should run at once, if there is room for their states.
+        memory: the most bytes for states; None: no limit.
 
     Raises:
         ConfigError: a tree is configured.

@@ -1,4 +1,4 @@
-"""`LLMEngine`: an engine that its program steps, for programs written for vLLM's class of this name."""
+"""`LLMEngine`: an engine whose steps the caller runs, for programs written for vLLM's class of this name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; what it changed, an output per prompt, as its ``output_kind`` asks."""
+        """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks."""
         engine = self._alive()
         with WholeSteps(), lifetime.computing(), torch.inference_mode():
             updates = engine.core.step()
@@ -85,7 +85,7 @@ class LLMEngine:
         return outputs
 
     def abort_request(self, request_id: str | Sequence[str]) -> None:
-        """Stop one request or several; unknown ids are left alone."""
+        """Stop one request or several; unknown ids are ignored."""
         engine = self._alive()
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             if name in self._groups:
@@ -98,7 +98,7 @@ class LLMEngine:
         return bool(self._groups) or self._alive().core.has_work
 
     def get_num_unfinished_requests(self) -> int:
-        """Prompts that run or wait."""
+        """The number of prompts that run or wait."""
         return len(self._groups)
 
     def get_tokenizer(self) -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class StopEnd(NamedTuple):
-    """A stop string was completed: behind so many characters of the piece, and which one."""
+    """A completed stop string: its number, and how many characters of the piece it ends behind."""
 
     end: int
     stop: str
@@ -20,7 +20,7 @@ class StopStrings:
     the longest.
 
     A state is a node of the trie of all strings: the longest end of the text with which one of them begins. It is an
-    int that belongs to whoever reads a text; nothing here changes after construction. Building takes time and memory
+    int that the caller keeps; the automaton does not change after construction. Building takes time and memory
     linear in the total length of the strings, a character of text constant time on average, whatever they are.
 
     Nodes of one string are numbered one after the other, so that most steps need no table: where v + 1 is a child of
@@ -81,7 +81,7 @@ class StopStrings:
         self._link(inner)
 
     def _link(self, inner: bytearray) -> None:
-        """Failures, level by level, and what hangs on them."""
+        """Compute failure links level by level, and the tables that depend on them."""
         children: dict[int, list[int]] = {}
         for (node, _), child in self._branches.items():
             children.setdefault(node, []).append(child)
@@ -101,7 +101,7 @@ class StopStrings:
                 queue.append(child)
 
     def __len__(self) -> int:
-        """Nodes: at most one per character, and one."""
+        """The number of nodes: at most one per character, and the root."""
         return len(self._depths)
 
     def _step(self, state: int, char: str) -> int:
@@ -118,7 +118,7 @@ class StopStrings:
     def read(self, state: int, piece: str, ignore: bool = False) -> tuple[int, StopEnd | None]:
         """Go on from ``state`` (0: before the text) through ``piece``: (state, what was completed first).
 
-        ``ignore``: what is completed in this piece does not count. After a match the state is of no use.
+        ``ignore``: stop strings that are completed in this piece do not count. After a match the state is invalid.
         """
         if not state and self._first.isdisjoint(piece):  # as nearly always
             return 0, None

@@ -1,4 +1,4 @@
-"""`RequestStream`: what a reader of `AsyncLLM` holds, from the moment he asks to the last output."""
+"""`RequestStream`: the stream of a request of `AsyncLLM`, from its submission to the last output."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from draftwise.engine.workers import Lane, Workers
 from draftwise.sampling.params import SamplingParams
 
 _MANY = 2000
-"""Log-probabilities from which on an output is made in a thread: some milliseconds in which other streams go on."""
+"""From this number of log-probabilities on, an output is built in a thread, so that other streams go on."""
 
 
 class StreamOwner(Protocol):
-    """What a stream needs of its engine."""
+    """The engine as a stream sees it."""
 
     def enqueue(self, stream: RequestStream, group: RequestGroup) -> None:
         """The stream's requests are prepared. Raises RequestError, EngineDeadError."""
         ...
 
     def read(self, stream: RequestStream) -> Reading | None:
-        """What is new; None: nothing yet. Raises EngineDeadError."""
+        """The new output; None: there is none yet. Raises EngineDeadError."""
         ...
 
     def forget(self, stream: RequestStream) -> None:
-        """Abort what runs, for the reader is gone."""
+        """Abort the request, because its reader is gone."""
         ...
 
 
 class RequestStream:
     """The outputs of one prompt, submitted by `AsyncLLM.submit`; an asynchronous iterator. Close it when done.
 
-    What is new is read off the group when the reader comes: a slow reader gets fewer, larger pieces, and nothing
-    piles up for him.
+    New output is read from the group when the reader asks. A slow reader gets fewer, larger pieces, and no queue
+    grows.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RequestStream:
         workers: Workers,
         arrival_time: float,
     ) -> None:
-        """``prompt``: its text, if it has one; ``readers``: of the running event loop."""
+        """``prompt``: the prompt's text, if it has one; ``readers``: the readers of the running event loop."""
         self.request_id = request_id
         self.params = params
         self.readers = readers
@@ -90,7 +90,7 @@ class RequestStream:
         self._group = group
 
     def prepare(self, group: Awaitable[RequestGroup]) -> None:
-        """Queue the group when it is made; errors are raised by `ready` and by the first output."""
+        """Queue the group when it is ready. `ready` and the first output raise its errors."""
         self._task = self.readers.loop.create_task(self._prepare(group))
 
     async def _prepare(self, group: Awaitable[RequestGroup]) -> None:
@@ -101,7 +101,7 @@ class RequestStream:
             self._error = error
 
     def abort(self) -> None:
-        """Call it in the readers' loop: a preparation that goes on is of no use any more."""
+        """Cancel a preparation that is still running. Call it in the readers' loop."""
         if self._task is not None and not self.prepared:
             self._task.cancel()
 
@@ -127,15 +127,15 @@ class RequestStream:
         return output
 
     async def pieces(self) -> AsyncIterator[RequestOutput | TextPiece]:
-        """Outputs, of which those that bring nothing but text come as a `TextPiece`: half the work for whoever sends
-        them on. Only with ``output_kind`` "delta"."""
+        """Outputs, where an output with text alone is a `TextPiece`, which halves the server's work. Only with
+        ``output_kind`` "delta"."""
         assert self.params.output_kind == "delta"
         self.text_only = True
         while not self._ended:
             yield await self.next_output()
 
     async def next_output(self) -> RequestOutput | TextPiece:
-        """What `pieces` or the iteration has next. Raises StopAsyncIteration at the end, and what they raise."""
+        """The next output of `pieces` or of the iteration. Raises StopAsyncIteration at the end, and their errors."""
         if self._ended:
             raise StopAsyncIteration
         if self._group is None:
@@ -175,7 +175,7 @@ class RequestStream:
         )
 
     def close(self) -> None:
-        """Abort what still runs and forget the request. Closing twice is fine."""
+        """Abort the request if it still runs, and forget it. Closing twice is allowed."""
         self._owner.forget(self)
         if self._task is not None and not self._task.done():
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -183,7 +183,8 @@ class RequestStream:
 
 
 def wake(touched: Mapping[RequestStream, bool]) -> None:
-    """Wake readers from the engine's thread, with one call for each event loop. Value: nothing will follow."""
+    """Wake readers from the engine's thread, with one call per event loop. Value: whether this was the last
+    output."""
     by_loop: dict[Readers, tuple[list[RequestStream], list[RequestStream]]] = {}
     for stream, ended in touched.items():
         by_loop.setdefault(stream.readers, ([], []))[ended].append(stream)

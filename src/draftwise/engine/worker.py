@@ -13,7 +13,7 @@ from draftwise.runner.executor import Executor
 
 
 def build(config: EngineConfig, ranks: Ranks) -> tuple[Executor, DeviceFacts]:
-    """A rank's executor, and what the host wants to know."""
+    """A rank's executor, and the facts that the host needs."""
     device = build_device(config, ranks=ranks)
     return device.executor, device.facts
 

@@ -1,4 +1,4 @@
-"""Threads for work that would hold up an event loop: a few of them, in lanes that do not wait for one another."""
+"""A few threads for work that would block an event loop, in lanes that do not wait for one another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Lane(enum.Enum):
-    """Work of one kind. Value: its threads, at most."""
+    """A kind of work. Value: the most threads for it."""
 
     TEXT = ("text", 2)  # tokenizing, rendering, automata of stop strings: milliseconds per 10,000 characters
     OUTPUT = ("output", 1)  # outputs with many log-probabilities
@@ -31,7 +31,7 @@ class Lane(enum.Enum):
 
 
 class _Job(Generic[T]):
-    """Work to be done, and the future in the loop of whoever waits for it."""
+    """Waiting work, and its future in the caller's event loop."""
 
     def __init__(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
         self._work = work
@@ -72,8 +72,8 @@ class Workers:
         self._closed = False
 
     def submit(self, lane: Lane, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Have ``work`` done; the future belongs to the running event loop. Cancelling it drops work that was not
-        begun, and the result of work that was."""
+        """Run ``work`` in a thread; the future belongs to the running event loop. Cancelling it drops work that has
+        not begun, and the result of work that has."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _Job(work, future)
         with self._lock:
@@ -98,8 +98,8 @@ class Workers:
             self._free[lane] += 1
 
     def close(self) -> None:
-        """Begin nothing more; what waits ends with EngineDeadError, what runs is left to itself. Closing twice is
-        fine."""
+        """Begin no more work. Waiting work ends with EngineDeadError; running work goes on. Closing twice is
+        allowed."""
         with self._lock:
             if self._closed:
                 return

@@ -268,7 +268,7 @@ def draft_candidates(
     vocab_map: torch.Tensor | None = None,
 ) -> Candidates:
     """The ``width`` best children below each node, and how likely the drafter thinks that the target takes each:
-    what dynamic trees are shaped by. They are fixed children (point masses), so any choice among them is lossless.
+    this shapes dynamic trees. They are fixed children (point masses), so any choice among them is lossless.
     Arguments as in `draft_tokens`.
 
     At temperature 0 and for rules that keep a draft with probability p(x), these are the tokens of largest q and

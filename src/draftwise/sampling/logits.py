@@ -50,7 +50,7 @@ def process(
 def adjust(
     logits: torch.Tensor, rows: Sequence[LogitsRow], errors: MutableMapping[int, Exception] | None = None
 ) -> None:
-    """The first part of `process`, in place: all that comes before the temperature."""
+    """The first part of `process`, in place: everything before the temperature."""
     assert logits.shape[0] == len(rows)
     history: list[int] = []
     masked: list[int] = []
@@ -112,7 +112,7 @@ def _take(logits: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
 
 
 def _put(logits: torch.Tensor, members: Sequence[int], part: torch.Tensor) -> None:
-    """Write back what was made of `_take`'s rows."""
+    """Write processed rows of `_take` back."""
     if part is not logits:
         logits[members] = part
 
@@ -212,8 +212,8 @@ def _apply_min_p(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[
 
 
 def _apply_truncation(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[int]) -> None:
-    """top_k: keep the k largest. top_p: of those, keep the most likely until their share reaches top_p. What ties
-    with the last one kept stays, so that the result depends on no sorting order.
+    """top_k: keep the k largest. top_p: of those, keep the most likely until their share reaches top_p. Tokens that
+    tie with the last one kept stay, so that the result does not depend on the sorting order.
 
     Rows with top_p alone mostly reach it within a few tokens, so only the head of the sorted row is looked at
     first. Whether that sufficed is decided row by row, and all ways add the same numbers in the same order.

@@ -43,7 +43,7 @@ _BLOCK: Final = 1 << 14
 
 
 class NoiseKey(NamedTuple):
-    """Names one draw; see the module's docstring. node and base do not matter for the SHARED stream."""
+    """The key of one draw; see the module's docstring. The SHARED stream ignores node and base."""
 
     seed: int
     sample_index: int
@@ -132,7 +132,7 @@ def gumbel(
 
 
 def token_counters(vocab: int, device: torch.device, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """What `gumbel_of_keys` needs to know of the columns, int64 [V]; made once. ``token_ids`` as in `gumbel`."""
+    """The columns' constants for `gumbel_of_keys`, int64 [V]; made once. ``token_ids`` as in `gumbel`."""
     return _tokens_torch(vocab, token_ids, device)
 
 

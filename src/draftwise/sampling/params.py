@@ -1,4 +1,5 @@
-"""What a user asks of one request. Plain data without torch, so that a command's ``--help`` stays quick."""
+"""`SamplingParams`: the parameters of one request. Plain data without torch, so that a command's ``--help`` is
+quick."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
 
 
 class RequestOutputKind(enum.StrEnum):
-    """vLLM's names of `SamplingParams.output_kind`; the plain strings do as well."""
+    """vLLM's names of `SamplingParams.output_kind`; plain strings work as well."""
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
@@ -236,7 +237,7 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Without ``high``: what 64 bits can hold."""
+    """Without ``high``: the range of 64 bits."""
     valid = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= (high or _LARGEST):
         raise _invalid(name, value, valid)

@@ -1,4 +1,4 @@
-"""What sampling remembers of one request: flags decided once, and counts that advance with its output."""
+"""The sampling state of one request: flags decided once, and counts that advance with its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAW = struct.Struct("=QdffiI")
 """``dw::VerifyDraw`` of ``csrc/verify.h``."""
 
 _STEERING_BIAS = 3.0
-"""A bias of so much makes a token twenty times as likely."""
+"""A bias of this size makes a token twenty times as likely."""
 
 
 class SamplingState:
@@ -37,8 +37,8 @@ class SamplingState:
     logits before they are divided by the temperature. ``steers``: something may decide what is likely (allowed tokens,
     large biases, processors), where penalties and excluded words only shift it: drafts made without a look at it are
     mostly wrong.
-    ``plain``: nothing but the draw has to be done for it: neither ``adjusts`` nor log-probabilities.
-    ``draw_fields``: what native kernels must know of a request besides: seed (64 bits), top_p, one over the
+    ``plain``: the request needs only the draw: neither ``adjusts`` nor log-probabilities.
+    ``draw_fields``: further values for native kernels: seed (64 bits), top_p, one over the
     temperature, log min_p, top_k, sample index; ``draw_bytes``: the same as they read it.
 
     Raises `RequestError` if a parameter names a token id outside the vocabulary.
@@ -230,8 +230,8 @@ Endings = Mapping[int, Mapping[tuple[int, ...], tuple[int, ...]]]
 
 @lru_cache(maxsize=32)
 def _endings(bad_words_ids: tuple[tuple[int, ...], ...], vocab_size: int) -> Endings:
-    """Of the bad words of several tokens; samples of one prompt share them. Raises `RequestError` for a token that the
-    model does not have."""
+    """The table of bad words of several tokens, which the samples of a prompt share. Raises `RequestError` for a
+    token that the model does not have."""
     found: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for seq in bad_words_ids:
         bad = next((token for token in seq if not 0 <= token < vocab_size), None)

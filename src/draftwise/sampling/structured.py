@@ -1,4 +1,4 @@
-"""What a user asks of a structured output. Plain data without torch or a grammar library."""
+"""`StructuredOutputs`: the form that an output must have. Plain data without torch or a grammar library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What the output must look like; exactly one of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``.
+    """The form of the output: exactly one of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``.
 
     Names and meanings are those of vLLM. ``json``: a JSON schema, as an object, a boolean or their JSON text
     (stored as text). ``regex``: Rust syntax without look-around, matched against the whole output; digits of ``\\d``
@@ -28,11 +28,11 @@ class StructuredOutputs:
     more of it is forced. ``whitespace_pattern``: a regex for a run of optional whitespace in JSON; by default at
     most 40 characters, for models are known to go on with whitespace for ever where a grammar lets them.
 
-    ``after``: a text, or several, behind the first of which all this holds: ``"</think>"`` lets a model reason freely
-    before it answers, and the output cannot end before. ``opened_by``: only if the output begins with this, such as
-    ``"<think>"``; an output that begins otherwise follows the grammar from its start. ``within``: at most so many
-    tokens before that text: behind them, the output goes on with the first of ``after``. With ``within`` no grammar
-    need be given: what follows is then free.
+    ``after``: one or several texts; the grammar holds behind the first that occurs. ``"</think>"`` lets a model
+    reason freely before it answers, and the output cannot end before. ``opened_by``: ``after`` applies only if the
+    output begins with this text, such as ``"<think>"``; any other output follows the grammar from its start.
+    ``within``: the most tokens before that text; then the output goes on with the first of ``after``. With ``within``
+    the grammar may be left out, and the answer is free.
 
     Raises `RequestError` naming the field. Whether a schema, regex or grammar can be compiled is found out when
     the request is admitted.
@@ -100,7 +100,7 @@ class StructuredOutputs:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is asked of the output but ``within``."""
+        """Whether ``within`` is the only requirement."""
         return all(getattr(self, name) is None for name in _KINDS)
 
     @property
@@ -110,7 +110,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> GrammarKind:
-        """Which sort of grammar this is; ``json_object`` is a JSON schema."""
+        """The kind of the grammar; ``json_object`` is a JSON schema."""
         if self.json is not None or self.json_object:
             return "json"
         if self.regex is not None:
@@ -125,7 +125,7 @@ class StructuredOutputs:
 
     @property
     def size(self) -> int:
-        """Characters of it."""
+        """The number of its characters."""
         given = (
             self.schema if self.kind == "json" else None,
             self.regex,
@@ -136,7 +136,7 @@ class StructuredOutputs:
 
     @classmethod
     def from_value(cls, value: Any) -> StructuredOutputs:
-        """Take what a user wrote: an instance, or a mapping of its fields. Raises `RequestError`."""
+        """Build from user input: an instance, or a mapping of its fields. Raises `RequestError`."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
