@@ -54,15 +54,16 @@ DRAFT_VOCABULARY = 3072
 """Holds 98% of what the target says; 2048 tokens would hold 92%."""
 MEDUSA_HEADS = 3
 """Each has an output matrix of 2 MB of its own."""
-BLOCK_MLP, BLOCK_RANK = 512, 48
-"""Of the DSpark drafter's two layers, and of its Markov head: 3.7 MB in all."""
+BLOCK_MLP, BLOCK_RANK, BLOCK_DRAFTS = 512, 48, 4
+"""Of the DSpark drafter's two layers, its recurrent Markov head (3.8 MB in all), and its block: of eight drafts the
+last four were hardly ever accepted."""
 _DECAY_SHARE = 0.45
 
 PLANS = {
     "eagle3": HeadPlan(unrolls=5),
     "mtp": HeadPlan(unrolls=4),
     "medusa": HeadPlan(unrolls=MEDUSA_HEADS),
-    "dspark": HeadPlan(unrolls=8, anchors=WINDOW // 4),
+    "dspark": HeadPlan(unrolls=BLOCK_DRAFTS, anchors=WINDOW // 4),
 }
 LAYERS = {"eagle3": FEATURE_LAYERS, "dspark": BLOCK_LAYERS}
 """Of the target, which heads eat."""
@@ -85,7 +86,13 @@ def build_heads(teacher: DemoTeacher, draft_ids: Tensor, mask_token: int, seed: 
     """Return the heads with their initial weights."""
     shape, matrix = head_shape(), teacher.embedding
     form = BlockForm(
-        layers=2, drafts=8, mask_token=mask_token, from_root=True, markov_rank=BLOCK_RANK, confidence=True
+        layers=2,
+        drafts=BLOCK_DRAFTS,
+        mask_token=mask_token,
+        from_root=True,
+        markov_kind="rnn",
+        markov_rank=BLOCK_RANK,
+        confidence=True,
     )
 
     def generator(i: int) -> torch.Generator:
