@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _heads(args: argparse.Namespace, model: str, sla: dict[str, float]) -> list[str]:
-    """What stands above the plot: which server, what it was asked, and what was promised."""
+    """The title of the plot: the server, the load, and the SLA."""
     prompts = f"of {args.prompt_tokens} tokens" if args.prompts_file is None else f"from {args.prompts_file}"
     lines = [
         f"{model} at {args.url}",

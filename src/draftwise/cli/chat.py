@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _template(given: str | None) -> str | None:
-    """A template's text; what holds no template markup is the name of a file."""
+    """A template's text; a value without template markup is a file name."""
     if given is None or "{" in given:
         return given
     try:

@@ -38,7 +38,8 @@ Ctrl-C: at the prompt it clears the line, twice it ends; in an answer it stops i
 
 
 class Conversation:
-    """Messages so far, how to sample, and how a prompt is made of them. ``render`` None: text is continued as it is."""
+    """Messages so far, sampling parameters, and the function that makes a prompt. ``render`` None: text is continued
+    as it is."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Conversation:
         self._forget()
 
     def run(self, runner: asyncio.Runner) -> int:
-        """Until the input ends. Returns the exit code."""
+        """Run until the input ends. Returns the exit code."""
         with signals.raised():
             terminal = sys.stdin.isatty()
             with contextlib.suppress(ImportError):
@@ -199,7 +200,7 @@ class Conversation:
 
 
 def banner(llm: AsyncLLM, what: str) -> str:
-    """What stands before the first prompt on a terminal."""
+    """The banner before the first prompt on a terminal."""
     config = llm.config
     name = "the embedded demo model" if config.embedded else str(config.model)
     drafters = ", ".join(spec.method for spec in config.drafters)

@@ -35,7 +35,7 @@ _WHAT = {
     "early_exit": "the target's first half",
     "hybrid": "look-up, then a model",
 }
-"""What stands behind a method, in a few words for the table."""
+"""A method's description in a few words, for the table."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _generate(
     llm: LLM, methods: list[str], args: argparse.Namespace
 ) -> tuple[dict[str, RequestOutput], dict[str, float]]:
-    """Greedy output and best time of each method; the methods take turns."""
+    """Greedy output and best time of each method; methods alternate."""
     from draftwise import SamplingParams
 
     outputs: dict[str, RequestOutput] = {}
@@ -157,7 +157,7 @@ def _show(
 
 
 def _coloured(llm: LLM, output: RequestOutput) -> Any:
-    """The text with what drafts contributed in green, as far as the trace tells."""
+    """The text, with accepted drafts in green as far as the trace reaches."""
     from rich.text import Text
 
     completion = output.outputs[0]

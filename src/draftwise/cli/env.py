@@ -106,7 +106,8 @@ def environment() -> dict[str, Any]:
 
 
 def _kernels() -> str:
-    """What models on the CPU run on: the native kernels' instruction set and why this one, or why there are none."""
+    """The kernels for models on the CPU: the native instruction set and the reason for it, or the reason why there
+    are no native kernels."""
     import torch
 
     from draftwise.kernels.cpu.library import native_library

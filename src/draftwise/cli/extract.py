@@ -136,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """What EAGLE-3 eats (entering layers 2, L // 2, L - 3), and what leaves the last layer, from which the target's own
-    distribution follows. Example: 12 layers: 2, 6, 9, 12."""
+    """The layers that EAGLE-3 reads (inputs of layers 2, L // 2, L - 3), and the output of the last layer, which
+    gives the target's distribution. Example: 12 layers: 2, 6, 9, 12."""
     return tuple(sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0), num_layers}))
 
 

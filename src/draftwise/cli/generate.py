@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[Any]:
-    """Prompts from arguments, then from files, in order. Raises UsageError for what cannot be read."""
+    """Prompts from arguments, then from files, in order. Raises UsageError for files that cannot be read."""
     prompts: list[Any] = []
     for text in texts:
         if text == "-":
@@ -148,9 +148,9 @@ async def _stream(llm: AsyncLLM, prompt: Any, params: SamplingParams, *, echo: b
 async def _together(
     llm: AsyncLLM, prompts: Sequence[Any], params: SamplingParams, *, as_json: bool, echo: bool
 ) -> int:
-    """Run all prompts at once; print each in its turn as soon as those before it are there.
+    """Run all prompts at once. Print answers in the order of the prompts, each as soon as it can be.
 
-    A prompt that is refused fails alone; the exit code is 2 then.
+    A refused prompt fails alone; the exit code is then 2.
     """
     start = time.perf_counter()
     final = params.replace(output_kind="final_only")

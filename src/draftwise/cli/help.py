@@ -1,4 +1,4 @@
-"""What ``--help`` prints: a command's own options, and its large groups as a line each, until one is asked for.
+"""The text of ``--help``: a command's own options, and a line for each large group until the group is asked for.
 
 ``--help``: the short form; ``--help=GROUP``: one group; ``--help=all``: everything; ``--help=WORD``: options that have
 the word in their name or text.
@@ -19,7 +19,7 @@ _SHOWN = 5
 
 
 def wanted(arguments: Sequence[str]) -> str | None:
-    """What help is asked for: "" is the short form, None is none.
+    """The help that the arguments ask for: "" is the short form, None is no help.
 
     >>> wanted(["generate", "--help=engine"]), wanted(["-h"]), wanted(["generate", "--", "--help"])
     ('engine', '', None)

@@ -38,7 +38,7 @@ COMMANDS = {
     "env": "what this machine and this installation are",
     "completions": "a script that completes commands and options in your shell",
 }
-"""Subcommands and what ``--help`` says of them; each is a module ``draftwise.cli.<name>``, imported when needed."""
+"""Subcommands and their lines in ``--help``; each is a module ``draftwise.cli.<name>``, imported when needed."""
 
 
 def module_of(command: str) -> ModuleType:
@@ -76,7 +76,7 @@ def build_parser(command: str | None = None) -> Parser:
 
 
 def normalise(arguments: Sequence[str], booleans: Sequence[str]) -> list[str]:
-    """Bring spellings together: ``--max_num_seqs`` to hyphens; of boolean options ``--x``, ``--x True`` and
+    """Normalise spellings: ``--max_num_seqs`` to hyphens; of boolean options ``--x``, ``--x True`` and
     ``--no-x`` to ``--x=true`` or ``--x=false``, so that they never swallow a prompt that follows.
 
     >>> normalise(["--enforce_eager", "text", "--no-ignore-eos"], ["enforce-eager", "ignore-eos"])
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told(arguments: list[str]) -> int:
-    """Run a command line and tell on stderr, in one line, what ends it early."""
+    """Run a command line. An error becomes one line on stderr."""
     try:
         return _run(arguments)
     except (UsageError, ConfigError, ModelLoadError, RequestError) as error:
@@ -176,7 +176,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _log_to_stderr() -> None:
-    """What the package logs stands on stderr like a command's own lines."""
+    """Send the package's log to stderr, in the form of a command's own lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("draftwise: %(levelname)s: %(message)s"))
     logger = logging.getLogger("draftwise")

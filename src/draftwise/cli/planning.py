@@ -1,4 +1,4 @@
-"""Options that ``simulate`` and ``plan`` share: what steps take, what is accepted, what comes, what users may wait."""
+"""Options that ``simulate`` and ``plan`` share: times of steps, acceptance, the load, and limits on waiting."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def from_zero_int(text: str) -> int:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What steps take, and acceptance."""
+    """Options for times of steps and acceptance."""
     group = parser.add_argument_group("what steps take (one of --profile, --device, --polynomial)")
     group.add_argument("--profile", type=Path, metavar="FILE", help="measured by draftwise profile")
     group.add_argument(
@@ -71,7 +71,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """What comes, and what users may wait."""
+    """Options for the load and for limits on waiting."""
     group = parser.add_argument_group("load")
     group.add_argument("--trace", type=Path, metavar="FILE", help="own CSV or JSONL, Mooncake's, or Azure's")
     group.add_argument("--rate", type=above_zero, metavar="R", help="requests per second, at random times")
@@ -118,7 +118,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """What the options name. ``source``: in words. ``kv_bytes``: of a token."""
+    """The performance that the options name. ``source``: its description. ``kv_bytes``: bytes of K/V per token."""
 
     times: StepTimes
     acceptance: AcceptanceModel
@@ -201,7 +201,7 @@ def sla_of(args: argparse.Namespace) -> Sla:
 
 
 def trace_of(args: argparse.Namespace) -> tuple[Trace, str]:
-    """The load, and what it is in words. Raises UsageError, ConfigError."""
+    """The load and its description. Raises UsageError, ConfigError."""
     if (args.trace is None) == (args.rate is None):
         raise UsageError("expected one of --trace and --rate")
     from draftwise.plan.traces import poisson_trace, read_trace

@@ -1,5 +1,5 @@
-"""``draftwise profile``: what a model's steps take on this machine, what its drafters get accepted, and what
-follows."""
+"""``draftwise profile``: measures times of a model's steps and acceptance of its drafters on this machine, and
+reports the consequences."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _measure(args: argparse.Namespace) -> Profile:
 
 
 def _bar(stack: ExitStack, text: str, total: int) -> Callable[[str], None]:
-    """A bar that stays until the stack is left."""
+    """A progress bar that stays until the exit stack closes."""
     return stack.enter_context(progress(total, text))
 
 

@@ -1,4 +1,4 @@
-"""What commands print besides their result: one-line statistics, progress on a terminal, JSON."""
+"""Output of commands besides their result: one-line statistics, progress on a terminal, JSON."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _logprobs(position: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Say on a terminal that a model is being loaded, and for how long already; nothing for what loads in a moment."""
+    """Show on a terminal that a model is loading, and for how long. Shows nothing if loading takes only a moment."""
     if model is None or not sys.stderr.isatty():
         yield
         return
@@ -94,7 +94,8 @@ def loading(model: object) -> Iterator[None]:
 
 @contextmanager
 def progress(total: int, text: str, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that the yielded function moves by one and describes; nothing where stderr is no terminal."""
+    """A progress bar on stderr. The yielded function moves it by one and sets its text. No bar if stderr is no
+    terminal."""
     if not shown or not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -239,7 +239,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
-    """(keywords of `AsyncLLM`, the server's settings) of flags and configuration file; flags win.
+    """(keywords of `AsyncLLM`, the server's settings) from flags and a configuration file; flags win.
 
     Raises UsageError, ConfigError.
     """
@@ -286,7 +286,7 @@ def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
 
 
 def _template(given: str) -> str:
-    """A template's text; what holds no template markup is the name of a file."""
+    """A template's text; a value without template markup is a file name."""
     if "{" in given:
         return given
     try:

@@ -1,4 +1,5 @@
-"""Flags of vLLM's server that mean nothing to this one: taken where they change nothing, refused with a reason else."""
+"""Flags of vLLM's server that have no meaning here. Values that change nothing are accepted; others are refused with
+a reason."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ _VALUES = {
 }
 _SERVER = {**_SWITCHES, **_VALUES}
 _SERVERS_OWN = frozenset({"max_logprobs"})
-"""Of `FOREIGN`, what is a flag of the server that does something."""
+"""The flags of `FOREIGN` that this server supports itself."""
 
 SWITCHES = (
     *(name.replace("_", "-") for name in _SWITCHES),
@@ -63,14 +64,14 @@ SWITCHES = (
 
 
 def add_foreign(parser: argparse.ArgumentParser) -> None:
-    """Take these flags, without a word in the help."""
+    """Add these flags without showing them in the help."""
     for name in (*_SERVER, *(name for name in FOREIGN if name not in _SERVERS_OWN)):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, dest=f"foreign_{name}", type=_value, help=argparse.SUPPRESS)
 
 
 def _value(text: str) -> Any:
-    """A value as it would stand in a program. Example: "{}" is {}, "true" is True, "auto" is "auto"."""
+    """A value as a Python program would write it. Example: "{}" is {}, "true" is True, "auto" is "auto"."""
     try:
         return json.loads(text)
     except ValueError:
@@ -78,7 +79,7 @@ def _value(text: str) -> Any:
 
 
 def take_server_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """What goes to the engine's configuration, which looks at its own.
+    """The flags for the engine's configuration, which checks them itself.
 
     Raises ConfigError for a value that would change something."""
     engine: dict[str, Any] = {}
@@ -92,7 +93,7 @@ def take_server_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell_server_flags(args: argparse.Namespace) -> None:
-    """Say in the log which of the flags have no effect, and why."""
+    """Log the flags that have no effect, with the reason."""
     for name in _given(args):
         if name in _SERVER and _SERVER[name].note:
             logger.info("%s has no effect: %s", name, _SERVER[name].note)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from draftwise.server.config import ServerConfig
 
 _NAME = "draftwise"
-"""Of the application in the cluster."""
+"""The application's name in the cluster."""
 
 
 def add_ray(parser: argparse.ArgumentParser) -> None:
-    """Its flags."""
+    """Add its flags."""
     group = parser.add_argument_group("Ray Serve")
     group.add_argument(
         "--ray", dest="on_ray", action="store_true", help="serve on the nodes of a Ray cluster"
@@ -40,7 +40,7 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
 
 
 def wants_ray(args: argparse.Namespace) -> bool:
-    """Whether it is to be on Ray. Raises UsageError for flags that need it."""
+    """Whether to serve on Ray. Raises UsageError for flags that need it."""
     if args.on_ray or args.write_deployment is not None:
         return True
     for flag in ("num_replicas", "num_fronts"):
@@ -125,7 +125,7 @@ def _deploy(plan: Plan, server: ServerConfig) -> int:
 
 
 def _why(serve: Any, error: Exception) -> str:
-    """What went wrong: Ray says that a deployment could not be made, and keeps the reason to its status."""
+    """The reason of a failed deployment, which Ray puts only into its status."""
     found = [str(error)]
     for application in serve.status().applications.values():
         for deployment in application.deployments.values():

@@ -1,4 +1,4 @@
-"""``draftwise show``: what a model is, what it takes, and what drafts for it, without loading it."""
+"""``draftwise show``: a model's architecture, its memory, and drafters that fit, without loading it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_dict(facts: ModelFacts, drafters: list[Drafter], ranks: list[RankFacts]) -> dict[str, Any]:
-    """All that is shown. Sizes in bytes, lengths in tokens; null: not known."""
+    """The facts to show. Sizes in bytes, lengths in tokens; null: not known."""
     config = facts.config
     out: dict[str, Any] = {
         "model": str(facts.folder),

@@ -2,8 +2,8 @@
 
 Not by an exception: raised in the middle of an import or of a callback that native code runs, KeyboardInterrupt is
 swallowed, wrapped, or shown as a traceback, and on its way out it waits for whatever runs. There is nothing to put
-away: output is flushed as it is written, and memory goes with the process. The few commands that do have something to
-finish say so with `raised`; the server drains by handlers of its own.
+away: output is flushed as it is written, and memory goes with the process. Commands that have something to finish use
+`raised`; the server has handlers of its own.
 
 Exit codes: 130 after Ctrl-C, 143 after SIGTERM, as a shell shows a program that died of them. ``serve`` ends with 0
 after SIGTERM: being stopped is how a server ends, and supervisors take any other code for a failure.
@@ -51,7 +51,8 @@ def say(what: str) -> None:
 
 
 class raised:
-    """Inside, Ctrl-C is KeyboardInterrupt: for work that has something to finish. It must get out soon.
+    """Inside this context Ctrl-C raises KeyboardInterrupt, for work that has something to finish. The work must end
+    soon.
 
     Without effect where the signals were not `install`ed: KeyboardInterrupt is what they are then.
     """
@@ -70,7 +71,7 @@ _code: int | None = None  # of the command, once it is done
 
 
 def finish(code: int) -> None:
-    """The command is done, and ``code`` stands: signals that come later only hurry the end.
+    """The command is done, and ``code`` is its exit code. Later signals only end it sooner.
 
     The process ends behind the last ``atexit`` callback. What the interpreter would do after that, taking every module
     apart, takes half a second and has nothing to do with the command.

@@ -1,4 +1,4 @@
-"""``draftwise simulate``: what a cluster would do, with the real scheduler and controller and no device."""
+"""``draftwise simulate``: simulates a cluster with the real scheduler and controller and no device."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def add_engine_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_planner_options(parser: argparse.ArgumentParser) -> None:
-    """How replicas are planned."""
+    """Options for planning replicas."""
     group = parser.add_argument_group("planner")
     group.add_argument(
         "--budget", type=positive, default=8, metavar="N", help="most devices that may be used (8)"
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def adaptive_policy(found: Modelled, most: int | None) -> Policy:
-    """The adaptive controller, with as many drafts as something is known about, unless ``most`` says so."""
+    """The adaptive controller, with as many drafts as the acceptance is known for, or ``most``."""
     from draftwise.simulate.engine import Policy
 
     if found.method == "none":
@@ -252,7 +252,7 @@ def _simulate(
 
 
 def _sampled(count: int, share: float) -> int:
-    """So many of ``count`` replicas or devices. Raises UsageError if they are no whole number, to within a tenth."""
+    """The share of ``count`` replicas or devices. Raises UsageError if it is no whole number, to within a tenth."""
     found = count * min(share, 1.0)
     if abs(round(found) - found) > 0.1 * found:
         raise UsageError(

@@ -18,7 +18,7 @@ class ServedAdapters:
         self._loading: set[str] = set()
 
     def get(self, name: str | None) -> LoRARequest | None:
-        """The adapter of a model's name; None: it is the name of the model, or of nothing."""
+        """The adapter of a model's name; None: the name is the model's, or unknown."""
         return None if name is None else self._by_name.get(name)
 
     @property
@@ -26,7 +26,7 @@ class ServedAdapters:
         return tuple(self._by_name.values())
 
     async def load(self, engine: ServedEngine, name: str, path: str) -> None:
-        """Raises RequestError if it cannot be loaded, APIError if there is one of this name."""
+        """Load an adapter. Raises RequestError if that fails, APIError if the name is taken."""
         if name in self._by_name or name in self._loading:
             raise bad_request(f"an adapter named {name!r} is loaded already", "lora_name")
         self._loading.add(name)
@@ -39,7 +39,7 @@ class ServedAdapters:
             self._loading.discard(name)
 
     async def unload(self, engine: ServedEngine, name: str) -> None:
-        """Requests that have it go on with it. Raises APIError (404) if there is none of this name."""
+        """Unload an adapter; its requests go on with it. Raises APIError (404) for an unknown name."""
         module = self._by_name.pop(name, None)
         if module is None:
             raise APIError(

@@ -1,4 +1,5 @@
-"""Who is let in: a limit on requests in progress and on the engine's queue, and none once the server drains."""
+"""Admission of requests: limits on requests in progress and on the engine's queue; none is admitted while the server
+drains."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from draftwise.server.errors import APIError, engine_dead, shutting_down
 
 
 class Ticket:
-    """One admitted request. Released once, however often that is asked."""
+    """One admitted request. It is released once, however often `release` is called."""
 
     __slots__ = ("_admission", "_samples")
 
@@ -36,7 +37,7 @@ class Admission:
         self.num_samples = 0
 
     def enter(self, samples: int) -> Ticket:
-        """Let a request of so many samples in. Raises APIError: 503 when the server ends, 429 when it is full."""
+        """Admit a request with this many samples. Raises APIError: 503 when the server ends, 429 when it is full."""
         if not self._engine.is_alive:
             raise engine_dead()
         if self.draining:

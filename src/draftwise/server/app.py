@@ -1,4 +1,4 @@
-"""The application: routes, and what becomes of exceptions."""
+"""The application: routes, and the answers to exceptions."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def create_app(
     spans: Spans | None = None,
     planner: Planning | None = None,
 ) -> FastAPI:
-    """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`. ``spans``: where traces
-    of requests go; whoever made it closes it. ``planner``: what it wants is told, too."""
+    """The ASGI application over an engine. ``app.state`` has its `Context` and its `Metrics`. ``spans``: the sender
+    of traces; the caller closes it. ``planner``: a planner whose decisions ``GET /planner`` shows."""
     context = Context(engine, config, spans)
     metrics = metrics or Metrics(engine, config.model_names[0], config.metrics_prefix)
     # FastAPI's own pages load scripts from elsewhere; "/docs" is ours (`Page`).
@@ -144,10 +144,10 @@ def _post(app: FastAPI, path: str, kind: type[Body], context: Context, handler: 
 
 
 class Direct:
-    """Leads to the endpoints that generate without the framework's own way there: matching routes, resolving
-    dependencies and their exit stacks, which these do not have, take half of the time until a body is parsed.
+    """Calls the endpoints that generate directly. The framework's route matching and dependencies, which they do not
+    need, take half of the time until a body is parsed.
 
-    ``routes``: by path the route, which stays where the framework can describe it, and its endpoint.
+    ``routes``: route and endpoint by path; the routes stay registered, so that the framework describes them.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "def main(", "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
-"""Bodies that the page at /docs begins with."""
+"""Example bodies for the page at /docs."""
 
 _RESPONSES: dict[int | str, str] = {
     400: "invalid request",
@@ -306,8 +306,8 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _absent(method: str, path: str, error: HTTPException) -> APIError:
-    """Nothing is served there, or not by this method. Names what is: a client's base URL may lack /v1, or have it
-    twice."""
+    """The answer to an unknown path or method. It lists the paths there are, because a client's base URL may lack /v1
+    or have it twice."""
     served = [line.split() for line, _ in ENDPOINTS]
     near = next((p for _, p in served if path.endswith(p) or (path != "/" and p.endswith(path))), None)
     hint = "" if near is None or near == path else f"; did you mean {near}?"

@@ -16,8 +16,7 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 async def answer_line(app: Application, line: str) -> dict[str, Any]:
     """The output line of an input line: ``{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}``.
 
-    What cannot be asked at all has an ``error`` and no response; what the server refuses has a response with its
-    status.
+    An invalid line has an ``error`` and no response; a refused request has a response with its status.
     """
     custom_id: Any = None
     try:

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked one, within limits: what is refused has cost next to nothing."""
+"""Parses and checks bodies within limits. A refused body has cost almost nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Bodies:
         self._unknown = UnknownFields(refuse=config.unknown_fields == "refuse")
 
     def parse(self, kind: type[B], data: bytes) -> B:
-        """The body of a request. Of a name that is there twice the last one counts.
+        """The body of a request. If a name occurs twice, the last value counts.
 
         Raises APIError (400) that names the field, LimitError."""
         self._check_shape(data)

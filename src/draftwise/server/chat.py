@@ -77,7 +77,7 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
 
 
 def _render(context: Context, body: ChatBody, plan: ToolPlan) -> tuple[dict[str, Any], Reading]:
-    """The prompt, and how what follows it is read. Raises APIError, RequestError."""
+    """The prompt, and the reader of the answer. Raises APIError, RequestError."""
     context.check_salt(body.cache_salt)
     options = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
@@ -209,7 +209,7 @@ class _Answer:
         return self.reading.count(token_ids, self._context.token_text)
 
     def _details(self, usage: dict[str, Any], num_thoughts: int) -> dict[str, Any]:
-        """``usage`` with the number of tokens that are reasoning, where it is told apart."""
+        """``usage`` with the number of reasoning tokens, if there is a reasoning parser."""
         if self.reading.reasoning is None:
             return usage
         return {**usage, "completion_tokens_details": {"reasoning_tokens": num_thoughts}}
@@ -319,7 +319,7 @@ class _Answer:
     def _read(
         self, reader: AnswerReader, completion: CompletionOutput, delta: dict[str, Any]
     ) -> tuple[str, str | None]:
-        """Put what is new of reasoning and calls into ``delta``; (text, finish reason)."""
+        """Put new reasoning and calls into ``delta``; returns (text, finish reason)."""
         found = reader.push(completion.text)
         finish = completion.finish_reason
         if finish is not None:
@@ -335,7 +335,7 @@ class _Answer:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Under both names: DeepSeek's, which older clients and vLLM know, and the newer one."""
+    """Reasoning under both names: DeepSeek's, which older clients and vLLM use, and the newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
 

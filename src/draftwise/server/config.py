@@ -1,4 +1,4 @@
-"""What `draftwise serve` is told besides the engine's options."""
+"""Options of `draftwise serve` besides those of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftwise.server.template_options import may_be_set
 from draftwise.server.tool_parsers import parser_class
 
 DEFAULT_MODEL_NAME = "draftwise-demo"
-"""What the embedded model is called in answers."""
+"""The embedded model's name in answers."""
 
 _LEAST_VALUES = 1 << 18
 UNKNOWN_FIELDS = ("refuse", "warn")

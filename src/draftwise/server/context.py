@@ -1,4 +1,4 @@
-"""What every endpoint needs, and the steps that they share."""
+"""State that all endpoints need, and the steps that they share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Prepared = tuple[Sequence[Prompt], SamplingParams]
 
 
 class Context:
-    """One server: its engine, its settings, and who is in it."""
+    """One server: its engine, its settings, and the admitted requests."""
 
     def __init__(self, engine: ServedEngine, config: ServerConfig, spans: Spans | None = None) -> None:
         self.engine = engine
@@ -65,14 +65,13 @@ class Context:
         return await self._work_for(request, len(data), functools.partial(self._bodies.parse, kind, data))
 
     async def work(self, size: int, function: Callable[[], T]) -> T:
-        """Call a function: here if it is about ``size`` bytes that are few, else in one of two threads, so that streams
-        go on and strangers cannot have more than those."""
+        """Call a function: directly if ``size`` bytes are few, else in one of two threads, so that streams go on."""
         if size < _SMALL:
             return function()
         return await self._workers.submit(Lane.TEXT, function)
 
     async def _work_for(self, request: Request, size: int, function: Callable[[], T]) -> T:
-        """`work`, of which what was not begun when the client leaves is not done. Raises ClientGone."""
+        """`work` that is dropped if the client leaves before it began. Raises ClientGone."""
         if size < _SMALL:
             return function()
         return await unless_gone(request, self.work(size, function))
@@ -87,7 +86,7 @@ class Context:
                 await self._workers.submit(Lane.TEXT, trim)
 
     def close(self) -> None:
-        """What was not begun is not done any more."""
+        """Drop work that has not begun."""
         self._workers.close()
 
     @property
@@ -111,11 +110,11 @@ class Context:
 
     @property
     def names(self) -> list[str]:
-        """Of the model, and of its adapters."""
+        """The names of the model and of its adapters."""
         return [*self.config.model_names, *(module.lora_name for module in self.adapters.all)]
 
     def model_name(self, asked: str | None) -> str:
-        """The name in the answer. Raises APIError (404) for a model that is not served."""
+        """The model's name for the answer. Raises APIError (404) for a model that is not served."""
         if asked is None or asked == "":
             return self.config.model_names[0]
         if asked not in self.names:
@@ -196,7 +195,7 @@ class Context:
         return self.config.return_tokens_as_token_ids if asked is None else asked
 
     def check_salt(self, salt: str | None) -> None:
-        """Raises APIError for a wish that nobody else shall share the prefix, where all do."""
+        """Raises APIError for a ``cache_salt`` if requests share prefixes."""
         if salt is not None and self.engine.config.enable_prefix_caching:
             raise bad_request(
                 "cache_salt is not supported: prefixes are shared by all requests, or by none with "

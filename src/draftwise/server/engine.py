@@ -1,4 +1,4 @@
-"""What the server needs of an engine: `AsyncLLM`, or a test's stand-in."""
+"""The interface that the server needs of an engine: `AsyncLLM`, or a test's stand-in."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class APIError(Exception):
         }
 
     def messages_body(self) -> dict[str, Any]:
-        """In the form of Anthropic's interface, whose clients look for the words about a prompt that is too long."""
+        """The error in the form of Anthropic's interface. Its clients look for the words about a prompt that is too
+        long."""
         error = self.body()["error"]
         error["type"] = _MESSAGES_TYPES.get(self.status, error["type"])
         if self.status >= 500:
@@ -63,7 +64,7 @@ class APIError(Exception):
         return {"type": "error", "error": error}
 
     def response(self, path: str = "") -> Response:
-        """``path``: of the request, which says whose form the body has."""
+        """``path``: the request's path, which decides the form of the body."""
         body = self.messages_body() if path.startswith(MESSAGES_PATH) else self.body()
         return Response(
             json.dumps(body),
@@ -105,7 +106,7 @@ def deadline_exceeded(seconds: float) -> APIError:
 
 
 def from_exception(error: Exception) -> APIError:
-    """What an exception of the package means to a client; unknown ones are an internal error without details."""
+    """The answer for an exception of the package; unknown ones are an internal error without details."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, ReplicaLostError):

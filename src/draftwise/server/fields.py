@@ -1,4 +1,4 @@
-"""Names of fields: those of other servers and what they are here, those without effect, and those nobody knows."""
+"""Names of fields: those of other servers with their meaning here, those without effect, and unknown ones."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ NO_EFFECT = frozenset(
         "length_penalty",
     }
 )
-"""Taken, and of no meaning here. Prefixes are always cached; ``length_penalty`` is of beam search alone."""
+"""Fields that are accepted without effect. Prefixes are always cached; ``length_penalty`` is of beam search alone."""
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "early_stopping": (None, False),
     "vllm_xargs": (None, {}),
 }
-"""Fields of vLLM for what is not here, and the values with which they ask for nothing."""
+"""Fields of vLLM for missing features, and the values that ask for nothing."""
 
 _GUIDED = {
     "guided_json": "json",
@@ -103,7 +103,7 @@ def _put_inside(out: Object, name: str, inner: str, value: Any, given: str) -> N
 
 
 class UnknownFields:
-    """What becomes of fields that nobody knows: they are refused, or left out with a warning."""
+    """The policy for unknown fields: they are refused, or left out with a warning."""
 
     _MOST_WARNINGS = 100  # names that the log tells of, each once: a stranger may invent any number
 
@@ -112,8 +112,8 @@ class UnknownFields:
         self._told: set[str] = set()
 
     def remove(self, body: Object, known: Mapping[str, Any], refused: tuple[str, ...]) -> Object:
-        """``body`` with known fields only; ``refused``: names of what OpenAI has and this server has not, which may be
-        there with a value that asks for nothing. Raises APIError (400) with the closest valid name."""
+        """``body`` with known fields only; ``refused``: names of OpenAI's fields that this server does not support; a
+        value that asks for nothing is accepted. Raises APIError (400) with the closest valid name."""
         if body.keys() <= known.keys():
             return body
         out: Object = {}

@@ -1,4 +1,4 @@
-"""The door in front of the application: keys, names, types, sizes, counting. Plain ASGI: nothing is buffered."""
+"""Checks in front of the application: keys, host names, types, sizes, counting. Plain ASGI: nothing is buffered."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LINGER_BYTES = 64 << 20
 
 
 _SMALL = 1 << 16
-"""Bytes of a body that are always taken: a few large ones must not keep everybody else out."""
+"""Bodies up to this size are always accepted, so that a few large ones do not block all others."""
 
 
 class _Refused(Exception):
-    """More of a body came than can be taken."""
+    """A body is larger than the server accepts."""
 
     def __init__(self, error: APIError) -> None:
         super().__init__()
@@ -44,7 +44,8 @@ def _no_memory() -> APIError:
 
 
 class Gate:
-    """Checks who asks, and the type and size of a body, and tells ``count`` (path, status) of every answer."""
+    """Checks the key and host, and the type and size of a body, and calls ``count`` (path, status) for every
+    answer."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[str, int], None]) -> None:
         self._app = app
@@ -141,7 +142,7 @@ class Gate:
         return None
 
     def _known(self, key: bytes) -> bool:
-        """Compares digests, all of them: time tells neither a key's length nor how much of it was right."""
+        """Compares digests with all keys, so that the time reveals neither a key's length nor a correct prefix."""
         given = hashlib.sha256(key).digest()
         found = False
         for digest in self._digests:
@@ -169,8 +170,8 @@ def _is_json(content_type: bytes) -> bool:
 
 
 async def _refuse(refusal: APIError, path: str, receive: Receive, send: Send) -> None:
-    """Answer at once, and read and drop what is still sent of the body for a moment: a client that is in the middle of
-    sending learns why nobody wants it. Closing would reset the connection, and the answer with it."""
+    """Answer at once, then read and drop the rest of the body for a moment, so that a client that is still sending
+    gets the answer. Closing would reset the connection and lose the answer."""
     answer = refusal.response(path)
     await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
     await send({"type": "http.response.body", "body": answer.body, "more_body": True})

@@ -23,7 +23,7 @@ Prompt = str | Mapping[str, Any]
 
 
 class Generation:
-    """Prompts that were queued together. Close it when done: what still runs is aborted then."""
+    """Prompts that were queued together. Close it when done, which aborts running requests."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Whose requests a server without keys answers: any web page that its user visits can send some to 127.0.0.1.
+"""Which requests a server without keys answers. Any web page that its user visits can send requests to 127.0.0.1.
 
-Two headers tell, and a page can set neither. `Origin` is where the page came from; it is there whenever a page of
+Two headers decide, and a page can set neither. `Origin` is where the page came from; it is there whenever a page of
 another origin sends a body. `Host` is the name under which the browser found this server: a page whose own name was
 pointed at 127.0.0.1 (DNS rebinding) has this server as its origin, and that name in `Host`.
 """
@@ -54,7 +54,7 @@ class Hosts:
         return name.endswith(_OWN_SUFFIXES)
 
     def is_own(self, origin: str, host: str) -> bool:
-        """Whether a page of ``origin`` may ask: it came from this server, or was allowed to."""
+        """Whether a page of ``origin`` may send requests: it came from this server, or is allowed."""
         origin = origin.lower()
         if "*" in self._origins or origin in self._origins:
             return True
@@ -74,7 +74,7 @@ class Hosts:
         return name in self._names or name.endswith(self._suffixes)
 
     def refusal(self, headers: Mapping[bytes, bytes], path: str) -> APIError | None:
-        """Why a request is not answered; None: it is. ``headers``: the last of each name, in lower case."""
+        """The reason to refuse a request; None: it is answered. ``headers``: the last of each name, in lower case."""
         host = headers.get(b"host", b"").decode("latin-1")
         # Without a name no browser asks. Load balancers ask for a server's health under any.
         if host and path not in _HEALTH and not self.knows(host):

@@ -25,7 +25,7 @@ _SERVER: tuple[tuple[str, str, str], ...] = (
     ("request_timeout", "seconds for a request that names no deadline", "503"),
     ("send_timeout", "seconds for a client to leave an answer unread", "closed"),
 )
-"""Name, what it limits, what answers a request that is over it."""
+"""The limit's name, its meaning, and the answer to a request over it."""
 
 
 def listed(config: ServerConfig, limits: RequestLimits, max_model_len: int) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ async def count_tokens(context: Context, request: Request, body: CountTokensBody
 
 
 def _render(context: Context, body: CountTokensBody, plan: ToolPlan) -> tuple[dict[str, Any], Reading]:
-    """The prompt, and how what follows it is read. A last message of the assistant is continued. Raises APIError,
+    """The prompt, and the reader of the answer. A last message of the assistant is continued. Raises APIError,
     RequestError."""
     given = chat_messages(body.system, body.messages)
     continued = given[-1] if given and given[-1]["role"] == "assistant" else None

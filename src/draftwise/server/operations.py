@@ -1,4 +1,4 @@
-"""What those who run a server ask it: how it is, what it does, and its pages."""
+"""Endpoints for operators: health, version, metrics, and the pages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Planning(Source, Protocol):
 
 
 def absent_reason(path: str) -> str | None:
-    """Why there is no such endpoint, of those that other servers have; None: nobody knows it.
+    """The reason why an endpoint of other servers is missing; None: the path is unknown.
 
     Example: "/v1/embeddings" and "/v2/rerank" have a reason, "/v1/embed" has none.
     """

@@ -32,7 +32,7 @@ class Page:
         self._policies = {name: _policy(data.decode()) for name, data in self._pages.items()}
 
     def html(self, name: str) -> Response:
-        """``index.html`` or ``docs.html``, with a policy that lets in nothing from elsewhere."""
+        """``index.html`` or ``docs.html``, with a policy that loads nothing from elsewhere."""
         headers = {
             "content-security-policy": self._policies[name],
             "x-content-type-options": "nosniff",
@@ -50,7 +50,8 @@ class Page:
 
 
 def _policy(page: str) -> str:
-    """Nothing from elsewhere, and of inline scripts and styles those only that are in the page as it was shipped."""
+    """The content security policy: nothing from elsewhere, and only the inline scripts and styles that the page
+    ships."""
 
     def hashes(tag: str) -> str:
         bodies = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", page, re.DOTALL | re.IGNORECASE)

@@ -28,12 +28,12 @@ class Body(BaseModel):
 
     @property
     def size(self) -> int:
-        """Bytes that it came in: how much work it may be."""
+        """The body's size in bytes, an estimate of the work."""
         return self._size
 
 
 class GeneratingBody(Body):
-    """What every request that generates may say."""
+    """The fields that all generating requests share."""
 
     stream: StrictBool | None = None
     priority: StrictInt | None = Field(None, description="lower values first")
@@ -99,7 +99,7 @@ class SamplingBody(GeneratingBody):
 
     @property
     def keep_trace(self) -> bool:
-        """Whether the engine has to remember the steps."""
+        """Whether the engine must record the steps."""
         return bool(self.return_trace or self.return_token_sources)
 
 
@@ -176,7 +176,7 @@ class ResponsesBody(GeneratingBody):
 
 
 class CountTokensBody(Body):
-    """What stands in a prompt of Anthropic's Messages API."""
+    """The fields of a prompt of Anthropic's Messages API."""
 
     messages: Objects
     system: StrictStr | Objects | None = None

@@ -1,4 +1,4 @@
-"""Reading an answer as it comes: reasoning first, then text and calls."""
+"""Reads an answer as it comes: reasoning first, then text and calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AnswerReader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers of a request are read: made when its prompt is known."""
+    """Makes the readers of a request's answers, once its prompt is known."""
 
     reasoning: type[ReasoningParser] | None = None
     start: Start = "unknown"
@@ -98,7 +98,8 @@ class Reading:
 
 
 class ThoughtCounter:
-    """Counts the tokens of an answer that are reasoning, as they come: all at its end would keep others waiting."""
+    """Counts the tokens of an answer that are reasoning, as they come: counting all of them at the end would delay
+    other streams."""
 
     def __init__(self, parser: ReasoningParser | None, text: Callable[[int], str]) -> None:
         self._parser = parser  # None: nothing more is reasoning

@@ -1,4 +1,4 @@
-"""Finding where a model thinks before it answers: one parser per form in which models mark it.
+"""Finds the reasoning before an answer: one parser per form in which models mark it.
 
 A parser takes the text in pieces and divides it into thoughts and the answer, as soon as it is certain which of them a
 piece is. Names are those of vLLM's ``--reasoning-parser``.
@@ -26,7 +26,7 @@ Divided = list[str | Thought]
 """Answer and reasoning in their order."""
 
 Start = Literal["open", "closed", "unknown"]
-"""What a prompt says: the model thinks already, it will not think, or nothing."""
+"""The state after the prompt: the model is thinking already, it will not think, or unknown."""
 
 
 class ReasoningParser(ABC):
@@ -43,7 +43,7 @@ class ReasoningParser(ABC):
     @classmethod
     @abstractmethod
     def start_of(cls, prompt: str, continued: str | None = None) -> Start:
-        """What the end of a prompt says; ``continued``: the answer that it goes on with, if it does."""
+        """The state at the end of a prompt; ``continued``: the answer that it goes on with, if it does."""
 
     @classmethod
     @abstractmethod
@@ -152,7 +152,7 @@ class ThinkReasoning(MarkedReasoning):
 
 
 class DeepSeekReasoning(ThinkReasoning):
-    """DeepSeek R1 and what was trained on it, MiniMax M2: they think always, often without ``<think>``."""
+    """DeepSeek R1 and models trained on it, MiniMax M2: they always think, often without ``<think>``."""
 
     assumed = True
 

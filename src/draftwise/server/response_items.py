@@ -87,7 +87,8 @@ def _text(item: Mapping[str, Any], field: str) -> str:
 
 
 def response_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolPlan:
-    """What `plan_tools` makes of them: a function's name stands beside its type here, and a choice may name several.
+    """The plan for a request's tools (`plan_tools`). In this interface a function's name stands beside its type, and
+    a choice may name several.
 
     Raises APIError (400).
     """
@@ -133,7 +134,7 @@ class OutputItems:
     """
 
     def __init__(self, reader: AnswerReader | None) -> None:
-        """``reader``: who finds calls and reasoning (None: there are none)."""
+        """``reader``: finds calls and reasoning (None: there are none)."""
         self.output: list[dict[str, Any]] = []
         self._reader = reader
         self._open: dict[str, Any] | None = None  # the item that grows: reasoning, a message, or a call

@@ -1,7 +1,7 @@
 """Running the server: it drains on SIGTERM, and ends with an error when the engine does.
 
-What still runs when the time to drain is over, or at a second signal, is aborted in the engine, so that its readers are
-told so and their responses end; only who does not read is cut off by Uvicorn, a moment later.
+Requests that still run when the time to drain is over, or at a second signal, are aborted in the engine, so that
+their responses end properly. Uvicorn cuts off clients that do not read, a moment later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SWITCH_INTERVAL = 0.001
 _TRIM_INTERVAL = 1.0
 _WATCH_INTERVAL = 0.25
 _DEAD_GRACE = 1.0
-"""How long a server goes on answering (with 503) after its engine died, so that whoever asks for /health sees it."""
+"""Seconds for which a server goes on answering (with 503) after its engine died, so that /health shows it."""
 _LAST_WORDS = 2.0
 """How long responses of aborted requests may take to end."""
 
@@ -119,8 +119,9 @@ async def serve(
 
 
 def allocator_trim() -> Callable[[], object] | None:
-    """What gives free memory back to the system; None: this C library has nothing of the kind. A few milliseconds, in
-    which other threads run. Without it the allocator keeps what strangers' bodies took for a while: 30 MB."""
+    """The C library's function that gives free memory back to the system; None: it has none. It takes a few
+    milliseconds, in which other threads run. Without it the allocator keeps the memory of large bodies, some 30
+    MB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return None if trim is None else functools.partial(trim, 0)
 
@@ -146,7 +147,7 @@ async def _watch(server: uvicorn.Server, context: Context) -> None:
 
 
 async def _cut_off(server: Server, context: Context, drain_timeout: float) -> None:
-    """Abort what has not ended in time, and leave those who do not read the end of it to themselves."""
+    """Abort requests that have not ended in time. Clients that do not read are not waited for."""
     while not server.should_exit:
         await asyncio.sleep(_WATCH_INTERVAL)
     loop = asyncio.get_running_loop()

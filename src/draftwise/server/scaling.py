@@ -1,4 +1,4 @@
-"""Replicas started and drained over HTTP, under vLLM's name for it."""
+"""Starts and drains replicas over HTTP, at vLLM's path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _MOST = 64
 
 
 async def scale(context: Context, request: Request, body: ScaleBody) -> Response:
-    """``POST /scale_elastic_ep``: answers when the replicas that were started serve; others drain by themselves."""
+    """``POST /scale_elastic_ep``: answers when new replicas serve; replicas that are not needed drain by
+    themselves."""
     if not isinstance(context.engine, ServedFleet):
         raise bad_request("this server has one engine and keeps it (--data-parallel-size)")
     if context.config.planner_mode == "scale":

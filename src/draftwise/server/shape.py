@@ -1,6 +1,6 @@
-"""How much JSON a body holds, before anything is made of it.
+"""Measures the JSON of a body before it is parsed.
 
-A parser in C makes its objects without letting anybody else in between: four million numbers stop every stream for a
+A parser in C makes its objects without letting other threads run: four million numbers stop every stream for a
 quarter of a second, and a hundred thousand unknown fields for a whole one. Counting costs a few operations on arrays,
 which let other threads go on.
 """

@@ -1,4 +1,4 @@
-"""The address is taken before the model is loaded: one that cannot be had is said at once."""
+"""Takes the address before the model is loaded, so that an error shows at once."""
 
 from __future__ import annotations
 

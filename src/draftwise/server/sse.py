@@ -1,4 +1,4 @@
-"""Answers that stay with their client: server-sent events, and waiting that ends when the client goes away."""
+"""Server-sent events, and waiting that ends when the client goes away."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The client has gone away."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -81,8 +81,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Sends ``chunks`` as they come and calls ``close`` at the end, whatever the end is.
 
-    Nothing is read from ``chunks`` while the client has not taken the last one. A client that takes nothing more is
-    given up by the connection (`wire.Wire`). An error after the first chunk becomes an event, ``{"error": ...}`` unless
+    ``chunks`` is read only as fast as the client takes them. The connection gives up a client that takes nothing more
+    (`wire.Wire`). An error after the first chunk becomes an event, ``{"error": ...}`` unless
     ``failed`` makes another one.
     """
 

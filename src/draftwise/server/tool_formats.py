@@ -1,4 +1,4 @@
-"""Finding tool calls in a model's text: one parser per form in which models write them.
+"""Finds tool calls in a model's text: one parser per form in which models write them.
 
 A parser takes the text in pieces and passes on what is certain: text at once, except for what may be the beginning of a
 call, and calls as they grow. What is no call stays text.
@@ -53,7 +53,7 @@ class ToolParser(ABC):
         """The text ended: what was held back is a call that lacks only its end, or text."""
 
     def _read(self, out: Found) -> None:
-        """Let the reader have what is held; its news go to ``out``."""
+        """Give held text to the reader, and add what it finds to ``out``."""
         assert self._reader is not None
         known = self._reader.certain
         arguments, self._held = self._reader.push(self._held)

@@ -1,4 +1,4 @@
-"""Tool calls: which of them the client allows, and how answers tell of them."""
+"""Tool calls: those that a client allows, and their form in answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftwise.server.tool_formats import CallPiece, ForcedParser, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What the tools of a request mean. ``shown``: tools the template renders; ``parse``: look for calls in the text;
+    """The plan for a request's tools. ``shown``: tools the template renders; ``parse``: look for calls in the text;
     ``schema``: what the whole output is constrained to when a call is forced, ``forced``: its name if given."""
 
     shown: Sequence[Mapping[str, Any]] | None = None
@@ -26,7 +26,8 @@ class ToolPlan:
     schemas: Mapping[str, Any] = field(default_factory=dict)  # of arguments, by name
 
     def parser(self, kind: type[ToolParser], *, only_one: bool) -> ToolParser | None:
-        """Who finds the calls in an answer; None: there are none to be found. ``kind``: the form of the model's own."""
+        """The parser of calls in an answer; None: there are no calls. ``kind``: the parser of the model's own
+        form."""
         if self.schema is not None:
             return ForcedParser(self.forced)
         return kind(only_one=only_one, schemas=self.schemas) if self.parse else None

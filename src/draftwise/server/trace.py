@@ -45,15 +45,15 @@ def step_as_dict(step: StepTrace, index: int, start: int, text: TokenText) -> di
 
 
 def _own(step: StepTrace) -> str:
-    """What the target's own token at the end of a step is."""
+    """The source of the target's own token at the end of a step."""
     last = step.accepted_nodes[-1] if step.accepted_nodes else -1
     rejected = last in step.draft_parents  # the path ended above a node: its children were refused
     return "target" if not step.draft_tokens else "recovered" if rejected else "bonus"
 
 
 def token_sources(trace: Sequence[StepTrace] | None, num_tokens: int) -> list[dict[str, Any] | None]:
-    """Of each of ``num_tokens`` tokens {source, method, position}, as in `step_as_dict`; ``method``: who drafted in its
-    step. None of tokens behind the last step that is remembered.
+    """Of each of ``num_tokens`` tokens {source, method, position}, as in `step_as_dict`; ``method``: the drafter of
+    its step. None for tokens behind the last recorded step.
 
     Example: of a step of the method ngram, drafted A, accepted it, then X: draft, ngram, 0; bonus, ngram, 1.
     """

@@ -1,8 +1,7 @@
-"""HTTP as it comes over the wire: Uvicorn's protocol within limits on what a connection may send, and for how long.
+"""Uvicorn's protocol with limits on what a connection may send, and for how long.
 
-A stranger's bytes are counted here, before anything is made of them. Who is refused gets OpenAI's error body, and a
-moment in which what he still sends is read and dropped: closing at once would reset the connection, and the answer
-would be lost on its way.
+Bytes are counted here before they are parsed. A refused client gets OpenAI's error body, and for a moment its further
+bytes are read and dropped. Closing at once would reset the connection and lose the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
 
 _IDLE, _HEAD, _BODY = "idle", "head", "body"
-"""What of a message comes next: nothing has begun, its head, its body."""
+"""The part of a message that comes next: nothing has begun, its head, its body."""
 
 
 def wire_protocol(config: ServerConfig) -> type[asyncio.Protocol]:
@@ -249,7 +248,7 @@ class Wire(HttpToolsProtocol):
         self._give_up_unless_read()
 
     def _give_up_unless_read(self) -> None:
-        """A client that does not take what it asked for keeps it, and the connection, only for so long."""
+        """Give up a client that does not read its answer for too long."""
         if self._unread is None and self.settings.send_timeout:
             self._unread = self.loop.call_later(self.settings.send_timeout, self._give_up)
 
