@@ -23,7 +23,7 @@ ANY = 0
 """The size class of chains whose size says nothing about how good they are."""
 
 NOTHING, SOME, ALL = 0, 1, 2
-"""What came of a proposal."""
+"""The outcome of a proposal."""
 _AFTER = 16
 """Size classes `_AFTER` + one of those: chains behind a proposal of which so much was accepted."""
 _AFTER_WEIGHT = 8.0
@@ -48,7 +48,8 @@ def size_class(n: int) -> int:
 
 
 def outcome(verified: int, accepted: int) -> int:
-    """What came of a proposal of which ``verified`` nodes, one at least, were verified. 4 of 4: `ALL`; 0: `NOTHING`."""
+    """The outcome of a proposal of which ``verified`` nodes, at least one, were verified. 4 of 4: `ALL`; 0:
+    `NOTHING`."""
     if not accepted:
         return NOTHING
     return ALL if accepted >= verified else SOME

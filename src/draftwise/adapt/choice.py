@@ -23,15 +23,15 @@ from draftwise.adapt.acceptance import (
 from draftwise.adapt.performance import PerformanceModel
 
 SWITCH = 0.02
-"""A choice is given up for one that promises this much more."""
+"""A choice is replaced by one that promises this much more."""
 _WAKE = 0.05
-"""The same for a group that rests: those who missed the beginning of their requests draft worse for a while."""
+"""The same for a resting group: its drafters missed the beginning of requests and draft worse for a while."""
 _CATCH_UP_STEPS = 64
 """Steps on which the price of catching up on what was not drafted for is laid."""
 NEVER = 1 << 62
 """A step that does not come."""
 _OWN_ROWS = 32
-"""Of the tokens that a head is told of, so many may wait for it to draft: beyond, it reads them by itself."""
+"""The most tokens that wait for a head to draft; beyond that it reads them at once."""
 
 
 @dataclass(slots=True, eq=False)

@@ -69,7 +69,7 @@ class ControlStats:
 
 
 class Controller(ABC):
-    """Asked while a step is planned, told what came of it.
+    """Called while a step is planned, and with its outcome afterwards.
 
     What it decides may depend on sizes, times and what was accepted before, never on the tokens of a waiting proposal:
     otherwise a cut would not be lossless. The size of a proposal is told; it may decide only where the proposer says

@@ -9,7 +9,7 @@ from draftwise.adapt.roster import Planned
 
 
 class DraftingTime:
-    """Puts measurements of drafting into the model; steps of which nobody says what part was drafting, too."""
+    """Puts measurements of drafting into the model, also from steps whose drafting part was not measured."""
 
     def __init__(self, model: PerformanceModel, explorer: Explorer) -> None:
         self._model = model

@@ -139,7 +139,7 @@ class Explorer:
     def _try_drafts(
         self, groups: Sequence[tuple[Group, list[Drafter]]], prices: Prices, rate_gain: float
     ) -> None:
-        """Let those draft whose turn it is and who can be paid."""
+        """Let requests draft whose turn it is and whose drafts can be paid."""
         step = self._step
         need = float("inf")
         for group, members in groups:

@@ -1,4 +1,4 @@
-"""Whose drafters are told what the target reads.
+"""Chooses the requests whose drafters are told what the target reads.
 
 A head on the target's hidden states keeps features of every token and reads every prompt, whether it drafts or not:
 with many requests a tenth of the time of plain decoding. Where it does not draft for long, it is told nothing: its
@@ -25,7 +25,7 @@ _SAMPLE_ROWS = 32
 
 
 class Following:
-    """``resting``: requests whose drafters are told nothing."""
+    """``resting``: requests whose drafters are not told of steps."""
 
     def __init__(self, model: PerformanceModel) -> None:
         self.resting: set[int] = set()

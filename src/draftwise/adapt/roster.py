@@ -1,4 +1,4 @@
-"""Who drafts: the requests that are there, and the groups they make."""
+"""The running requests and the groups that they form."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Roster:
         return group
 
     def _drop_group(self) -> bool:
-        """Forget the kind that nobody has used for longest; False if there are requests of all kinds."""
+        """Forget the kind that has been unused for longest; False if all kinds have requests."""
         used = {id(drafter.group) for drafter in self.drafters.values() if drafter is not None}
         for kind, group in self._by_kind.items():
             if id(group) not in used:

@@ -1,4 +1,4 @@
-"""Constants of the adaptive controller that somebody may want to change."""
+"""Constants of the adaptive controller that may be changed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _TIMES = (
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """One load and what came of it: ``load`` in requests per second, or clients."""
+    """One load and its results: ``load`` in requests per second, or clients."""
 
     load: float
     report: ServeReport

@@ -13,7 +13,7 @@ from draftwise.encoding import encode_text
 from draftwise.errors import ConfigError
 
 _QUESTIONS = ("question", "instruction", "input", "text")
-"""Fields of a line that hold a question, the first one that is there."""
+"""Fields of a line that may hold a question; the first present one counts."""
 _MOST = 100_000  # lines
 
 

@@ -60,7 +60,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """What came of a load. Rates per second over ``seconds``, first request sent to last one answered."""
+    """The results of a load. Rates per second over ``seconds``, first request sent to last one answered."""
 
     seconds: float
     num_requests: int

@@ -46,7 +46,7 @@ def die_with(lifeline: int) -> None:
 
 
 class Child:
-    """One such process. Whoever has started it holds this."""
+    """One such process, held by its starter."""
 
     def __init__(
         self,

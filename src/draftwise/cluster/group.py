@@ -48,7 +48,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Begin to end it, whatever it does."""
+        """Begin to end the process, whatever it is doing."""
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
@@ -167,7 +167,7 @@ class RankGroup:
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """Why nothing can be asked any more; None: nothing has failed that anybody has noticed."""
+        """The reason why the group is unusable; None: no failure is known."""
         if self._failure is None:
             for one in self.ranks:
                 if one.gone():
@@ -183,7 +183,8 @@ class RankGroup:
         return self._give_up(f"rank {one.rank} {one.end()}", (one,))
 
     def _late(self, waiting: Sequence[RankHandle]) -> EngineDeadError:
-        """Nobody of ``waiting`` answered in time. Those who wait for another have posted more exchanges than it."""
+        """The error when no rank of ``waiting`` answered in time. A rank that waits for another has begun more
+        exchanges than it."""
         posted = {one.rank: one.posted() for one in waiting}
         behind = min(posted.values())
         hung = [one for one in waiting if posted[one.rank] == behind]

@@ -65,10 +65,10 @@ def digest(rows: Sequence[RowResult]) -> int:
 
 
 def send(channel: Connection, message: object) -> None:
-    """Raises OSError if nobody is there."""
+    """Raises OSError if the other side is gone."""
     channel.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def receive(channel: Connection) -> Any:
-    """Raises EOFError or OSError if nobody is there any more."""
+    """Raises EOFError or OSError if the other side is gone."""
     return pickle.loads(channel.recv_bytes())

@@ -1,4 +1,5 @@
-"""A rank's own process: it joins the others, builds its part, and does what it is told until it is told to end.
+"""A rank's own process: it joins the others, builds its part of the model, and carries out orders until it is told to
+end.
 
 It ends, whatever it is doing, when the host's process is gone: a thread reads from a pipe whose other end only the host
 holds.

@@ -17,7 +17,7 @@ Address = tuple[str, int]
 SECRET_BYTES = 32
 _HELLO = struct.Struct(f"!{SECRET_BYTES}sI")  # secret, rank
 _STRANGER = 5.0
-"""Seconds that somebody who has connected has to say who they are."""
+"""Seconds in which a new connection must identify itself."""
 
 
 def listen(host: str) -> socket.socket:
@@ -31,7 +31,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def connect(address: Address, secret: bytes, rank: int, seconds: float) -> socket.socket:
-    """Be known as ``rank`` to who listens there. Raises OSError if nobody does."""
+    """Connect and identify as ``rank``. Raises OSError if nothing listens there."""
     made = socket.create_connection(address, timeout=seconds)
     try:
         made.sendall(_HELLO.pack(secret, rank))
@@ -44,7 +44,7 @@ def connect(address: Address, secret: bytes, rank: int, seconds: float) -> socke
 def accept(
     listener: socket.socket, secret: bytes, ranks: Collection[int], seconds: float
 ) -> dict[int, socket.socket]:
-    """Wait until all of ``ranks`` have connected; who does not know the secret is sent away.
+    """Wait until all of ``ranks`` have connected. Connections that do not know the secret are closed.
 
     Raises:
         TimeoutError: they have not within this time.
@@ -82,7 +82,7 @@ def has_ended(descriptor: int) -> bool:
 
 
 def _told(one: socket.socket, secret: bytes, seconds: float) -> int | None:
-    """The rank that somebody says to be; None: they do not know the secret."""
+    """The rank that a connection identifies as; None: it does not know the secret."""
     deadline, data = time.monotonic() + seconds, b""
     try:
         while len(data) < _HELLO.size:

@@ -121,7 +121,7 @@ class Supervisor:
             os.unlink(path)
 
     def begin(self, place: Place) -> Descriptors:
-        """Meet the other ranks and start the process. Raises OSError if somebody cannot be met."""
+        """Meet the other ranks and start the process. Raises OSError if a rank cannot be reached."""
         assert self._listener is not None, "introduced"
         opened = contextlib.ExitStack()
         with opened:

@@ -30,7 +30,7 @@ class CacheLog:
         self._news = asyncio.Event()
 
     def observe(self, events: Sequence[CacheEvent]) -> None:
-        """Take in what became of blocks."""
+        """Add changes of blocks."""
         with self._lock:
             for event in events:
                 if isinstance(event, BlocksStored):

@@ -1,4 +1,4 @@
-"""A front hears what becomes of each replica's cached blocks, for as long as there are several."""
+"""Sends changes of each replica's cached blocks to a front, as long as there are several replicas."""
 
 from __future__ import annotations
 

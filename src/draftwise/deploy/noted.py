@@ -14,7 +14,7 @@ from draftwise.fleet.router import Route, Router, Ticket
 from draftwise.types import IntArray
 
 Changes = Sequence[tuple[str, Sequence[bytes]]]
-"""What became of blocks, as `fleet.wire.Cache` has it."""
+"""Changes of blocks, in the form of `fleet.wire.Cache`."""
 
 _MOST_ROUTES = 4096
 """Requests that wait to be sent; what more there is was given up on its way."""
@@ -52,7 +52,7 @@ class Noted:
                 self._router.add(name)
 
     def changed(self, name: str, changes: Changes) -> None:
-        """A replica told what became of its blocks."""
+        """A replica reported changes of its blocks."""
         with self._lock:
             self._router.changed(name, changes)
 

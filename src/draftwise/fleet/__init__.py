@@ -1,1 +1,1 @@
-"""Several engines behind one port: who gets a request, and what becomes of it when one of them is gone."""
+"""Several engines behind one port: routing of requests, and recovery when an engine is gone."""

@@ -41,7 +41,7 @@ class FleetAdapters:
             self._salts[lora_request.lora_int_id] = salts
 
     def catch_up(self, replica: Replica) -> None:
-        """Load what the others have in one that came later."""
+        """Load the others' adapters in a replica that was added later."""
         with self._lock:
             for number, adapter in self._loaded.items():
                 self._salts[number][replica.number] = replica.process.order("add_lora", adapter)

@@ -122,7 +122,7 @@ class ReplicaProcess:
             self._orders.send((0, "close", ()))
 
     def kill(self) -> None:
-        """Begin to end it, whatever it does."""
+        """Begin to end the process, whatever it is doing."""
         self._child.kill()
 
     def end(self, patience: float = PATIENCE) -> None:
@@ -191,7 +191,7 @@ class ReplicaProcesses:
 
 
 def _end_all(processes: list[ReplicaProcess], lifeline: Lifeline) -> None:
-    """Those that are built end by themselves, in time; who is still at it hears no order."""
+    """Built replicas end by themselves; a replica that is still loading hears no order."""
     processes = list(processes)
     for process in processes:
         if process.is_built:

@@ -68,7 +68,7 @@ class FleetEngine:
         self._members.attach()
 
     def _lost(self, replica: Replica, words: str) -> None:
-        """Whose requests nobody has seen anything of, begin again elsewhere; others end."""
+        """Requests of which nothing was delivered begin again on another replica; others end."""
         streams, replica.streams = replica.streams, {}
         for number, stream in streams.items():
             del self._where[number]
@@ -122,7 +122,7 @@ class FleetEngine:
         return self._members.replica_config
 
     def watch(self, watch: RequestWatch) -> None:
-        """Tell somebody of requests that come and end."""
+        """Register an observer of requests that come and end."""
         self._watch = watch
 
     # ---------------------------------------------------------------------------------------------- requests
@@ -272,7 +272,7 @@ class FleetEngine:
         return True
 
     def abort_all(self) -> int:
-        """`abort` whatever runs or waits; how many requests it were."""
+        """Abort all requests that run or wait. Returns how many there were."""
         return sum(self.abort(request_id) for request_id in list(self._streams))
 
     def apply_chat_template(

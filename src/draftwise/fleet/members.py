@@ -1,4 +1,4 @@
-"""Which replicas there are: started, watched, drained, and gone. What becomes of their requests is the engine's."""
+"""The replicas of a fleet: starting, watching, draining and removing them. The engine handles their requests."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Pulse:
         self._in_step = in_step
 
     def forgive(self, now: float) -> None:
-        """Whoever asks stood still himself: answers may be there, unread."""
+        """The asking process itself stood still: answers may have arrived unread."""
         if self._asked is not None:
             self._asked = now
 

@@ -59,7 +59,7 @@ class Replica:
         self._tickets[stream.number] = ticket
 
     def leave(self, router: Router, stream: FleetStream, num_output: int | None) -> None:
-        """It is over, after so many tokens (None: nobody knows how many it would have had)."""
+        """The request ended after this many tokens (None: its full length is unknown)."""
         self.streams.pop(stream.number, None)
         if (ticket := self._tickets.pop(stream.number, None)) is not None:
             router.end(ticket, num_output)
@@ -73,7 +73,8 @@ class Replica:
 def plan(
     config: EngineConfig, number: int, max_chunk_rate: float | None, *, slot: int, count: int
 ) -> tuple[Start, dict[str, str]]:
-    """What the replica of this number is told first, and its environment: a share of the cores, and devices of its own.
+    """The first message to the replica of this number, and its environment: a share of the cores, and devices of its
+    own.
 
     Args:
         slot: which share of the devices it has; no two that live have the same.

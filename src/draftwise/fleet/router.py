@@ -30,7 +30,7 @@ from draftwise.types import IntArray
 Name = Hashable
 
 _CHUNK = 16
-"""Blocks hashed at a time: a prompt that nobody has costs one chunk, and then what is noted of it as under way."""
+"""Blocks hashed at a time: a prompt that no replica has costs one chunk, and its entry as a running request."""
 _NOTED = 64
 """Most blocks behind the cached ones that are noted as under way."""
 _FIRST_GUESS = 128.0
@@ -123,7 +123,7 @@ class Router:
             replica.cached.clear()
 
     def changed(self, name: Name, changes: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-        """What became of its blocks, in order, as `fleet.wire.Cache` has it."""
+        """Changes of the replica's blocks, in order, in the form of `fleet.wire.Cache`."""
         for kind, digests in changes:
             if kind == "+":
                 self.stored(name, digests)
@@ -237,7 +237,7 @@ class Router:
         return Ticket(name, load, digests, replica)
 
     def end(self, ticket: Ticket, num_output: int | None = None) -> None:
-        """It is over, after ``num_output`` tokens (None: nobody knows, or it was cut short). Once counts."""
+        """The request ended after ``num_output`` tokens (None: unknown, or cut short). Only the first call counts."""
         if ticket.ended:
             return
         ticket.ended = True

@@ -1,4 +1,4 @@
-"""A planner's decisions, carried out: the one who says how many replicas a fleet has, where a planner scales it."""
+"""Carries out a planner's decisions: only this sets the number of replicas of a fleet that a planner scales."""
 
 from __future__ import annotations
 

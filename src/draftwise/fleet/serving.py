@@ -70,7 +70,7 @@ def serve(streams_fd: int, orders_fd: int) -> int:
 
 
 class _Serving:
-    """One engine and those who ask it."""
+    """One engine and the processes that use it."""
 
     def __init__(self, llm: AsyncLLM, orders: Connection) -> None:
         self._llm = llm
@@ -188,7 +188,7 @@ class _Serving:
     # ----------------------------------------------------------------------------------------------- orders
 
     def _obey(self) -> None:
-        """In a thread: answer orders, one after the other, until there is nobody to give any."""
+        """In a thread: answer orders, one after the other, until the other side is gone."""
         llm = self._llm
         try:
             while True:

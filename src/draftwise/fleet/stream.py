@@ -86,7 +86,7 @@ class FleetStream:
         self._event.set()
 
     def begin_again(self) -> None:
-        """Another replica begins it anew: what came from the first one, and nobody took, is forgotten."""
+        """Another replica begins the request anew: unread output of the first one is dropped."""
         assert not self.delivered
         self._waiting.clear()
         self.num_output = 0

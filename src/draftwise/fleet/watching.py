@@ -1,4 +1,4 @@
-"""What a planner is told of a fleet: requests as they come and end, whichever replica has them."""
+"""Reports a fleet's requests to a planner as they come and end."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from draftwise.types import IntArray
 _HEAD = struct.Struct("<Q")
 _READ = 1 << 18
 HIGH_WATER = 1 << 20
-"""Bytes that wait to be taken by the other side, above which a sender who can wait does (`Channel.room`)."""
+"""Bytes of unread messages above which a sender that can wait does so (`Channel.room`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Abort(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Nobody reads a stream any more."""
+    """The reader of a stream is gone."""
 
     stream: int
 
@@ -111,7 +111,7 @@ class Pong(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What became of cached blocks, in order: ("+" or "-", digests), or ("0", ()) where all were forgotten."""
+    """Changes of cached blocks, in order: ("+" or "-", digests), or ("0", ()) when all were forgotten."""
 
     changes: list[tuple[str, tuple[bytes, ...]]]
 

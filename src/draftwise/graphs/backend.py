@@ -1,4 +1,4 @@
-"""What captures and replays. `CudaGraphs` is the one that engines use; tests have one that needs no GPU."""
+"""The interface that captures and replays. Engines use `CudaGraphs`; tests have an implementation without a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pieces(Protocol):
 
 
 class Fence(Protocol):
-    """A point in the order of what a device was told to do."""
+    """A point in the order of a device's work."""
 
     def synchronize(self) -> None:
         """Wait until the device has come so far."""

@@ -174,7 +174,7 @@ class ChainLoop:
 
     @property
     def seats(self) -> LoopSeats:
-        """For those who fill in a replay's rows (``rows``) and what belongs to them on the device."""
+        """For callers that fill in a replay's rows (``rows``) and their data on the device."""
         return LoopSeats(
             self._last,
             self._start,

@@ -26,7 +26,7 @@ class Part:
 
 
 WHOLE = Part()
-"""Of a model that nobody shares."""
+"""The ranks of a model that is not shared."""
 
 
 def vocabulary_step(total: int, size: int) -> int:

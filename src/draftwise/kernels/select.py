@@ -1,4 +1,4 @@
-"""Which kernels a model runs on when nobody says."""
+"""The default kernels of a model."""
 
 from __future__ import annotations
 

@@ -146,5 +146,5 @@ def known_table(part: Part, ops: Ops, table: Tensor, total: int) -> None:
 
 
 def ranks_of(ops: Ops) -> Ranks | None:
-    """With whom operations work; None: with nobody."""
+    """The ranks that operations work with; None: none."""
     return ops.ranks if isinstance(ops, SplitOps) else None

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache: who holds them, which are free, which of the free ones are worth keeping."""
+"""Blocks of the KV cache: held, free, and free ones whose content is worth keeping."""
 
 from __future__ import annotations
 

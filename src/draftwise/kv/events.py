@@ -1,4 +1,4 @@
-"""What becomes of blocks that can be found by their prefix: for routers, and others who keep an index of it."""
+"""Changes of blocks in the prefix cache, for routers and other indexes."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class KVManager:
         return self._cache.match(token_ids_np, salt)
 
     def num_idle(self, prefix: PrefixMatch) -> int:
-        """Blocks of the prefix that nobody holds: they count as free until they are taken."""
+        """Blocks of the prefix without a holder: they count as free until they are taken."""
         refs = self._pool.ref_counts
         return sum(refs[block] == 0 for block in prefix.blocks)
 
@@ -332,7 +332,7 @@ class KVManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones that nobody uses included."""
+        """Blocks that can be handed out, unused cached ones included."""
         return self._pool.num_free
 
     @property
@@ -367,13 +367,13 @@ class KVManager:
         return True
 
     def log_events(self) -> bool:
-        """Note from now on what becomes of cached blocks, for `take_events`. False: nothing is cached."""
+        """Record changes of cached blocks from now on, for `take_events`. False: there is no prefix cache."""
         if self.enable_prefix_caching and self._log is None:
             self._log = CacheLog()
         return self._log is not None
 
     def take_events(self) -> list[CacheEvent]:
-        """What became of cached blocks since the last call."""
+        """Changes of cached blocks since the last call."""
         return [] if self._log is None else self._log.take()
 
     def check_integrity(self) -> None:

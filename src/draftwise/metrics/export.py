@@ -36,7 +36,7 @@ class Several(Protocol):
 
 
 class Source(Protocol):
-    """Somebody else who has numbers, such as a planner: (name, what it is, "gauge" or "counter", labels, value)."""
+    """Another source of metrics, such as a planner: (name, what it is, "gauge" or "counter", labels, value)."""
 
     def samples(self) -> Iterable[tuple[str, str, str, Mapping[str, str], float]]: ...
 

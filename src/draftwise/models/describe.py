@@ -39,7 +39,7 @@ _BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I16
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Elements of a model's weights, by what becomes of them when they are loaded."""
+    """Elements of a model's weights, by their form after loading."""
 
     linear: int = 0  # in linear layers other than the output layer
     linear_outputs: int = 0  # rows of these: each has a scale of its own in int8

@@ -153,7 +153,7 @@ def pack_rows(
     packer: RowPacker | None = None,
     states: StateRows | None = None,
 ) -> StepInput:
-    """`build_step_input` for whoever has the facts of R requests side by side.
+    """`build_step_input` for callers that have the data of R requests in columns.
 
     Args:
         tokens: [T] one request after the other.

@@ -24,7 +24,7 @@ from draftwise.types import StepInput, TargetOutput
 
 
 class WholeTables(WrappedDecoder):
-    """``inner``, a part of a model, that lends the whole embedding and output layer, read when somebody asks."""
+    """``inner``, a part of a model, that lends the whole embedding and output layer, which are read when needed."""
 
     def __init__(
         self, inner: DecoderModel, path: str | Path, revision: str | None, quantization: str | None

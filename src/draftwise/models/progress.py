@@ -87,7 +87,7 @@ _loading: ContextVar[LoadProgress | None] = ContextVar("loading", default=None)
 
 @contextmanager
 def told(folder: Path, entries: Mapping[str, Stored], elements: int | None = None) -> Iterator[None]:
-    """Inside, what `count` is told of is shown as progress.
+    """Inside this context, calls of `count` are shown as progress.
 
     ``elements``: how many of the checkpoint's numbers will be read; None: all of ``entries``.
     """

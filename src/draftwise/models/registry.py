@@ -87,7 +87,7 @@ def resolve_model(raw: RawConfig) -> tuple[str, type[DecoderModel]]:
 
 
 def _general(names: list[str]) -> tuple[str, type[DecoderModel]] | None:
-    """Whoever is no family of ours, but a causal model of Transformers, or has one as a part."""
+    """Models without a family of their own here that are causal models of Transformers, or have one as a part."""
     from draftwise.models.general.config import causal_architectures, wrapper_architectures
 
     theirs = causal_architectures() | wrapper_architectures()

@@ -43,7 +43,7 @@ class Capacity(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedCapacity:
-    """Rates that somebody measured, whatever the requests."""
+    """Measured rates, the same for all requests."""
 
     prompt_tokens: float
     output_tokens: float

@@ -1,4 +1,4 @@
-"""Devices that nobody has to have to ask how fast they would be."""
+"""Peaks of known devices, for estimates without the device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BYTES_PER_WEIGHT = {"bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625}
 
 
 def device(name: str) -> Device:
-    """A device by its name, whatever the case. Raises ConfigError."""
+    """A device by its name, in upper or lower case. Raises ConfigError."""
     found = DEVICES.get(name.lower())
     if found is None:
         raise ConfigError(

@@ -165,7 +165,7 @@ class PlannerService:
             self._thread.join(timeout=5.0)
 
     def failed(self) -> None:
-        """What was carried out did not come to its end: whoever carries out says so, and logs why."""
+        """Report that a change failed. The caller logs the reason."""
         with self._lock:
             self._failures += 1
 

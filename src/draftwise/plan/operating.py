@@ -166,7 +166,7 @@ def best_point(
 
 
 def pareto(found: Sequence[OperatingPoint]) -> list[OperatingPoint]:
-    """Those that nobody beats in both time per token and tokens per second, by time per token."""
+    """The settings that no other beats in both time per token and tokens per second, by time per token."""
     out: list[OperatingPoint] = []
     for point in sorted(found, key=lambda p: (p.itl, -p.tokens_per_second)):
         if not out or point.tokens_per_second > out[-1].tokens_per_second:

@@ -1,4 +1,5 @@
-"""How many replicas, which method, how many drafts: a state machine that is told what was seen and answers what to do.
+"""Decides the number of replicas, the method and the number of drafts: a state machine from observations to
+decisions.
 
 It has no clock, reads no file and starts nothing, so that its decisions are a function of its observations alone. The
 formulas for replicas are NVIDIA Dynamo's; what is drafted and what is accepted are in the rates it is given.
@@ -20,7 +21,7 @@ _HISTORY = 4096
 _TREND = 8
 """Intervals over which growth is looked for."""
 _MOST_RATE, _MOST_TOKENS = 1e9, float(1 << 24)
-"""Beyond, an observation is a fault of who observes."""
+"""Observations beyond this value are faults of the observer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Planner:
     # ------------------------------------------------------------------------------------------- a tick
 
     def on_tick(self, seen: Observation) -> Decision:
-        """Take in an interval and decide. Never raises for what is observed, whatever it is."""
+        """Take in an interval and decide. It never raises because of an observation."""
         reasons: list[str] = []
         current = self._current(seen)
         if not known(seen.requests):

@@ -1,4 +1,4 @@
-"""What a planner is told of an interval, and what it answers."""
+"""A planner's observation of an interval, and its decision."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def make_trace(times: Iterable[float], isl: Iterable[int], osl: Iterable[int], *
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace; which form it has is told by what is in it.
+    """Read a trace; its content shows its form.
 
     - own CSV: a header with ``time`` (seconds), ``isl``, ``osl``, perhaps ``kind``;
     - own JSONL: objects with these names;

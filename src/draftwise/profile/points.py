@@ -1,4 +1,4 @@
-"""Which sizes are measured, the most telling ones first: whoever stops early knows the corners and the middle."""
+"""The sizes to measure, the most informative first: a run that stops early has the corners and the middle."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from draftwise.types import IntArray, Proposal, Speculation, StepInput, TargetOu
 
 @dataclass(frozen=True, slots=True)
 class ProposerContext:
-    """What an engine offers a proposer that is being built (`Proposer.create`). The number of cache blocks is
-    known later, see `Proposer.allocate`."""
+    """What an engine offers to `Proposer.create`. The number of cache blocks is known later, see
+    `Proposer.allocate`."""
 
     speculative: SpeculativeConfig  # the entry of speculative_config that asks for it
     target_config: ModelConfig
@@ -45,19 +45,19 @@ class ProposerContext:
 
     @property
     def max_draft_len(self) -> int:
-        """No position that the drafter is fed reaches it: ``max_model_len``, or less where the user says so."""
+        """All positions that the drafter is fed are smaller: ``max_model_len``, or less if the user says so."""
         return min(self.speculative.max_model_len or self.max_model_len, self.max_model_len)
 
     @property
     def sample_method(self) -> DraftSampleMethod:
-        """How it picks its tokens where the target draws."""
+        """How the drafter picks tokens when the target samples."""
         return "greedy" if self.speculative.draft_sample_method == "greedy" else "probabilistic"
 
 
 @dataclass(slots=True)
 class DraftRow:
-    """What a proposer sees of one request. Nobody writes to it (see `Proposal`). Arrays are views: read them during the
-    call, keep copies if needed.
+    """A proposer's view of one request, read-only. Arrays are views: read them during the call, keep copies if
+    needed.
 
     The last token of ``token_ids_np`` is the next step's root; its K/V is in no storage yet. A node of depth d
     stands at position ``num_tokens - 1 + d``.
@@ -73,12 +73,12 @@ class DraftRow:
     block_table_np: IntArray  # [blocks] block ids reserved for the request, lookahead included
     filled: int  # leading tokens whose K/V (or other per-token state) this proposer has in `block_table_np`
     grammar: Cursor | None = None
-    """Of a structured output. Who draws from a distribution has to draw under ``grammar.mask(path)`` (pass it as
-    `LogitsRow.mask`): dropping what was drawn would not be lossless. Point masses need not look at it: what the
-    grammar forbids is pruned from them."""
+    """The grammar of a structured output. A proposer that draws from a distribution must draw under
+    ``grammar.mask(path)`` (pass it as `LogitsRow.mask`): dropping drawn tokens would not be lossless. Point masses
+    may ignore it: forbidden nodes are pruned."""
     forced: tuple[int, ...] = ()
     """Tokens that must come next, ``budget`` at most. A proposal of point masses that does not begin with them is
-    replaced by them; who knows what follows them may go on behind them."""
+    replaced by them; a proposal may go on behind them."""
     tokens_at: int = 0
     """Where ``token_ids_np`` (int32, contiguous) lies in memory, if that is known: native calls are told it of many
     requests, and asking numpy takes a microsecond. 0: ask (`kernels.cpu.attention.address`)."""
@@ -110,8 +110,8 @@ class DraftRow:
 
 @dataclass(slots=True)
 class Committed:
-    """Tokens of one request that the target has read in this step and that stay: a chunk of the prompt, or the root and
-    the accepted nodes behind it. Rejected nodes are not among them, nor is the new last token, which was not read yet.
+    """Tokens of one request that the target has read in this step and that stay: a chunk of the prompt, or the root
+    and the accepted nodes behind it. Rejected nodes and the new last token, which was not read yet, are not included.
 
     Example: rows 5..9 of the batch are a root (token 20) with a chain of four drafts, of which two were accepted:
     tokens 20, 21 and 22 are committed by rows 5, 6 and 7.
@@ -139,24 +139,24 @@ class Committed:
 
 
 class Proposer(ABC):
-    """Guesses what the target will say. One instance per entry of ``speculative_config``, used for every
-    request that names its method.
+    """Guesses the target's next tokens. One instance per entry of ``speculative_config``, used for every request that
+    names its method.
 
-    A proposer that keeps per-token device state (``has_storage``) indexes it by the target's block table and
-    is told through `DraftRow.filled` what of it is valid: it catches up on the rest itself. The runner tracks
+    A proposer that keeps per-token device state (``has_storage``) indexes it by the target's block table.
+    `DraftRow.filled` says how much of it is valid; the proposer catches up on the rest itself. The runner tracks
     validity: after `propose` it records `filled_after` for the row.
 
-    Behind ``filled`` it may rely on nothing but what it wrote there itself for tokens that were committed by then, each
-    in the slot of its own position, and only as far as no `trimmed` said that the slots went away. Drafts of a chain
+    Behind ``filled`` it may rely only on what it wrote itself for tokens that were already committed, each in the
+    slot of its own position, and only until `trimmed` says that the slots went away. Drafts of a chain
     that stay valid are counted in (`drafts_stored`). A tree's nodes do not stand where their path will be, and nobody
-    moves them: after a step the target's storage is compacted, a drafter's is not. Whoever drafts trees reads the
-    accepted path again, in the pass that reads the new last token anyway.
+    moves them: after a step the target's storage is compacted, a drafter's is not. A drafter of trees reads the
+    accepted path again, in the pass that reads the new last token.
 
-    Whatever a hook raises, or answers that cannot be (a wrong number of proposals, a token outside of the vocabulary,
-    a q that is no distribution, more tokens filled than there are), fails nothing but the speculation of the requests
-    it was called for: they are decoded plainly from then on, and none of the hooks is called for them again but
-    `remove`. It is said once in the log and counted in ``llm.stats().drafter_failures``. Only `transfer`, which is
-    what its requests are there for, fails the request; and what goes wrong while the engine is built ends that.
+    If a hook raises or gives an invalid answer (a wrong number of proposals, a token outside of the vocabulary, a q
+    that is no distribution, more tokens filled than there are), the requests of that call lose their speculation:
+    they are decoded plainly from then on, and only `remove` is called for them. The log says it once, and
+    ``llm.stats().drafter_failures`` counts it. Only a failed `transfer` fails its request, and an error while the
+    engine is built ends that.
     """
 
     name: ClassVar[str]
@@ -168,14 +168,15 @@ class Proposer(ABC):
     drafts_dynamic_trees: ClassVar[bool] = False
     """The same for `Speculation.dynamic`."""
     evident: ClassVar[bool] = False
-    """Whether the size of a proposal follows from committed tokens alone, and tells how good it is (a longer match).
-    The controller may then decide by it what to verify. False for whoever stops at what was drawn: it would be lossy.
+    """Whether the size of a proposal follows from committed tokens alone and shows its quality (a longer match). The
+    controller may then use it to decide what to verify. It must be False if drawn tokens decide where a proposal
+    stops: using the size would be lossy.
     """
     observes: ClassVar[bool] = False
     """Whether `observe` is called though no layer is captured."""
     prompt_only: ClassVar[bool] = False
-    """Whether requests that use it are there for their prompt: every token of it passes the target, one token is
-    generated, and `transfer` says what came of it."""
+    """Whether its requests only read their prompt: every token passes the target, one token is generated, and
+    `transfer` returns the result."""
     most_drafts: int | None = None
     """Most tokens of a chain that it can draft, if it carries recurrent state; its requests may ask for no more."""
     forward_time: float = 0.0
@@ -192,8 +193,8 @@ class Proposer(ABC):
 
         Tokens must be drawn from the very distribution that the proposal reports (see `Proposal.q`), with
         noise of the DRAFT stream (or, for rule ``coupled``, the shared stream).
-        Raising fails nothing but the speculation of the rows in the call; of several they are asked again one by one,
-        to find out which ones it is about.
+        Raising ends only the speculation of the rows in the call. Several rows are asked again one by one, to find
+        the cause.
         """
 
     def filled_after(self, row: DraftRow) -> int:
@@ -207,8 +208,8 @@ class Proposer(ABC):
         return 0
 
     def stored_after(self, rows: Sequence[DraftRow]) -> tuple[Sequence[int], Sequence[int]] | None:
-        """`filled_after` and `drafts_stored` of all rows of the latest `propose`, side by side; None: they are to be
-        asked one by one."""
+        """`filled_after` and `drafts_stored` of all rows of the latest `propose`, side by side; None: call them row
+        by row."""
         return None
 
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:  # noqa: B027
@@ -227,12 +228,13 @@ class Proposer(ABC):
         return None
 
     def transfer(self, rid: int) -> Mapping[str, Any] | None:
-        """Called once the prompt of a request is committed, if the proposer is ``prompt_only``: what the output has as
+        """Called once the prompt of a request is committed, if the proposer is ``prompt_only``. Returns the output's
         ``kv_transfer_params``. Raising fails the request."""
         return None
 
     def trimmed(self, rid: int, num_tokens: int) -> None:  # noqa: B027
-        """Storage behind the first ``num_tokens`` tokens of a request went away; for proposers with storage."""
+        """Called for proposers with storage: storage behind the first ``num_tokens`` tokens of a request was
+        freed."""
 
     def settle(self, rid: int, token_ids_np: IntArray, block_table_np: IntArray) -> int:
         """Called before `leaving` if the proposer has storage and the request used its method: the tokens
@@ -245,10 +247,10 @@ class Proposer(ABC):
         step included, which `propose` has not seen. It may have finished, or come back with the same ``rid``."""
 
     def remove(self, rid: int) -> None:  # noqa: B027
-        """The request left the executor (finished, cancelled or preempted): drop what is kept for it."""
+        """Called when a request has left the executor (finished, cancelled or preempted): drop its state."""
 
     def forget(self) -> None:  # noqa: B027
-        """Drop what was learned from requests that have left: as if the engine had just started."""
+        """Drop everything learned from past requests, as if the engine had just started."""
 
     def memory_per_block(self) -> int:
         """Bytes of storage per block of tokens, counted into the cache plan."""
@@ -268,7 +270,7 @@ class Proposer(ABC):
         return 0
 
     def seated(self) -> SeatedDrafter | None:
-        """Asked once, after `allocate`: what takes part in steps that stay on the device; None: it cannot."""
+        """Called once, after `allocate`: the proposer's part in steps that stay on the device; None: it has none."""
         return None
 
     def allocate(self, num_blocks: int) -> None:  # noqa: B027

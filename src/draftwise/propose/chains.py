@@ -1,4 +1,4 @@
-"""What drafters have in common that draw a chain token by token: a draft model and heads."""
+"""Functions shared by drafters that draw a chain token by token: draft models and heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChainDraft:
     tree: Proposal | None = None  # what was drafted, if it is a tree
 
     def proposal(self, name: str, method: DraftSampleMethod) -> Proposal:
-        """What was drafted. A forced token was drawn from a distribution, too: the one that has nothing else."""
+        """The drafted tokens. A forced token counts as drawn from a distribution that has no other token."""
         if self.tree is not None:
             return self.tree
         if not self.tokens:
@@ -189,7 +189,7 @@ def column_draws(columns: DraftColumns, kind: ChainKind) -> ChainDraws | None:
 
 
 def chain_draws(drafts: Sequence[ChainDraft], kind: ChainKind) -> ChainDraws | None:
-    """How the next tokens of each row are drawn, by the keys that `draft_tokens` would use; None: without noise."""
+    """The draws for the next tokens of each row, with the keys that `draft_tokens` would use; None: no noise."""
     if kind == "argmax":
         return None
     keys = []

@@ -1,4 +1,4 @@
-"""Drafting for many requests that all want the same kind of chain, without a record for each of them."""
+"""Drafts for many requests that want the same kind of chain, without a record for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANY_LENGTH = 1 << 30
 
 @dataclass(slots=True)
 class DraftColumns:
-    """R requests, in columns; what they mean says `DraftRow`. None has a grammar, forced tokens or a tree, nothing
+    """R requests in columns; see `DraftRow` for their meaning. None has a grammar, forced tokens or a tree, nothing
     steers its draws, and all have one rule; ``sampling``: of each, or empty where all are greedy."""
 
     speculation: Speculation  # of one of them; its number of tokens need not be that of the others
@@ -61,11 +61,12 @@ class DraftBlock:
 
 
 class ColumnDrafter(ABC):
-    """A proposer of this package that can. Who changes its `Proposer.propose` is asked by that."""
+    """A proposer that can draft in columns. A subclass that overrides `Proposer.propose` is called through that."""
 
     @abstractmethod
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
-        """What `Proposer.propose` would draft for them, if it can be done so; None: nothing has changed, ask that."""
+        """The drafts that `Proposer.propose` would make; None: not possible here and nothing has changed, call
+        `propose`."""
 
 
 def says_itself(proposer: Proposer, propose: object) -> bool:

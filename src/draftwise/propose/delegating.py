@@ -11,8 +11,8 @@ from draftwise.propose.base import Proposer
 
 
 class DelegatingProposer(Proposer):
-    """Answers what it says itself, and hands everything else on to another proposer: hooks and attributes, also those
-    that the contract will have one day. ``propose`` it has to say itself."""
+    """Passes all hooks and attributes that a subclass does not define on to another proposer, including future ones
+    of the contract. A subclass must define ``propose``."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
@@ -37,7 +37,7 @@ def hooks_of_contract() -> list[str]:
 
 
 def attributes_of_contract() -> list[str]:
-    """Names of what a `Proposer` has besides."""
+    """Names of the other attributes of a `Proposer`."""
     return [name for name in Proposer.__annotations__ if name not in ("name", "forward_time")]
 
 

@@ -1,4 +1,4 @@
-"""Method ``extract_hidden_states``: prompts are read, and what the target's layers saw of them goes to files.
+"""Method ``extract_hidden_states``: reads prompts and writes the target's hidden states to files.
 
 For training draft heads (docs/guides/extraction.md). Nothing is drafted.
 """

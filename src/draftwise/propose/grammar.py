@@ -1,4 +1,4 @@
-"""Drafts that a grammar gives away for nothing, and drafts of others made to fit it."""
+"""Drafts that a grammar forces, and pruning of other drafts to fit a grammar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GrammarProposer(Proposer):
 
 
 def fit(proposal: Proposal, grammar: Cursor, forced: tuple[int, ...]) -> Proposal:
-    """``proposal`` without what the grammar forbids; ``forced`` itself if less than that is left.
+    """``proposal`` without tokens that the grammar forbids; ``forced`` itself if less than that remains.
 
     Nodes drawn from a distribution stay as they are: their drafter drew them under the grammar's masks, and
     dropping some would not be lossless. What is left of point masses begins with the forced tokens as far

@@ -1,4 +1,5 @@
-"""A long match beats the model, else the model drafts; a dynamic tree has both (docs/algorithms/hybrid.md)."""
+"""Method ``hybrid``: a look-up if its match is long, else a model; a dynamic tree has both
+(docs/algorithms/hybrid.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ DEFAULT_MIN_MATCH = 4
 
 
 class LookUp(Protocol):
-    """What a proposer must be to be looked up first: `NgramProposer` and `SuffixProposer` are."""
+    """The interface of a look-up: `NgramProposer` and `SuffixProposer` have it."""
 
     def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
         """The draft of each row (of point masses), and the length of the match it follows (0: none)."""
@@ -38,7 +39,7 @@ class HybridProposer(DelegatingProposer):
     looked up for some steps is caught up by the model as after steps without drafting. A request with a dynamic
     tree gets both in one proposal, whatever the length of the match, if its nodes are point masses.
 
-    What is not said here, storage and features above all, is the model's: the look-up has neither.
+    All other hooks, those for storage and features above all, are the model's: the look-up has neither.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -107,7 +108,7 @@ class HybridProposer(DelegatingProposer):
         return row.with_budget(max(self._model_tokens, len(row.forced)))
 
     def _tree_row(self, row: DraftRow, found: Proposal) -> DraftRow:
-        """The model's part of a tree: at least half of the nodes, and those which the look-up has no use for."""
+        """The model's part of a tree: at least half of the nodes, and those that the look-up does not use."""
         budget = max(row.budget - min(len(found), row.budget // 2), len(row.forced), 1)
         if self.inner.drafts_dynamic_trees:
             return row.with_budget(budget)

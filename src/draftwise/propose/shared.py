@@ -1,8 +1,7 @@
-"""One rank drafts for all: it tells the others its drafts, and what it drew them from.
+"""One rank drafts for all: it sends the others its drafts and their distributions.
 
-The drafter's weights and caches are on that rank alone. All ranks must come to the same in every step, also where the
-drafter fails: what goes wrong in a hook that the others know nothing of is kept until the drafter is next asked for
-drafts, and told with the answer.
+The drafter's weights and caches are on that rank alone. All ranks must come to the same result in every step, also if
+the drafter fails. An error in a hook that the others do not see is kept until the next drafts and sent with them.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class LeadingProposer(DelegatingProposer):
 
 
 class FollowingProposer(Proposer):
-    """On the other ranks: says what rank 0 drafts."""
+    """On the other ranks: returns the drafts of rank 0."""
 
     name: ClassVar[str] = "following"
 

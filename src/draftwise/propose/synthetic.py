@@ -1,4 +1,4 @@
-"""Arbitrary drafts, for benchmarks of the engine and for tests: what a drafter would cost that costs nothing."""
+"""Arbitrary drafts, for benchmarks of the engine and for tests: a drafter that costs nothing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def synthetic_token(rid: int, position: int, rank: int, vocab_size: int) -> int:
 
 
 class SyntheticProposer(Proposer):
-    """Proposes tokens that depend on nothing but request, position and rank: a chain, or the request's tree.
+    """Proposes tokens that depend only on request, position and rank: a chain, or the request's tree.
 
-    With the acceptance rule ``synthetic`` any acceptance can be had of them; with the lossless rules they
-    are the worst drafter there is.
+    The acceptance rule ``synthetic`` gives them any acceptance; under the lossless rules nearly none is accepted.
     """
 
     name: ClassVar[str] = "synthetic"

@@ -1,4 +1,4 @@
-"""Checkpoints whose layers have several forms: groups of layers, each told by targets."""
+"""Checkpoints whose layers have several forms: groups of layers, each named by targets."""
 
 from __future__ import annotations
 

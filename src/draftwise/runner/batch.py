@@ -46,7 +46,7 @@ class StepBatch:
     prompt: list[tuple[int, int, int]]
 
     def requests(self) -> list[VerifyRequest]:
-        """The decided ones, for whoever looks at more than columns have."""
+        """The decisions as records, for readers that need more than the columns."""
         found = []
         for owner, root, first_row in zip(self.owners, self.roots, self.decided.first_rows, strict=True):
             row, _, proposal = self.steps[owner]

@@ -1,4 +1,4 @@
-"""The drafting side of the executor: who drafts for whom, which drafter state is valid, and compaction."""
+"""The drafting side of the executor: the drafter of each request, the validity of drafter state, and compaction."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Guard:
         row.drafting_failed = row.rid in self._failed
 
     def left(self, row: Row) -> None:
-        """A request leaves; one that has all its tokens does not come back."""
+        """Called when a request leaves; a request that has all its tokens does not come back."""
         if row.is_full:
             self._failed.pop(row.rid, None)
 

@@ -18,7 +18,7 @@ class Launched:
         self._finish = finish
 
     def finish(self) -> StepResult:
-        """Wait for what came of it."""
+        """Wait for the step's results."""
         if self._result is None:
             assert self._finish is not None
             self._result = self._finish()

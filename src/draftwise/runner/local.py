@@ -129,7 +129,7 @@ class LocalExecutor(Executor):
         return self._here(lambda: self._launch(plan, seats))
 
     def _launch(self, plan: StepPlan, seats: Seats) -> Launched:
-        """Start the step of those who have seats; the others' is executed behind it."""
+        """Start the step of requests with seats; the step of the others is executed behind it."""
         seats.leave(plan)
         self._apply(plan)
         arrived, failures = self._arrive(plan, seats)
@@ -161,7 +161,7 @@ class LocalExecutor(Executor):
         return {p.rid for p in arriving}, failures
 
     def _finish(self, seats: Seats, flight: Flight, others: StepResult) -> StepResult:
-        """What came of a step of seats, and of the others in it. Nobody can tell how long its parts took."""
+        """The results of a step of seats, and of the others in it. The times of its parts are unknown."""
         rows = (*seats.finish(flight), *others.rows)
         failures = (*others.drafter_failures, *self._drafting.take_failures())
         return StepResult(others.step, rows, drafter_failures=failures)

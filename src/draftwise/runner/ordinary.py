@@ -62,7 +62,7 @@ class OrdinaryStep:
         return len(self.given) // 3
 
     def read(self) -> list[tuple[Row, int, Sequence[int]]]:
-        """What drafters are told that follow, see `Drafting.committed`."""
+        """The committed tokens for drafters that follow, see `Drafting.committed`."""
         found: list[tuple[Row, int, Sequence[int]]] = []
         columns = zip(
             self.rows, self.contexts, self.starts, self.sizes, self.paths, self.follow, strict=False
@@ -76,7 +76,7 @@ class OrdinaryStep:
         return found
 
     def drafting(self) -> list[tuple[Row, int]]:
-        """Who drafts after this step, and how much."""
+        """The requests that draft after this step, and how much."""
         columns = zip(self.rows, self.budgets, self.goes_on, strict=True)
         return [(row, budget) for row, budget, goes_on in columns if budget and goes_on]
 

@@ -1,4 +1,4 @@
-"""What came of a request in a step, and what follows from it."""
+"""The outcome of a step for a request, and what follows from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def committed_rows(start: int, num_new: int, path: Sequence[int]) -> Sequence[in
 
 
 def drafting(steps: Sequence[StepRow], outcomes: Sequence[Outcome]) -> list[tuple[Row, int]]:
-    """Who drafts after this step, and how much: they may, they reached their root, and are not known to have ended."""
+    """The requests that draft after this step, and how much: those that may, have reached their root, and are not
+    known to have ended."""
     return [
         (step.row, step.planned.draft_budget)
         for step, outcome in zip(steps, outcomes, strict=True)

@@ -37,7 +37,7 @@ class Seated:
         return guard.ask(method, "seated", (), call, None)
 
     def usual_kind(self, greedy: bool, rule: str) -> LoopKind:
-        """`SeatedDrafter.kind` of nobody in particular. Raises what it raises."""
+        """`SeatedDrafter.kind` without a request. Raises its errors."""
         answer = self._drafter.kind(greedy, rule)
         if answer not in get_args(LoopKind):
             raise ValueError(f"{answer!r} is no kind of draws")

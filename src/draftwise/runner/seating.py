@@ -105,7 +105,7 @@ class Seating:
         return name if name in ("coupled", "rejection", "block") else None
 
     def decodes_plainly(self, row: Row, planned: RowPlan) -> bool:
-        """Whether nobody drafts for the request, or wants to be told of the step."""
+        """Whether no drafter drafts for the request or is told of the step."""
         if row.drafting_failed:
             return True
         return not planned.draft_budget and (
@@ -113,7 +113,7 @@ class Seating:
         )
 
     def place_of(self, method: str, row: Row) -> Place | None:
-        """Where a request stands for a drafter; None: it cannot have a seat yet."""
+        """A drafter's state of a request; None: it cannot have a seat yet."""
         seated = self.drafters.get(method)
         if seated is None:
             return Place(row.num_tokens, 0, 0)

@@ -158,7 +158,7 @@ class Seats:
         return self._seating.goes_on(member.way, member.row, planned)
 
     def end(self) -> None:
-        """Wait for what is under way, and give everybody back to the ordinary way."""
+        """Wait for running steps, and return all requests to the ordinary way."""
         self._give_back(list(self._members.values()))
 
     def _give_back(self, going: Sequence[_Member]) -> None:
@@ -359,7 +359,7 @@ class Seats:
         return None
 
     def finish(self, flight: Flight) -> list[RowResult]:
-        """Wait for a step, and for those before it, and write down what came of it."""
+        """Wait for a step and those before it, and record its results."""
         while not flight.landed:
             self._land(self._flights.popleft())
         return flight.rows

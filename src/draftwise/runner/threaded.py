@@ -112,7 +112,7 @@ class ThreadedExecutor(Executor):
         return future
 
     def land(self, future: Future[StepResult]) -> None:
-        """Let the thread wait for a step, behind what it was told to do before."""
+        """Let the thread wait for a step, behind its earlier orders."""
         self._thread.start(self._land, future)
 
     def _launch(self, plan: StepPlan, future: _Pending) -> None:

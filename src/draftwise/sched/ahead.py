@@ -9,7 +9,7 @@ from draftwise.types import RowPlan
 
 
 class Outlook(NamedTuple):
-    """What the next step finds, as far as it can be told now.
+    """The state that the next step finds, as far as it is known now.
 
     How many drafts a step accepts is not known before it is taken in, and need not be: whatever it is, one token is
     left to compute, the new root. Only room has to be there for the most that may be accepted.

@@ -1,4 +1,4 @@
-"""Room for drafts in a step: blocks before somebody new enters, rows after everybody else has theirs."""
+"""Room for drafts in a step: blocks before new requests enter, rows after all others have theirs."""
 
 from __future__ import annotations
 

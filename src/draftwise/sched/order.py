@@ -33,12 +33,12 @@ class Ordered:
 
     @property
     def first(self) -> Request:
-        """Who is served first. IndexError if nobody is there."""
+        """The request that is served first. IndexError if there is none."""
         return self._requests[0]
 
     @property
     def last(self) -> Request:
-        """Who gives up its place first. IndexError if nobody is there."""
+        """The request that gives up its place first. IndexError if there is none."""
         return self._requests[-1]
 
     def copy(self) -> list[Request]:

@@ -31,7 +31,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One verified step of a request, for reports: the tree that was verified and what became of it."""
+    """One verified step of a request, for reports: the verified tree and the outcome."""
 
     method: str
     draft_tokens: tuple[int, ...]
@@ -125,7 +125,7 @@ class RequestBook(ctypes.Structure):
     stops_at: int
     num_stops: int
     watched: int
-    """Somebody looks at each of its steps: nothing is taken in for it in native code."""
+    """Whether each of its steps is watched: native code does not take in its results."""
     own_method: int
     """See `method_number`."""
     taken_in: float
@@ -150,7 +150,7 @@ def method_number(name: str) -> int:
 
 
 def adapter_salt(adapter: int) -> str | None:
-    """What blocks of requests with an adapter of this number are told apart by; 0: none."""
+    """The salt of blocks of requests with an adapter of this number; 0: none."""
     return f"adapter {adapter}" if adapter else None
 
 
@@ -303,7 +303,7 @@ class Request(RequestBook):
 
     @property
     def salt(self) -> str | None:
-        """What its blocks in the prefix cache are told apart by: keys depend on the adapter."""
+        """The salt of its blocks in the prefix cache, because keys depend on the adapter."""
         return adapter_salt(self.adapter)
 
     @property

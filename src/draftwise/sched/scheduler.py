@@ -33,7 +33,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Decides what each step computes and takes in what came of it. The only writer of a `Request`."""
+    """Decides what each step computes, and takes in the results. The only writer of a `Request`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ schedule
 
     def schedule(self) -> StepPlan:
-        """Plan a step: a row for everybody who runs, then prompts, new requests, and drafts from what is left.
+        """Plan a step: a row for every running request, then prompts, new requests, and drafts from the rest.
 
         One plan may be made ahead: before the step of the newest one was taken in. Who cannot be planned without
         knowing what that step does waits for the next plan, which may then be empty.

@@ -136,7 +136,7 @@ class Cluster:
         self._send(work, self._pools[0])
 
     def _send(self, work: Work, pool: str) -> None:
-        """To a replica that serves; to nobody yet if none does."""
+        """Send a request to a serving replica; it waits if there is none."""
         ready = [r for r in self._replicas if r.pool == pool and r.state == "ready"]
         if not ready:
             self._backlog[pool].append(work)
@@ -169,7 +169,7 @@ class Cluster:
             replica.remember(work.blocks)
 
     def _take_in(self, replica: Replica) -> None:
-        """K/V that arrived is written as far as there is room for it; who finds none waits, in order."""
+        """Write arrived K/V as far as there is room; requests without room wait, in order."""
         engine = replica.engine
         while replica.inbox and engine.scheduler.num_waiting < 4:
             work, tokens_np = replica.inbox[0]

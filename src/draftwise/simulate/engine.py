@@ -71,7 +71,7 @@ class EngineSettings:
             )
 
     def blocks(self, times: StepTimes) -> int:
-        """Blocks of the cache. Raises ConfigError if nobody says how many."""
+        """Blocks of the cache. Raises ConfigError if their number is not given."""
         if self.num_kv_blocks is not None:
             return self.num_kv_blocks
         if times.kv_tokens is None:

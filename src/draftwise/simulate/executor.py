@@ -16,7 +16,7 @@ _NODES = [tuple(range(n)) for n in range(65)]
 
 
 class Clock:
-    """A time that somebody sets. Calling it answers seconds."""
+    """A clock that is set from outside. Calling it returns seconds."""
 
     __slots__ = ("now",)
 

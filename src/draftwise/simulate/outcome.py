@@ -1,4 +1,4 @@
-"""What came of a simulated run: times of requests, and how the cluster stood over time."""
+"""The results of a simulated run: times of requests, and the cluster's state over time."""
 
 from __future__ import annotations
 

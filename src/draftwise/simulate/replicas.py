@@ -1,4 +1,4 @@
-"""Replicas of a simulated cluster, and who sends requests to which."""
+"""Replicas of a simulated cluster, and the routing of requests."""
 
 from __future__ import annotations
 

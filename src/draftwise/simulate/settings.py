@@ -73,7 +73,7 @@ class Window:
     def observation(
         self, now: float, queue: int, kv_usage: float | None, ready: Mapping[str, int], warming: int
     ) -> Observation:
-        """What a planner is told at its end."""
+        """A planner's observation at its end."""
         return Observation(
             time=now,
             requests=float(self.arrived),

@@ -51,7 +51,7 @@ class Grammars:
         return spec.after is None or (spec.after, spec.opened_by) in self._marks
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
-        """Compile a grammar. Who holds it makes sure that `cursor` takes no time.
+        """Compile a grammar. While it is held, `cursor` takes no time.
 
         Raises:
             RequestError: it is invalid, or this engine cannot serve it: no tokenizer, no end-of-sequence token.

@@ -150,7 +150,7 @@ class LlguidanceBackend(GrammarBackend):
 
 
 class LlguidanceGrammar(Grammar):
-    """A matcher nobody advances; requests get copies (about 1 us)."""
+    """A matcher at the start; requests get copies (about 1 us)."""
 
     def __init__(self, matcher: Any, num_words: int) -> None:
         """``num_words``: of a mask; llguidance's own may be longer."""

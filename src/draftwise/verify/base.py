@@ -46,8 +46,8 @@ class VerifyRequest(NamedTuple):
 
 
 class VerifyColumns(NamedTuple):
-    """R requests as kernels take them that shape distributions themselves, side by side: nothing about them is
-    adjusted, masked or reported."""
+    """R requests in columns, for kernels that shape distributions themselves. None is adjusted, masked or
+    reported."""
 
     states: Sequence[SamplingState]
     proposals: Sequence[Proposal]
@@ -77,11 +77,11 @@ class PassSlots(NamedTuple):
 
 
 FORCED = frozenset({"typical", "synthetic"})
-"""Rules that mean something else than the argmax walk at temperature 0; all others are `greedy` there."""
+"""Rules that differ from the argmax walk at temperature 0; all others are `greedy` there."""
 
 
 def effective_rule(state: SamplingState, rule: str) -> str:
-    """The rule that decides a request: ``greedy`` at temperature 0, unless that means something else."""
+    """The rule that decides a request: ``greedy`` at temperature 0, unless the rule differs there."""
     return rule if not state.is_greedy or rule in FORCED else "greedy"
 
 
@@ -90,17 +90,17 @@ class BatchRules(ABC):
     the last bits of sums."""
 
     names: ClassVar[frozenset[str]]
-    """Rules that it has; others are decided one by one in torch."""
+    """Rules that the kernels have; others are decided one by one in torch."""
     shapes: ClassVar[bool] = False
-    """Whether it takes logits before temperature, min_p, top_k and top_p, and does these itself."""
+    """Whether the kernels apply temperature, min_p, top_k and top_p themselves."""
     compacts: ClassVar[bool] = True
-    """Whether it compacts accepted paths; else the executor does, as for rules in torch."""
+    """Whether the kernels compact accepted paths; otherwise the executor does, as for rules in torch."""
 
     forced: SyntheticAcceptance | None = None
-    """Of benchmarks: what rule ``greedy`` accepts, whatever the target says."""
+    """For benchmarks: the drafts that rule ``greedy`` accepts, whatever the target's logits are."""
 
     def decides(self, state: SamplingState, rule: str) -> bool:
-        """Whether it decides a request of this rule."""
+        """Whether the kernels decide requests of this rule."""
         return effective_rule(state, rule) in self.names
 
     @abstractmethod
@@ -114,7 +114,7 @@ class BatchRules(ABC):
         """As `Rule.verify`; ``rules``: each request's, one of ``names``. With ``stored``, paths are compacted, too."""
 
     def deciding(self, columns: VerifyColumns) -> Callable[[torch.Tensor], list[Verification]]:
-        """What decides requests side by side once their raw logits [M, V] float32 are there, if the kernels take them
-        before temperature (``shapes``) and do not compact. What it has to know of the requests is packed here, while
-        they are at hand: behind the target's pass the caches are full of weights."""
+        """A function that decides all requests from their raw logits [M, V] float32, if the kernels shape
+        distributions (``shapes``) and do not compact. The requests' data is packed here, before the target's pass
+        fills the CPU's caches with weights."""
         raise NotImplementedError

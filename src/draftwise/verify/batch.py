@@ -1,4 +1,4 @@
-"""All requests of a step, decided together: each by its rule, or by kernels that have it."""
+"""Decides all requests of a step together: each by its rule, or by kernels that have the rule."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _put_failures(
     requests: Sequence[VerifyRequest],
     failures: Mapping[int, Exception],
 ) -> None:
-    """A request fails that meets a failure (by row of the logits) on its accepted path."""
+    """Fail requests with an error (by row of the logits) on their accepted path."""
     for r, request in enumerate(requests):
         result = results[r]
         for node in (-1, *result.path) if isinstance(result, Verification) else ():

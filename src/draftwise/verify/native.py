@@ -149,7 +149,7 @@ class NativeRules(BatchRules):
 
 
 def _answers(found: list[int], own: list[int], tokens: list[int], total: int) -> list[Verification]:
-    """What the kernel says of each request: how many nodes were kept, the token behind them, the path.
+    """The kernel's answer for each request: the number of kept nodes, the token behind them, the path.
 
     ``own``: nodes of each; ``tokens`` [total]: of all.
     """

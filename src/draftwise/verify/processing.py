@@ -1,5 +1,5 @@
-"""What happens to the target's logits before rules that take processed ones see them: masks of grammars, penalties,
-biases, temperatures and truncation."""
+"""Processes the target's logits for rules that take processed ones: masks of grammars, penalties, biases,
+temperatures and truncation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftwise.verify.base import VerifyRequest
 def process_rows(
     logits: torch.Tensor, requests: Sequence[VerifyRequest], *, shaped: bool = True
 ) -> dict[int, Exception]:
-    """Process all rows in place; returns what went wrong, by row of ``logits``. ``shaped`` off: without temperature,
+    """Process all rows in place; returns errors by row of ``logits``. ``shaped`` off: without temperature,
     min_p, top_k and top_p."""
     if shaped and not any(
         request.state.needs_processing or request.masks is not None for request in requests
@@ -64,7 +64,7 @@ def process_rows(
 
 
 def _scale(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
-    """`_process` where nothing but temperatures is asked for. Rows of no request are divided by 1."""
+    """`_process` for rows that need only a temperature. Rows of no request are divided by 1."""
     temperatures = [request.state.temperature for request in requests]
     if len(set(temperatures)) == 1:
         if temperatures[0] != 1.0:
@@ -78,7 +78,7 @@ def _scale(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
 
 
 def _apply_masks(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
-    """Exclude what grammars forbid, before everything else: what is -inf stays it."""
+    """Exclude tokens that grammars forbid, before everything else."""
     masked = [request for request in requests if request.masks is not None]
     if len(masked) > 1 and sum(request.num_rows for request in masked) == logits.shape[0]:
         masked.sort(key=lambda request: request.first_row)

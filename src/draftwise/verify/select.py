@@ -1,4 +1,4 @@
-"""Which kernels verify when nobody says: those that models run on."""
+"""The default kernels for verification: those that models run on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftwise.verify.triton import TritonRules
 
 
 def default_rules(device: torch.device) -> BatchRules | None:
-    """Kernels that verify, where models run on kernels; None: the rules in torch do."""
+    """The kernels that verify, if models run on kernels; None: the rules in torch."""
     if native_reason(torch.float32, device) is None:
         library = native_library()
         assert library is not None

@@ -27,7 +27,7 @@ def measure_bandwidth(setting: Setting, report: PartReport) -> None:
 
 
 def filled_storage(setting: Setting, model: DecoderModel, blocks: int) -> KVStorage:
-    """K/V with numbers in it, for passes over contexts that nobody computed."""
+    """K/V with arbitrary numbers, for passes over contexts that were not computed."""
     kv = KVStorage(model.kv_layout(), blocks, BLOCK, model.dtype, setting.device, spare=True)
     for layer in range(len(model.kv_layout())):
         for part in kv.layer(layer):

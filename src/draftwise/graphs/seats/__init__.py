@@ -1,1 +1,1 @@
-"""Steps that stay on the device: requests that decode have seats there, and the host reads late what came of them."""
+"""Steps that stay on the device: decoding requests have seats there, and the host reads their results a step late."""

@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class SeatedDrafter(ABC):
-    """One drafter's side. While a request has a seat nobody else drafts for it."""
+    """One drafter's part. While a request has a seat, no other drafter drafts for it."""
 
     def __init__(self, loops: Sequence[ChainLoop], max_len: int, sample_method: DraftSampleMethod) -> None:
         self._loops = loops

@@ -34,7 +34,7 @@ BIASED: Final = "biased"
 LOGPROBS: Final = "logprobs"
 
 MOST_LOGPROBS: Final = 20
-"""Alternatives of a token that a step tells; who wants more waits."""
+"""Alternatives of a token that a step reports; requests that want more run in the ordinary way."""
 
 
 def wants(state: SamplingState) -> frozenset[str] | None:

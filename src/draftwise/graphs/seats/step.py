@@ -76,7 +76,7 @@ class Entering:
 
 
 class Landing:
-    """A step on its way: what comes of it, once it is there."""
+    """A running step, and its results when they are there."""
 
     def __init__(self, buffer: Tensor, report: Tensor | None, fence: Fence, seats: int) -> None:
         """``report``: see `Shaping.report`."""

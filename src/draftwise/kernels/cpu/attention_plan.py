@@ -99,7 +99,7 @@ def attention_plan(
 
 
 def shares(work: Sequence[float], threads: int) -> list[float]:
-    """What each thread does when tasks of this much work are claimed in order by whoever is done first."""
+    """The work of each thread if tasks are claimed in order by the first thread that is free."""
     loads = [0.0] * threads
     for one in work:
         loads[loads.index(min(loads))] += one

@@ -199,7 +199,7 @@ def own_packer(device: torch.device) -> RowPacker | None:
 
 @functools.cache
 def row_packer() -> RowPacker | None:
-    """One that does not, for everybody."""
+    """One that does not, for all callers."""
     library = _library()
     return None if library is None else RowPacker(library)
 

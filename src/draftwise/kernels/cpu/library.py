@@ -51,7 +51,7 @@ class Isa(enum.IntEnum):
 
 
 class NativeLibrary:
-    """The loaded library. Functions are declared by who uses them, with `function`."""
+    """The loaded library. Its users declare functions with `function`."""
 
     def __init__(self, path: Path, handle: Any = None) -> None:
         """Raises ConfigError if it was built from other sources, OSError if the system cannot load it.

@@ -61,7 +61,7 @@ class LayerCall:
 
 
 class Taker(Protocol):
-    """Who takes the attention calls of a pass."""
+    """The receiver of a pass's attention calls."""
 
     def take(
         self,

@@ -105,7 +105,7 @@ class StateView:
 
 
 class Runner(Protocol):
-    """Who computes the modules with a state, in a pass."""
+    """Computes the modules with a state, in a pass."""
 
     def run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module answers for all rows of the pass."""

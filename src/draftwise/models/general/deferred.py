@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are read when somebody wants their numbers.
+"""Tensors of a checkpoint that are read when their numbers are needed.
 
 Transformers stacks, joins and turns tensors on their way from a checkpoint into its modules, above all the experts of a
 mixture. What it does to a `Deferred` is written down, and done when its numbers are asked for: those of the whole, or

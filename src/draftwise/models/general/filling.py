@@ -58,7 +58,7 @@ class _Lazy:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """What is read when somebody wants its numbers."""
+    """A tensor that is read when its numbers are needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

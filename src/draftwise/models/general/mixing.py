@@ -1,4 +1,4 @@
-"""How rows of a mixture choose their experts, found out in a trace by what comes of it.
+"""Finds in a trace how rows of a mixture choose their experts.
 
 Routers are written in many ways: the softmax before the choice or behind it, a correction here and a mask of groups
 there. What counts is which experts a row gets from its scores, and with what weights. Those are numbers of the trace,

@@ -80,7 +80,7 @@ class GeneralDecoder(DecoderModel):
         self.weight_size = 0
 
     def release(self) -> None:
-        """The model is somebody else's again: it is not served in this way."""
+        """Give the model back unchanged: it is not served in this way."""
         for hook in self._hooks:
             hook.remove()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers' advice is for whoever calls it; errors still come."""
+    """Silences Transformers' advice, which is for its direct callers; errors still appear."""
     from transformers.utils import logging
 
     theirs: Any = logging

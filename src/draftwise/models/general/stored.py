@@ -237,7 +237,7 @@ class StoredLinear(PackedLinear):
         return module
 
     def release(self) -> None:
-        """Let go of the packed weight: nobody calls the module any more."""
+        """Free the packed weight, because the module is not called any more."""
         del self.packed
 
     def _floats(self) -> Tensor:

@@ -86,7 +86,7 @@ class HeadModel(ABC):
     draft_vocab_size: int
     """Vd."""
     mask_token: int | None = None
-    """P-EAGLE: token of a row that stands for a draft nobody knows; None: the head drafts one token after another."""
+    """P-EAGLE: the mask token, for drafts that are not known yet; None: the head drafts one token after another."""
     mask_feature: Tensor | None = None
     """[1, F] the feature of such a row, there with ``mask_token``."""
     max_model_len: int

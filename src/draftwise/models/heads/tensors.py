@@ -132,7 +132,7 @@ class HeadTensors(Mapping[str, HeadTensor]):
             raise ModelLoadError(f"{self.folder}: quantised tensors are not supported: {shorten(odd)}")
 
     def note_unused(self, used: Iterator[str] | set[str]) -> None:
-        """Say which tensors nobody asked for, once."""
+        """Log unused tensors, once."""
         names = set(used)
         left = sorted(tensor.origin for name, tensor in self._tensors.items() if name not in names)
         if left:

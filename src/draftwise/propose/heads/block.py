@@ -27,7 +27,7 @@ from draftwise.propose.trees.growth import TreeLevel
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one pass said of a request's next tokens: draft i, from 0, is drawn from row i."""
+    """The result of one pass for a request: draft i, from 0, is drawn from row i."""
 
     logits: Tensor  # [length, Vd] float32
     hidden: Tensor  # [length, H]
@@ -38,7 +38,7 @@ class BlockProposer(HeadProposer):
     that are new and one over root and masks give the distributions of all drafts.
 
     They depend on committed tokens alone (DFlash), or also on the drafts before (DSpark, Domino, DFlash2), never on
-    who else drafts. A chain draws one token of each; a tree draws several of each and goes on below every one of them:
+    other requests. A chain draws one token of each; a tree draws several of each and goes on below every one of them:
     the same passes, whatever its shape. Features, chunks, prefix hits, gaps and preemption are `HeadProposer`'s.
     The block's own keys and values are scratch.
     """
@@ -82,7 +82,7 @@ class BlockProposer(HeadProposer):
         self._block = inner
         self._most = inner.max_drafts
         """Drafts that a block has rows for, whatever of them is wanted: rows that see one another say something else
-        in a shorter block, and what is drafted should not hang on who else has rows in a step."""
+        in a shorter block, and drafts should not depend on the other requests of a step."""
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
@@ -108,7 +108,8 @@ class BlockProposer(HeadProposer):
             self._draw(own, self._fill_in(own))
 
     def _tree_model(self, drafts: Sequence[HeadDraft]) -> BlockTrees:
-        """Trees from what one pass said of each place: best first or of a given shape (DDTree, arXiv:2604.12989)."""
+        """Trees from the distributions that one pass gave for each place: best first or of a given shape (DDTree,
+        arXiv:2604.12989)."""
         return BlockTrees(self._block, drafts, self._fill_in(drafts))
 
     def _fill_in(self, drafts: Sequence[HeadDraft]) -> list[Block]:

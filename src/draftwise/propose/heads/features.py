@@ -1,7 +1,7 @@
 """Features of tokens that the target has read, computed when a head needs them and not before.
 
-In steps without drafting a head computes nothing: what it will need of them are a few rows of tensors that the target's
-pass made anyway. They are kept as they are, and made into features for many steps in one go.
+In steps without drafting a head computes nothing. It keeps the few rows that it will need of the target's tensors,
+and makes them into features for many steps at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Waiting:
 
 
 class FeatureSource:
-    """All that waits of one head."""
+    """All waiting features of a head."""
 
     def __init__(self, head: HeadModel, block_features: Tensor) -> None:
         """``block_features`` [blocks, depths, F]: where those of blocks' last tokens are written, at depth 0."""
@@ -68,12 +68,12 @@ class FeatureSource:
         return features
 
     def bound(self) -> None:
-        """Compute if too much waits."""
+        """Compute the features if too many rows wait."""
         if len(self._waiting) >= _WAITING_STEPS or self._rows > _WAITING_ROWS:
             self.compute()
 
     def compute(self) -> None:
-        """Nothing waits any longer."""
+        """Drop all waiting rows."""
         waiting, self._waiting, self._rows = self._waiting, [], 0
         if not waiting:
             return

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class HeadLoops:
-    """What a head can do in one go, over its `HeadPasses`."""
+    """Drafts that a head computes in one call, over its `HeadPasses`."""
 
     def __init__(self, passes: HeadPasses) -> None:
         self._passes = passes

@@ -33,8 +33,8 @@ class MedusaProposer(Proposer, TreeModel):
 
     The heads read the target's hidden state of the newest token that the target has read. That is always a row of the
     step that has just been verified, so nothing is kept from one step to the next, and neither prefix hits nor
-    preemption nor steps without drafting matter. What a head says about its position does not depend on the drafts
-    before it: the children of all nodes of a level are drawn from the same distribution, independently for each node.
+    preemption nor steps without drafting matter. A head's distribution does not depend on the drafts before its
+    position: the children of all nodes of a level are drawn from the same distribution, independently for each node.
     """
 
     name: ClassVar[str] = "medusa"
@@ -136,7 +136,7 @@ class MedusaProposer(Proposer, TreeModel):
         self.forward_time += time.perf_counter() - start
 
     def _draw_chains(self, drafts: Sequence[_Draft]) -> None:
-        """Draw all positions at once, unless what is drawn at one depends on those before it."""
+        """Draw all positions at once, unless a draw depends on those before it."""
         deepest = max(draft.length for draft in drafts)
         if any(d.row.grammar is not None or d.row.sampling.needs_history for d in drafts):
             for depth in range(deepest):
@@ -182,7 +182,7 @@ class MedusaProposer(Proposer, TreeModel):
         )
 
     def expand(self, levels: Sequence[TreeLevel]) -> torch.Tensor:
-        """What the heads of the nodes' depths say: the same for all nodes of a level."""
+        """The logits of the heads of the nodes' depths: the same for all nodes of a level."""
         heads: list[int] = []
         columns: list[int] = []
         for level in levels:

@@ -1,4 +1,4 @@
-"""The passes of a draft head over the rows of several requests, and what they leave behind."""
+"""The passes of a draft head over the rows of several requests, and the state that they store."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class HeadProposer(Proposer, ColumnDrafter):
     has not seen, and goes on from its own output. K/V of drafts is not kept: it came from the head's own features, and
     is computed again from the target's once the tokens are accepted.
 
-    Of a step that the head is not told of (`RowPlan.follow`) nothing is kept; it goes on behind a gap.
+    Nothing is kept of a step that the head is not told of (`RowPlan.follow`); the head goes on behind a gap.
 
     The feature of the last token of every full block is kept beside the block, so that a prefix-cache hit whose blocks
     are filled continues as if it had never left; see `HeadState` for one whose blocks are not.
@@ -99,8 +99,8 @@ class HeadProposer(Proposer, ColumnDrafter):
     def load(cls, context: ProposerContext) -> HeadModel:
         """Load the head named by ``speculative_config``; ConfigError or ModelLoadError if it does not fit.
 
-        What reads checkpoints is imported here: `draftwise bench gpu` makes heads of random weights where nothing is
-        installed that could read one."""
+        Readers of checkpoints are imported here, because `draftwise bench gpu` makes random heads where no such
+        package is installed."""
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:

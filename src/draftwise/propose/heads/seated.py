@@ -1,4 +1,4 @@
-"""A draft head's side of steps that stay on the device."""
+"""A draft head's part in steps that stay on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft head remembers of a request between steps: which rows it has stored, and the features of the next ones.
+"""The state of a draft head for a request between steps: the stored rows, and the features of the next ones.
 
 See `models.heads.base` for what a row and a feature are. With n committed tokens, of which the target has read all but
 the last, the features of tokens 0..n-2 have been seen, and rows 1..n-1 can be computed: row s from token s and the
@@ -23,7 +23,7 @@ MANY_FEATURES = 256
 
 
 class Features:
-    """Rows of features, of one request or of several, which somebody computes when they are asked for."""
+    """Rows of features, of one request or of several, which are computed when they are read."""
 
     __slots__ = ("_compute", "_value")
 
@@ -34,7 +34,7 @@ class Features:
 
     @classmethod
     def of(cls, value: Tensor) -> Features:
-        """Features that are there, [n, F]."""
+        """Features that are computed already, [n, F]."""
         found = cls()
         found.give(value)
         return found
@@ -119,11 +119,11 @@ class FeatureQueue:
         return found
 
     def saved(self) -> tuple[int, int, list[Piece]]:
-        """For `restore`."""
+        """The state, for `restore`."""
         return self.first, self.end, self._pieces.copy()
 
     def restore(self, saved: tuple[int, int, list[Piece]]) -> None:
-        """As it was when it was saved."""
+        """Set the state back to a saved one."""
         self.first, self.end, self._pieces = saved
 
     def drop(self, start: int) -> None:
@@ -225,7 +225,7 @@ class HeadState:
 
     @property
     def filled(self) -> int:
-        """Leading tokens whose blocks others may reuse."""
+        """The number of leading tokens whose blocks other requests may reuse."""
         if self.gap is not None:
             return self.gap
         return self.tracks[0].next if len(self.tracks) == 1 else min([track.next for track in self.tracks])

@@ -1,4 +1,4 @@
-"""Trees drafted with a head: the passes between their levels."""
+"""The passes between the levels of a tree that a head drafts."""
 
 from __future__ import annotations
 

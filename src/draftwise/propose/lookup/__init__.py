@@ -1,1 +1,1 @@
-"""Drafts that are looked up: in the request itself, in what was written before."""
+"""Drafts that are looked up, in the request itself or in past outputs."""

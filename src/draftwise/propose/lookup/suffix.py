@@ -192,7 +192,7 @@ class SuffixProposer(Proposer, ColumnDrafter):
     def _behind_forced(
         self, request: _Request, token_ids_np: IntArray, row: DraftRow
     ) -> tuple[Proposal, int]:
-        """A grammar knows the next tokens: what followed them. Empty where nothing did: they are proposed anyway."""
+        """The draft behind tokens that a grammar forces. Empty if nothing followed them: they are proposed anyway."""
         room = min(row.budget, row.max_depth) - len(row.forced)
         if room < 1:
             return EMPTY_PROPOSAL, 0

@@ -1,4 +1,4 @@
-"""What a suffix proposer does in a step: take in new tokens, and draft; in native code or in Python."""
+"""The work of a suffix proposer in a step, in native code or in Python: take in new tokens, and draft."""
 
 from __future__ import annotations
 

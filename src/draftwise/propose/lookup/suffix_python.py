@@ -1,5 +1,5 @@
-"""What the suffix proposer does, in plain Python: the definition, which the native tree is tested against, and the
-fallback where no native library was built. A look-up scans the occurrences of a token (docs/algorithms/suffix.md)."""
+"""The suffix tree in plain Python: the reference for tests of the native tree, and the fallback without a native
+library. A look-up scans the occurrences of a token (docs/algorithms/suffix.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Children = list[tuple[int, list[Occurrence]]]
 
 @dataclass(frozen=True, slots=True)
 class SuffixLimits:
-    """What may be drafted: at most ``min(budget, floor(match length * factor + offset))`` nodes, none less likely than
+    """The limits of a draft: at most ``min(budget, floor(match length * factor + offset))`` nodes, none less likely
+    than
     ``min_prob``, none deeper than ``max_depth``; as a chain, the likeliest nodes first (``best_first``), or the
     first nodes of a given tree (``parents``, ``ranks`` [nodes])."""
 
@@ -39,7 +40,8 @@ class SuffixLimits:
 
 @dataclass(frozen=True, slots=True)
 class SuffixDraft:
-    """A draft and why it was chosen. ``score``: sum of the nodes' probabilities; ``source``: 0 nothing was found,
+    """A draft and the reason for its choice. ``score``: sum of the nodes' probabilities; ``source``: 0 nothing was
+    found,
     1 the request's own tree, 2 the global one."""
 
     tokens: tuple[int, ...] = ()
@@ -86,7 +88,7 @@ class PythonSuffixTree:
             tokens.append(token)
 
     def close(self, seq: int) -> None:
-        """The sequence will not grow for now: free what only `append` needs."""
+        """Free memory that only `append` needs, because the sequence does not grow for now."""
 
     def remove(self, seq: int) -> None:
         """Take the oldest sequence away; `settle` does it. Raises ValueError if it is not the oldest one."""

@@ -39,11 +39,11 @@ class CarriedStates:
 
     def known(self, row: DraftRow) -> int:
         """Leading tokens behind which the drafter can go on: those with K/V, if their state is kept, else none. It is
-        not after a prefix that somebody else computed, or a call that failed on its way."""
+        not kept after a prefix that another request computed, or after a call that failed."""
         return row.filled if self.store.holds(self.slot(row.rid), row.filled) else 0
 
     def remove(self, rid: int) -> None:
-        """The request left."""
+        """Free the slot of a request that left."""
         slot = self._slots.pop(rid, None)
         if slot is not None:
             self._free.append(slot)

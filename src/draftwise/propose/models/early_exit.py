@@ -15,7 +15,7 @@ from draftwise.propose.trees.expansion import ScratchBlocks
 
 
 def default_num_layers(num_layers: int) -> int:
-    """How many of a target's layers draft where the user does not say: a quarter, at least one.
+    """The default number of layers that draft: a quarter of the target's, at least one.
 
     That is where LayerSkip leaves the models it trained for it (layer 8 of 32). Fewer layers cost less per draft, more
     are right more often; docs/algorithms/early_exit.md has measurements.

@@ -1,4 +1,4 @@
-"""A draft model's side of steps that stay on the device."""
+"""A draft model's part in steps that stay on the device."""
 
 from __future__ import annotations
 

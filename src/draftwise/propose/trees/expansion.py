@@ -30,7 +30,7 @@ def is_tree(row: DraftRow) -> bool:
 
 
 class TreeModel(ABC):
-    """What an expansion asks of a drafter."""
+    """The interface of a drafter for expansion."""
 
     @abstractmethod
     def expand(self, levels: Sequence[TreeLevel]) -> torch.Tensor:
@@ -81,7 +81,7 @@ def draft_trees(
     probabilities along the path.
 
     Args:
-        model: runs the passes; all nodes of a level, whoever's they are, in one.
+        model: runs the passes; all nodes of a level, of all requests, in one.
         tasks: R of them.
         logits: [R, Vd] float, raw, behind each task's forced tokens (or last committed one).
         name: the method, for the proposals.

@@ -1,4 +1,4 @@
-"""Trees while they are drafted: which nodes there are, whose children come next, and what the proposal is in the end.
+"""Trees while they are drafted: their nodes, the nodes whose children come next, and the final proposal.
 
 Shapes that the user chose, and those of EAGLE-2 (Li et al., arXiv:2406.16858, section 4), which follow the drafter's
 confidence. `expansion.draft_trees` runs the passes between their levels.
@@ -56,7 +56,8 @@ class TreeLevel:
 
 
 class GrowingTree(ABC):
-    """What both kinds have in common: nodes, and which of them were fed. ``open``: nodes whose logits come next, in
+    """The part that static and dynamic trees share: nodes, and which of them were fed. ``open``: nodes whose logits
+    come next, in
     the order in which they were fed; -1 is the root."""
 
     def __init__(self, member: int, task: TreeTask) -> None:

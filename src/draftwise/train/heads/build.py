@@ -138,7 +138,7 @@ def _build_block(
 
 
 def choose_mask_token(pieces: Sequence[Tokens], vocab_size: int, tokenizer: Any) -> int:
-    """Return the id that stands for a draft nobody knows: the tokenizer's mask token, else the first id that it leaves
+    """Return the mask token's id: the tokenizer's mask token, else the first id that it leaves
     unused, else the token that the text has least use for.
 
     Example: a tokenizer of 151,669 tokens without a mask token, a vocabulary of 151,936: 151669.
