@@ -98,12 +98,15 @@ def test_those_who_wait_are_counted() -> None:
 def test_a_load_that_grows_is_planned_for_as_it_will_be_when_a_replica_serves() -> None:
     quick, slow = (
         Planner(PlannerConfig(budget=64, margin=0.0, startup=startup), FixedCapacity(1e9, 1000))
-        for startup in (0.0, 300.0)
+        for startup in (0.0, 900.0)
     )
     for i in range(10):
         row = Observation(60.0 * i, 60.0 * (10 + i), isl=100.0, osl=100.0)  # 10/s and one more each minute
         a, b = quick.on_tick(row), slow.on_tick(row)
-    assert (a.replicas[ENGINES], b.replicas[ENGINES]) == (2, 3)  # 19/s now, 24/s in five minutes
+    assert (a.replicas[ENGINES], b.replicas[ENGINES]) == (
+        3,
+        4,
+    )  # 20/s in a minute, 35/s a quarter of an hour later
     assert any("growing by 1/s a minute" in reason for reason in b.reasons)
 
 

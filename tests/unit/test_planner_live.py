@@ -83,7 +83,7 @@ def test_it_decides_says_why_and_counts() -> None:
     reasons = {s.labels["reason"]: s.value for s in found["draftwise:planner_reasons"].samples}
     assert reasons["load"] == 3
     assert found["draftwise:planner_decisions"].samples[0].value == 3
-    assert found["draftwise:planner_request_rate"].samples[0].value == 3.0
+    assert found["draftwise:planner_request_rate"].samples[0].value == pytest.approx(3.0, rel=0.1)
 
 
 def test_it_goes_on_after_a_restart_and_refuses_what_is_no_state(tmp_path: Path) -> None:
@@ -201,4 +201,4 @@ def test_drafts_are_for_the_load_of_a_replica() -> None:
     alone = Planner(PlannerConfig(interval=10.0), capacity)
     decision = alone.on_tick(Observation(10.0, requests=5.0, isl=100.0, osl=100.0, ready={ENGINES: 1}))
     assert (decision.method, decision.drafts) == ("model", 7)
-    assert any("quickest at 0.5 requests/s" in reason for reason in decision.reasons)
+    assert any("is the quickest at 0.6" in reason for reason in decision.reasons)

@@ -127,6 +127,13 @@ def add_planner_options(parser: argparse.ArgumentParser) -> None:
         help="share of each replica's capacity that is kept free (0)",
     )
     group.add_argument(
+        "--goal",
+        type=above_zero,
+        default=0.95,
+        metavar="X",
+        help="share of requests that are to find a place in time at any moment (0.95)",
+    )
+    group.add_argument(
         "--hold",
         type=positive,
         default=3,
@@ -286,6 +293,7 @@ def make_planner(args: argparse.Namespace, found: Modelled, speculating: bool) -
         devices=dict.fromkeys(("engines", "prefill", "decode"), args.parallel),
         least=args.least,
         margin=args.margin,
+        goal=args.goal,
         hold=args.hold,
         startup=args.startup,
         predictor=args.predictor,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from draftwise.plan.acceptance import ANY_KIND, AcceptanceModel
-from draftwise.plan.operating import OperatingPoint, Sla, best_point, operating_point
+from draftwise.plan.operating import OperatingPoint, Sla, choose, operating_point, points
 from draftwise.plan.times import Infeasible, StepTimes
 
 
@@ -16,7 +16,10 @@ from draftwise.plan.times import Infeasible, StepTimes
 class Rates:
     """Of one replica. ``prompt_tokens``, ``output_tokens``: per second if it did nothing else. ``ttft``, ``itl``:
     what the model expects at that point, seconds. ``late``: nothing keeps to the limits; these are the nearest.
-    ``known``: the model says something about such requests at all."""
+    ``known``: the model says something about such requests at all. ``curve``: (requests at once, seconds per token of
+    each, with the best setting there), as far as the limit per token lets it; ``wait``: seconds that a request may wait
+    for a place among them; None: any time. Without a curve nothing is said of waiting.
+    """
 
     prompt_tokens: float
     output_tokens: float
@@ -26,19 +29,21 @@ class Rates:
     drafts: int = 0
     late: bool = False
     known: bool = True
+    curve: tuple[tuple[int, float], ...] = ()
+    wait: float | None = None
 
 
 class Capacity(Protocol):
     """What the planner asks: rates for requests of this shape, while steps take ``slower`` times what is modelled, and
-    a draft-step gives ``accepted`` tokens (None: as modelled). `setting`: the method and number of drafts with which a
-    replica that gets ``load`` such requests per second makes its users wait least between tokens."""
+    ``luck`` times as many drafts are accepted. `setting`: the method and number of drafts with which a replica that
+    gets ``load`` such requests per second makes its users wait least between tokens. `accepted`: drafts that the model
+    expects to be accepted of ``drafts``; None: nothing drafts."""
 
-    def __call__(
-        self, isl: float, osl: float, slower: float = 1.0, accepted: float | None = None
-    ) -> Rates: ...
+    def __call__(self, isl: float, osl: float, slower: float = 1.0, luck: float = 1.0) -> Rates: ...
     def setting(
-        self, isl: float, osl: float, load: float, slower: float = 1.0, accepted: float | None = None
+        self, isl: float, osl: float, load: float, slower: float = 1.0, luck: float = 1.0
     ) -> tuple[str, int]: ...
+    def accepted(self, drafts: float | None) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +55,20 @@ class FixedCapacity:
     ttft: float = 0.1
     itl: float = 0.02
 
-    def __call__(self, isl: float, osl: float, slower: float = 1.0, accepted: float | None = None) -> Rates:
+    def __call__(self, isl: float, osl: float, slower: float = 1.0, luck: float = 1.0) -> Rates:
         return Rates(self.prompt_tokens, self.output_tokens, self.ttft, self.itl)
 
     def setting(
-        self, isl: float, osl: float, load: float, slower: float = 1.0, accepted: float | None = None
+        self, isl: float, osl: float, load: float, slower: float = 1.0, luck: float = 1.0
     ) -> tuple[str, int]:
         return "none", 0
 
+    def accepted(self, drafts: float | None) -> float | None:
+        return None
+
 
 class ModelCapacity:
-    """From a performance model: the best setting within the limits is looked for (`best_point`)."""
+    """From a performance model: the best setting within the limits is looked for (`choose`)."""
 
     def __init__(
         self,
@@ -82,41 +90,41 @@ class ModelCapacity:
         self._kept: dict[tuple[int, int, int, int], Rates] = {}
         self._settings: dict[tuple[int, int, int, int, int], tuple[str, int]] = {}
 
-    def __call__(self, isl: float, osl: float, slower: float = 1.0, accepted: float | None = None) -> Rates:
+    def __call__(self, isl: float, osl: float, slower: float = 1.0, luck: float = 1.0) -> Rates:
         # Requests a few percent longer or shorter are the same: a plan must not hang on that, and is quick.
-        key = (_step(isl), _step(osl), _step(slower * 100), _step((accepted or 0.0) * 100))
+        key = (_step(isl), _step(osl), _step(slower * 100), _step(luck * 100))
         kept = self._kept.get(key)
         if kept is None:
             if len(self._kept) > 4096:
                 self._kept.clear()
             kept = self._kept[key] = self._find(
-                _value(key[0]),
-                _value(key[1]),
-                _value(key[2]) / 100,
-                _value(key[3]) / 100 if accepted else None,
+                _value(key[0]), _value(key[1]), _value(key[2]) / 100, _value(key[3]) / 100
             )
         return kept
 
-    def _find(self, isl: float, osl: float, slower: float, accepted: float | None) -> Rates:
-        length = max(int(isl), 1)
+    def _find(self, isl: float, osl: float, slower: float, luck: float) -> Rates:
+        length, output = max(int(isl), 1), max(int(osl), 1)
         itl = self._sla.itl
         sla = Sla(itl=None if itl is None else itl / slower)
-        found = best_point(
-            self._times,
-            self._scaled(accepted),
-            sla,
-            length,
-            max(int(osl), 1),
-            most_requests=self._most,
-            most_drafts=self._most_drafts,
-            methods=self._methods,
+        context = length + output // 2
+        settings = list(
+            points(
+                self._times,
+                self._scaled(luck),
+                context,
+                most_requests=self._most,
+                most_drafts=self._most_drafts,
+                methods=self._methods,
+            )
         )
+        found = choose(settings, self._times, sla, length, context)
         late = isinstance(found, Infeasible)
         point = found.nearest if isinstance(found, Infeasible) else found
         ttft = self._times.prompt_time(0, length, True)
         prompt_tokens = length / ttft if ttft > 0 else math.inf
         if not isinstance(point, OperatingPoint):
             return Rates(prompt_tokens, 0.0, ttft, math.inf, late=True, known=False)
+        curve, wait = self._curve(settings, slower, ttft, osl)
         return Rates(
             prompt_tokens,
             point.tokens_per_second / slower,
@@ -125,28 +133,52 @@ class ModelCapacity:
             point.method,
             point.drafts,
             late,
+            curve=() if late else curve,
+            wait=wait,
         )
 
+    def _curve(
+        self, settings: Sequence[OperatingPoint], slower: float, ttft: float, osl: float
+    ) -> tuple[tuple[tuple[int, float], ...], float | None]:
+        """`Rates.curve` and `Rates.wait`.
+
+        Where a request more would make all too slow, no place is left, and nobody may wait for one: an engine would
+        take the request in and be too slow. Where all places of the engine are taken, it waits for its first token.
+        """
+        best: dict[int, OperatingPoint] = {}
+        for p in settings:
+            if p.concurrency not in best or p.itl < best[p.concurrency].itl:
+                best[p.concurrency] = p
+        curve: list[tuple[int, float]] = []
+        for n, p in sorted(best.items()):
+            # While a prompt is read nobody gets a token: of n requests, each waits for the prompts of n - 1 others.
+            users = p.itl * slower + (n - 1) * ttft / max(osl, 1.0)
+            if self._sla.itl is not None and users > self._sla.itl and curve:
+                return tuple(curve), 0.0
+            curve.append((n, p.itl * slower))
+        if self._sla.ttft is None:
+            return tuple(curve), None
+        step = max(best[n].step for n in best) * slower
+        return tuple(curve), max(self._sla.ttft - ttft - step, 0.0)
+
     def setting(
-        self, isl: float, osl: float, load: float, slower: float = 1.0, accepted: float | None = None
+        self, isl: float, osl: float, load: float, slower: float = 1.0, luck: float = 1.0
     ) -> tuple[str, int]:
-        key = (_step(isl), _step(osl), _step(load * 100), _step(slower * 100), _step((accepted or 0.0) * 100))
+        key = (_step(isl), _step(osl), _step(load * 100), _step(slower * 100), _step(luck * 100))
         kept = self._settings.get(key)
         if kept is None:
             if len(self._settings) > 4096:
                 self._settings.clear()
-            kept = self._settings[key] = self._quickest(isl, osl, load, slower, accepted)
+            kept = self._settings[key] = self._quickest(isl, osl, load, slower, luck)
         return kept
 
-    def _quickest(
-        self, isl: float, osl: float, load: float, slower: float, accepted: float | None
-    ) -> tuple[str, int]:
+    def _quickest(self, isl: float, osl: float, load: float, slower: float, luck: float) -> tuple[str, int]:
         """By Little's law: who decodes at once are the requests per second times how long each decodes, which hangs on
         how many do.
 
         Example: 10 requests/s of 100 tokens at 4 ms per token are 4 at once; if 4 at once take 6 ms, they are 6.
         """
-        times, acceptance = self._times, self._scaled(accepted)
+        times, acceptance = self._times, self._scaled(luck)
         context = max(int(isl + osl / 2), 1)
         most = self._most
         if times.kv_tokens is not None:
@@ -165,15 +197,25 @@ class ModelCapacity:
             best = min(best, (itl, method, k))
         return best[1:]
 
-    def _scaled(self, accepted: float | None) -> AcceptanceModel:
-        """The acceptance model, all chances multiplied so that the usual number of drafts gives ``accepted`` tokens."""
-        if accepted is None:
+    def accepted(self, drafts: float | None) -> float | None:
+        rates = self._acceptance.rates[ANY_KIND]
+        method = next((m for m in (self._methods or self._times.methods) if m in rates), None)
+        if method is None or not self._most_drafts:
+            return None
+        if drafts is None:
+            drafts = float(self._most_drafts)
+        whole = int(drafts)
+        low, high = (self._acceptance.length(method, k) - 1 for k in (whole, whole + 1))
+        return low + (drafts - whole) * (high - low)
+
+    def _scaled(self, luck: float) -> AcceptanceModel:
+        """The acceptance model with ``luck`` times as many drafts accepted."""
+        if luck == 1.0:
             return self._acceptance
-        rates = {}
-        for method, chances in self._acceptance.rates[ANY_KIND].items():
-            usual = self._acceptance.length(method, max(self._most_drafts, 1))
-            factor = min(max((accepted - 1) / (usual - 1), 0.0), 1.5) if usual > 1 else 1.0
-            rates[method] = (min(chances[0] * factor, 1.0), *chances[1:])
+        rates = {
+            method: (min(chances[0] * luck, 1.0), *chances[1:])
+            for method, chances in self._acceptance.rates[ANY_KIND].items()
+        }
         return replace(self._acceptance, rates={ANY_KIND: rates}, _kept={})
 
 

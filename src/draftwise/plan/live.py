@@ -39,6 +39,7 @@ class _Window:
     itl: float = 0.0
     num_itl: int = 0
     proposals: int = 0
+    drafts: int = 0
     accepted: int = 0
 
 
@@ -66,6 +67,7 @@ class LoadWatch:
                 window.ended += 1
                 window.osl += request.num_output
                 window.proposals += request.counts.num_drafts
+                window.drafts += request.counts.num_draft_tokens
                 window.accepted += request.counts.num_accepted_tokens
                 end = request.finished_time
                 if request.num_output > 1 and first is not None and end is not None:
@@ -90,6 +92,7 @@ class LoadWatch:
             queue=float(stats.num_waiting),
             kv_usage=stats.num_used_blocks / stats.num_blocks if stats.num_blocks else None,
             accepted_length=1 + window.accepted / window.proposals if window.proposals else None,
+            draft_length=window.drafts / window.proposals if window.proposals else None,
             ready=ready,
             warming=warming,
         )

@@ -141,7 +141,13 @@ def best_point(
     The first token is compared with the time of the prompt alone on an idle engine: the least that it takes.
     """
     context = isl + osl // 2
-    found = list(points(times, acceptance, context, **limits))  # type: ignore[arg-type]
+    return choose(list(points(times, acceptance, context, **limits)), times, sla, isl, context)  # type: ignore[arg-type]
+
+
+def choose(
+    found: Sequence[OperatingPoint], times: StepTimes, sla: Sla, isl: int, context: int
+) -> OperatingPoint | Infeasible:
+    """`best_point` among points that are known; ``context``: of these."""
     if not found:
         return Infeasible(
             f"nothing is known of a context of {context} tokens (cache: {times.kv_tokens} tokens, measured up to "

@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from draftwise.errors import ConfigError
 from draftwise.plan.capacity import Capacity, Rates
+from draftwise.plan.forecast import load_ahead
 from draftwise.plan.predictors import Predictor, predictor
+from draftwise.plan.staffing import Service, replicas_for
 from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation, Reason, known
 
 _HISTORY = 4096
-_TREND = 8
-"""Intervals over which growth is looked for."""
 _MOST_RATE, _MOST_TOKENS = 1e9, float(1 << 24)
 """Observations beyond this value are faults of the observer."""
 
@@ -31,7 +33,8 @@ class PlannerConfig:
     always there. ``margin``: share of what a replica could do that is kept free. ``hold``: ticks for which fewer
     must have been enough before some are given up. ``most_change``: replicas added or given up in one tick, per
     pool. ``startup``: seconds until a new replica serves: a load that grows is planned for as it will be then.
-    ``dynamo``: the rule of Dynamo's planner: no queue, no growth, no hysteresis, no margin.
+    ``goal``: share of requests that are to find a place in time: they come at random times.
+    ``dynamo``: the rule of Dynamo's planner: no queue, no growth, no hysteresis, no margin, no chance.
     """
 
     interval: float = 60.0
@@ -40,6 +43,7 @@ class PlannerConfig:
     devices: Mapping[str, int] = field(default_factory=dict)
     least: int = 1
     margin: float = 0.0
+    goal: float = 0.95
     hold: int = 3
     most_change: int = 4
     startup: float = 60.0
@@ -52,6 +56,8 @@ class PlannerConfig:
             raise ConfigError(f"interval: expected seconds above 0, got {self.interval:g}")
         if not 0 <= self.margin < 1:
             raise ConfigError(f"margin: expected a share from 0 to 1, got {self.margin:g}")
+        if not 0 < self.goal < 1:
+            raise ConfigError(f"goal: expected a share between 0 and 1, got {self.goal:g}")
         if self.least < 0 or self.hold < 0 or self.most_change < 1:
             raise ConfigError("expected least >= 0, hold >= 0 and most_change >= 1")
         if not 0 <= self.startup < math.inf:
@@ -104,7 +110,7 @@ class Planner:
         }
         self._history: dict[str, list[float]] = {"rate": [], "isl": [], "osl": []}
         self._corrections = {"prefill": 1.0, "decode": 1.0}
-        self._accepted: float | None = None
+        self._luck = 1.0
         self._lower: dict[str, list[int]] = {pool: [] for pool in config.pools}
         self._patience = {pool: _Patience(config.hold) for pool in config.pools}
         self._last: Decision | None = None
@@ -126,19 +132,9 @@ class Planner:
             )
         forecast = {name: self._predictors[name].predict(values) for name, values in self._history.items()}
         isl, osl = max(forecast["isl"], 1.0), max(forecast["osl"], 1.0)
-        rate = forecast["rate"]
-        growth = 0.0 if self.config.dynamo else _slope(self._history["rate"][-_TREND:])
-        if growth > 0:
-            rate += growth * self.config.startup / self.config.interval
-            reasons.append(
-                Reason("growth", f"growing by {60 * growth / self.config.interval:.2g}/s a minute")
-            )
-        if known(seen.queue) and seen.queue and not self.config.dynamo:
-            extra = min(max(seen.queue / self.config.interval, 0.0), _MOST_RATE)
-            rate += extra
-            reasons.append(Reason("queue", f"{seen.queue:.0f} wait, {extra:.2g}/s more"))
+        rate = forecast["rate"] if self.config.dynamo else self._rate_ahead(seen, forecast["rate"], reasons)
         self._correct(seen, isl, osl)
-        rates = self._capacity(isl, osl, self._corrections["decode"], self._accepted)
+        rates = self._capacity(isl, osl, self._corrections["decode"], self._luck)
         if not rates.known:
             reasons.append(
                 Reason(
@@ -158,8 +154,36 @@ class Planner:
             reasons.append(Reason("limit", "no setting keeps to the limit per token"))
         target = self._steady(current, needed, reasons)
         return self._decide(
-            seen, target, reasons, self._drafting(rates, isl, osl, rate, target, reasons), rate
+            seen,
+            target,
+            reasons,
+            self._drafting(rates, isl, osl, rate, self._serving(seen, target), reasons),
+            rate,
         )
+
+    def _rate_ahead(self, seen: Observation, forecast: float, reasons: list[str]) -> float:
+        """Requests per second to be ready for: `load_ahead`, and those who wait."""
+        config = self.config
+        rate, growth = load_ahead(
+            self._history["rate"],
+            config.interval,
+            config.startup,
+            None if config.predictor == "constant" else forecast,
+        )
+        if growth > 0:
+            slope = growth / (config.startup + config.interval)
+            reasons.append(Reason("growth", f"growing by {60 * slope:.2g}/s a minute"))
+        if known(seen.queue) and seen.queue:
+            extra = min(max(seen.queue / config.interval, 0.0), _MOST_RATE)
+            rate += extra
+            reasons.append(Reason("queue", f"{seen.queue:.0f} wait, {extra:.2g}/s more"))
+        return rate
+
+    def _serving(self, seen: Observation, target: Mapping[str, int]) -> int:
+        """Replicas that decode from now on: those that are there share the load until more have come."""
+        pool = ENGINES if self.config.mode == "engines" else DECODE
+        ready = seen.ready.get(pool, 0)
+        return min(target[pool], ready) if ready else target[pool]
 
     def _drafting(
         self,
@@ -167,16 +191,15 @@ class Planner:
         isl: float,
         osl: float,
         rate: float,
-        target: Mapping[str, int],
+        serving: int,
         reasons: list[str],
     ) -> tuple[str, int]:
         """Method and drafts for what a replica will get: a full one may gain nothing by drafts that one with few
-        requests gains much by."""
-        serving = target[ENGINES] if self.config.mode == "engines" else target[DECODE]
+        requests gains much by. That changes at once, replicas come later."""
         if self.config.dynamo or serving < 1:
             return rates.method, rates.drafts
         load = rate / serving
-        method, drafts = self._capacity.setting(isl, osl, load, self._corrections["decode"], self._accepted)
+        method, drafts = self._capacity.setting(isl, osl, load, self._corrections["decode"], self._luck)
         how = "plain decoding" if method == "none" else f"{method} K={drafts}"
         reasons.append(Reason("drafting", f"{how} is the quickest at {load:.3g} requests/s a replica"))
         return method, drafts
@@ -199,20 +222,42 @@ class Planner:
                 del values[: _HISTORY // 2]
 
     def _correct(self, seen: Observation, isl: float, osl: float) -> None:
-        """How much slower than the model the machines are, from times of replicas that are warm."""
+        """How much slower than the model the machines are, from times of replicas that are warm, and how many more
+        drafts are accepted."""
         if seen.warming or not seen.requests:
             return
-        expected = self._capacity(isl, osl, 1.0, self._accepted)
+        expected = self._capacity(isl, osl, 1.0, self._luck)
         for name, value, model in (
             ("prefill", seen.ttft, expected.ttft),
-            ("decode", seen.itl, expected.itl),
+            ("decode", seen.itl, self._itl_expected(seen, expected, isl, osl)),
         ):
             if known(value) and value and value > 0 and 0 < model < math.inf:
                 ratio = min(max(value / model, 0.5), 2.0)
                 self._corrections[name] += 0.3 * (ratio - self._corrections[name])
         if known(seen.accepted_length) and seen.accepted_length and seen.accepted_length >= 1:
-            before = self._accepted if self._accepted is not None else seen.accepted_length
-            self._accepted = before + 0.3 * (seen.accepted_length - before)
+            drafts = seen.draft_length
+            usual = self._capacity.accepted(min(max(drafts, 0.0), 63.0) if drafts and known(drafts) else None)
+            if usual:
+                ratio = min(max((seen.accepted_length - 1) / usual, 0.0), 1.5)
+                self._luck += 0.3 * (ratio - self._luck)
+
+    def _itl_expected(self, seen: Observation, rates: Rates, isl: float, osl: float) -> float:
+        """Seconds per token by the model, of as many requests at once as there were, and with the prompts that came in
+        between: a replica with little to do is quick, which says nothing about a full one.
+
+        Example: 2 requests/s of 100 tokens at 20 ms per token are 4 at once. If 4 at once take 15 ms by the model, and
+        each prompt 100 ms, in which nobody decodes: 15 / (1 - 0.2) = 18.75 ms.
+        """
+        serving = seen.ready.get(ENGINES, 0)
+        if self.config.dynamo or self.config.mode != "engines" or serving < 1 or not rates.curve:
+            return rates.itl
+        if not known(seen.itl) or not seen.itl or not seen.requests:
+            return rates.itl
+        load = seen.requests / self.config.interval / serving
+        at_once = load * osl * seen.itl
+        counts, times = zip(*rates.curve, strict=True)
+        itl = float(np.interp(at_once, counts, times))
+        return itl / max(1 - load * isl / rates.prompt_tokens, 0.25)
 
     def _needed(self, rate: float, isl: float, osl: float, rates: Rates) -> dict[str, int]:
         """Replicas by pool.
@@ -225,7 +270,10 @@ class Planner:
         prompt = rate * isl * min(1.0, self._corrections["prefill"]) / (rates.prompt_tokens * free)
         output = rate * osl / (rates.output_tokens * free) if rates.output_tokens > 0 else 0.0
         if config.mode == "engines":
-            return {ENGINES: _up(prompt + output)}
+            if config.dynamo or not rates.curve or rates.wait is None:
+                return {ENGINES: _up(prompt + output)}
+            service = Service(rates.curve, isl / rates.prompt_tokens, osl)
+            return {ENGINES: replicas_for(rate / free, service, rates.wait, config.goal)}
         return {PREFILL: _up(prompt), DECODE: _up(output)}
 
     # ------------------------------------------------------------------------------------- what is let through
@@ -304,7 +352,7 @@ class Planner:
         return {
             "history": {name: list(values) for name, values in self._history.items()},
             "corrections": dict(self._corrections),
-            "accepted": self._accepted,
+            "luck": self._luck,
             "patience": {pool: [p.ticks, p.calm, p.since_down] for pool, p in self._patience.items()},
             "lower": {pool: list(values) for pool, values in self._lower.items()},
             "last": None if self._last is None else self._last.as_dict(),
@@ -317,7 +365,7 @@ class Planner:
                 raise ConfigError(f"planner: its state is of pools {sorted(state['lower'])}")
             self._history = {n: [float(v) for v in state["history"][n]] for n in ("rate", "isl", "osl")}
             self._corrections = {n: float(state["corrections"][n]) for n in ("prefill", "decode")}
-            self._accepted = None if state["accepted"] is None else float(state["accepted"])
+            self._luck = float(state["luck"])
             self._lower = {pool: [int(v) for v in state["lower"][pool]] for pool in self.config.pools}
             self._patience = {
                 pool: _Patience(*map(int, state["patience"][pool])) for pool in self.config.pools
@@ -328,21 +376,6 @@ class Planner:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"planner: this is no state of a planner: {error!r}") from None
-
-
-def _slope(values: list[float]) -> float:
-    """Growth per interval by least squares; 0 if it is not twice as large as chance alone may make it.
-
-    Example: 1, 2, 3, 4 is 1; 5, 1, 4, 2 is 0.
-    """
-    n = len(values)
-    if n < 4:
-        return 0.0
-    middle, mean = (n - 1) / 2, math.fsum(values) / n
-    spread = n * (n * n - 1) / 12
-    slope = math.fsum((i - middle) * (v - mean) for i, v in enumerate(values)) / spread
-    rest = math.fsum((v - mean - slope * (i - middle)) ** 2 for i, v in enumerate(values))
-    return slope if abs(slope) > 2 * math.sqrt(rest / (n - 2) / spread) else 0.0
 
 
 def _up(replicas: float) -> int:

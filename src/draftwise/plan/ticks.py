@@ -15,9 +15,9 @@ class Observation:
     """One interval. None or NaN: not known, which is something else than zero.
 
     ``requests``: that arrived; ``isl``, ``osl``: their mean lengths; ``ttft``, ``itl``: means of those who got tokens,
-    seconds; ``queue``: requests that wait at its end; ``accepted_length``: tokens per step that drafted; ``ready``:
-    replicas that serve, by pool; ``warming``: replicas that have served for less than an interval, whose times say
-    little.
+    seconds; ``queue``: requests that wait at its end; ``accepted_length``: tokens per step that drafted, of
+    ``draft_length`` drafts on average (None: as many as there may be); ``ready``: replicas that serve, by pool;
+    ``warming``: replicas that have served for less than an interval, whose times say little.
     """
 
     time: float
@@ -29,6 +29,7 @@ class Observation:
     queue: float | None = None
     kv_usage: float | None = None
     accepted_length: float | None = None
+    draft_length: float | None = None
     ready: Mapping[str, int] = field(default_factory=dict)
     warming: int = 0
 

@@ -226,6 +226,7 @@ class Cluster:
         self._drafts += counts.num_draft_tokens
         self._accepted += counts.num_accepted_tokens
         window.proposals += counts.num_drafts
+        window.drafts += counts.num_draft_tokens
         window.accepted += counts.num_accepted_tokens
         work.done += request.num_output
         if work.done < work.osl:  # the prompt is read: what comes is decoded elsewhere

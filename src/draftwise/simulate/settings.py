@@ -68,6 +68,7 @@ class Window:
     itl: float = 0.0
     num_itl: int = 0
     proposals: int = 0
+    drafts: int = 0
     accepted: int = 0
 
     def observation(
@@ -84,6 +85,7 @@ class Window:
             queue=float(queue),
             kv_usage=kv_usage,
             accepted_length=1 + self.accepted / self.proposals if self.proposals else None,
+            draft_length=self.drafts / self.proposals if self.proposals else None,
             ready=ready,
             warming=warming,
         )
