@@ -14,7 +14,7 @@ the engine does to draft.
 
 With ``--calls`` nothing but calls is timed, in turns, medians of many, of which the caches stay warm: the one that
 stores three new tokens of each request and drafts a whole block, MTP's chain of four, the target's pass of one row per
-request.
+request, and of as many as are verified.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def tensor_bytes(path: Path) -> dict[str, int]:
 
 KNOWN, NEW, BLOCK = 100, 3, 16
 """Tokens of each request, how many of them the drafter has not seen, and tokens of a block of the cache."""
+VERIFIED = (5, 9, 17)
+"""Rows of a request when a chain of 4 or 8 drafts, or a tree of 16, is verified."""
 
 
 def last_rows(requests: int, new: int, offset: int) -> StepInput:
@@ -114,7 +116,7 @@ def calls_of(llm: LLM, requests: int) -> dict[str, Callable[[], object]]:
     proposers = executor._drafting._proposers
     block, mtp = proposers["dflash"], proposers["mtp"]
     model, storage = executor._model, executor._storage
-    batch, one = last_rows(requests, NEW, -1), last_rows(requests, 1, 0)
+    batch = last_rows(requests, NEW, -1)
     last = (batch.attention.query_start_np[1:] - 1).tolist()
     features = torch.randn(NEW * requests, block._head.feature_size).to(block._head.dtype)
     draws = ChainDraws("draft", tuple(ChainKey(7 + r, 0, KNOWN, 0, 1.25) for r in range(requests)))
@@ -123,8 +125,13 @@ def calls_of(llm: LLM, requests: int) -> dict[str, Callable[[], object]]:
         kv = proposer._passes.kv
         return lambda: proposer._head.draft_chains(batch, features, kv, last, steps, how)
 
+    def target(count: int) -> Callable[[], object]:
+        own = last_rows(requests, count, 0)
+        return lambda: model.forward_logits(own, storage, None, ())
+
     return {
-        "target": lambda: model.forward_logits(one, storage, None, ()),
+        "target": target(1),
+        **{f"target, {count} rows": target(count) for count in VERIFIED},
         "block": chain(block, block._most, None),
         "block, drawn": chain(block, block._most, draws),
         "mtp": chain(mtp, 4, None),
@@ -145,7 +152,7 @@ def time_calls(drafter: Path, counts: Sequence[int], rounds: int, shared: int, t
         places = llm.config.drafters[0].num_speculative_tokens or 1
         reads = {"target": target, "mtp": draft_bytes("mtp", embedded_path("mtp"), 4, shared)}
         reads["block"] = draft_bytes("dflash", drafter, places, shared)
-        print(f"{'req':>3} {'call':14} {'us':>7} {'MB':>6} {'per byte':>9}")
+        print(f"{'req':>3} {'call':16} {'us':>7} {'MB':>6} {'per byte':>9}")
         for requests in counts:
             found: dict[str, list[float]] = {}
             with torch.inference_mode():
@@ -157,7 +164,7 @@ def time_calls(drafter: Path, counts: Sequence[int], rounds: int, shared: int, t
             for name, times in found.items():
                 size, took = reads[name.split(",")[0]], statistics.median(times)
                 print(
-                    f"{requests:3d} {name:14} {1e6 * took:7.0f} {size / 1e6:6.1f} {took / size / plain:9.2f}"
+                    f"{requests:3d} {name:16} {1e6 * took:7.0f} {size / 1e6:6.1f} {took / size / plain:9.2f}"
                 )
 
 
