@@ -202,7 +202,8 @@ class GroupAcceptance:
         return self._expected[kind]
 
     def lifts(self, before: int, n: int) -> list[float] | None:
-        """What the proposal before changes: factors on the chances of the first n positions. None: too little is known.
+        """Factors on the chances of the first n positions, from the outcome of the proposal before. None: too little
+        is known.
 
         Example: position 0 is accepted in 60 % of all chains, in 30 % of those behind nothing: 0.5.
         """

@@ -125,7 +125,7 @@ class Drafter:
 
 @dataclass(slots=True)
 class Option:
-    """What a group would gain and cost with a given cap: sums over its members, besides their plain step."""
+    """A group's gain and cost with a given cap: sums over its members, besides their plain step."""
 
     cap: int
     tokens: float = 0.0  # accepted drafts

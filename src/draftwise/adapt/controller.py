@@ -30,7 +30,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class GroupControl:
-    """What a controller thinks of the requests that share a method, a rule and a shape of proposals.
+    """A controller's estimates for requests that share a method, a rule and a shape of proposals.
 
     ``cap``: nodes drafted per request that drafts; ``gain``: predicted tokens per second over plain decoding's
     (None: nothing is known yet); ``accepted``: expected accepted drafts of one proposal of ``cap`` nodes.
@@ -113,7 +113,7 @@ class Controller(ABC):
         """The request has ended. A last row of it may still be observed."""
 
     def stats(self) -> ControlStats:
-        """What is decided now, and how often it was thought over."""
+        """The current decisions, and how often they were reconsidered."""
         return ControlStats()
 
 

@@ -1,4 +1,4 @@
-"""What is decided of drafting, and when it is decided again."""
+"""Decisions about drafting, and when they are made again."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class Decisions:
         self.next_step = step + interval
 
     def _able(self, group: Group, members: list[Drafter], step: int) -> list[Drafter]:
-        """Those about whom to decide: who has seen enough to draft well; all, if nobody has or the group rests."""
+        """The requests to decide about: those whose drafters have seen enough to draft well; all, if none has or the
+        group rests."""
         if not group.follows or group.resting:
             return members
         return [m for m in members if m.ready <= step] or members

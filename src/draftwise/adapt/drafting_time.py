@@ -1,4 +1,4 @@
-"""What the drafters of a step took, shared among them."""
+"""The drafting time of a step, shared among its drafters."""
 
 from __future__ import annotations
 

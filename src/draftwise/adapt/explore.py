@@ -21,7 +21,8 @@ _HOPELESS = 4.0
 
 
 class Explorer:
-    """What is not in use is tried again, rarely and for one step: requests that do not draft are probed with a draft,
+    """Tries settings that are not in use, rarely and for one step: requests that do not draft are probed with a
+    draft,
     longer while it succeeds; requests that draft make a plain step.
 
     ``pausing``: nobody drafts in this step. ``deep``: the group that drafts up to twice its cap in this step.

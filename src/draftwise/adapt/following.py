@@ -19,7 +19,7 @@ _WARM_STEPS = 64
 layer of the embedded model has 0.3 accepted drafts in the first 8 tokens behind a gap and 1.6 in the first 96, where it
 has 1.3 and 2.2 without one."""
 _GUESS = 0.1
-"""Of a plain step's time per request, what it takes to follow a token, before anything is known."""
+"""The share of a plain step's time per request that following a token takes, before it is measured."""
 _SAMPLE_ROWS = 32
 """Requests of a drafting pass by which the time per row is told."""
 

@@ -23,7 +23,7 @@ decision looks at all groups."""
 
 @dataclass(slots=True)
 class Planned:
-    """What is remembered of a step until it is observed; ahead, the next one is planned before."""
+    """A step's data until it is observed. When planning ahead, the next step is planned before that."""
 
     step: int
     drafting: dict[Group, list[int]] = field(default_factory=dict)  # requests, nodes, catch-up tokens

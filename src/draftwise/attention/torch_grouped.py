@@ -77,7 +77,7 @@ class TorchGroupedAttention(AttentionBackend):
 
 @dataclass(slots=True)
 class _Call:
-    """What all tasks of one layer share."""
+    """Data that all tasks of one layer share."""
 
     kv: tuple[
         Tensor, ...

@@ -1,4 +1,4 @@
-"""What each method guesses right, by kind of text, and what its guesses cost."""
+"""Measures each method's acceptance and the cost of its drafts, by kind of text."""
 
 from __future__ import annotations
 

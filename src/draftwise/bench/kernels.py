@@ -98,7 +98,7 @@ class _Model:
 
     @property
     def unit(self) -> str:
-        """What does the arithmetic."""
+        """The unit that does the arithmetic."""
         if self.dtype is torch.float32:
             return "float32"
         return "int8" if self.scheme is not None and self.scheme.dynamic else "bfloat16"

@@ -1,4 +1,4 @@
-"""What quantised weights cost in quality: perplexity on held-out text in each format."""
+"""Measures the quality of quantised weights: perplexity on held-out text in each format."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of a time in seconds."""
+    """Statistics of a time in seconds."""
 
     mean: float
     percentiles: Mapping[int, float]
@@ -252,7 +252,7 @@ async def _counters(target: Target) -> dict[str, float] | None:
 
 
 def parse_counters(text: str) -> dict[str, float]:
-    """Of a Prometheus exposition with ``draftwise:`` or ``vllm:`` names; several engines are added up."""
+    """Counters of a Prometheus exposition with ``draftwise:`` or ``vllm:`` names; several engines are added up."""
     found: dict[str, float] = {}
     pattern = r"^(?:draftwise|vllm):spec_decode_num_(\w+?)(?:_total)?(?:\{([^}]*)\})? (\S+)"
     for name, labels, value in re.findall(pattern, text, re.MULTILINE):

@@ -60,7 +60,7 @@ class RankHandle(ABC):
 
 
 class Holding:
-    """What the ranks of an engine need besides themselves."""
+    """The resources that the ranks of an engine share."""
 
     def let_go(self) -> None:
         """Before they are waited for: what keeps them alive is let go of."""
@@ -93,13 +93,13 @@ class RankGroup:
     # ------------------------------------------------------------------------------------------------ orders
 
     def tell(self, start: Callable[[int], object]) -> None:
-        """What each is to be; `first_answer` waits until they are built."""
+        """Send each rank its setting; `first_answer` waits until they are built."""
         for one in self.ranks:
             with contextlib.suppress(OSError):  # it is dead already: `first_answer` says so
                 send(one.channel, start(one.rank))
 
     def first_answer(self) -> Any:
-        """What rank 0 says of what it has built, once all have.
+        """Rank 0's facts about its engine, once all ranks are built.
 
         Raises:
             DraftwiseError: what a rank raised while it was built; EngineDeadError if it died.

@@ -1,4 +1,4 @@
-"""What goes between the host's process and the ranks', pickled, one message at a time."""
+"""Messages between the host's process and the ranks', pickled, one at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Of one rank. ``result``: rank 0's alone. ``digest``: of what every rank must have come to."""
+    """The answer of one rank. ``result``: of rank 0 alone. ``digest``: of the results that all ranks must share."""
 
     number: int
     digest: int = 0
@@ -56,7 +56,7 @@ class Start:
 
 
 def digest(rows: Sequence[RowResult]) -> int:
-    """Of what a step decided: the same on all ranks, or they have come apart. Times and texts of errors may differ."""
+    """A digest of a step's decisions, which must be the same on all ranks. Times and texts of errors may differ."""
     decided = [
         (row.rid, row.token_ids, row.accepted_nodes, row.draft_tokens, row.num_proposed, row.error is None)
         for row in rows

@@ -88,7 +88,7 @@ class RemoteRank(RankHandle):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What a rank's `Start` says of its machine."""
+    """The machine's part of a rank's `Start`."""
 
     rank: int
     machine: str

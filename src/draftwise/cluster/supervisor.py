@@ -30,7 +30,7 @@ _EQUAL = ("torch", "numpy", "transformers", "safetensors", "tokenizers")
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a supervisor says of its machine."""
+    """A supervisor's facts about its machine."""
 
     address: Address  # where other ranks find its rank
     free_port: int  # of the machine, a moment ago
@@ -40,7 +40,7 @@ class Introduction:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a rank is started with."""
+    """The settings that a rank is started with."""
 
     rank: int
     module: str  # see `ranking`
@@ -62,7 +62,8 @@ class Descriptors:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same where ranks of one engine run: they exchange pickled objects, and rows of equal bits."""
+    """Facts that must be the same on all machines of an engine, because ranks exchange pickled objects, and rows of
+    equal bits."""
     from draftwise.kernels.cpu.library import native_library
 
     own = f"{importlib.metadata.version('draftwise')} ({_sources()})"
@@ -87,7 +88,7 @@ def _sources() -> str:
 
 
 class Supervisor:
-    """Of one rank. Everything that is passed in and out can be pickled."""
+    """The supervisor of one rank. Its arguments and results can be pickled."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None

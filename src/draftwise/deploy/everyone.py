@@ -1,4 +1,4 @@
-"""What all replicas are asked, and their answers as one: numbers with a label, sums, and whether all have done it."""
+"""Calls to all replicas, with their answers joined: numbers with a label, sums, and whether all have done it."""
 
 from __future__ import annotations
 

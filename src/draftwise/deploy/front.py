@@ -51,7 +51,7 @@ class Replicas(Protocol):
     """A front's way to them."""
 
     def names(self) -> Sequence[str]:
-        """Those that are known now."""
+        """The replicas that are known now."""
         ...
 
     def ask(
@@ -114,7 +114,7 @@ class Front:
             await send({"type": "lifespan.startup.complete"})
 
     async def _answer(self, scope: dict[str, Any], body: bytes, ids_np: IntArray | None, send: Send) -> None:
-        """Of the first replica that lives long enough to begin."""
+        """Send the answer of the first replica that lives long enough to begin."""
         for tried in range(1, _TRIES + 1):
             begun, stream = False, False
             messages = self._replicas.ask(scope, body, ids_np)

@@ -18,7 +18,7 @@ _SENT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_
 
 
 def portable(scope: Scope) -> dict[str, Any]:
-    """What another process needs of an ASGI scope."""
+    """The parts of an ASGI scope that another process needs."""
     found = {name: scope[name] for name in _SENT if scope.get(name) is not None}
     return found | {"asgi": {"version": "3.0"}, "root_path": ""}
 

@@ -1,4 +1,4 @@
-"""What a front knows of replicas: which blocks each has cached, as it tells, and what was sent there.
+"""A front's knowledge about replicas: the cached blocks that each reported, and the requests sent there.
 
 Ray makes the router itself (`deploy.routing`) and hands it nothing, so that a front and its router, in threads of one
 process, meet here: `HERE` is the process's own.

@@ -93,7 +93,7 @@ class Plan:
         return {"ray_actor_options": {"num_cpus": threads * size} | ({"num_gpus": size} if cuda else {})}
 
     def written(self) -> dict[str, Any]:
-        """What a file for ``serve deploy`` has, without keys of clients.
+        """The content of a file for ``serve deploy``, without keys of clients.
 
         Raises:
             ConfigError: a value cannot be written into a file.

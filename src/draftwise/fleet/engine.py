@@ -118,7 +118,7 @@ class FleetEngine:
 
     @property
     def replica_config(self) -> EngineConfig:
-        """What each replica is made of."""
+        """The configuration of each replica."""
         return self._members.replica_config
 
     def watch(self, watch: RequestWatch) -> None:

@@ -13,7 +13,7 @@ _WINDOW = 8
 _TAIL = 1024
 """Last tokens of a prompt that are looked at."""
 _ONE_IN = 8
-"""Of so many windows about one is kept. Which, its tokens say, so that two prompts keep the same ones."""
+"""About one of this many windows is kept. A window's tokens decide, so that two prompts keep the same ones."""
 _MOST = 1 << 16
 """Windows that are remembered of a replica."""
 _FACTORS = np.array([pow(7919, i + 1, 1 << 64) | 1 for i in range(_WINDOW)], np.uint64)
@@ -43,7 +43,7 @@ class Kinship:
         self._seen: OrderedDict[int, None] = OrderedDict()
 
     def share(self, windows: frozenset[int]) -> float:
-        """Of a prompt's windows, from 0 to 1, those that were seen before."""
+        """The share of a prompt's windows that were seen before, 0 to 1."""
         return sum(w in self._seen for w in windows) / len(windows) if windows else 0.0
 
     def learn(self, windows: frozenset[int]) -> None:

@@ -98,7 +98,7 @@ class Members:
         return tuple(n for n, replica in self._by_number.items() if not replica.retired)
 
     def preferred(self) -> list[int] | None:
-        """Those that answer; None: all do, or none does."""
+        """The replicas that answer; None: all do, or none does."""
         now = time.monotonic()
         serving = self.serving
         prompt = [n for n in serving if not self._by_number[n].pulse.is_late(now)]
@@ -144,7 +144,7 @@ class Members:
 
     @property
     def replica_config(self) -> EngineConfig:
-        """What each is made of, but for its number."""
+        """The configuration of each replica, without its number."""
         return plan(self._config, 0, None, slot=0, count=self._count)[0].config
 
     def _join(self, replica: Replica) -> None:

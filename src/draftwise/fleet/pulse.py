@@ -11,7 +11,7 @@ LATE = 5.0
 
 
 class Pulse:
-    """Of one replica. Times are seconds of one clock, whichever it is."""
+    """The heartbeat of one replica. Times are seconds of one clock."""
 
     def __init__(self, patience: float) -> None:
         """``patience``: seconds that a step may take, or an answer."""
@@ -45,7 +45,7 @@ class Pulse:
         return self.silence(now) > min(LATE, self._patience)
 
     def fault(self, now: float) -> str | None:
-        """What is wrong with it, for people, behind its name; None: nothing is."""
+        """A text that says what is wrong with the replica; None: nothing."""
         limit = f"{self._patience:g} s (worker_timeout)"
         if self.silence(now) > self._patience:
             return f"did not answer within {limit}"

@@ -41,7 +41,7 @@ _KIN_GAIN = 0.5
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known of one."""
+    """The router's knowledge about one replica."""
 
     cached: set[bytes] = field(default_factory=set)
     under_way: dict[bytes, int] = field(default_factory=dict)  # digest -> running requests that have it

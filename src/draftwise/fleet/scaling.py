@@ -15,7 +15,7 @@ logger = logging.getLogger("draftwise.planner")
 
 
 class Scaled(Protocol):
-    """What is scaled: see `FleetEngine`."""
+    """The fleet to scale: see `FleetEngine`."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None: ...

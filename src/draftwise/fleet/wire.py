@@ -1,4 +1,4 @@
-"""What goes between the server's process and a replica's, and how: batches of tuples, pickled, over a local socket.
+"""Messages between the server's process and a replica's: batches of tuples, pickled, over a local socket.
 
 What is to be sent in one turn of an event loop goes in one message: the tokens of all streams of a step, say.
 """
@@ -40,7 +40,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a replica says once it is built."""
+    """A replica's first message, once it is built."""
 
     guarantees: Guarantees
     max_model_len: int
@@ -87,7 +87,7 @@ class Queued(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a stream has got: a `TextPiece` as (text, tokens), or a `RequestOutput` without its prompt."""
+    """Output of a stream: a `TextPiece` as (text, tokens), or a `RequestOutput` without its prompt."""
 
     stream: int
     output: Any

@@ -31,7 +31,7 @@ class Shape:
 
 
 class Need(NamedTuple):
-    """What a batch asks of a captured pass: requests, rows of the widest, keys and blocks of the longest."""
+    """A batch's demands on a captured pass: requests, rows of the widest, keys and blocks of the longest."""
 
     requests: int
     rows: int
@@ -40,7 +40,7 @@ class Need(NamedTuple):
 
     @classmethod
     def of(cls, batch: StepInput) -> Need:
-        """Of the batch's host arrays."""
+        """The demands of a batch, from its host arrays."""
         attention = batch.attention
         counts = np.diff(attention.query_start_np)
         if not len(counts):

@@ -1,4 +1,4 @@
-"""What is captured of a model, and the loops of a drafter, captured together."""
+"""The captured passes of a model, and the loops of a drafter, captured together."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """What passes leave behind, one set for all of them: the memory of one graph's own results would be no other's."""
+    """Results of passes, one set for all graphs, because a graph's own results could not be shared."""
 
     hidden: Tensor  # [rows of the largest pass, H]
     captured: dict[int, Tensor]  # layer -> the same shape
@@ -182,7 +182,7 @@ class GraphedDecoder(WrappedDecoder):
 
     @property
     def backend(self) -> GraphBackend:
-        """What captured all this."""
+        """The backend that captured the passes."""
         return self._backend
 
     def pass_seats(self, rows: int) -> list[PassSeats]:

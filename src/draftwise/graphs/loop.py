@@ -49,7 +49,7 @@ class LoopSeats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What a loop calls.
+    """The model that a loop calls.
 
     ``position_offset``: from a row's key to its position, -1 for heads. ``target_ids`` [Vd] int64: the target's id of
     each of its tokens; None: they are the same.
@@ -167,7 +167,7 @@ class ChainLoop:
         return drafted, None if self._q is None else self._q[:count, :steps].clone()
 
     def replay_of(self, batch: StepInput, features: Tensor | None, steps: int) -> Callable[[], None]:
-        """What `run` replays, after it was run once for these requests."""
+        """The graph that `run` replays, after it was run once for these requests."""
         self.run(batch, features, steps, None)
         assert self._graph is not None
         return self._graph.replay

@@ -26,7 +26,7 @@ from draftwise.types import Attend, AttentionBatch, StepInput
 
 
 class PieceMemory:
-    """What all of a model's passes in pieces use, made for the largest of ``most`` rows.
+    """Buffers that all of a model's passes in pieces share, made for the largest of ``most`` rows.
 
     Attention's buffers are made when a pass first asks for them, in the run before its capture: the largest pass comes
     first.

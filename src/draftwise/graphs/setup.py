@@ -1,4 +1,4 @@
-"""What an engine captures: the choice of shapes for its target and its drafters."""
+"""The graphs that an engine captures: the choice of shapes for its target and its drafters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftwise.types import TreeShape
 
 
 def backend_for(device: torch.device) -> GraphBackend | None:
-    """What captures passes on a device; None: nothing does."""
+    """The backend that captures passes on a device; None: there is none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -111,7 +111,7 @@ class GraphSetup:
         return sum(captures.count + len(captures.pieces) for captures in self.planned.values())
 
     def __str__(self) -> str:
-        """What is planned, in words."""
+        """The plan as a text."""
         return "; ".join(f"{name}: {captures}" for name, captures in self.planned.items())
 
     def _plan(self, name: str, captures: Captures) -> None:

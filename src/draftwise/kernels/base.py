@@ -29,7 +29,7 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
 }
-"""What `Ops.unary` computes."""
+"""The functions of `Ops.unary`."""
 
 
 class Linear:
@@ -352,7 +352,7 @@ class Ops(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """The dtype of weights and activations."""
 
     @property
     @abstractmethod

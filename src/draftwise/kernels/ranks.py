@@ -58,14 +58,14 @@ class Ranks(ABC):
 
     @abstractmethod
     def share(self, data: bytes) -> list[bytes]:
-        """What each rank gives, in the order of the ranks."""
+        """The values of all ranks, in the order of the ranks."""
 
     def least(self, value: int) -> int:
         """The smallest of the ranks' numbers."""
         return min(int(one) for one in self.share(str(value).encode()))
 
     def told(self, value: Any) -> Any:
-        """What rank 0 gives; what the others give is not looked at. It is pickled."""
+        """Rank 0's value on all ranks; the others' values are ignored. It is pickled."""
         data = self.share(pickle.dumps(value) if self.part.rank == 0 else b"")
         return value if self.part.rank == 0 else pickle.loads(data[0])
 

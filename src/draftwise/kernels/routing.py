@@ -1,4 +1,5 @@
-"""What mixtures of experts and gated MLPs are told: how a row's experts are chosen, and what joins gate and up."""
+"""Settings of mixtures of experts and gated MLPs: the choice of a row's experts, and the function that joins gate and
+up."""
 
 from __future__ import annotations
 

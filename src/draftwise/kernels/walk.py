@@ -1,4 +1,4 @@
-"""What verification kernels answer."""
+"""Answers of verification kernels."""
 
 from __future__ import annotations
 

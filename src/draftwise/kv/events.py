@@ -75,6 +75,6 @@ class CacheLog:
         self._events = [CacheCleared()]  # whatever was stored before is gone, too
 
     def take(self) -> list[CacheEvent]:
-        """What happened, once."""
+        """One event."""
         events, self._events = self._events, []
         return events

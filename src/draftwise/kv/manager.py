@@ -141,7 +141,7 @@ class KVManager:
     def match(
         self, token_ids_np: IntArray, *, salt: str | None = None, use_cache: bool = True
     ) -> PrefixMatch:
-        """What `open` would find cached of ``token_ids_np`` [n]; changes nothing."""
+        """The prefix of ``token_ids_np`` [n] that `open` would find cached; changes nothing."""
         if not self.enable_prefix_caching or not use_cache:
             return PrefixMatch([], root_digest(salt))
         return self._cache.match(token_ids_np, salt)

@@ -16,7 +16,7 @@ _PERSON = b"draftwise.kv"
 
 
 def root_digest(salt: str | None) -> bytes:
-    """What the first block's hash is chained to. Requests with different salts share nothing.
+    """The value that the first block's hash is chained to. Requests with different salts share nothing.
 
     ``None`` and the empty string are different salts.
     """

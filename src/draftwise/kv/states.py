@@ -17,13 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a model keeps of one request besides keys and values: shape and dtype of each tensor."""
+    """A model's state of one request besides keys and values: shape and dtype of each tensor."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of one snapshot."""
+        """Bytes of one snapshot."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
 

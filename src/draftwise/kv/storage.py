@@ -14,7 +14,7 @@ from draftwise.kv.states import StateStore
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """What one layer stores per token: named tensors and the shape of one token's entry.
+    """The storage of one layer per token: named tensors and the shape of one token's entry.
 
     Dense attention stores keys and values side by side, ``(("kv", (2 * Hkv, D)),)``, so that a token is written
     with one copy and gathered with one; see `KVLayerSpec.dense`. Latent attention (MLA) says
@@ -131,7 +131,7 @@ class KVStorage:
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
-        """What `move` moves: runs of equal layers, each [layers, slots, ...]."""
+        """The tensors that `move` moves: runs of equal layers, each [layers, slots, ...]."""
         return tuple(self._pools)
 
     @property

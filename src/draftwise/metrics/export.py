@@ -20,7 +20,7 @@ PREFIX = "draftwise"
 
 
 class Observed(Protocol):
-    """What metrics need of an engine."""
+    """The engine as metrics see it."""
 
     def stats(self) -> EngineStats: ...
     def observe(self, observer: Any) -> None: ...

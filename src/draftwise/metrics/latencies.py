@@ -17,7 +17,7 @@ _REQUEST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.
 
 
 class Histograms(NamedTuple):
-    """Of one engine, in seconds. See `Latencies`."""
+    """Latencies of one engine, in seconds. See `Latencies`."""
 
     time_to_first_token: Histogram
     inter_token: Histogram

@@ -217,9 +217,9 @@ class Proposer(ABC):
         takes part that uses the proposer."""
 
     def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
-        """Called once per step after verification, if the proposer observes, with what the step committed of the
-        requests that use its method and are followed (`RowPlan.follow`): of the others it is told nothing, and later
-        parts of theirs may begin behind tokens that it was not told of. Paths of trees are not compacted yet: slots are
+        """Called once per step after verification, if the proposer observes, with the tokens that the step committed.
+        It covers requests that use its method and are followed (`RowPlan.follow`). Later parts of the other requests
+        may begin behind tokens that it was not told of. Paths of trees are not compacted yet: slots are
         still those of the pass.
 
         Returns:

@@ -87,8 +87,8 @@ def chain_kind(row: DraftRow, method: DraftSampleMethod) -> ChainKind:
 
 
 def alike(drafts: Sequence[D], method: DraftSampleMethod) -> list[tuple[ChainKind | None, list[D]]]:
-    """The rows in groups that want the same number of tokens (near their ends requests want fewer), with how all of a
-    group draw if a model can do the whole loop for them: nothing stands between its passes but a draw, of what
+    """Groups of rows that want the same number of tokens (near their ends requests want fewer), each with its draws.
+    A group's draws are given if a model can do the whole loop for it: only a draw stands between its passes, of what
     temperature, min_p, top_k and top_p leave. None: it cannot.
 
     Penalties and excluded words are the target's alone: looking at them after every draft takes up to twice the time of

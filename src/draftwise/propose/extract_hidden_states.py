@@ -25,9 +25,10 @@ logger = logging.getLogger("draftwise")
 
 
 class ExtractHiddenStatesProposer(Proposer):
-    """Keeps the hidden states of a prompt while it is computed, chunk by chunk, and writes them when the last of its
-    tokens was read: one file per request, ``token_ids`` [n] int64 and ``hidden_states`` [n, layers, H] in the target's
-    type, entering the chosen layers (the number of layers: leaving the last one, before the final norm).
+    """Keeps the hidden states of a prompt while it is computed, chunk by chunk, and writes them when its last token
+    was read. Each request has a file with ``token_ids`` [n] int64 and ``hidden_states`` [n, layers, H] in the
+    target's type. These are the inputs of the chosen layers (the number of layers stands for the last one's output,
+    before the final norm).
 
     Every token of the prompt has to pass the target, so these requests take nothing from the prefix cache. The
     file's path is the output's ``kv_transfer_params["hidden_states_path"]``.

@@ -123,7 +123,7 @@ def run_part(name: str, device: str, tiny: bool, path: Path | None = None) -> Pa
 
 
 def _in_one_line(error: BaseException) -> str:
-    """What was raised, and the innermost line of this package that it came through."""
+    """The exception, and the innermost line of this package in its traceback."""
     place = ""
     trace = error.__traceback__
     while trace is not None:
@@ -163,7 +163,7 @@ def _in_a_process(name: str, args: argparse.Namespace, seconds: float) -> PartRe
 
 
 def environment(device: str) -> dict[str, str]:
-    """What was measured with what."""
+    """The measured configuration."""
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__}

@@ -1,4 +1,4 @@
-"""What the parts find, as a table and as JSON. Plain text: it has to be readable where nothing is installed."""
+"""The results of the parts, as a table and as JSON. It needs no package."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Setting:
         return TritonOps(dtype or self.dtype, self.device, batch_invariant=batch_invariant)
 
     def graphs(self) -> GraphBackend:
-        """What captures."""
+        """The backend that captures graphs."""
         return CudaGraphs(self.device) if self.cuda else Rerun(self.device)
 
     def synchronize(self) -> None:

@@ -22,7 +22,7 @@ DRAFTS = 5
 
 
 def measure_bandwidth(setting: Setting, report: PartReport) -> None:
-    """What a copy gets."""
+    """The bandwidth of a copy."""
     report.add("copy, bytes read and written", setting.bandwidth() / 1e12, "TB/s")
 
 

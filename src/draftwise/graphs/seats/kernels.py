@@ -21,7 +21,7 @@ _KINDS: Final = {"argmax": 0, "draft": 1, "shared": 2}
 
 
 class SeatVerification:
-    """What kernels keep for the verification of S seats: the table of their drafts, and where q lies.
+    """Memory of the kernels that verify S seats: the table of their drafts, and the addresses of q.
 
     ``batch``: S + 1 requests, of which the last one is nobody, without drafts: whoever is under another rule than the
     one that decides just then is that one. ``sources`` [n, 3] int64: address of a source's q, bytes from one seat to

@@ -1,4 +1,4 @@
-"""What stays on the device of requests that have seats there: a row for each, and the columns of these rows."""
+"""The data of seats on the device: a row for each request, and the columns of these rows."""
 
 from __future__ import annotations
 

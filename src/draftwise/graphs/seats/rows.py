@@ -171,7 +171,7 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
 
 
 def static_of(batch: StepInput) -> StaticRows:
-    """What a captured pass says of its rows."""
+    """A captured pass's description of its rows."""
     static = batch.attention.static
     assert static is not None
     return static

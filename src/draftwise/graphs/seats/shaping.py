@@ -1,4 +1,5 @@
-"""What requests in seats want besides a rule, without a value read on the host: penalties, biases, min_p, top_k and
+"""Features of requests in seats besides the rule, without a value read on the host: penalties, biases, min_p, top_k
+and
 top_p before verification, log-probabilities behind it.
 
 The arithmetic, and its order, are those of `sampling.logits` and `sampling.logprobs`; what nobody in a step wants is
@@ -38,7 +39,7 @@ MOST_LOGPROBS: Final = 20
 
 
 def wants(state: SamplingState) -> frozenset[str] | None:
-    """What a request wants; None: also something that is not known here."""
+    """A request's features; None: it wants one that is not supported here."""
     params = state.params
     short = state.min_tokens > state.num_output
     if state.bad_words or params.logits_processors or short:
@@ -105,7 +106,7 @@ class Shaping:
         return min(MOST_LOGPROBS, self._memory.limits.vocab_size)
 
     def persistent(self) -> list[Tensor]:
-        """What a step leaves for the next one."""
+        """Results of a step for the next one."""
         return [] if self._counts is None else [self._counts]
 
     def enter(self, seat: int, state: SamplingState) -> None:

@@ -233,13 +233,13 @@ class SeatedSteps:
         rules: Sequence[str],
         shaped: frozenset[str] = frozenset(),
     ) -> None:
-        """What `launch` would capture, with nobody in the seats."""
+        """Capture the graphs that `launch` would need, with empty seats."""
         self.memory.told.zero_()
         self.told()[:] = 0
         self.launch(target, loops, rules, shaped).wait()
 
     def q_of(self, seat: int, source: int, count: int) -> Tensor | None:
-        """What the first ``count`` waiting drafts of a seat were drawn from, [count, V], a copy; None: point masses.
+        """The distributions of the first ``count`` waiting drafts of a seat, [count, V], a copy; None: point masses.
         Nothing may be on its way."""
         return self.memory.q[source][seat, :count].clone() if source and count else None
 

@@ -24,10 +24,10 @@ _PTR, _INT, _I32, _I64, _F32 = (
 )
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""What rows may be made of; the values of ``dw::DType`` in ``csrc/linear.h``."""
+"""Types of rows; the values of ``dw::DType`` in ``csrc/linear.h``."""
 
 KV_DTYPES = {**DTYPES, torch.float16: 2, torch.int8: 3}
-"""What the K/V cache may be made of."""
+"""Types of the K/V cache."""
 
 
 class BatchView(ctypes.Structure):
@@ -70,7 +70,7 @@ class AttentionCall(ctypes.Structure):
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
-    """Of the first element; several times faster than ``array.ctypes.data``."""
+    """The address of the first element; several times faster than ``array.ctypes.data``."""
     pointer: int = array.__array_interface__["data"][0]
     return pointer
 

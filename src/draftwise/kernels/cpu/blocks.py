@@ -69,7 +69,7 @@ class BlockPlan(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CorrectionParts:
-    """What a correction of a block's logits is made of; ``csrc/corrections.h`` says what each kind needs.
+    """The parts of a correction of a block's logits; ``csrc/corrections.h`` says what each kind needs.
 
     ``kind``: one of `KINDS`. ``number``: Domino's first draft that is corrected, or a path selector's candidates.
     ``state_width``: of what is carried from place to place, 0: nothing. Tables are of the model's type, biases float32.
@@ -123,7 +123,7 @@ class CorrectionParts:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """What a block is made of, and where its rows are stored.
+    """The parts of a block, and where its rows are stored.
 
     ``places``: drafts; ``first_row``: which row says the first one, 0 or 1. Rows stand behind a request's known tokens,
     in its last block and then in scratch ones: request i of a pass, which has ``together`` at most, has

@@ -47,7 +47,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """What can be looked at; tests give answers of their own. ``tiles_agree``: whether tiles compute what AVX-512 does.
+    """Facts about the machine; tests give their own. ``tiles_agree``: whether tiles compute what AVX-512 does.
     ``speeds``: operations per second of (float32, pairs of bfloat16)."""
 
     tiles_agree: Callable[[], bool]

@@ -91,7 +91,7 @@ class NativeLibrary:
 
     @property
     def isas(self) -> tuple[Isa, ...]:
-        """What this processor and build offer, weakest first; without what is for tests."""
+        """The instruction sets of this processor and build, weakest first, without those for tests."""
         return tuple(isa for isa in Isa if isa is not Isa.EMULATED and self.supports(isa))
 
     def supports(self, isa: Isa) -> bool:
@@ -100,7 +100,7 @@ class NativeLibrary:
 
     @property
     def isa(self) -> Isa:
-        """What kernels run on now."""
+        """The instruction set that kernels use now."""
         return Isa(self._current_isa())
 
     def use_isa(self, isa: Isa) -> None:

@@ -35,7 +35,7 @@ class Format(enum.IntEnum):
 
 
 class Epilogue(enum.IntEnum):
-    """What happens to a row of results; the values of ``csrc/linear.h``."""
+    """Operations on a row of results; the values of ``csrc/linear.h``."""
 
     STORE = 0
     ADD = 1  # added to what ``out`` holds

@@ -1,4 +1,4 @@
-"""What this machine can do: read bandwidth and arithmetic peaks, measured with loops that do nothing else."""
+"""Measures this machine's peaks: read bandwidth and arithmetic, with loops that do nothing else."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def fill_target_ids(out: ChainOutput | TreeOutput, ids_np: npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a draft head's chains need beyond a decoder's.
+    """The further inputs of a draft head's chains, beyond a decoder's.
 
     ``layer``: which of the captured results goes into the row of the next token; None: the hidden states do.
     ``target_ids_np``: int64 [V], contiguous: the token that each drawn id stands for; None: itself.
@@ -135,7 +135,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What a pass gives; fresh tensors. ``logits``: of the rows that were asked for, None if none were."""
+    """The results of a pass, in fresh tensors. ``logits``: of the requested rows, None if there are none."""
 
     hidden: Tensor  # [T, H]
     captured: dict[int, Tensor]  # layer -> [T, H]

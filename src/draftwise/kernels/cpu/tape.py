@@ -1,4 +1,4 @@
-"""What a recording is made of: buffers with numbers, symbols that stand for tensors, and the list of operations.
+"""The parts of a recording: numbered buffers, symbols for tensors, and the list of operations.
 
 Buffers are reused as soon as nobody holds their symbol any more; they lie in one arena, which grows with the largest
 pass.

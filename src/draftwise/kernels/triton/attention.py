@@ -45,7 +45,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What depends only on the batch, on the device; all int32."""
+    """Data on the device that depends only on the batch; all int32."""
 
     tasks: Tensor  # [N, 3] request, first row, rows
     tasks_np: npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""What stands between two passes of a drafter, without the host: rows of the next pass, and the tokens that it reads.
+"""The work between two passes of a drafter, without the host: rows of the next pass, and the tokens that it reads.
 
 Shapes are those of the largest case, so that a loop over them can be captured: what is too much is padding, whose K/V
 goes to a slot that nobody reads, as that of rows past the model's length does.

@@ -29,9 +29,9 @@ def forest_draws(
     block_size: int,
     most: int = ANY_LENGTH,
 ) -> tuple[list[TreeDraws], bool] | None:
-    """`native_draws` of rows as they stand, without a task for each, if all of them want trees that can be drafted so,
-    ``most`` levels deep at most; and whether they need scratch blocks: a static tree whose nodes have room in its
-    request's own blocks does not. None: they are not like that."""
+    """`native_draws` of rows without a task for each, at most ``most`` levels deep, and whether they need scratch
+    blocks. A static tree with room in its request's own blocks needs none. None: not all rows want trees that can be
+    drafted so."""
     found: list[TreeDraws] = []
     scratch = False
     tree: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""What runs on the device: functions for Triton's compiler, or its interpreter. Launched from the modules one up.
+"""Functions that run on the device, for Triton's compiler or interpreter. The modules one level up launch them.
 
 The compiler makes code of its own for each alignment of a pointer and for whole numbers that are 1 or multiples of 16.
 Where that gains nothing (``do_not_specialize``: numbers of requests, nodes and parts, and pointers into tables of a
