@@ -40,7 +40,7 @@ class BlockProposer(HeadProposer):
     They depend on committed tokens alone (DFlash), or also on the drafts before (DSpark, Domino, DFlash2), never on
     other requests. A chain draws one token of each; a tree draws several of each and goes on below every one of them:
     the same passes, whatever its shape. Features, chunks, prefix hits, gaps and preemption are `HeadProposer`'s.
-    The block's own keys and values are scratch.
+    The block's own keys and values are scratch. On native kernels all of it is one call (`kernels.cpu.blocks`).
     """
 
     name: ClassVar[str] = "dflash"
