@@ -119,6 +119,7 @@ class Bench:
             self.args.contexts,
             [self.args.method],
             rounds=rounds,
+            pause=0.0 if self.args.clock == "cpu" else 0.4,
         )
         profiler = Profiler(
             self.profile,

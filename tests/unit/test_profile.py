@@ -22,7 +22,7 @@ from draftwise.plan.interpolation import (
 )
 from draftwise.plan.operating import OperatingPoint, Sla
 from draftwise.plan.profile import Profile
-from draftwise.plan.samples import PromptSample, Setting, StepSample, quantiles
+from draftwise.plan.samples import PromptSample, RestSample, Setting, StepSample, quantiles
 from draftwise.plan.times import Infeasible, OutOfRange
 from draftwise.profile.points import AcceptPoint, PromptPoint, StepPoint, plan_points, telling
 from draftwise.profile.report import best_settings, break_even, choices, draw
@@ -241,6 +241,7 @@ def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_pat
     # Every size was visited twice; a third time is asked for below.
     assert {s.rounds for s in setting.steps} == {2} == {p.rounds for p in setting.prompts}
     assert all(len(s.targets) == s.steps for s in setting.steps) and setting.readings("ngram")
+    assert setting.rest is not None and setting.rest.rounds == 2 and all(setting.rest.factors)
     before = whole.as_dict()
     assert main(flags) == 0
     again = Profile.load(file).as_dict()
@@ -286,6 +287,28 @@ def test_visits_that_lie_apart_are_one_size_and_its_median() -> None:
     setting.add_prompt(PromptSample("eagle3", 64, (0.012,), (0.002,)))
     assert setting.readings("eagle3") == [(64, 0.002)] and setting.prefill == [] and setting.behind == 0.0
     assert len(setting.prompts) == 1 and setting.prompts[0].rounds == 2
+
+
+def test_what_a_rest_costs_is_kept_and_never_less_than_nothing(tmp_path: Path) -> None:
+    profile = made()
+    setting = profile.setting()
+    assert setting.rest_factors == () == tuple(profile.times().rests)
+    setting.add_rest(RestSample(0.4, ((1.3,), (1.1,), (1.2,), (0.9,))))
+    setting.add_rest(RestSample(0.4, ((1.5, 1.4), (1.2, 1.1), (0.8, 1.3), (0.9, 0.9))))
+    # Medians; later steps are no slower than the ones before them, and a rest makes nothing quicker.
+    assert setting.rest_factors == ((0.0, 1.4), (0.05, 1.1), (0.15, 1.1), (0.4, 1.0))
+    profile.save(tmp_path / "p.json")
+    again = Profile.load(tmp_path / "p.json")
+    assert again.setting().rest == setting.rest and again.times().pause == 0.4
+    assert tuple(again.times().rests) == setting.rest_factors
+    value = profile.as_dict()
+    value["settings"]["int8"]["rest"]["factors"] = [[1.0]]
+    (tmp_path / "p.json").write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="1 parts after a pause"):
+        Profile.load(tmp_path / "p.json")
+    del value["settings"]["int8"]["rest"]  # as it was written before
+    (tmp_path / "p.json").write_text(json.dumps(value))
+    assert Profile.load(tmp_path / "p.json").setting().rest is None
 
 
 def test_quantiles_have_the_mean_of_all_values() -> None:

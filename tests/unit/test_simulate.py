@@ -19,6 +19,7 @@ from draftwise.plan.times import Polynomial
 from draftwise.plan.traces import Trace, make_trace, poisson_trace
 from draftwise.simulate.cluster import Cluster
 from draftwise.simulate.engine import EngineSettings, Policy, SimulatedEngine, prompt_tokens
+from draftwise.simulate.executor import Clock, _Rest
 from draftwise.simulate.outcome import Outcome
 from draftwise.simulate.settings import ClusterSettings, Failure
 
@@ -288,3 +289,37 @@ def test_a_drafter_reads_the_prompt_before_its_first_drafts_and_the_step_behind_
     read = Cluster(trace, times, ACCEPTANCE, Policy("model", 1), EngineSettings()).run()
     assert read.ttft_np[0] - plain.ttft_np[0] == pytest.approx(0.2 + times.draft_time("model", 1, 1))
     assert plain.e2e_np[0] - run(trace).e2e_np[0] == pytest.approx(0.125)
+
+
+class Rested(Polynomial):
+    """After a second without work the first step takes twice as long, and the next half second 1.5 times."""
+
+    rests = ((0.0, 2.0), (0.5, 1.5))
+    pause = 1.0
+
+
+def test_an_engine_that_rested_is_slow_at_first() -> None:
+    trace = make_trace([0.0, 30.0, 30.1], [200] * 3, [400] * 3)
+    plain = run(trace)
+    found = Cluster(trace, Rested(100_000), ACCEPTANCE, Policy(), EngineSettings()).run()
+    assert found.ttft_np[0] == pytest.approx(plain.ttft_np[0])  # it begins warm
+    assert found.itl_np[0] == pytest.approx(plain.itl_np[0])
+    assert found.ttft_np[1] == pytest.approx(2 * plain.ttft_np[1])
+    # Half a second of work took 1.5 times as long: a third of it is lost.
+    later = found.e2e_np[1] - plain.e2e_np[1] - plain.ttft_np[1]
+    assert later == pytest.approx(0.5 / 3, rel=0.25)
+
+
+def test_a_short_rest_counts_for_its_share_and_adds_to_the_one_before() -> None:
+    clock = Clock()
+    rest = _Rest(Rested.rests, Rested.pause)
+    rest.ended(clock(), 10.0)
+    assert rest.factor(0.0) == 1.0
+    assert rest.factor(0.25) == 1.25  # a quarter of a second
+    rest.ended(0.35, 0.1)
+    assert rest.factor(0.35) == 1.125  # of the half that is left of it
+    rest.ended(0.35, 0.1)
+    assert rest.factor(0.60) == pytest.approx(1 + (0.125 + 0.25))  # what was left, and a quarter more
+    rest.ended(0.60, 0.6)
+    assert rest.factor(0.60) == 1.0
+    assert rest.factor(9.0) == 2.0

@@ -14,7 +14,7 @@ from typing import Any
 from draftwise.adapt.performance import PerformanceModel
 from draftwise.errors import ConfigError
 from draftwise.plan.acceptance import AcceptanceModel, conditional
-from draftwise.plan.samples import PromptSample, Setting, StepSample
+from draftwise.plan.samples import REST_PARTS, PromptSample, RestSample, Setting, StepSample
 from draftwise.plan.times import Measured
 
 FORMAT, VERSION = "draftwise-profile", 2
@@ -72,6 +72,8 @@ class Profile:
             behind=setting.behind,
             step_factors=setting.step_factors(),
             prompt_factors=setting.prompt_factors(),
+            rests=setting.rest_factors,
+            pause=setting.rest.pause if setting.rest is not None else 0.0,
         )
 
     @property
@@ -223,7 +225,18 @@ def _setting(raw: Mapping[str, Any]) -> Setting:
         max(_count(raw["devices"]), 1),
         prompts,
         steps,
+        _rest(raw.get("rest")),
     )
+
+
+def _rest(raw: Mapping[str, Any] | None) -> RestSample | None:
+    """None: it was not measured, as in files that were written before it was."""
+    if raw is None:
+        return None
+    factors = tuple(map(_times, raw["factors"]))
+    if len(factors) != len(REST_PARTS):
+        raise ValueError(f"{len(factors)} parts after a pause, expected {len(REST_PARTS)}")
+    return RestSample(_seconds(raw["pause"]), factors, _count(raw["rounds"]))
 
 
 def _difference(value: Any) -> float:

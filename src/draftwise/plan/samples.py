@@ -91,6 +91,26 @@ class PromptSample:
         return _factors(self.seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class RestSample:
+    """By how much longer an engine takes that did nothing for ``pause`` seconds: its caches are cold, and its processor
+    has slept. ``factors``: for each part of `REST_PARTS`, of each measured request, its time over that of the same
+    request without a pause."""
+
+    pause: float
+    factors: tuple[tuple[float, ...], ...]
+    rounds: int = 1
+
+    def and_more(self, other: RestSample) -> RestSample:
+        """Both visits together."""
+        both = tuple((*a, *b) for a, b in zip(self.factors, other.factors, strict=True))
+        return replace(self, factors=both, rounds=self.rounds + other.rounds)
+
+
+REST_PARTS = (0.0, 0.05, 0.15, 0.4)
+"""Seconds of work after a pause up to which a part goes: the first step, and what follows it."""
+
+
 @dataclass(slots=True)
 class Setting:
     """One format of weights on one number of devices."""
@@ -102,6 +122,19 @@ class Setting:
     devices: int = 1
     prompts: list[PromptSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
+    rest: RestSample | None = None
+
+    @property
+    def rest_factors(self) -> tuple[tuple[float, float], ...]:
+        """(seconds of work after a pause up to which it holds, median factor); empty: not measured, or no more than
+        chance: a pause makes nothing quicker, and no later step slower than the ones before it."""
+        if self.rest is None or not all(self.rest.factors):
+            return ()
+        found: list[tuple[float, float]] = []
+        for until, factors in zip(REST_PARTS, self.rest.factors, strict=True):
+            before = found[-1][1] if len(found) > 1 else 2.0  # of the steps; the first one reads a prompt
+            found.append((until, min(max(statistics.median(factors), 1.0), before)))
+        return tuple(found) if any(factor > 1 for _, factor in found) else ()
 
     @property
     def prefill(self) -> list[tuple[int, float]]:
@@ -151,6 +184,10 @@ class Setting:
             self.prompts.append(sample)
         else:
             self.prompts[self.prompts.index(known)] = known.and_more(sample)
+
+    def add_rest(self, sample: RestSample) -> None:
+        """Another visit, or the first one."""
+        self.rest = sample if self.rest is None else self.rest.and_more(sample)
 
     def step_factors(self) -> tuple[float, ...]:
         """Equally likely factors by which single steps differ from the median of their size; empty: not known."""

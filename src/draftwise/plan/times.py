@@ -40,7 +40,8 @@ class StepTimes(ABC):
 
     All times are means. ``behind``: by how much longer, in all, the steps after a prompt take. ``step_factors``,
     ``prompt_factors``: equally likely factors, 1 on average, by which single steps differ from the mean, those without
-    and those with a prompt in them; empty: they do not.
+    and those with a prompt in them; empty: they do not. ``rests``: (seconds of work up to which it holds, factor) of an
+    engine that did nothing for ``pause`` seconds; the first one is of its first step.
     """
 
     kv_tokens: int | None = None
@@ -50,6 +51,8 @@ class StepTimes(ABC):
     behind: float = 0.0
     step_factors: Sequence[float] = ()
     prompt_factors: Sequence[float] = ()
+    rests: Sequence[tuple[float, float]] = ()
+    pause: float = 0.0
 
     @abstractmethod
     def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
@@ -162,6 +165,8 @@ class Measured(StepTimes):
         behind: float = 0.0,
         step_factors: Sequence[float] = (),
         prompt_factors: Sequence[float] = (),
+        rests: Sequence[tuple[float, float]] = (),
+        pause: float = 0.0,
     ) -> None:
         """``prefill``: (tokens, seconds from an empty cache to the first token). ``most_requests``, ``most_rows``: the
         largest that were measured; ``max_context``: the longest prompt that was. ``readings``: method -> (tokens,
@@ -173,6 +178,7 @@ class Measured(StepTimes):
         self._step_mean, self.step_factors = _around_one(step_factors)
         self._prompt_mean, self.prompt_factors = _around_one(prompt_factors)
         self.behind = behind
+        self.rests, self.pause = tuple(rests), pause
         # What a pass takes whatever its length: where the curve meets the axis.
         self._fixed = min(max(self._curve.at(0.0), 0.0), self._curve.ys[0])
         self.kv_tokens = kv_tokens

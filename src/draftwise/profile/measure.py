@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from draftwise import lifetime
 from draftwise.engine.builder import Engine
 from draftwise.errors import ConfigError
-from draftwise.plan.samples import PromptSample, Setting, StepSample
+from draftwise.plan.samples import REST_PARTS, PromptSample, RestSample, Setting, StepSample
 from draftwise.profile.points import PromptPoint, StepPoint
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request, SpeculationCounts
@@ -22,6 +24,8 @@ _STEPS = 15
 """Steps of a batch that are counted, if they fit into `_SECONDS`; at least 3."""
 _SECONDS = 0.6
 _REPEATS = 3
+_REST_PROMPT, _REST_OUTPUT = 32, 256
+"""Tokens of the requests that are measured after a pause."""
 _BEHIND = 3
 """Steps after a prompt that are looked at for whether they take longer ..."""
 _LATER = 5
@@ -113,6 +117,41 @@ class Measurer:
                 if sum(seconds) > 4 * _SECONDS:
                     break
         return PromptSample(point.method, point.tokens, tuple(seconds), tuple(readings), tuple(behind))
+
+    def rest(self, pause: float) -> RestSample:
+        """Requests after a pause, and the same requests without one, in turns. Plain decoding: what is cold is the
+        machine, whatever it computes."""
+        parts: list[list[float]] = [[] for _ in REST_PARTS]
+        self._timed_parts(self._prompt(_REST_PROMPT))
+        for _ in range(_REPEATS + 1):
+            prompt = self._prompt(_REST_PROMPT)
+            warm = self._timed_parts(prompt)
+            time.sleep(pause)
+            rested = self._timed_parts(prompt)
+            for factors, a, b in zip(parts, rested, warm, strict=True):
+                if a and b:
+                    factors.append(a / b)
+        # A slow model ends before the last parts: by then it is warm.
+        return RestSample(pause, tuple(tuple(factors) or (1.0,) for factors in parts))
+
+    def _timed_parts(self, prompt: Sequence[int]) -> list[float]:
+        """Seconds per step of a request in each of `REST_PARTS`; 0: it had ended."""
+        core = self._engine.core
+        room = min(_REST_OUTPUT, self._engine.processor.max_model_len - len(prompt))
+        parts: list[list[float]] = [[] for _ in REST_PARTS]
+        with lifetime.computing(), torch.inference_mode():
+            begin = start = core.clock()
+            request = self._add(prompt, max(room, 1), "none", 0)
+            while core.has_work:
+                part = bisect_left(REST_PARTS, start - begin)
+                if part == len(REST_PARTS):
+                    break
+                core.step()
+                now = core.clock()
+                parts[part].append(now - start)
+                start = now
+            self._clear([request])
+        return [statistics.fmean(seconds) if seconds else 0.0 for seconds in parts]
 
     def _steps_behind(self) -> tuple[list[float], list[float]]:
         """(seconds, of these drafting) of the steps after a prompt's, as long as there are some."""

@@ -33,7 +33,14 @@ class AcceptPoint:
     kind: str
 
 
-Point = PromptPoint | StepPoint | AcceptPoint
+@dataclass(frozen=True, slots=True)
+class RestPoint:
+    """By how much longer a request takes on an engine that did nothing for ``pause`` seconds."""
+
+    pause: float
+
+
+Point = PromptPoint | StepPoint | AcceptPoint | RestPoint
 
 
 _READ = 4
@@ -70,11 +77,12 @@ def plan_points(
     kinds: Sequence[str],
     kv_tokens: int,
     max_len: int,
+    pause: float = 0.0,
 ) -> list[Point]:
     """All points for which there is room, in the order in which they are to be measured.
 
     A point comes the later, the further behind its sizes stand in their `telling` orders, summed up; plain decoding
-    comes before drafting, since all else is compared with it.
+    comes before drafting, since all else is compared with it. ``pause``: of the rest that is measured; 0: none.
     """
     ranked: list[tuple[int, int, Point]] = []
 
@@ -94,6 +102,8 @@ def plan_points(
             for method in methods:
                 for k, number in enumerate(ks):
                     add(1 + i + j + k, StepPoint(method, number, n, context))
+    if pause:
+        add(2, RestPoint(pause))
     for i, kind in enumerate(kinds):
         for method in methods:
             add(1 + i, AcceptPoint(method, kind))

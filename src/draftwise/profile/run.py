@@ -18,7 +18,7 @@ from draftwise.config.engine import EngineConfig
 from draftwise.engine.builder import Engine, build_engine
 from draftwise.plan.profile import Profile
 from draftwise.profile.measure import Measurer
-from draftwise.profile.points import AcceptPoint, Point, PromptPoint, StepPoint, plan_points
+from draftwise.profile.points import AcceptPoint, Point, PromptPoint, RestPoint, StepPoint, plan_points
 
 _OUTPUT = 64
 _SKIPPED = ("extract_hidden_states", "synthetic", "none")
@@ -27,7 +27,7 @@ _SKIPPED = ("extract_hidden_states", "synthetic", "none")
 @dataclass(frozen=True)
 class ProfileSettings:
     """``budget``: seconds; None: until all is measured. ``rounds``: visits to each size. They lie apart in time, since
-    a machine may be slow for a while."""
+    a machine may be slow for a while. ``pause``: seconds; it is measured what comes after one; 0: it is not."""
 
     path: Path
     drafts: Sequence[int]
@@ -37,6 +37,7 @@ class ProfileSettings:
     budget: float | None = None
     with_acceptance: bool = True
     rounds: int = 3
+    pause: float = 0.4
 
 
 def machine(device: str, threads: int | None = None) -> dict[str, Any]:
@@ -154,6 +155,7 @@ class Profiler:
             kinds if s.with_acceptance else [],
             kv_tokens,
             engine.processor.max_model_len,
+            s.pause,
         )
 
     def _visits(self, point: Point, weights: str) -> float:
@@ -161,6 +163,8 @@ class Profiler:
         setting = self.profile.settings[weights]
         if isinstance(point, AcceptPoint):
             return math.inf if point.method in self.profile.drafted.get(point.kind, {}) else 0
+        if isinstance(point, RestPoint):
+            return 0 if setting.rest is None else setting.rest.rounds
         if isinstance(point, PromptPoint):
             prompt = setting.prompt(point.method, point.tokens)
             return 0 if prompt is None else prompt.rounds
@@ -171,7 +175,9 @@ class Profiler:
         self, measurer: Measurer, point: Point, weights: str, texts: Mapping[str, Sequence[Sequence[int]]]
     ) -> None:
         setting = self.profile.settings[weights]
-        if isinstance(point, PromptPoint):
+        if isinstance(point, RestPoint):
+            setting.add_rest(measurer.rest(point.pause))
+        elif isinstance(point, PromptPoint):
             setting.add_prompt(measurer.prompt(point))
         elif isinstance(point, StepPoint):
             sample = measurer.step(point)
@@ -195,6 +201,8 @@ class Profiler:
 def _words(point: Point) -> str:
     if isinstance(point, PromptPoint):
         return f"prompt of {point.tokens}" + ("" if point.method == "none" else f" read by {point.method}")
+    if isinstance(point, RestPoint):
+        return f"after a pause of {point.pause:g} s"
     if isinstance(point, AcceptPoint):
         return f"{point.method} on {point.kind}"
     how = "plain" if point.method == "none" else f"{point.method} K={point.drafts}"
