@@ -52,7 +52,7 @@ class LinearSite:
 
 
 LogitsTail = tuple[tuple[str, float], ...]
-"""What is done to logits behind the output layer, one after the other: ("scale", factor) or ("softcap", cap)."""
+"""Operations on logits behind the output layer, in order: ("scale", factor) or ("softcap", cap)."""
 
 
 def finish_logits(ops: Ops, logits: Tensor, tail: LogitsTail) -> Tensor:
@@ -64,7 +64,7 @@ def finish_logits(ops: Ops, logits: Tensor, tail: LogitsTail) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """What a draft head may borrow of its target."""
+    """The parts of a target that a draft head may borrow."""
 
     embedding: Tensor  # [V, H]
     head: Linear  # output layer [V, H], packed by `ops`
@@ -122,7 +122,7 @@ class DecoderModel(ABC):
 
     @abstractmethod
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        """What each layer stores per token."""
+        """The storage of each layer per token."""
 
     def state_spec(self) -> StateSpec | None:
         """What the model keeps of a request besides keys and values; None: nothing. Storage for a model that keeps
@@ -219,7 +219,7 @@ class DecoderModel(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support adapters")
 
     def operations(self) -> Ops:
-        """What its layers are computed with. Raises NotImplementedError as `linear_sites`."""
+        """The operations that its layers are computed with. Raises NotImplementedError as `linear_sites`."""
         raise NotImplementedError(f"{type(self).__name__} does not support adapters")
 
     def with_operations(self, ops: Ops) -> DecoderModel:

@@ -1,4 +1,4 @@
-"""What a decoder model is: `ModelConfig`, and how Hugging Face's ``config.json`` is read into it.
+"""`ModelConfig`: the description of a decoder model, and its reader of Hugging Face's ``config.json``.
 
 Only facts that change the computation are kept. A setting that would change it and is not supported is an error that
 names it, never a silent difference.

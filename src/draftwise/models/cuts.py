@@ -26,7 +26,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a rank reads of a stored tensor of ``shape``: of each dimension these ranges."""
+    """A rank's part of a stored tensor of ``shape``: ranges of each dimension."""
 
     shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]

@@ -89,7 +89,7 @@ def latent_config(
     *,
     interleaved: bool,
 ) -> ModelConfig:
-    """What both have in common."""
+    """The part that both have in common."""
     for name in ("attention_bias", "mlp_bias"):
         if raw.get(name):
             raise OwnCodeLacks(f"{name} is not supported for DeepSeek")

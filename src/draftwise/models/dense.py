@@ -46,7 +46,7 @@ class DenseDecoder(DecoderModel):
     sparse: type[SparseWeights] = SparseWeights
     """How the checkpoint keeps experts."""
     weights: type[LayerWeights] = LayerWeights
-    """What a layer is made of."""
+    """The parts of a layer."""
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:

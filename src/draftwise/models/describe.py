@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its config.json and the headers of its files: no weight is read."""
+"""Describes a checkpoint from its config.json and the headers of its files. No weight is read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one of several ranks has of a model (`tensor_parallel_size`)."""
+    """The part of a model that one of several ranks has (`tensor_parallel_size`)."""
 
     rank: int
     heads: int
@@ -154,7 +154,7 @@ class ModelFacts:
 
 
 def describe(path: str | Path, revision: str | None = None, max_model_len: int | None = None) -> ModelFacts:
-    """What is known of a model before it is loaded. A model that cannot be served is described, too (`refused`).
+    """The description of a model before it is loaded. A model that cannot be served is described, too (`refused`).
 
     Raises:
         ModelLoadError: there is no such model, or its config.json or weights cannot be read at all.
@@ -194,7 +194,7 @@ def describe(path: str | Path, revision: str | None = None, max_model_len: int |
 
 
 def describe_ranks(facts: ModelFacts, size: int, *, experts_by_rank: bool = False) -> list[RankFacts]:
-    """What each of ``size`` ranks has of a model in a local folder. No weight is read.
+    """The part of a local model that each of ``size`` ranks has. No weight is read.
 
     Raises:
         ConfigError: it cannot be divided so.

@@ -59,7 +59,7 @@ def gemma_config(
     qk_norm: bool = False,
     rope: tuple[RopeConfig, int] | None = None,
 ) -> ModelConfig:
-    """What Gemma 2 and 3 have in common.
+    """The common part of Gemma 2 and 3.
 
     Args:
         layer_types: ``sliding_attention`` or ``full_attention`` for each layer.

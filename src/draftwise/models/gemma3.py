@@ -38,7 +38,7 @@ class Gemma3TextModel(Gemma2Model):
 
 
 def _rotations(raw: RawConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What the rotations of layers without and with a window are read from."""
+    """The settings for rotations of layers without and with a window."""
     told = raw.get("rope_parameters")
     if isinstance(told, Mapping) and ("full_attention" in told or "sliding_attention" in told):
         unknown = sorted(told.keys() - {"full_attention", "sliding_attention"})

@@ -66,7 +66,7 @@ class LatentQkv:
 
 @dataclass(frozen=True, slots=True)
 class LatentOut:
-    """What is behind attention."""
+    """The part of a layer behind attention."""
 
     values: Heads  # of each head, [V, D]
     o: Linear  # [H, Hq * V]

@@ -272,7 +272,7 @@ class LayerWeights:
 
 
 def layer_spec(config: ModelConfig) -> KVLayerSpec:
-    """What a layer stores per token."""
+    """The storage of a layer per token."""
     if config.latent is not None:
         return KVLayerSpec((("latent", (1, config.head_dim)),))
     return KVLayerSpec.dense(config.num_kv_heads, config.head_dim)
@@ -309,7 +309,7 @@ def orders_of(
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """What all layers of one pass share."""
+    """Data that all layers of one pass share."""
 
     ops: Ops
     heads: HeadShape

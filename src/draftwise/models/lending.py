@@ -1,4 +1,4 @@
-"""What a target that is divided among ranks lends to a draft head that is on one of them alone."""
+"""The parts that a target divided among ranks lends to a draft head on one of them."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class MappedDecoder(WrappedDecoder):
 
 
 def _unknown(tokenizer: Any, size: int) -> int:
-    """What stands for a token that the model lacks: its unknown token, or the next best without a meaning."""
+    """The replacement for a token that the model lacks: its unknown token, or another one without a meaning."""
     for name in ("unk_token_id", "pad_token_id", "eos_token_id", "bos_token_id"):
         token = getattr(tokenizer, name, None)
         if isinstance(token, int) and 0 <= token < size:

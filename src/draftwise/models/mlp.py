@@ -1,4 +1,4 @@
-"""What stands behind attention in a layer: a gated MLP, or a mixture of experts."""
+"""The part behind attention in a layer: a gated MLP, or a mixture of experts."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _identity(folder: Path, scheme: Scheme, dtype: torch.dtype, entries: Mapping
 
 
 def _damage(place: Path) -> str | None:
-    """What is wrong with a folder of rounded weights; None: nothing."""
+    """The fault of a folder of rounded weights; None: there is none."""
     try:
         files = json.loads((place / _MANIFEST).read_text())["files"]
         for name, expected in files.items():

@@ -1,4 +1,4 @@
-"""What a model is read from: a folder in Hugging Face's format, or a GGUF file."""
+"""The source of a model: a folder in Hugging Face's format, or a GGUF file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``config.json`` says of mixtures of experts in the spelling that most families share."""
+"""Reads settings of mixtures of experts from ``config.json`` in the spelling that most families share."""
 
 from __future__ import annotations
 

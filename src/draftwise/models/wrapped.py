@@ -1,4 +1,4 @@
-"""What models have in common that stand for another model and do something differently."""
+"""The common part of models that wrap another model and change some of its functions."""
 
 from __future__ import annotations
 

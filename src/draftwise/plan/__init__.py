@@ -1,1 +1,1 @@
-"""What steps take on a device, what traffic looks like, and how many replicas it needs."""
+"""Times of steps on a device, models of traffic, and the number of replicas that it needs."""

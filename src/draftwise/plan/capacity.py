@@ -1,4 +1,4 @@
-"""What one replica can take on, by the performance model and what was seen of acceptance."""
+"""The capacity of one replica, from the performance model and the observed acceptance."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class _Window:
 
 
 class LoadWatch:
-    """What an engine did since it was last asked. `observe` is called in the engine's thread after every step."""
+    """An engine's work since the last call. `observe` is called in the engine's thread after every step."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
@@ -173,7 +173,7 @@ class PlannerService:
             self._failures += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """What it wants and why, for JSON."""
+        """The planner's wishes and reasons, for JSON."""
         with self._lock:
             decision, seen = self._decision, self._seen
             return {
@@ -248,7 +248,7 @@ def words(decision: Decision) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What `write_state` wrote. Raises ConfigError."""
+    """The state that `write_state` wrote. Raises ConfigError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -71,7 +71,7 @@ def operating_point(
     concurrency: int,
     context: int,
 ) -> OperatingPoint:
-    """What one setting gives. Raises ConfigError if it says nothing, because times are not numbers.
+    """The performance of one setting. Raises ConfigError if its times are not numbers.
 
     Example: a step of 12 ms with 3 drafts of which 1.4 are accepted: 2.4 tokens per step, 5 ms per token.
     """

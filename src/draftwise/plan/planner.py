@@ -205,7 +205,7 @@ class Planner:
         return method, drafts
 
     def _current(self, seen: Observation) -> dict[str, int]:
-        """What was asked for last; at the beginning, what is there."""
+        """The last decision; at the beginning, the present replicas."""
         if self._last is not None:
             return dict(self._last.replicas)
         return {pool: max(seen.ready.get(pool, 0), self.config.least) for pool in self.config.pools}

@@ -1,4 +1,4 @@
-"""What the next interval will bring, from those before it."""
+"""Predicts the next interval from those before it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Fitted(Predictor):
 
     @staticmethod
     def _quietly(work: Callable[[], Any]) -> Any:
-        """What a fit gives; None where it fails: a planner goes on."""
+        """The result of a fit; None if it fails, so that the planner goes on."""
         import numpy as np
         import statsmodels.tools.sm_exceptions  # sets filters of its own when it is imported first  # noqa: F401
 
@@ -115,7 +115,7 @@ class Kalman(_Fitted):
 
 
 class Seasonal(Predictor):
-    """What this time of the last days was, moved to today's level; before a whole day has passed, a Kalman filter.
+    """The load at this time of the last days, moved to today's level; a Kalman filter before a whole day has passed.
 
     Example (a day of 4 intervals): 1 5 9 5, 2 10: yesterday's next was 9, today is twice yesterday: 18.
     """

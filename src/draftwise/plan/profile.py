@@ -83,7 +83,7 @@ class Profile:
         return bool(found) and all(s.prefill and any(x.method == "none" for x in s.steps) for s in found)
 
     def acceptance(self) -> AcceptanceModel:
-        """What was accepted of what was drafted. Raises ConfigError if nothing was."""
+        """The accepted share of drafts. Raises ConfigError if nothing was drafted."""
         rates: dict[str, dict[str, tuple[float, ...]]] = {"": {}}
         sums: dict[str, tuple[int, list[int]]] = {}
         for kind, methods in self.survived.items():

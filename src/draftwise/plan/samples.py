@@ -1,4 +1,4 @@
-"""What `draftwise profile` measures: steps and prompts of one engine, in visits that lie apart.
+"""Samples of `draftwise profile`: steps and prompts of one engine, in visits that lie apart.
 
 A machine is quick at one moment and slow at the next. So a size is visited several times, and what is kept is each
 single measurement: the median says what such a step takes, the scatter around it what users feel besides.
@@ -156,14 +156,14 @@ class Setting:
         return max(statistics.median(found), 0.0) if found else 0.0
 
     def step(self, method: str, drafts: int, requests: int, length: int) -> StepSample | None:
-        """What was measured at this size; ``length``: of each request when the steps begin."""
+        """The samples of this size; ``length``: of each request when the steps begin."""
         for s in self.steps:
             if (s.method, s.drafts, s.requests, s.length) == (method, drafts, requests, length):
                 return s
         return None
 
     def prompt(self, method: str, tokens: int) -> PromptSample | None:
-        """What was measured of prompts of this length."""
+        """The samples of prompts of this length."""
         for p in self.prompts:
             if (p.method, p.tokens) == (method, tokens):
                 return p

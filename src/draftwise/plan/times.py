@@ -1,4 +1,4 @@
-"""What a step takes: one contract for planner and simulator, whether measured, a formula, or derived from a device.
+"""Times of steps: one contract for planner and simulator, measured, from a formula, or derived from a device.
 
 The parts of a step are those that the controller knows (`adapt.performance`): the target's pass with all that goes with
 it, and each drafter's. Acceptance is not in here: what a pass takes depends on sizes, what is accepted on the text.
@@ -71,7 +71,7 @@ class StepTimes(ABC):
         that what every pass takes is part of it."""
 
     def reading_time(self, method: str, start: int, end: int) -> float:
-        """What a drafter takes to read tokens ``start`` .. ``end - 1`` of a prompt, besides its first drafts."""
+        """A drafter's time to read tokens ``start`` .. ``end - 1`` of a prompt, without its first drafts."""
         return 0.0
 
     def outside(self, requests: int, rows: int, context: int) -> str | None:
@@ -148,7 +148,7 @@ class Curve:
 
 
 class Measured(StepTimes):
-    """What was measured on a machine: the controller's own model for steps that decode, a curve for prompts."""
+    """Measured times of a machine: the controller's own model for decoding steps, a curve for prompts."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class Measurer:
         self._from = 0
 
     def setting(self, weights: str) -> Setting:
-        """What is known of the engine before anything is measured."""
+        """Facts about the engine before anything is measured."""
         kv = self._engine.core.scheduler.kv
         tokens = kv.num_blocks * kv.block_size
         bytes_per_token = self._engine.kv_cache_bytes / max(tokens, 1)
@@ -225,7 +225,7 @@ class Measurer:
     def accepted(
         self, method: str, drafts: int, prompts: Sequence[Sequence[int]], output: int
     ) -> SpeculationCounts:
-        """What became of a method's drafts behind these prompts, one at a time."""
+        """The acceptance of a method's drafts behind these prompts, one at a time."""
         core = self._engine.core
         counts = SpeculationCounts()
         longest = self._engine.processor.max_model_len - output - 1

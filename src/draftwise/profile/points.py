@@ -27,7 +27,7 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class AcceptPoint:
-    """What a method gets accepted on a kind of text."""
+    """A method's acceptance on a kind of text."""
 
     method: str
     kind: str

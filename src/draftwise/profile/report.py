@@ -1,4 +1,4 @@
-"""What a profile says, in words and pictures."""
+"""A profile's report, as text and charts."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ProfileSettings:
 
 
 def machine(device: str, threads: int | None = None) -> dict[str, Any]:
-    """What times depend on: processor, cores, threads of an engine (None: its own choice), GPU."""
+    """The facts that times depend on: processor, cores, threads of an engine (None: its own choice), GPU."""
     found: dict[str, Any] = {
         "cpu": cpus.model().name,
         "cores": cpus.processors().allowed,
@@ -55,7 +55,7 @@ def machine(device: str, threads: int | None = None) -> dict[str, Any]:
 
 
 def model_name(config: EngineConfig) -> str:
-    """What a profile says it is of."""
+    """The engine and machine that a profile names."""
     return "embedded" if config.embedded else str(config.model)
 
 

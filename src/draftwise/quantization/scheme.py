@@ -30,7 +30,7 @@ class Scheme:
         return text if self.group in (None, DEFAULT_GROUP) else f"{text}_g{self.group}"
 
     def bytes_per_weight(self) -> float:
-        """What a pass reads, scales included."""
+        """Bytes that a pass reads, scales included."""
         return self.bits / 8 + (2 / self.group if self.group else 0)
 
 

@@ -25,7 +25,7 @@ NF4 = (
     -0.09105003625154495, 0.07958029955625534, 0.0, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""What the codes of NF4 stand for (Dettmers et al. 2023, "QLoRA", appendix E), the two in the middle exchanged: code 8
+"""The values of NF4's codes (Dettmers et al. 2023, "QLoRA", appendix E), the two in the middle exchanged: code 8
 is the number 0, with which kernels fill up."""
 
 

@@ -1,4 +1,4 @@
-"""What a step computes: the rows of all requests that take part, and which of them need logits."""
+"""The work of a step: the rows of all requests that take part, and which of them need logits."""
 
 from __future__ import annotations
 

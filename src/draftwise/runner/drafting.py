@@ -140,7 +140,8 @@ class Drafting:
         return bool(self._prompt_only)
 
     def transfer(self, row: Row) -> Mapping[str, Any] | None:
-        """What the output of a request is to say of its prompt, if it is there for that. Raises what the proposer
+        """The output's data about a request's prompt, for requests that only read their prompt. Raises what the
+        proposer
         raises, or RuntimeError if it failed before: without it the request has no purpose, so it fails."""
         name = row.speculation.method
         if name not in self._prompt_only:
@@ -153,7 +154,7 @@ class Drafting:
         return answer
 
     def committed(self, parts: Sequence[tuple[Row, int, Sequence[int]]]) -> None:
-        """What a step made final: (request, first token, its rows in the batch), see `Committed`."""
+        """The tokens that a step made final: (request, first token, its rows in the batch), see `Committed`."""
         groups: dict[str, tuple[list[Row], list[Committed]]] = {}
         for row, first_token, batch_rows in parts:
             name = row.method
@@ -349,7 +350,8 @@ class Drafting:
         proposals: Sequence[Proposal],
         together: tuple[Sequence[int], Sequence[int]] | None,
     ) -> None:
-        """What the drafter has of its requests after it proposed; ``together``: what it said of all at once. Of its
+        """The drafter's stored state of its requests after it proposed; ``together``: what it said of all at once. Of
+        its
         drafts that counts which is still proposed: a grammar may have put others in their place. Who cannot tell of one
         request fails for that one."""
         proposer = self._proposers[name]

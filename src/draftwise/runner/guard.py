@@ -36,7 +36,7 @@ class Guard:
     def ask(
         self, name: str, hook: str, rows: Sequence[Row], call: Callable[[Proposer], T], otherwise: T
     ) -> T:
-        """What ``call`` answers of proposer ``name``; ``otherwise`` if it raises. Checks of the answer belong into
+        """The answer of ``call`` to proposer ``name``; ``otherwise`` if it raises. Checks of the answer belong into
         ``call``: a wrong one is a failure, too. ``rows``: the requests that it concerns."""
         try:
             return call(self._proposers[name])
@@ -78,7 +78,7 @@ class Guard:
             self._failed.pop(row.rid, None)
 
     def take_failures(self) -> tuple[DrafterFailure, ...]:
-        """What failed since the last call."""
+        """Failures since the last call."""
         failures, self._failures = tuple(self._failures), []
         return failures
 

@@ -431,7 +431,7 @@ class LocalExecutor(Executor):
     def _transfer(
         self, steps: Sequence[StepRow], outcomes: list[Outcome]
     ) -> dict[int, Mapping[str, object] | None]:
-        """What came of prompts, by step row; where that fails, so does the request: in ``outcomes``."""
+        """The results of prompts, by step row. If that fails, the request fails (in ``outcomes``)."""
         found: dict[int, Mapping[str, object] | None] = {}
         for i, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
             if isinstance(outcome, Verification):

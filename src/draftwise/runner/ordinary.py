@@ -81,7 +81,7 @@ class OrdinaryStep:
         return [(row, budget) for row, budget, goes_on in columns if budget and goes_on]
 
     def results(self) -> tuple[RowResult, ...]:
-        """What the scheduler is told, once the requests have drafted."""
+        """The results for the scheduler, once the requests have drafted."""
         total, own, tokens = self.num_nodes, self.own.tolist(), self.tokens
         given = self.given.tolist()
         waiting = [row.num_waiting for row in self.rows]

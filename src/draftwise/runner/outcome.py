@@ -9,7 +9,7 @@ from draftwise.runner.rows import Row
 from draftwise.types import RowResult, TokenLogprobs, Verification, new_record
 
 Outcome = Verification | Exception | None
-"""Of a request in a step: what was committed, why it failed, or None: a chunk of its prompt was computed."""
+"""A request's outcome in a step: its committed tokens, its error, or None: a chunk of its prompt was computed."""
 
 
 def committed_rows(start: int, num_new: int, path: Sequence[int]) -> Sequence[int]:
@@ -42,7 +42,8 @@ def row_results(
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]],
     transferred: Mapping[int, Mapping[str, object] | None],
 ) -> tuple[RowResult, ...]:
-    """What the scheduler is told, once the requests have drafted. By step row: log-probabilities of a chunk's tokens,
+    """The results for the scheduler, once the requests have drafted. By step row: log-probabilities of a chunk's
+    tokens,
     and what came of a prompt (`Proposer.transfer`)."""
     results = []
     more = bool(prompt_logprobs or transferred)

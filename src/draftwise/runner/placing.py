@@ -1,4 +1,4 @@
-"""What was drafted, written into the books of its requests in one native call (``csrc/steps.cpp``)."""
+"""Writes drafts into the books of their requests in one native call (``csrc/steps.cpp``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the executor remembers of each request between steps. Written by the executor alone."""
+"""The executor's state of each request between steps. Only the executor writes it."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class Row(RowBook):
         self.fill: dict[str, DrafterFill] = {}
         self.method = speculation.method
         self.rule = effective_rule(state, speculation.rule)
-        """What decides it, see `effective_rule`."""
+        """The rule that decides the request, see `effective_rule`."""
         self._proposal = EMPTY_PROPOSAL
         self._waiting_q: torch.Tensor | None = None
         self._has_tokens(tokens_np)
@@ -255,7 +255,7 @@ class Row(RowBook):
 
     @property
     def proposal(self) -> Proposal:
-        """What waits to be verified."""
+        """The proposal that waits to be verified."""
         n = self.num_waiting
         if not n:
             return EMPTY_PROPOSAL
@@ -273,11 +273,11 @@ class Row(RowBook):
         self.num_waiting, self.placed = len(proposal.tokens), 0
 
     def keep(self, proposal: Proposal) -> None:
-        """What waits to be verified, of which the numbers stand in the book."""
+        """The waiting proposal, whose numbers stand in the book."""
         self._proposal = proposal
 
     def keep_q(self, q: torch.Tensor | None) -> None:
-        """What the drafts that wait in the book were drawn from."""
+        """The distributions of the drafts that wait in the book."""
         self._waiting_q = q
 
     def _has_tokens(self, tokens_np: IntArray) -> None:

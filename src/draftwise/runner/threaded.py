@@ -55,7 +55,7 @@ class _Thread:
             self._queue.put(lambda: function(*args, **kwargs))
 
     def ask_to_stop(self) -> None:
-        """What was given before is still done."""
+        """Work that was given before is still done."""
         with self._lock:
             self._finish()
 

@@ -1,4 +1,4 @@
-"""What is known of a request while a step that it takes part in has not been taken in yet."""
+"""A request's known state while one of its steps has not been taken in yet."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class SpeculationCounts:
             per_pos[i] += 1
 
     def add_many(self, method: str, plain: int, book: RequestBook) -> None:
-        """What a book has: ``plain`` steps without drafts, and steps with drafts of ``method``."""
+        """The counters of a book: ``plain`` steps without drafts, and steps with drafts of ``method``."""
         steps = self.steps_by_method
         for name, count in (("none", plain), (method, book.own_steps)):
             if count:
@@ -275,7 +275,7 @@ class Request(RequestBook):
 
     @property
     def counts(self) -> SpeculationCounts:
-        """What speculation did for it so far."""
+        """The request's totals of speculation so far."""
         counts, plain = self._counts, self.plain_steps
         if plain or self.own_steps:
             counts.add_many(self.speculation.method, plain, self)
@@ -363,7 +363,7 @@ class Request(RequestBook):
 
 
 class RequestUpdate(NamedTuple):
-    """What a step changed for one request: ``num_new`` output tokens were added at its end."""
+    """A step's change of one request: ``num_new`` output tokens were added at its end."""
 
     request: Request
     num_new: int

@@ -346,7 +346,7 @@ class Scheduler:
         self._controller.observe(result, shape, seconds)
 
     def control_stats(self) -> ControlStats:
-        """What the controller has decided."""
+        """The controller's decisions."""
         return self._controller.stats()
 
     def _commit_row(self, request: Request, plan: RowPlan, row: RowResult, now: float) -> RequestUpdate:

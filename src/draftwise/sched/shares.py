@@ -14,7 +14,7 @@ chunk of a prompt is long, and drafts are what lets others get more than one tok
 
 @dataclass(slots=True)
 class Share:
-    """What a running request gets of the step that is being planned.
+    """A running request's share of the step that is being planned.
 
     ``num_draft`` and ``budget`` begin as wishes.
     """

@@ -1,4 +1,4 @@
-"""What a step did to its requests, written into their books in one native call (``csrc/books.cpp``).
+"""Writes a step's results into the books of its requests in one native call (``csrc/books.cpp``).
 
 `Scheduler._commit_row` does the same for one request, and everything that is out of the ordinary.
 """

@@ -25,7 +25,7 @@ ADAPTIVE = "adaptive"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is drafted: ``drafts`` per step with one method, always ("static") or where it pays ("adaptive")."""
+    """The drafting policy: ``drafts`` per step with one method, always ("static") or where it pays ("adaptive")."""
 
     method: str = "none"
     drafts: int = 0

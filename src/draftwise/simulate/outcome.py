@@ -38,7 +38,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run under one policy. Arrays [n] per request of the trace; NaN: did not happen.
+    """The results of one run under one policy. Arrays [n] per request of the trace; NaN: did not happen.
 
     ``ttft_np``: arrival to first token; ``itl_np``: mean time between tokens after the first; ``e2e_np``: arrival to
     end. ``seconds``: until the last request ended. ``device_seconds``: of all replicas while they cost.

@@ -55,7 +55,7 @@ class Replica:
 
     @property
     def num_requests(self) -> int:
-        """Those that are here, running or waiting."""
+        """The requests of this replica, running or waiting."""
         return len(self.live) + len(self.inbox)
 
     def remember(self, blocks: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated cluster is made of, and what is counted between two looks at it."""
+"""The settings of a simulated cluster, and its counters between two observations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ClusterSettings:
 
 @dataclass(slots=True)
 class Window:
-    """What is seen between two moments."""
+    """The counters between two moments."""
 
     arrived: int = 0
     isl: int = 0

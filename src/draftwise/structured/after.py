@@ -117,7 +117,7 @@ class Marks:
         return (len(self.opener), piece[len(left) :]) if piece.startswith(left) else (-1, None)
 
     def rest(self, tail: bytes) -> bytes:
-        """What completes a mark behind ``tail``: the first that can be written with the tokens there are.
+        """The tokens that complete a mark behind ``tail``: the first mark that the vocabulary can write.
 
         Raises `RequestError`: none can.
         """

@@ -257,7 +257,7 @@ def _plain(error: BaseException) -> BaseException:
 
 
 def _refused(what: str, error: object) -> RequestError:
-    """What the library says, in one line that is not too long; its panics are for the log."""
+    """The library's message as one short line; its panics go to the log."""
     words = _one_line(str(error).replace("<non-verbose/>", ""))
     if words.startswith("panic"):
         logger.error("the grammar library failed: %s", words)

@@ -21,7 +21,7 @@ LogitsFn = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What drafting chains of one length gave, over all prompts."""
+    """The results of drafting chains of one length, over all prompts."""
 
     temperature: float
     num_steps: int

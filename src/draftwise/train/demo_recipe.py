@@ -1,4 +1,4 @@
-"""What the demo recipe is made of: sizes, numbers that decide the weights, options that do not. No torch."""
+"""The demo recipe: sizes, numbers that decide the weights, options that do not. No torch."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class RunOptions:
 
 @dataclass(slots=True)
 class TrainState:
-    """What is known while training runs; saved with every checkpoint."""
+    """The state of training; saved with every checkpoint."""
 
     stage: str = "joint"
     step: int = 0

@@ -39,7 +39,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is extracted, and where to. ``shard_tokens``: texts share files of about as many tokens; None: one each."""
+    """The data to extract, and its destination. ``shard_tokens``: texts share files of about as many tokens; None:
+    one each."""
 
     data: tuple[Path, ...]
     output: Path
@@ -55,7 +56,7 @@ class Job:
         return self.output / "parts"
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on in a folder."""
+        """The settings that must be the same for a run to go on in a folder."""
         return {
             "target": self.target,
             "layers": list(self.layers),
@@ -110,7 +111,7 @@ def extract(llm: LLM, job: Job, advance: Callable[[str], None] = lambda _: None)
 
 
 def open_folder(job: Job) -> Progress:
-    """What is there already, after half-written files were taken away.
+    """The finished files, after half-written ones were removed.
 
     Raises:
         ConfigError: the folder belongs to other work, or its manifest cannot be read.

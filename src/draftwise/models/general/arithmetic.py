@@ -1,4 +1,4 @@
-"""What arithmetic of torch does to what tensors hold: sums, products, functions and norms."""
+"""Rules for arithmetic of torch on traced tensors: sums, products, functions and norms."""
 
 from __future__ import annotations
 

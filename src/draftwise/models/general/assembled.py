@@ -76,7 +76,7 @@ def attended(
 
 @dataclass(frozen=True, slots=True)
 class AssembledParts:
-    """What an `AssembledDecoder` runs on. ``entering``: which layers the result of a node enters."""
+    """The data that an `AssembledDecoder` runs on. ``entering``: which layers the result of a node enters."""
 
     calls: Sequence[LayerCall]
     body: Sequence[Step]

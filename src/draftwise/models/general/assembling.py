@@ -29,7 +29,7 @@ logger = logging.getLogger("draftwise")
 
 
 class WrongAssembly(Exception):
-    """What was put together is not the model, whose weights are packed by now."""
+    """The assembled decoder differs from the model, whose weights are packed already."""
 
 
 def assembled(

@@ -1,4 +1,4 @@
-"""What stands behind Transformers' attention interface: every layer's call is taken here.
+"""Implements Transformers' attention interface: takes every layer's call.
 
 A model computes the rows of a ragged batch as one sequence of T tokens. What tells requests apart, the keys of earlier
 passes and trees, is all in attention; so the calls of the layers are the only place where a pass differs from

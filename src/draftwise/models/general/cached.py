@@ -120,7 +120,7 @@ def sequences_of(batch: AttentionBatch) -> list[Sequences]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What all layers of a call share. Of its B * n rows, ``places`` are stored (None: all), in ``stores``."""
+    """Data that all layers of a call share. Of its B * n rows, ``places`` are stored (None: all), in ``stores``."""
 
     stores: Tensor  # slots
     places: Tensor | None
@@ -211,7 +211,7 @@ def probe_cache(num_layers: int = 0) -> Any:
 
 
 def layout_of(cache: Any, tokens: int) -> tuple[KVLayerSpec, ...]:
-    """What each layer has put into `probe_cache`.
+    """The tensors that each layer has put into `probe_cache`.
 
     Raises:
         ModelLoadError: nothing, or not one entry per token.

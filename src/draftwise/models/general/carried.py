@@ -108,7 +108,7 @@ class Runner(Protocol):
     """Computes the modules with a state, in a pass."""
 
     def run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module answers for all rows of the pass."""
+        """The module's result for all rows of the pass."""
 
 
 _runner: ContextVar[Runner | None] = ContextVar("draftwise_recurrence", default=None)
@@ -152,7 +152,7 @@ class Unit(ABC):
     def start(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Sequence[Tensor] | None
     ) -> tuple[Any, list[Tensor]]:
-        """What the module answers, and the states behind it. See `call`."""
+        """The module's result, and the states behind it. See `call`."""
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Sequence[Tensor] | None

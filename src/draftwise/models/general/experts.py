@@ -239,7 +239,7 @@ def _mixed(module: nn.Module, form: Form, x: Tensor, chosen: Tensor, weights: Te
 
 
 def _forms(module: nn.Module, hidden: int) -> list[Form]:
-    """Those that the shapes allow."""
+    """The candidates that the shapes allow."""
     up, down = _tensor(module, "gate_up_proj").shape[1:], _tensor(module, "down_proj").shape[1:]
     turned = [
         way

@@ -183,7 +183,7 @@ def _turned_layers(cls: Any, model_config: Any) -> frozenset[str]:
 
 
 def _type_of_floats(cls: Any, dtype: torch.dtype) -> torch.dtype | None:
-    """What floats are read as; None: as they are stored, since the model keeps some of them in float32."""
+    """The dtype that floats are read as; None: as stored, because the model keeps some of them in float32."""
     kept = (getattr(cls, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
     return None if any(kept) else dtype
 
@@ -196,7 +196,7 @@ def _state(
     floats: torch.dtype | None,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What Transformers is given, and the numbers that stand for layers, by their names.
+    """The tensors for Transformers, and the numbers that stand for layers, by name.
 
     Args:
         later: layers that are given as what is read later: these may be stacked, cut and so on.

@@ -24,7 +24,7 @@ from draftwise.models.general.carried import (
 from draftwise.models.general.hoisting import EndsUse
 
 _CACHES = ("cache_params", "past_key_values")
-"""What Transformers' modules call the cache that they are given."""
+"""The names of the cache argument in Transformers' modules."""
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

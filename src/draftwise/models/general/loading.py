@@ -290,7 +290,7 @@ def _units(model: Any, vocab_size: int) -> list[Unit]:
 
 
 def _first_position(model: Any, reference: Reference) -> int:
-    """What the model calls the position of a first token: 0, or one more than the id of padding (RoBERTa)."""
+    """The model's position of a first token: 0, or one more than the id of padding (RoBERTa)."""
     padding = getattr(model.config, "pad_token_id", None)
     tokens = torch.tensor([reference.short], device=model.device)
     places = torch.arange(tokens.shape[1], device=model.device)[None]
@@ -333,7 +333,7 @@ def _check_causal(model: Any, tokens: Tensor, names: set[str]) -> None:
 
 
 def _probed_cache(model: Any, config: ModelConfig) -> tuple[tuple[KVLayerSpec, ...], list[nn.Linear]]:
-    """What each layer keeps, and which linear layers are called as such."""
+    """The storage of each layer, and the linear layers that are called as such."""
     from draftwise.models.general.cached import layout_of, probe_cache
 
     _attend_with(model, "eager")
@@ -346,7 +346,7 @@ def _probed_cache(model: Any, config: ModelConfig) -> tuple[tuple[KVLayerSpec, .
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """What a model's code raises is why it cannot be served."""
+    """Turns an exception of a model's code into the reason why it cannot be served."""
     try:
         yield
     except ModelLoadError:

@@ -31,7 +31,7 @@ _MOST_GROUPS = 64
 
 
 class Follower(Protocol):
-    """What a trace says of tensors."""
+    """A trace's knowledge about tensors."""
 
     paused: bool
     numbers: Mapping[Linear, Tensor]
@@ -150,7 +150,7 @@ def routing_of(
 
 
 def _factor(base: Tensor, wanted: Tensor, numbers: Sequence[float]) -> tuple[float, float]:
-    """What all of ``base`` is multiplied by, and how far the products are off, in parts of them. A factor that a model
+    """The factor of all of ``base``, and the relative error of the products. A factor that a model
     wrote down is more exact than one that is measured."""
     measured = float((base * wanted).sum() / (base * base).sum().clamp(min=1e-30))
 

@@ -164,7 +164,7 @@ class GeneralDecoder(DecoderModel):
         return SharedWeights(table.detach(), head.packed, self.ops, self._logits_tail(head))
 
     def _logits_tail(self, head: PackedLinear) -> LogitsTail:
-        """What the model does to its logits, found by what it makes of a few hidden states.
+        """The model's operations on its logits, found from its results for a few hidden states.
 
         Raises:
             NotImplementedError: it is more than a factor and a cap, or something stands before the output layer.
@@ -264,7 +264,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """What bodies answer: hidden states, and nothing under any other name."""
+    """The result of a body: hidden states, and nothing under any other name."""
 
     def __init__(self, hidden: Tensor | None) -> None:
         self.last_hidden_state = hidden

@@ -1,4 +1,4 @@
-"""What a pass computes, as a graph: one node for each result of T rows.
+"""A pass as a graph: one node for each result of T rows.
 
 A graph is made by `trace`, out of what a Transformers model does, and computed by `assembled`, with our operations.
 """

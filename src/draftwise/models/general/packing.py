@@ -1,4 +1,4 @@
-"""What an assembler packs: linear layers in the order that kernels want, norms and the output layer."""
+"""The weights that an assembler packs: linear layers in the kernels' order, norms and the output layer."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Packing:
             self._packed_one(part.layer)
 
     def _site(self, parts: list[LinearRows]) -> tuple[SitePart, ...] | None:
-        """What adapters may add to, if every part is a module of the model."""
+        """The sites of adapters, if every part is a module of the model."""
         found = []
         for part in parts:
             weight = part.layer.weight

@@ -1,4 +1,4 @@
-"""What an assembler decides on before anything is packed."""
+"""An assembler's decisions before anything is packed."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class PartRunner:
         kwargs: dict[str, Any],
         hoisted: Hoisted | None,
     ) -> list[Tensor]:
-        """What the module answers in these calls, put together: tensors [B, n, ...] of all rows."""
+        """The module's results in these calls, put together: tensors [B, n, ...] of all rows."""
         shape = rows_shape(args, kwargs)
         whole: list[Tensor] = []
         for call in calls:

@@ -1,4 +1,4 @@
-"""What tensors hold while a pass is watched, in terms of the nodes of its graph."""
+"""The content of tensors during a traced pass, in terms of the nodes of its graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a tensor holds: element e is ``factor[e] * node[index[e]] + other_factor[e] * node[other[e]]``, where an
+    """The content of a tensor: element e is ``factor[e] * node[index[e]] + other_factor[e] * node[other[e]]``, where
+    an
     index is row * width + column. A factor of None is 1; without ``other`` there is no second term."""
 
     node: Node

@@ -1,4 +1,4 @@
-"""What each operation of torch does to what tensors hold."""
+"""Rules for each operation of torch on the content of traced tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rules(Arithmetic):
         self._values[tensor] = value
 
     def held(self, tensor: Tensor) -> Value | None:
-        """What it holds; None if it depends on no token."""
+        """The content of a value; None if it depends on no token."""
         value = self._get(tensor)
         return self._squared(value) if isinstance(value, Stat) and value.step == "square" else value
 
@@ -108,7 +108,7 @@ class Rules(Arithmetic):
         return result
 
     def _lost(self, why: str, inputs: list[Any]) -> Unknown:
-        """What is computed from ``inputs`` in a way that has no name."""
+        """A value that is computed from ``inputs`` by an unknown operation."""
         of: set[Node] = set()
         constants: dict[int, Tensor | float] = {}
         for each in inputs:

@@ -1,4 +1,5 @@
-"""What Transformers made of deferred tensors: experts that kernels understand are packed, all else is read.
+"""Settles tensors that Transformers made from deferred ones: experts that kernels support are packed, all others are
+read.
 
 Experts are packed one by one, as floats or as the codes that the checkpoint has, so that no more than one is in memory
 as it is stored. The form of a module is told from two of its experts, and what was packed is compared with what the

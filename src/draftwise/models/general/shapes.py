@@ -43,7 +43,7 @@ def empty_model(raw: RawConfig) -> Any:
 
 
 def call_shapes(model: Any) -> tuple[KVLayerSpec, ...]:
-    """What each call of attention would store per token. ``model``: from `empty_model`.
+    """The storage of each call of attention per token. ``model``: from `empty_model`.
 
     Raises whatever the model's code raises where it wants numbers to look at.
     """
@@ -55,7 +55,7 @@ def call_shapes(model: Any) -> tuple[KVLayerSpec, ...]:
 
 
 def state_shapes(model: Any) -> StateSpec | None:
-    """What the model would keep of a request besides; None: nothing. ``model``: from `empty_model`, and done with.
+    """The model's further state of a request; None: none. ``model``: from `empty_model`, and done with.
 
     Raises whatever the model's code raises where it wants numbers to look at.
     """

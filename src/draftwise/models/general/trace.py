@@ -79,7 +79,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._rules.put(tensor, self._rules.unary(value, function))
 
     def held(self, tensor: Tensor) -> Value | None:
-        """What is known of it; None: it depends on no token."""
+        """The known content of a tensor; None: it depends on no token."""
         return self._rules.held(tensor)
 
     def put_product(self, tensor: Tensor, x: Tensor, module: StoredLinear) -> None:

@@ -42,7 +42,7 @@ class Way(Protocol):
 
     @property
     def layout(self) -> tuple[KVLayerSpec, ...]:
-        """What each layer stores per token."""
+        """The storage of each layer per token."""
 
     def parts(self, batch: StepInput, kv: KVStorage) -> Sequence[Part]:
         """Every row of the batch is in one of them, once."""

@@ -52,7 +52,7 @@ class _Keys:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """What config.json would say.
+    """The content that a config.json would have.
 
     Raises:
         ModelLoadError: a family that is not read, a value is missing, or one asks for what is not supported.

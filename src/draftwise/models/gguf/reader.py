@@ -72,7 +72,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file says before its data."""
+    """The header of a file."""
 
     path: Path
     metadata: Mapping[str, Any]

@@ -28,7 +28,7 @@ from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, Tr
 
 @dataclass(frozen=True, slots=True)
 class TargetLink:
-    """What heads share with the target they draft for, or have to fit."""
+    """Settings that heads share with their target, or have to fit."""
 
     vocab_size: int
     hidden_size: int
@@ -110,7 +110,7 @@ class HeadModel(ABC):
 
     @abstractmethod
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
-        """What each layer stores per token, of all depths."""
+        """The storage of each layer per token, of all depths."""
 
     @abstractmethod
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:

@@ -53,7 +53,7 @@ BLOCK: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class BlockOptions:
-    """What a drafter's config.json and tensors say beyond its layers' shape."""
+    """Settings of a drafter's config.json and tensors beyond its layers' shape."""
 
     feature_layers: tuple[int, ...]
     """Target layers whose *entering* hidden states are joined, in this order; number L: what leaves the last one."""

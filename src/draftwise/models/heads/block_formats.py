@@ -1,4 +1,4 @@
-"""What published block drafters call their tensors and settings.
+"""Names of tensors and settings of published block drafters.
 
 =================  ==========================================================================================
 z-lab              architectures ``DFlashDraftModel``; ``dflash_config`` {target_layer_ids, mask_token_id,
@@ -63,7 +63,7 @@ def rename_block(name: str) -> str | None:
 
 
 def block_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> BlockOptions:
-    """What a block drafter's settings and tensors say.
+    """The settings of a block drafter, from its config.json and tensors.
 
     Raises:
         ModelLoadError: a setting is missing, or it is of a kind that is not supported; named.

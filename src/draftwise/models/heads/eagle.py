@@ -31,7 +31,7 @@ from draftwise.types import StepInput, TargetOutput
 
 @dataclass(frozen=True, slots=True)
 class EagleOptions:
-    """What a head's tensors say beyond its layers' shape."""
+    """Settings from a head's tensors beyond its layers' shape."""
 
     fc_bias: bool = False
     own_embedding: bool = False

@@ -70,7 +70,7 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options:
-    """What a head's config.json and tensors say beyond its layers' shape."""
+    """Settings of a head's config.json and tensors beyond its layers' shape."""
 
     feature_layers: tuple[int, ...] | None
     """Target layers read, ascending whatever the order in a config: published engines collect them as the target's pass

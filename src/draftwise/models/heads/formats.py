@@ -1,4 +1,4 @@
-"""What published heads call their tensors and settings, and what the engine's heads make of them.
+"""Names of tensors and settings of published heads, and their translation to the engine's.
 
 =====================  ======================================================================================
 EAGLE                  ``fc.*``, ``layers.0.*``, maybe ``embed_tokens``, maybe all below ``model.``
@@ -219,7 +219,8 @@ def number_of_layers(tensors: HeadTensors) -> int:
 
 
 def eagle_options(raw: RawConfig, tensors: HeadTensors) -> EagleOptions:
-    """What an EAGLE head's tensors say. The norm before attention is left out unless the settings ask for it."""
+    """The settings of an EAGLE head, from its tensors. The norm before attention is left out unless the settings ask
+    for it."""
     return EagleOptions(
         fc_bias="fc.bias" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
@@ -229,7 +230,7 @@ def eagle_options(raw: RawConfig, tensors: HeadTensors) -> EagleOptions:
 
 
 def eagle3_options(raw: RawConfig, tensors: HeadTensors, link: TargetLink) -> Eagle3Options:
-    """What an EAGLE-3 head's settings and tensors say."""
+    """The settings of an EAGLE-3 head, from its config.json and tensors."""
     nested = _eagle_config(raw)
     head = tensors.get("lm_head.weight")
     draft_vocab = raw.get("draft_vocab_size") or (head.shape[0] if head is not None else None)

@@ -1,4 +1,4 @@
-"""What heads of decoder layers over features of the target have in common: EAGLE-3 and block drafters."""
+"""The common part of heads with decoder layers over features of the target: EAGLE-3 and block drafters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayeredHead(HeadModel):
     a draft vocabulary."""
 
     what: ClassVar[str]
-    """What errors call it."""
+    """The head's name in errors."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ from draftwise.quantization.scheme import parse_scheme
 
 
 class HeadTarget(Protocol):
-    """What heads want of the model they draft for."""
+    """The interface of a target for its heads."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -58,7 +58,7 @@ class HeadTarget(Protocol):
 
 
 class HeadContext(Protocol):
-    """What the loading of a head needs to know of an engine."""
+    """The facts about an engine that loading a head needs."""
 
     @property
     def speculative(self) -> SpeculativeConfig:
@@ -115,7 +115,7 @@ def target_link(
     device: torch.device,
     quantization: str | None = None,
 ) -> tuple[TargetLink, Ops]:
-    """What a target lends its heads, and the operations that they run on.
+    """The parts that a target lends its heads, and the operations that they run on.
 
     Args:
         max_model_len: of the engine.

@@ -41,7 +41,7 @@ logger = logging.getLogger("draftwise")
 
 @dataclass(frozen=True, slots=True)
 class MedusaShape:
-    """What the names and shapes of a folder's tensors say."""
+    """The settings of heads, from the names and shapes of a folder's tensors."""
 
     num_heads: int
     num_layers: int  # residual layers of each head

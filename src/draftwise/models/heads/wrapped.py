@@ -1,4 +1,4 @@
-"""What heads have in common that stand for another head and do something differently."""
+"""The common part of heads that wrap another head and change some of its functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter is."""
+"""The low-rank parts of an adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to one linear layer: ``y += scale * B (A x)``."""
+    """The addition to one linear layer: ``y += scale * B (A x)``."""
 
     down: Tensor  # A [r, inputs], as stored
     up: Tensor  # B [outputs, r]

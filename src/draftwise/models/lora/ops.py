@@ -19,7 +19,7 @@ from draftwise.models.words import shorten
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What an adapter adds at a site: ``down`` [sum of r, inputs] of all its parts in one, then one ``up`` each."""
+    """An adapter's addition at a site: ``down`` [sum of r, inputs] of all its parts in one, then one ``up`` each."""
 
     down: Linear
     ups: tuple[tuple[slice, slice, Linear], ...]  # rows of down's result, outputs, [outputs, r]

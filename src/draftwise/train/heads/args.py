@@ -18,7 +18,7 @@ KINDS = {
     "dspark": "a DSpark block drafter, with a Markov head",
     "draft": "a small dense draft model",
 }
-"""What can be trained, and what `--help` says of it."""
+"""The kinds of drafters that can be trained, and their lines in `--help`."""
 
 BLOCK_KINDS = ("dflash", "dspark")
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
@@ -26,7 +26,7 @@ MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What the user asked for. Fields are the options' names."""
+    """The user's options. Fields are the options' names."""
 
     kind: str
     target: str

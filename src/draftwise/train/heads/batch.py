@@ -1,4 +1,4 @@
-"""What a training step is made of, and how a head's rows relate to tokens and hidden states.
+"""The data of a training step, and the relation of a head's rows to tokens and hidden states.
 
 Row r of a head takes (token r+1, hidden r) and predicts token r+2; it rotates by position r. In unroll i the
 row has advanced by i tokens: it takes (token r+1+i, its own output of unroll i-1), rotates by position r+i, and is

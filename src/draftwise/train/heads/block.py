@@ -29,7 +29,7 @@ from .losses import Distillation, Lesson, Lessons
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """What a block drafter is made of, beside the shape of its layers."""
+    """The settings of a block drafter, beside the shape of its layers."""
 
     layers: int
     drafts: int
@@ -146,7 +146,7 @@ class BlockLayer(nn.Module):
 
 
 class MarkovCorrection(nn.Module):
-    """What the token before a draft adds to its logits; the kinds are those of `models.heads.markov`.
+    """The addition of the token before a draft to its logits; the kinds are those of `models.heads.markov`.
 
     The output matrix starts at zero: training begins with a plain block drafter.
     """

@@ -18,7 +18,7 @@ from .batch import HeadBatch, row_weights
 
 
 class DraftHead(Protocol):
-    """What evaluation needs of a head."""
+    """The interface of a head for evaluation."""
 
     draft_ids: Tensor | None
 

@@ -55,7 +55,7 @@ class _Distillation(torch.autograd.Function):
 
 
 class Distilled(NamedTuple):
-    """What `Distillation` says of some rows."""
+    """The results of `Distillation` for some rows."""
 
     loss: Tensor  # [], added up over rows by their weights
     seen: Tensor  # [2] float32, means over rows: cross-entropy, chance of acceptance
@@ -93,7 +93,7 @@ class Distillation:
 
 
 class Lesson(NamedTuple):
-    """What a head has to learn from a batch."""
+    """The targets that a head learns from a batch."""
 
     loss: Tensor  # [], added up over rows and unrolls by their weights
     weight: Tensor  # [], of all those rows

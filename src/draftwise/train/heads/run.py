@@ -52,7 +52,7 @@ def train_head(options: TrainOptions, console: Console) -> dict[str, Any]:
 
 
 def _join(options: TrainOptions, rank: int, address: str) -> None:
-    """What a process does that `with_ranks` started."""
+    """The work of a process that `with_ranks` started."""
     with joined(options.device, rank, options.data_parallel_size, address) as ranks:
         _train(options, Console(quiet=True), ranks)
 

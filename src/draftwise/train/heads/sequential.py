@@ -19,7 +19,7 @@ from .losses import Distillation, Lesson, Lessons
 
 
 class SequentialHead(nn.Module):
-    """What the three have in common.
+    """The part that the three have in common.
 
     Args:
         shape: sizes of the decoder layer.

@@ -61,7 +61,7 @@ def head_shape(config: ModelConfig, intermediate_size: int | None = None) -> Hea
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What the target computed, one row of tokens after the other, padded to the longest."""
+    """The target's results, one row of tokens after the other, padded to the longest."""
 
     hidden: Tensor  # [B, S, H] after the final norm
     features: Tensor  # [B, S, layers * H]

@@ -43,7 +43,7 @@ class HeadPlan:
 
 @dataclass(frozen=True, slots=True)
 class HeadRecipe:
-    """What decides the weights, beside the data. Steps of 0 are chosen from the time budget."""
+    """The settings that decide the weights, beside the data. Steps of 0 are chosen from the time budget."""
 
     plans: dict[str, HeadPlan]
     seed: int = 0
@@ -63,7 +63,7 @@ def recipe_from_json(data: dict[str, Any]) -> HeadRecipe:
 
 @dataclass(slots=True)
 class HeadState:
-    """What is known while training runs; saved with every checkpoint."""
+    """The state of training; saved with every checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -104,7 +104,7 @@ class BatchSource(Protocol):
 
 
 class TrainedHead(Protocol):
-    """What the trainer needs of a head."""
+    """The interface of a head for the trainer."""
 
     def loss(
         self,
@@ -161,7 +161,7 @@ class HeadTrainer:
         self.ranks = ranks or Ranks()
         self.state = HeadState()
         self.identity: dict[str, Any] = {}
-        """What a checkpoint must agree on to be resumed: the target, the text."""
+        """The settings that a resumed checkpoint must share: the target, the text."""
         self.optims = {
             name: MuonAdam(
                 head,
@@ -205,7 +205,8 @@ class HeadTrainer:
         return seen
 
     def _rows(self, plan: HeadPlan, batch: HeadBatch, part: int, parts: int) -> Tensor:
-        """What is trained of a batch: a fixed function of the step, so that a resumed run takes the same rows."""
+        """The rows of a batch that are trained: a fixed function of the step, so that a resumed run takes the same
+        rows."""
         step, recipe = self.state.step, self.recipe
         if plan.anchors:
             return random_rows(batch, plan.unrolls, plan.anchors, (recipe.seed, 3, step), part, parts)
