@@ -20,6 +20,7 @@ import transformers
 
 from draftwise import LLM, SamplingParams
 from draftwise.models.rope import RopeConfig
+from draftwise.train.heads.block import BlockDrafter, BlockForm
 from draftwise.train.heads.export import export_head
 from draftwise.train.heads.layers import HeadShape as TrainedShape
 from draftwise.train.heads.medusa import MedusaHeads
@@ -194,6 +195,32 @@ def _trained(kind: str, root: Path, target: str) -> tuple[str, dict[str, Any]]:
     return target, {"method": kind.split()[0], "model": str(root / "head")}
 
 
+def _blocks(form: BlockForm, few: bool, root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    """A block drafter of the trainer with random weights, as it exports it; ``few``: with a draft vocabulary."""
+    config = json.loads(Path(target, "config.json").read_text())
+    generator = torch.Generator().manual_seed(8)
+    table = torch.randn(VOCAB, HIDDEN, generator=generator) * 0.15
+    shape = TrainedShape(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=192, norm_eps=1e-6,
+        rope=RopeConfig(kind="default", theta=10000.0, head_dim=32),
+    )  # fmt: skip
+    ids = torch.arange(0, VOCAB, 2) if few else None
+    head = BlockDrafter(shape, form, table, table, generator, num_features=3, draft_ids=ids)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.1 + (1.0 if parameter.ndim == 1 else 0.0))
+    export_head(head, root / "head", config, feature_layers=(2, 3, 5), dtype=torch.float32, verifier=target)
+    return target, {"method": "dspark" if form.markov_rank else "dflash", "model": str(root / "head")}
+
+
+_FORMS = {
+    "dflash": BlockForm(2, K, VOCAB - 1),
+    "dflash, causal": BlockForm(2, K, VOCAB - 1, causal=True),
+    "dspark": BlockForm(2, K, VOCAB - 1, from_root=True, markov_rank=16),
+    "dspark with confidence": BlockForm(2, K, VOCAB - 1, from_root=True, markov_rank=16, confidence=True),
+}
+
 _TRAINED = ("eagle", "eagle3", "eagle3 of four layers", "eagle3 of all tokens", "medusa")
 
 
@@ -202,6 +229,11 @@ _TRAINED = ("eagle", "eagle3", "eagle3 of four layers", "eagle3 of all tokens", 
     [
         *(eagle, eagle3, eagle3_norms, eagle31, speculators, peagle, peagle_speculators, medusa, mimo),
         *(pytest.param(partial(_trained, kind), id=f"exported {kind}") for kind in _TRAINED),
+        *(
+            pytest.param(partial(_blocks, form, few), id=f"exported {name}{', draft vocabulary' * few}")
+            for name, form in _FORMS.items()
+            for few in (False, True)
+        ),
     ],
 )
 def test_the_same_drafts(

@@ -1,8 +1,9 @@
 """Trained heads as vLLM's loaders want them: names, shapes and fields of config.json, written down from its code.
 
-vLLM 0.32, ``model_executor/models/{llama_eagle3,llama_eagle,medusa}.py``, ``transformers_utils/configs``: q, k and v,
-gate and up are stacked there, ``midlayer.`` is ``layers.0.``, and whatever else is in a file is an error for the EAGLE
-loaders and silently dropped by that of Medusa. `tests/parity/test_vllm_drafts.py` runs them where vLLM is installed.
+vLLM 0.32, ``model_executor/models/{llama_eagle3,llama_eagle,medusa,qwen3_dflash,qwen3_dspark}.py``,
+``transformers_utils/configs``: q, k and v, gate and up are stacked there, ``midlayer.`` is ``layers.0.``, and whatever
+else is in a file is an error for the loaders of EAGLE and of block drafters and silently dropped by that of Medusa.
+`tests/parity/test_vllm_drafts.py` runs them where vLLM is installed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from draftwise.models.rope import RopeConfig
+from draftwise.train.heads.block import BlockDrafter, BlockForm
 from draftwise.train.heads.export import export_head
 from draftwise.train.heads.layers import HeadShape
 from draftwise.train.heads.medusa import MedusaHeads
@@ -101,3 +103,45 @@ def test_medusa(tmp_path: Path) -> None:
     assert set(heads) == {3} and set(layers) == {2}
     assert config["medusa_fc_bias"] is True and config["model_type"] == "medusa"
     assert (config["hidden_size"], config["vocab_size"]) == (HIDDEN, VOCAB)
+
+
+@pytest.mark.parametrize("draft_vocab", [VOCAB, 20])
+@pytest.mark.parametrize("rank", [0, 6])
+def test_block_drafters(rank: int, draft_vocab: int, tmp_path: Path) -> None:
+    """DFlash, and with a rank DSpark with a confidence head."""
+    form = BlockForm(
+        2, 4, VOCAB - 1, from_root=rank > 0, causal=not rank, markov_rank=rank, confidence=rank > 0
+    )
+    ids = None if draft_vocab == VOCAB else torch.arange(draft_vocab) * 3
+    head = BlockDrafter(SHAPE, form, *matrices(), num_features=3, draft_ids=ids)
+    found, config = exported(head, tmp_path, feature_layers=(1, 3, 5), verifier="some/target")
+    wanted: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,),
+    }  # fmt: skip
+    for i in range(2):
+        wanted |= layer(HIDDEN, f"layers.{i}") | {
+            f"layers.{i}.input_layernorm.weight": (HIDDEN,),
+            f"layers.{i}.self_attn.q_norm.weight": (DIM,), f"layers.{i}.self_attn.k_norm.weight": (DIM,),
+        }  # fmt: skip
+    if rank:
+        wanted |= {
+            "markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (draft_vocab, rank),
+            "confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,),
+        }  # fmt: skip
+    if draft_vocab < VOCAB:  # these are the output layer's and the map's, which are the target's otherwise
+        wanted |= {"lm_head.weight": (draft_vocab, HIDDEN), "d2t": (draft_vocab,), "t2d": (VOCAB,)}
+    assert found == wanted
+    kind = config["speculators_model_type"]
+    assert kind == ("dspark" if rank else "dflash")
+    inner = config["transformer_layer_config"]
+    assert (inner["model_type"], inner["num_hidden_layers"], inner["vocab_size"]) == ("qwen3", 2, VOCAB)
+    assert inner.get("is_causal", False) is (
+        not rank
+    )  # vLLM looks here, and nowhere else, where no layer has a window
+    assert config["aux_hidden_state_layer_ids"] == [1, 3, 5] and config["mask_token_id"] == VOCAB - 1
+    assert config["sample_from_anchor"] is (rank > 0) and config["draft_vocab_size"] == draft_vocab
+    (proposal,) = config["speculators_config"]["proposal_methods"]
+    assert proposal["speculative_tokens"] == 4 and config["speculators_config"]["verifier"]["name_or_path"]
+    if rank:
+        assert config["markov_rank"] == rank and config["markov_head_type"] == "vanilla"
+        assert config["enable_confidence_head"] is config["confidence_head_with_markov"] is True
