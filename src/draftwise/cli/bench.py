@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
             "one request at a time: tokens per second of each method against plain decoding",
         ),
         ("throughput", _throughput, "many requests at once: tokens per second by their number"),
-        ("accept", _accept, "what each method guesses right, by kind of text, and what its guesses cost"),
+        ("accept", _accept, "measure each method's acceptance and the cost of its drafts, by kind of text"),
     ):
         kind = kinds.add_parser(name, help=text, description=text, usage=f"draftwise bench {name} [options]")
         _add_options(kind, name)
@@ -91,7 +91,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
             "--per-category",
             type=positive,
             metavar="N",
-            help="of a file: at most so many prompts of each category, drawn at random (all)",
+            help="with a file: most prompts of each category, drawn at random (all)",
         )
         add("--temperature", 0.0, "temperature", temperature)
         add("--output-tokens", 96, "tokens generated per prompt")
@@ -107,7 +107,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
             nargs="+",
             choices=["chain", "tree"],
             default=["chain", "tree"],
-            help="tree: dynamic trees, of the methods that draft them (both)",
+            help="chain, or tree: dynamic trees, for methods that draft them (both)",
         )
         group.add_argument(
             "--plot", type=Path, metavar="FILE", help="draw the results: .svg, or .png with matplotlib"

@@ -50,34 +50,38 @@ def add_parser(subparsers: Subparsers) -> None:
     add_planner_options(parser)
     group = parser.add_argument_group("dry run")
     group.add_argument(
-        "--replicas", type=positive, default=1, metavar="N", help="at the beginning, of each pool (1)"
+        "--replicas", type=positive, default=1, metavar="N", help="replicas of each pool at the beginning (1)"
     )
+    group.add_argument("--pools", action="store_true", help="separate replicas for prompts and for decoding")
     group.add_argument(
-        "--pools", action="store_true", help="replicas that read prompts and others that decode"
+        "--startup",
+        type=from_zero,
+        default=60.0,
+        metavar="S",
+        help="seconds seconds until a new replica serves (60)",
     )
-    group.add_argument("--startup", type=from_zero, default=60.0, metavar="S", help="until one serves (60)")
-    group.add_argument("--advisory", action="store_true", help="decide, and change nothing")
+    group.add_argument("--advisory", action="store_true", help="decide only, change nothing")
     group.add_argument(
         "--compare",
         action="store_true",
-        help="also Dynamo's rule with --drafts, and fixed numbers of replicas",
+        help="compare with Dynamo's rule (--drafts) and fixed numbers of replicas",
     )
     group.add_argument(
         "--drafts",
         type=positive,
         default=3,
         metavar="K",
-        help="of --compare's rule that knows no acceptance (3)",
+        help="drafts for --compare's rule, which does not know the acceptance (3)",
     )
     group.add_argument(
         "--state",
         type=Path,
         metavar="FILE",
-        help="go on with what the planner remembered, and write it again",
+        help="file with the planner's state, read at the start and written at the end",
     )
     add_engine_sizes(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw it over time into a .svg file")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the run over time into a .svg file")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 

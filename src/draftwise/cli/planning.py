@@ -42,7 +42,7 @@ def from_zero_int(text: str) -> int:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Options for times of steps and acceptance."""
     group = parser.add_argument_group("what steps take (one of --profile, --device, --polynomial)")
-    group.add_argument("--profile", type=Path, metavar="FILE", help="measured by draftwise profile")
+    group.add_argument("--profile", type=Path, metavar="FILE", help="a file made by draftwise profile")
     group.add_argument(
         "--device",
         metavar="NAME",
@@ -95,7 +95,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         default=1.0,
         metavar="X",
-        help="the same requests, X times as many per second",
+        help="X times as many of the same requests per second",
     )
     group.add_argument(
         "--sample",

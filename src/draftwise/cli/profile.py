@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from draftwise.plan.profile import Profile
 
 BOOLEANS = ENGINE_BOOLEANS
-_TEXT = "measure what steps take and what drafters get accepted, and pick the best setting"
+_TEXT = "measure times of steps and acceptance, and pick the best setting"
 _KINDS = ("code", "edit")
 _PROMPT_TOKENS = 128
 
@@ -42,10 +42,13 @@ def add_parser(subparsers: Subparsers) -> None:
         type=Path,
         default=Path("profile.json"),
         metavar="FILE",
-        help="where to write it; what is in it already is not measured again (profile.json)",
+        help="file to write; points that it has already are not measured again (profile.json)",
     )
     group.add_argument(
-        "--budget", type=above_zero, metavar="MINUTES", help="stop then; the most telling points come first"
+        "--budget",
+        type=above_zero,
+        metavar="MINUTES",
+        help="time limit in minutes; the most informative points come first",
     )
     group.add_argument(
         "--formats",
@@ -58,7 +61,7 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="+",
         type=positive,
         metavar="N",
-        help="numbers of devices or processes that share the model, each an engine (as it is configured)",
+        help="numbers of devices or processes that share the model, one engine each (as configured)",
     )
     group.add_argument("--methods", nargs="+", metavar="METHOD", help="drafters (all that are loaded)")
     group.add_argument(
@@ -80,7 +83,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=positive,
         default=3,
         metavar="N",
-        help="visits to each size, apart in time: a machine is quick at one moment and slow at the next (3)",
+        help="measurements of each size, spread over the run because machines are not steady (3)",
     )
     group.add_argument(
         "--prompts",
@@ -98,7 +101,7 @@ def add_parser(subparsers: Subparsers) -> None:
     group.add_argument("--itl", type=above_zero, metavar="MS", help="report: limit per token after it")
     group.add_argument("--plots", type=Path, metavar="FOLDER", help="write charts (.svg)")
     group.add_argument("--dynamo", type=Path, metavar="FOLDER", help="write Dynamo's interpolation files")
-    group.add_argument("--report", action="store_true", help="measure nothing, report what is in the file")
+    group.add_argument("--report", action="store_true", help="measure nothing, report on the file")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_engine_options(parser)
     parser.set_defaults(run=run)

@@ -99,8 +99,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SECONDS",
     )
     add("body-timeout", "most time for the body of a request to come, 0: any (60)", float, metavar="SECONDS")
-    add("send-timeout", "give up clients that leave an answer unread so long (120)", float, metavar="SECONDS")
-    add("drain-timeout", "finish requests for so long after SIGTERM (30)", float, metavar="SECONDS")
+    add(
+        "send-timeout",
+        "give up clients that leave an answer unread for this long (120)",
+        float,
+        metavar="SECONDS",
+    )
+    add("drain-timeout", "seconds to finish requests after SIGTERM (30)", float, metavar="SECONDS")
     group.add_argument(
         "--lora-modules",
         dest="server_lora_modules",
@@ -126,7 +131,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add(
         "metrics-prefix",
-        "before the colon of names in /metrics; vllm gives vLLM's names (draftwise)",
+        "prefix of names in /metrics; vllm gives vLLM's names (draftwise)",
         metavar="NAME",
     )
     add_planner_flags(add)

@@ -23,23 +23,30 @@ def add_planner_flags(add: Callable[..., None]) -> None:
     """Options of `ServerConfig`. ``add``: (name, help, type, ...), of the group of the server's options."""
     add(
         "planner",
-        "profile of draftwise profile: a planner beside the engine says what it would do",
+        "a file made by draftwise profile: starts a planner that watches the engine",
         metavar="FILE",
     )
     add(
         "planner-mode",
-        "what it does: advise, or scale: start and drain replicas of this server (advise)",
+        "advise: only report decisions; scale: start and drain replicas of this server (advise)",
         metavar="MODE",
     )
-    add("planner-ttft", "its limit: milliseconds to the first token (none)", float, metavar="MS")
-    add("planner-itl", "its limit: mean milliseconds between tokens after it (none)", float, metavar="MS")
-    add("planner-interval", "seconds between its decisions (60)", float, metavar="SECONDS")
-    add("planner-least", "fewest replicas it may have (1)", int, metavar="N")
-    add("planner-budget", "most devices it may plan with (8; must be given to scale)", int, metavar="N")
+    add("planner-ttft", "the planner's limit: milliseconds to the first token (none)", float, metavar="MS")
     add(
-        "planner-predictor", "what it expects: constant, arima, kalman or seasonal (constant)", metavar="NAME"
+        "planner-itl",
+        "the planner's limit: mean milliseconds between later tokens (none)",
+        float,
+        metavar="MS",
     )
-    add("planner-state", "where it remembers, so that it goes on after a restart", metavar="FILE")
+    add("planner-interval", "seconds between the planner's decisions (60)", float, metavar="SECONDS")
+    add("planner-least", "fewest replicas that the planner may choose (1)", int, metavar="N")
+    add("planner-budget", "most devices that the planner may use (8; required with scale)", int, metavar="N")
+    add(
+        "planner-predictor",
+        "how the planner predicts the load: constant, arima, kalman or seasonal (constant)",
+        metavar="NAME",
+    )
+    add("planner-state", "file with the planner's state, so that it goes on after a restart", metavar="FILE")
 
 
 def scales(config: ServerConfig) -> bool:

@@ -35,7 +35,7 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--write-deployment",
         metavar="FILE",
-        help="write the YAML by which serve deploy starts this (-: to stdout), and end",
+        help="write the YAML file for serve deploy (-: to stdout), and end",
     )
 
 

@@ -41,17 +41,17 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         metavar="DRAFTER",
-        help="a draft model or head: does it fit? may be repeated",
+        help="a draft model or head to check against the model; may be repeated",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         type=positive,
         default=1,
         metavar="N",
-        help="what each of N ranks would have",
+        help="show the part of each of N ranks",
     )
     parser.add_argument(
-        "--enable-expert-parallel", action="store_true", help="ranks have some of the experts whole"
+        "--enable-expert-parallel", action="store_true", help="divide experts among ranks as whole ones"
     )
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     parser.set_defaults(run=run)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from draftwise.simulate.outcome import Outcome
     from draftwise.simulate.settings import Failure
 
-_TEXT = "what a cluster would do under a load: the real scheduler, on simulated devices"
+_TEXT = "simulate a cluster under a load: the real scheduler, on simulated devices"
 _PARTS = 50
 
 
@@ -49,15 +49,20 @@ def add_parser(subparsers: Subparsers) -> None:
         help="numbers of drafts (0: plain), ranges as 0-7, adaptive (0 adaptive)",
     )
     group.add_argument(
-        "--most-drafts", type=positive, metavar="K", help="adaptive: at most (what is known, or 7)"
+        "--most-drafts",
+        type=positive,
+        metavar="K",
+        help="most drafts of the adaptive policy (as many as the acceptance is known for, or 7)",
     )
     add_engine_sizes(parser)
     group = parser.add_argument_group("cluster")
     group.add_argument("--replicas", type=positive, default=1, metavar="N", help="whole engines (1)")
     group.add_argument(
-        "--prefill", type=positive, default=0, metavar="N", help="replicas that read prompts ..."
+        "--prefill", type=positive, default=0, metavar="N", help="replicas for prompts, with --decode"
     )
-    group.add_argument("--decode", type=positive, default=0, metavar="N", help="... and replicas that decode")
+    group.add_argument(
+        "--decode", type=positive, default=0, metavar="N", help="replicas for decoding, with --prefill"
+    )
     group.add_argument(
         "--bandwidth",
         type=above_zero,
@@ -67,7 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     group.add_argument("--router", default="load", metavar="NAME", help="load, prefix or round_robin (load)")
     group.add_argument(
-        "--startup", type=from_zero, default=60.0, metavar="S", help="until a new replica serves (60)"
+        "--startup", type=from_zero, default=60.0, metavar="S", help="seconds until a new replica serves (60)"
     )
     group.add_argument(
         "--fail",
@@ -80,7 +85,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_planner_options(parser)
     parser.add_argument("--plan", action="store_true", help="let the planner choose the number of replicas")
     group = parser.add_argument_group("output")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw it over time into a .svg file")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the run over time into a .svg file")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -97,7 +102,7 @@ def add_engine_sizes(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-kv-blocks", type=positive, metavar="N", help="blocks of the cache (what fits)")
     group.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens of a block (16)")
     group.add_argument(
-        "--enable-prefix-caching", action="store_true", help="also where no prefixes are recorded"
+        "--enable-prefix-caching", action="store_true", help="cache prefixes also if the trace records none"
     )
 
 
@@ -124,21 +129,21 @@ def add_planner_options(parser: argparse.ArgumentParser) -> None:
         type=from_zero,
         default=0.0,
         metavar="X",
-        help="share of each replica's capacity that is kept free (0)",
+        help="share of each replica's capacity to keep free (0)",
     )
     group.add_argument(
         "--goal",
         type=above_zero,
         default=0.95,
         metavar="X",
-        help="share of requests that are to find a place in time at any moment (0.95)",
+        help="share of requests that must get a place within the limits (0.95)",
     )
     group.add_argument(
         "--hold",
         type=positive,
         default=3,
         metavar="N",
-        help="intervals for which fewer must do before some go (3)",
+        help="intervals for which fewer replicas must suffice before some are removed (3)",
     )
     group.add_argument(
         "--dynamo", action="store_true", help="Dynamo's rule instead: no queue, hysteresis, speculation"

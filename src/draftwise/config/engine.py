@@ -82,12 +82,12 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto",
         to.choice("auto", "float32", "bfloat16", "float16", "int8", aliases=_DTYPE_ALIASES),
-        "the K/V cache in float32, bfloat16, float16 or int8 (auto: as the model computes)",
+        "type of the K/V cache: float32, bfloat16, float16 or int8 (auto: the model's)",
     )
     gpu_memory_utilization: float = option(0.9, to.number(0, 1, open_low=True), "share of GPU memory to use")
     enable_prefix_caching: bool = option(True, to.boolean, "share K/V of equal prompt beginnings")
     enable_chunked_prefill: bool = option(True, to.boolean, "compute long prompts in chunks")
-    seed: int | None = option(0, to.integer(0, 2**64 - 1), "seed from which requests without one draw theirs")
+    seed: int | None = option(0, to.integer(0, 2**64 - 1), "seed of requests that have none")
     speculation_control: str = option(
         "adaptive",
         to.choice("adaptive", "static"),
@@ -104,7 +104,7 @@ class EngineConfig:
         1, to.integer(1, 64), "engines behind one port, each with the whole model (draftwise serve)"
     )
     data_parallel_rank: int = option(
-        0, to.integer(0), "the number of this engine among those that users run themselves, in cache events"
+        0, to.integer(0), "number of this engine in cache events, if you run several yourself"
     )
     pipeline_parallel_size: int = option(1, to.integer(1), "stages of the model; 1")
     distributed_executor_backend: str | None = option(
@@ -148,7 +148,7 @@ class EngineConfig:
     kv_events_config: EventsConfig = option(
         EventsConfig(),
         EventsConfig.from_value,
-        'publish what becomes of cached blocks, as JSON: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
+        'publish changes of cached blocks, as JSON: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
     )
     served_model_name: tuple[str, ...] | None = option(
         None, _names, "name of the model in the server's answers"
@@ -160,7 +160,7 @@ class EngineConfig:
     request_limits: RequestLimits = option(
         RequestLimits(),
         RequestLimits.from_value,
-        'how much a request may ask for, as JSON: {"max_stop_strings": 64, "max_choices": "10k", ...}',
+        'limits of a request, as JSON: {"max_stop_strings": 64, "max_choices": "10k", ...}',
     )
     speculative: tuple[SpeculativeConfig, ...] = ()
     embedded: bool = False

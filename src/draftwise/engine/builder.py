@@ -57,8 +57,8 @@ def check_alone(config: EngineConfig) -> EngineConfig:
     """The configuration of an engine that a program makes. Raises ConfigError if it asks for several engines."""
     if config.data_parallel_size > 1:
         raise ConfigError(
-            f"data_parallel_size: {config.data_parallel_size} engines behind one port are what draftwise serve has; in "
-            "a program, make as many as you want"
+            f"data_parallel_size: {config.data_parallel_size} engines behind one port need draftwise serve; in "
+            "a program, make several engines"
         )
     return config
 
