@@ -18,6 +18,8 @@ Changes = Sequence[tuple[str, Sequence[bytes]]]
 
 _MOST_ROUTES = 4096
 """Requests that wait to be sent; what more there is was given up on its way."""
+_MOST_OVER = 256
+"""Requests of a replica that are over, and of whose blocks no news came yet."""
 
 
 class Noted:
@@ -34,6 +36,7 @@ class Noted:
             self._router = Router(block_size, kinship=kinship)
             self._routes: OrderedDict[str, Route] = OrderedDict()
             self._tickets: dict[str, Ticket] = {}
+            self._over: dict[str, tuple[list[Ticket], list[Ticket]]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,13 +51,19 @@ class Noted:
             known = set(self.names)
             for name in known - wanted:
                 self._router.remove(name)
+                self._over.pop(name, None)
             for name in wanted - known:
                 self._router.add(name)
 
     def changed(self, name: str, changes: Changes) -> None:
-        """A replica reported changes of its blocks."""
+        """A replica reported changes of its blocks, or that there were none."""
         with self._lock:
             self._router.changed(name, changes)
+            # What was over before the news before these is in one of them, or was never cached.
+            older, newer = self._over.get(name, ([], []))
+            self._over[name] = (newer, [])
+            for ticket in older:
+                self._router.forget(ticket)
 
     def order(self, request: str, prompt_ids_np: IntArray, among: Iterable[str]) -> list[str]:
         """Replicas for a request, the best first."""
@@ -76,8 +85,13 @@ class Noted:
         """It is over."""
         with self._lock:
             ticket = self._tickets.pop(request, None)
-            if ticket is not None:
-                self._router.end(ticket)
+            if ticket is None:
+                return
+            self._router.end(ticket, keep=True)
+            _, newer = self._over.setdefault(str(ticket.name), ([], []))
+            newer.append(ticket)
+            if len(newer) > _MOST_OVER:  # nobody tells news, as where there is one replica
+                self._router.forget(newer.pop(0))
 
     def num_requests(self, name: str) -> int:
         """That are at a replica."""

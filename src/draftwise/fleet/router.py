@@ -71,6 +71,7 @@ class Ticket:
     digests: Sequence[bytes]
     replica: _Replica  # whose books it stands in, even if another one has the name by now
     ended: bool = False
+    forgotten: bool = False
 
 
 class Router:
@@ -236,8 +237,9 @@ class Router:
         replica.turn = self._turn
         return Ticket(name, load, digests, replica)
 
-    def end(self, ticket: Ticket, num_output: int | None = None) -> None:
-        """The request ended after ``num_output`` tokens (None: unknown, or cut short). Only the first call counts."""
+    def end(self, ticket: Ticket, num_output: int | None = None, *, keep: bool = False) -> None:
+        """The request ended after ``num_output`` tokens (None: unknown, or cut short). Only the first call counts.
+        ``keep``: its prompt counts as cached there until `forget`, since news of its blocks may still be on the way."""
         if ticket.ended:
             return
         ticket.ended = True
@@ -248,6 +250,15 @@ class Router:
         replica.num_requests -= 1
         if not replica.num_requests:
             replica.load = 0.0  # no error of rounding stays
+        if not keep:
+            self.forget(ticket)
+
+    def forget(self, ticket: Ticket) -> None:
+        """Its prompt counts as cached there only if the replica said so. Once counts."""
+        if ticket.forgotten:
+            return
+        ticket.forgotten = True
+        replica = ticket.replica
         for digest in ticket.digests:
             left = replica.under_way[digest] - 1
             if left:
