@@ -187,6 +187,7 @@ SLOW: dict[str, tuple[str, dict[str, Any]]] = {
         {"enable_expert_parallel": True, "quantization": "int8", "dtype": "bfloat16"},
     ),
     "norms over all heads": ("olmoe", {}),
+    "put together from a trace": ("gpt_neox", {}),
     "latent attention": ("deepseek_v3", {"tensor_parallel_size": 4}),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftwise.errors import DraftwiseError, ModelLoadError
+from draftwise.errors import ConfigError, DraftwiseError, ModelLoadError
 from draftwise.kernels.base import Linear
 from draftwise.kernels.ranks import Part
 from draftwise.kernels.select import native_reason
@@ -204,6 +204,11 @@ def describe_ranks(facts: ModelFacts, size: int, *, experts_by_rank: bool = Fals
         raise ModelLoadError(facts.refused or "the model cannot be served")
     check_divided(facts.folder, size, experts_by_rank=experts_by_rank)
     _, cls = resolve_model(read_raw(facts.folder))
+    if is_general(cls):
+        raise ConfigError(
+            f"tensor_parallel_size: {facts.config.architecture} is put together from a trace as it is loaded: what "
+            "each rank would have cannot be shown before"
+        )
     entries, found = scan(facts.folder), []
     for rank in range(size):
         part = Part(rank, size)

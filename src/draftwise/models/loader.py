@@ -23,7 +23,7 @@ from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.lora.merged import with_adapter
-from draftwise.models.parts import check_divisible, entries_of_rank, of_rank
+from draftwise.models.parts import check_divisible, check_traced, entries_of_rank, of_rank
 from draftwise.models.paths import resolve_path
 from draftwise.models.progress import told
 from draftwise.models.registry import resolve_model
@@ -134,8 +134,11 @@ def _load(
         ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks)
     part = Part() if ranks is None else ranks.part
     if part.size > 1:
-        check_divisible(config, own_code=not is_general(cls), kept=quantization_cache is not None)
-        config = of_rank(config, part, experts_by_rank)
+        check_divisible(kept=quantization_cache is not None)
+        if is_general(cls):
+            check_traced(config, stored=layout is not None or scheme is not None, by_rank=experts_by_rank)
+        else:
+            config = of_rank(config, part, experts_by_rank)
     if adapter is not None and (is_general(cls) or quantization_cache is not None):
         raise ConfigError(
             f"an adapter cannot be merged into {config.architecture} (it runs on Transformers' code), nor into weights "
@@ -219,7 +222,9 @@ def check_divided(
         ModelLoadError: as `load_config`.
     """
     config, cls = _read_config(resolve_path(path, revision, weights=False), max_model_len)
-    check_divisible(config, own_code=not is_general(cls), kept=False)
+    if is_general(cls):  # its trace tells what can be divided
+        check_traced(config, stored=False, by_rank=experts_by_rank)
+        return
     of_rank(config, Part(0, size), experts_by_rank)
     if experts_by_rank and config.experts is None:
         raise ConfigError(f"enable_expert_parallel: {config.architecture} has no experts")

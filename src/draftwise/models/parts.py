@@ -63,19 +63,28 @@ def entries_of_rank(entries: Mapping[str, TensorEntry], cuts: Mapping[str, Cut])
     return found
 
 
-def check_divisible(config: ModelConfig, *, own_code: bool, kept: bool) -> None:
-    """Raise ConfigError for what is not divided: models without code of their own, and weights kept rounded.
-
-    Args:
-        own_code: it runs on the family's code here, not on Transformers'.
-        kept: ``quantization_cache`` is given.
-    """
-    if not own_code:
-        raise ConfigError(
-            f"tensor_parallel_size: {config.architecture} runs on Transformers' code, which is not divided among ranks"
-        )
+def check_divisible(*, kept: bool) -> None:
+    """Raise ConfigError if ``quantization_cache`` is given."""
     if kept:
         raise ConfigError("quantization_cache: rounded weights of several ranks cannot be kept; leave it out")
+
+
+def check_traced(config: ModelConfig, *, stored: bool, by_rank: bool) -> None:
+    """Raise ConfigError for what is not divided of a model that is put together from a trace (`general.dividing`).
+
+    Args:
+        stored: its weights are quantised in the checkpoint, or are rounded at load.
+        by_rank: ``enable_expert_parallel`` is given.
+    """
+    if stored:
+        raise ConfigError(
+            f"tensor_parallel_size: {config.architecture} is put together from a trace; its quantised weights are not "
+            "divided among ranks"
+        )
+    if by_rank:
+        raise ConfigError(
+            f"enable_expert_parallel: experts of {config.architecture} are not divided; leave it out"
+        )
 
 
 def _divides(name: str, value: int, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from draftwise.errors import ModelLoadError
+from draftwise.kernels.split import ranks_of
 from draftwise.models.base import DecoderModel
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.general.assembler import Assembler
+from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.check import Reference, check
+from draftwise.models.general.dividing import Dividing
 from draftwise.models.general.experts import Stack
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.plans import id_of
@@ -45,9 +48,11 @@ def assembled(
 
     Raises:
         CannotAssemble: our operations do not compute it. Nothing has changed then.
+        ModelLoadError: it cannot be divided among the ranks that ``ops`` works with.
         WrongAssembly: it gives other numbers. The model's weights are gone.
     """
-    config, ops, calls = decoder.config, decoder.ops, way.calls
+    config, ops = decoder.config, decoder.ops
+    calls: Sequence[LayerCall] = way.calls
     names: dict[Hashable, str] = {}
     freeing: dict[Hashable, list[Callable[[], None]]] = {}
     stored: dict[Hashable, StoredLinear] = {}
@@ -61,6 +66,10 @@ def assembled(
             if part == "weight" and parameter.ndim == 2:
                 names[id_of(parameter)] = name
     traced = trace(decoder, way, stacks)
+    if (ranks := ranks_of(ops)) is not None:
+        divided = Dividing(traced, calls, ranks.part)
+        calls = divided.calls
+        logger.info("%d pairs of layers are divided among %d ranks", divided.count, ranks.part.size)
     maker = Assembler(ops, calls, frequencies(model), config.max_model_len, traced, names, stored)
     maker.plan()
 

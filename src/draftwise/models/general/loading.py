@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
+from draftwise.kernels.split import ranks_of
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry
@@ -98,6 +99,8 @@ def _attempt(
         release_freed_memory()
         return found
     except WrongAssembly as error:
+        if ranks_of(ops) is not None:
+            raise ModelLoadError(f"divided among ranks, it does not give its numbers: {error}") from error
         logger.warning(
             "%s, put together from our operations, does not give its numbers (%s): it runs on its own code",
             config.architecture, error,
@@ -172,6 +175,8 @@ def _prepared(
                 return assembled(model, decoder, decoder.way, reference, rounded, stacks)
             except CannotAssemble as error:
                 logger.info("%s runs on Transformers' code: %s", config.architecture, error)
+        if ranks_of(ops) is not None:
+            raise ModelLoadError("it runs on Transformers' code, which is not divided among ranks")
         head = model.get_output_embeddings()
         packed = exchange(model, linears, ops, head) + exchange_experts(model, stacks, ops)
         packed += stored_bytes(list(model.modules()))

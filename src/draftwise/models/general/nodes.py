@@ -48,11 +48,13 @@ class Embed(Node):
 
 @dataclass(eq=False, slots=True)
 class Linear(Node):
-    """``weight`` [width, x.width], ``bias`` [width]. A weight in memory is taken away once it is packed."""
+    """``weight`` [width, x.width], ``bias`` [width]. A weight in memory is taken away once it is packed. ``summed``: on
+    one of several ranks, its result is one term of a sum (`dividing`)."""
 
     x: Node
     weight: Tensor | StoredLayer
     bias: Tensor | None = None
+    summed: bool = False
 
 
 @dataclass(eq=False, slots=True)

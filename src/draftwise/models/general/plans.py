@@ -39,9 +39,10 @@ class LinearRows:
 
 
 def as_linear(node: Node) -> LinearRows | None:
+    """What can be part of one layer with others."""
     if isinstance(node, Linear):
-        return LinearRows(node)
-    if isinstance(node, Select) and isinstance(node.x, Linear):
+        return None if node.summed else LinearRows(node)
+    if isinstance(node, Select) and isinstance(node.x, Linear) and not node.x.summed:
         return LinearRows(node.x, node.columns)
     return None
 
