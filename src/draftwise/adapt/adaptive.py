@@ -204,7 +204,7 @@ class AdaptiveController(Controller):
             self._charge_following(draft_time, shape)
         plain = shape.rows == shape.requests and not drafting
         if plain and step % 4 and self._decisions.next_step > step + 8:
-            self._earn(seconds)  # nobody drafts and nothing is due: a sample in four is enough
+            self._earn(seconds)  # no request drafts and nothing is due: a sample in four is enough
             return
         decoding = shape.requests > 0 and not shape.prompt_rows
         pure = shape.rows == shape.requests

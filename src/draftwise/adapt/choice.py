@@ -62,7 +62,7 @@ class Group:
     chosen_for: int = 0  # requests in the batch when `cap` was chosen
     entered: int = 0  # requests that came since then
     chosen: dict[int, int] = field(default_factory=dict)  # class of the batch -> the last `cap` there
-    idle_since: int = NEVER  # step since when nobody drafts
+    idle_since: int = NEVER  # step since when no request drafts
     resting: bool = False
     sample: Drafter | None = None  # the one that does not rest
 
@@ -207,7 +207,7 @@ def make_option(
         whole if drafting == count else model.draft_time(group.method, drafting, cap, sampled=group.sampled)
     )
     lag = sum(member.lag(prices.step) for member, on, _ in option.members if on)
-    if lag > drafting:  # who did not draft has to be caught up on
+    if lag > drafting:  # drafters have to catch up on requests that did not draft
         late = model.catch_up_time(group.method, drafting, cap, lag, group.sampled)
         option.draft_time += late / _CATCH_UP_STEPS
     return option

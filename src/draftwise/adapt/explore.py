@@ -36,7 +36,7 @@ class Explorer:
         self._model = model
         self._share = share
         self._most_steps = most_steps
-        self.pause_steps = 1  # 2: nobody says what part of a step was drafting
+        self.pause_steps = 1  # 2: the drafting part of steps is not measured
         """Steps of a pause. In the first one, proposals may still be verified; the next one is all plain, but for its
         drafting, unless that pauses, too."""
         self._step = self._pause_until = 0
@@ -73,7 +73,7 @@ class Explorer:
     def earn(self, seconds: float, prices: Prices) -> None:
         """Time that passes pays for learning."""
         most = self._most_steps * prices.plain
-        # One wild measurement must not keep everybody from learning for long.
+        # One wild measurement must not stop learning for long.
         self._funds = min(max(self._funds, -most) + self._share * seconds, most)
 
     def saw_plain(self, requests: int) -> None:
@@ -157,7 +157,7 @@ class Explorer:
             elif group.cap and step - group.last_deep > 64:
                 self._look_deeper(group, members, prices)
         if need < float("inf") and rate_gain <= 1.0:
-            # Nobody drafts: not before there is enough for the cheapest probe.
+            # No request drafts: wait until there is enough for the cheapest probe.
             wait = (need - self._funds) / (self._share * prices.plain)
             self._next_look = step + min(max(int(wait), 4), 512)
 

@@ -27,4 +27,4 @@ class AdaptiveSettings:
     warm_steps: int = 48  # choose often
     warm_interval: int = 4
     interval: int = 16
-    idle_interval: int = 128  # when nobody drafts
+    idle_interval: int = 128  # when no request drafts

@@ -33,7 +33,7 @@ class ReferenceAttention(AttentionBackend):
             slots = torch.from_numpy(request_slots(batch, r, 0, request_keys(batch, r))).to(q.device)
             mask = torch.from_numpy(request_mask(batch, r, 0, window)).to(q.device)  # [n, L]
             taken = dequantized(tuple(part[slots] for part in kv), torch.float32)  # [L, 2 * Hkv, D]
-            taken[~mask.any(0)] = 0.0  # a slot that nobody sees may hold anything: 0 * NaN is NaN
+            taken[~mask.any(0)] = 0.0  # an unseen slot may hold anything: 0 * NaN is NaN
             keys, values = taken[:, :num_kv_heads], taken[:, num_kv_heads:]  # [L, Hkv, D]
             group = heads // num_kv_heads
             for h in range(heads):

@@ -64,7 +64,7 @@ class TorchStaticAttention(AttentionBackend):
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~mask[:, :, None, None], float("-inf"))
         values = entries[:, :, num_kv_heads:]
-        # a slot that nobody sees may hold anything: 0 * NaN would be seen by all
+        # an unseen slot may hold anything: 0 * NaN would be seen by all
         values = torch.where(mask.any(dim=1)[:, :, None, None], values, 0.0)
         if sinks is not None:
             own = sinks.float().view(1, 1, num_kv_heads, group, 1).expand(*scores.shape[:-1], 1)

@@ -68,7 +68,7 @@ def latency(
             )
             for name in names
         }
-        for name in names:  # warm up: allocations and first-use costs belong to nobody
+        for name in names:  # warm up: allocations and first-use costs are not measured
             measure(llm, [prompts[0]], params[name].replace(max_tokens=min(16, output_tokens)))
         turn = 0
         for _ in range(rounds):

@@ -95,7 +95,7 @@ def environment() -> dict[str, Any]:
             "model": cpu.name,
             "cores": found.allowed,
             "quota": found.quota,  # of control groups, in processors; null: none
-            "threads": default_threads(torch.get_num_threads()),  # of an engine, if nobody says
+            "threads": default_threads(torch.get_num_threads()),  # the default of an engine
             "isa": [flag for flag in _ISA if flag in cpu.features],
             "torch_capability": torch.backends.cpu.get_cpu_capability(),
             "torch_threads": torch.get_num_threads(),

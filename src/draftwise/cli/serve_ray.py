@@ -119,7 +119,7 @@ def _deploy(plan: Plan, server: ServerConfig) -> int:
         raise ConfigError(f"--ray: {_why(serve, error)}") from None
     finally:
         for end in (functools.partial(serve.delete, _NAME), serve.shutdown):
-            with contextlib.suppress(Exception):  # somebody else has ended it, with its controller
+            with contextlib.suppress(Exception):  # another user has ended it, with its controller
                 end()
     return 130 if numbers[:1] == [signal.SIGINT] else 0
 

@@ -84,7 +84,7 @@ def finish(code: int) -> None:
 
 
 def _leave(*_: object) -> None:
-    if _code is None:  # `finish` was not called: somebody else's process
+    if _code is None:  # `finish` was not called: not a command's process
         return
     for stream in (sys.stdout, sys.stderr):
         try:  # noqa: SIM105
@@ -94,4 +94,4 @@ def _leave(*_: object) -> None:
     os._exit(_code)
 
 
-atexit.register(_leave)  # before anybody else: callbacks run in the reverse order
+atexit.register(_leave)  # before all others: callbacks run in the reverse order

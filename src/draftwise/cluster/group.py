@@ -87,7 +87,7 @@ class RankGroup:
         self._seconds = seconds
         self._number = 0
         self._failure: EngineDeadError | None = None
-        self._lock = threading.Lock()  # of the failure: who watches and who waits for answers may both see it
+        self._lock = threading.Lock()  # of the failure: the watcher and a waiting caller may both see it
         self._closer = weakref.finalize(self, end_all, self.ranks, holding)
 
     # ------------------------------------------------------------------------------------------------ orders
@@ -242,5 +242,5 @@ def end_all(ranks: Sequence[RankHandle], holding: Holding) -> None:
     kill_all(ranks)
     for one in ranks:
         one.channel.close()
-        one.said()  # whoever reads what it wrote is at the end
+        one.said()  # the reader of its output is at the end
     holding.put_away()

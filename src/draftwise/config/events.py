@@ -17,7 +17,7 @@ class EventsConfig:
     enable_kv_cache_events: bool = False
     publisher: str | None = None  # "zmq" or "null"; None: zmq where events are enabled
     endpoint: str = "tcp://*:5557"  # bound if it has a "*" or "::", or is no tcp; else connected to
-    replay_endpoint: str | None = None  # bound; who missed something asks here
+    replay_endpoint: str | None = None  # bound; subscribers ask here for missed messages
     buffer_steps: int = 10_000  # messages that can be replayed
     hwm: int = 100_000  # messages that wait for one subscriber
     max_queue_size: int = 100_000  # messages that wait to be sent

@@ -148,7 +148,7 @@ class AsyncLLM(Absent):
         self._check_alive()
         processor = self._engine.processor
         processor.check(prompt, params)
-        # A name that nobody else gives: a number would be taken from the user who counts his requests.
+        # A name that no caller gives: a number could be taken by a caller that counts requests.
         name = request_id if request_id is not None else uuid.uuid4().hex
         numbers = numbers or processor.take_numbers(params.n)
         with self._wakeup:
@@ -188,7 +188,7 @@ class AsyncLLM(Absent):
         with self._wakeup:
             self._check_alive()
             if stream.aborted or self._streams.get(stream.request_id) is not stream:
-                return  # nobody wants it any more
+                return  # the reader is gone
             for request in group.requests:
                 self._engine.core.scheduler.check(request.num_prompt, request.max_total)
                 self._engine.adapters.check(request.adapter)
@@ -231,7 +231,7 @@ class AsyncLLM(Absent):
                 for request in stream.group.requests:
                     self._by_rid.pop(request.rid, None)
                     stopped |= self._engine.core.cancel(request.rid)
-                if stopped:  # somebody may still wait for an output: it says "abort"
+                if stopped:  # a reader may still wait for an output: it says "abort"
                     wake({stream: True})
                 self._wakeup.notify()
 
@@ -245,7 +245,7 @@ class AsyncLLM(Absent):
                 if stream.aborted:
                     return False
                 stream.aborted = True
-                with contextlib.suppress(RuntimeError):  # its loop is closed: nobody reads it
+                with contextlib.suppress(RuntimeError):  # its loop is closed: it has no reader
                     stream.readers.loop.call_soon_threadsafe(stream.abort)
                 return True
             stopped = [self._engine.core.cancel(r.rid) for r in stream.group.requests]

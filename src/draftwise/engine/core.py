@@ -68,7 +68,7 @@ class EngineCore:
         self.lock = threading.RLock()
         self.totals = Totals()
         self._ahead = ahead
-        self._stepping = False  # somebody is in `step`
+        self._stepping = False  # a thread is in `step`
         self._flights: deque[_Flight] = deque()  # handed over, not taken in: two at most
         self._cache_listeners: tuple[CacheListener, ...] = ()
         self._closers: list[Callable[[], None]] = []
@@ -128,7 +128,7 @@ class EngineCore:
             plan = self.scheduler.schedule()
         try:
             result = self.executor.execute(plan)
-        except BaseException:  # Ctrl-C, say: nothing came of the step
+        except BaseException:  # Ctrl-C, say: the step has no results
             with self.lock:
                 self.scheduler.commit(StepResult(plan.step, ()))
             raise
@@ -142,7 +142,7 @@ class EngineCore:
 
     def _step_ahead(self) -> list[RequestUpdate]:
         start = self.clock()
-        if len(self._flights) < 2:  # two: somebody interrupted the wait for the first
+        if len(self._flights) < 2:  # two: the wait for the first was interrupted
             with self.lock:
                 plan = self.scheduler.schedule()
             if plan.rows or plan.removed or plan.trimmed or not self._flights:
@@ -205,7 +205,7 @@ class EngineCore:
         # The threads of torch's OpenMP stayed in the parent, and it would wait for them for ever.
         torch.set_num_threads(1)
         whole = not self._stepping and not self._flights and self.lock.acquire(blocking=False)
-        self.lock = threading.RLock()  # nobody else is here to release the old one
+        self.lock = threading.RLock()  # no other thread is here to release the old one
         return self.executor.forked() and whole
 
     def at_close(self, closer: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ class Readers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, rate: float | None) -> None:
         """``rate``: the most pieces per second; None: no limit."""
-        self.num_open = 0  # readers of this loop; whoever adds or removes one counts
+        self.num_open = 0  # readers of this loop, counted by their streams
         self.loop = loop
         self._rate = rate
         self._held: dict[Reader, None] = {}

@@ -111,7 +111,7 @@ class RequestStream:
         Raises RequestError if it is invalid, EngineDeadError if the engine failed or was closed.
         """
         if self._task is not None:
-            await asyncio.wait([self._task])  # goes on if whoever waits is cancelled
+            await asyncio.wait([self._task])  # goes on if the waiting task is cancelled
         if self._error is not None:
             raise self._error
 

@@ -184,7 +184,7 @@ class ReplicaProcesses:
     def forked(self) -> None:
         """In a forked child: they are the parent's."""
         if self._closer.detach() is None:
-            return  # ended before: their descriptors may be somebody else's by now
+            return  # ended before: their descriptors may be reused by now
         self._lifeline.let_go()
         for process in self:
             process.forked()

@@ -225,7 +225,7 @@ class FleetEngine:
                 continue
             stream = replica.streams.get(message.stream)
             if stream is None:
-                continue  # nobody reads it any more
+                continue  # its reader is gone
             if isinstance(message, News):
                 stream.arrived(message.output)
             elif isinstance(message, Queued):

@@ -127,7 +127,7 @@ class KVManager:
         self._tables: dict[int, _Table] = {}
         self._queries = 0
         self._hits = 0
-        self._log: CacheLog | None = None  # nobody asked
+        self._log: CacheLog | None = None  # events were not asked for
 
     # ------------------------------------------------------------------------------------ a request's life
 

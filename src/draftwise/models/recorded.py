@@ -34,7 +34,7 @@ class RecordedDecoder(WrappedDecoder):
         self._ops = ops
         self._programs: dict[tuple[int, tuple[int, ...]], tuple[KVStorage, Program]] = {}
         self._eager = False
-        # on a storage of one slot: whether it works is known before anybody relies on it
+        # on a storage of one slot: an error shows before the recording is used
         self._program(KVStorage(model.kv_layout(), 1, 1, model.dtype, model.device), ())
         self._programs.clear()
         self.same_bits = not self._eager

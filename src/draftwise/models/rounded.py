@@ -40,7 +40,7 @@ logger = logging.getLogger("draftwise")
 
 CACHE_VERSION = 1
 _EDGE = 1 << 20  # bytes at both ends of a file that its identity is made from
-_LEFT_BEHIND = 3600.0  # seconds after which nobody writes a temporary folder any more
+_LEFT_BEHIND = 3600.0  # seconds after which a temporary folder counts as abandoned
 _MANIFEST = "manifest.json"
 _INDEX = "model.safetensors.index.json"
 _TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -122,7 +122,7 @@ class Planner:
         reasons: list[str] = []
         current = self._current(seen)
         if not known(seen.requests):
-            # Nobody knows what happened: neither idle nor busy. What runs goes on.
+            # The state is unknown: neither idle nor busy. Replicas stay as they are.
             return self._decide(seen, current, [Reason("no_data", "no data: everything stays")], None)
         assert seen.requests is not None
         self._remember(seen)

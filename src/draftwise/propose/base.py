@@ -41,7 +41,7 @@ class ProposerContext:
     target_path: str | None = None  # where the target was loaded from: folder or hub id
     target_revision: str | None = None
     graphs: GraphSetup | None = None  # captures a drafter's passes; None: nothing is captured
-    ranks: Ranks | None = None  # with whom the target is shared; None: with nobody
+    ranks: Ranks | None = None  # the processes that share the target; None: it is not shared
 
     @property
     def max_draft_len(self) -> int:

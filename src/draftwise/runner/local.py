@@ -170,7 +170,7 @@ class LocalExecutor(Executor):
         """Run something with this executor's device and number of threads.
 
         Raises ProgramEnding at the end of the program."""
-        if not torch.is_inference_mode_enabled():  # whoever takes many steps enters it once
+        if not torch.is_inference_mode_enabled():  # callers of many steps enter it once
             with torch.inference_mode():
                 return self._here(run)
         with computing():
@@ -437,6 +437,6 @@ class LocalExecutor(Executor):
             if isinstance(outcome, Verification):
                 try:
                     found[i] = self._drafting.transfer(step.row)
-                except Exception as error:  # a full disk, say: the request fails, and nobody else
+                except Exception as error:  # a full disk, say: only this request fails
                     outcomes[i] = error
         return found

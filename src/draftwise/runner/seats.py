@@ -88,7 +88,7 @@ class Seats:
         self._rows = rows
         self._seating = seating = Seating(proposers, drafting.guard, synthetic, forced)
         drafters = seating.drafters.values()
-        # requests that draft less than others have rows that fill up, and those with whom nobody drafts, too
+        # requests that draft less than others, or not at all, have padding rows
         widths = {1, *(1 + drafter.steps for drafter in drafters)}
         self._passes = {width: target.pass_seats(width) for width in widths}
         widest = self._passes[max(widths)]
@@ -104,7 +104,7 @@ class Seats:
         self._fresh: dict[int, int] = {}  # numbers of the first pages that the coming plan adds, by request
         self._without: set[tuple[str, LoopKind]] = set()  # ways for which nothing is captured
         self._flights: deque[Flight] = deque()
-        # whoever takes no part is told nothing: page 0, and there what stands there
+        # seats that take no part get page 0 with its present content
         self._nothing_np: npt.NDArray[np.int64] = np.zeros(tuple(memory.told.shape), np.int64)
         self.num_steps = 0
         self.num_entered = 0
@@ -321,7 +321,7 @@ class Seats:
                 row_np[: at.TOLD] = (row.max_total, 0, 0, 0, 0)
             # no new block is said by the first page, as it is
             row_np[at.TOLD + pages :] = row.blocks_np[0]
-            first = self._fresh.get(planned.rid)  # who came just now has its whole table
+            first = self._fresh.get(planned.rid)  # a new request has its whole table
             if first is not None:
                 for i, block in enumerate(planned.new_block_ids):
                     row_np[at.TOLD + i], row_np[at.TOLD + pages + i] = first + i, block
@@ -391,7 +391,9 @@ class Seats:
         member.accepted, member.fed = accepted, words[at.ANSWERED_FED]
         method = member.way.method
         seated = self._seating.drafters.get(method)
-        if seated is not None and not row.drafting_failed:  # who fails here leaves with the next plan
+        if (
+            seated is not None and not row.drafting_failed
+        ):  # a request that fails here leaves with the next plan
             filled = seated.went_on(row, member.fed, waiting)
             if filled is not None:
                 self._drafting.filled(method, row, *filled)

@@ -49,7 +49,7 @@ class Ordered:
         requests = self._requests
         if requests and requests[-1].order > request.order:
             requests.insert(bisect_left(requests, request.order, key=_order), request)
-        else:  # nearly always: who comes later stands later
+        else:  # nearly always: later requests stand later
             requests.append(request)
 
     def remove(self, request: Request) -> None:

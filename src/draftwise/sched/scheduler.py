@@ -54,7 +54,7 @@ class Scheduler:
         self._planned: dict[int, RowPlan] = {}  # rows of the newest plan
         self._flying: dict[int, RowPlan] = {}  # of the one before it, while that was not taken in
         self._books: Books | None = native_books()
-        self._side_by_side: Planned | None = None  # the newest plan, if nobody has left since it was made
+        self._side_by_side: Planned | None = None  # the newest plan, if no request has left since
         self._flying_side_by_side: Planned | None = None  # the same of the one before it
         self._trimmed: dict[int, int] = {}
         self._batch_size = 0
@@ -127,7 +127,7 @@ class Scheduler:
         self._flying, self._planned = self._planned, {}
         self._flying_side_by_side, self._side_by_side = self._side_by_side, None
         self._trimmed = {}
-        # What will run once everybody who can is admitted: the first of many must not draft as if it were alone.
+        # What will run once all that fit are admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
         self._flying_shape = self._shape
         self._shape = StepShape(note=self._controller.begin(self._batch_size))
@@ -141,7 +141,7 @@ class Scheduler:
                 share.num_new += min(share.missing - 1, left - kept)
                 left -= share.num_new - 1
         new: list[NewRequest] = []
-        if preempted == self.num_preemptions:  # else no room was found for those that run: admit nobody
+        if preempted == self.num_preemptions:  # else running requests found no room: admit none
             while self._waiting and len(self._running) < self.config.max_num_seqs:
                 admitted = self._admit(left, kept, shares)
                 if admitted is None:

@@ -57,7 +57,7 @@ class Books:
         """
         count = len(rows)
         if not count or count != len(planned.rids):
-            return None  # somebody who had ended was passed over
+            return None  # a request that had ended was passed over
         rids, tokens, drafted, accepted, _, _, parents, methods, proposed, _, of_prompt, params, errors = zip(
             *rows, strict=True
         )
@@ -102,6 +102,6 @@ def native_books() -> Books | None:
     """None where the native library was not built."""
     try:
         library = native_library()
-    except ConfigError:  # of other sources: whoever wants kernels of it says so
+    except ConfigError:  # built of other sources: users of its kernels report that
         return None
     return None if library is None else Books(library)

@@ -44,7 +44,7 @@ async def chat(context: Context, request: Request, body: ChatBody) -> Response:
             "unsupported_parameter",
         )
     plan = plan_tools(body.tools, body.tool_choice)
-    # Nobody reads the arguments of a call as they stand: no white space that a model might never end.
+    # Arguments of a call are parsed, not shown: no white space that a model might never end.
     structured = None if plan.schema is None else {"json": plan.schema, "disable_any_whitespace": True}
 
     def prepare() -> Prepared:

@@ -96,7 +96,7 @@ def _put_inside(out: Object, name: str, inner: str, value: Any, given: str) -> N
     if holder is None:
         holder = {}
     if not isinstance(holder, dict):
-        return  # whoever reads it says so
+        return  # the code that reads it reports the error
     if inner in holder:
         raise bad_request(f"{given} and {name}.{inner} mean the same; give one of them", given)
     out[name] = {**holder, inner: value}

@@ -104,7 +104,7 @@ class Gate:
         finally:
             self._held -= held
             route = scope.get("route")
-            # The route's path and not the client's: what anybody may write would make a label of its own each time.
+            # The route's path and not the client's: each path that a client makes up would become a label.
             self._count(getattr(route, "path", "other"), status)
 
     def _refusal(self, scope: Scope) -> APIError | None:

@@ -95,7 +95,7 @@ def _assistant(blocks: Sequence[Any], names: dict[str, str]) -> dict[str, Any]:
                 raise _bad("a thinking block needs thinking (text)")
             thoughts.append(block["thinking"])
         elif kind == "redacted_thinking":
-            continue  # nobody here can read it
+            continue  # encrypted: it cannot be read here
         elif kind == "tool_use":
             call_id, name, arguments = block.get("id"), block.get("name"), block.get("input")
             if (

@@ -81,7 +81,7 @@ def responses_params(
         if structured is not None:
             given["structured_outputs"] = structured
     if forced is not None:
-        # Nobody reads the arguments of a call as they stand: no white space that a model might never end.
+        # Arguments of a call are parsed, not shown: no white space that a model might never end.
         given["structured_outputs"] = {"json": forced, "disable_any_whitespace": True}
     if special_tokens:
         given["skip_special_tokens"] = False

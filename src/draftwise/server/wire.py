@@ -168,7 +168,7 @@ class Wire(HttpToolsProtocol):
                 self.pipeline.clear()
                 running.keep_alive = False
                 return
-            running.disconnected = True  # whoever waits for the rest of its body learns that nobody sends it
+            running.disconnected = True  # a reader of the body learns that the rest will not come
             running.message_event.set()
         body = json.dumps(refusal.body()).encode()
         head = (

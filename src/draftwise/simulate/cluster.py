@@ -110,7 +110,7 @@ class Cluster:
                 first += 1
                 continue
             if not events:
-                break  # nobody is there to serve who waits
+                break  # no replica is there to serve waiting requests
             self._now, _, act, given = heapq.heappop(events)
             act(*given)
         for r in self._replicas:

@@ -41,7 +41,7 @@ class _Row:
         self.survival = survival
         self.waiting = 0
         self.drafted_at = 0  # tokens known when it drafted last; 0: never
-        self.cached = computed  # tokens of the prompt that nobody had to read
+        self.cached = computed  # tokens of the prompt that were cached
 
 
 class _Rest:
@@ -96,7 +96,7 @@ class SimulatedExecutor(Executor):
         self.kinds: dict[int, str] = {}
         """Request -> kind of text; whoever adds requests says it, and it is forgotten when they end."""
         self.num_steps = 0
-        self.num_rows = 0  # scheduled: tokens of prompts and rows of those who decode
+        self.num_rows = 0  # scheduled: tokens of prompts and rows of decoding requests
         self.num_outside = 0  # steps of a size that the times know nothing of
         self.outside: str | None = None  # why, of the first one
         self.slowdown = 1.0  # a device that is throttled takes so many times as long

@@ -27,7 +27,7 @@ class Moment:
     drafts: float
     replicas: Mapping[str, int]
     wanted: Mapping[str, int] = field(default_factory=dict)
-    attained: float | None = None  # share of those who ended since then within the SLA
+    attained: float | None = None  # share of the requests ended since then within the SLA
     why: str = ""
 
     def as_dict(self) -> dict[str, Any]:

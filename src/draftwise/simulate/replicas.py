@@ -47,7 +47,7 @@ class Replica:
     pending: list[RequestUpdate] = field(default_factory=list)  # of the step that runs
     live: dict[int, tuple[Work, Request]] = field(default_factory=dict)
     inbox: list[tuple[Work, IntArray]] = field(default_factory=list)  # K/V arrived, no room for it yet
-    load: int = 0  # tokens of those who are here
+    load: int = 0  # tokens of its requests
     seen: OrderedDict[int, None] = field(
         default_factory=OrderedDict
     )  # names of blocks that it may have cached

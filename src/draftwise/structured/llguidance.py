@@ -89,7 +89,7 @@ class LlguidanceBackend(GrammarBackend):
             others = self._under_way.get(spec)
             if others is None:
                 own = self._under_way[spec] = Future[LlguidanceGrammar]()
-        if others is not None:  # somebody compiles the same
+        if others is not None:  # another request compiles the same
             return others.result()
         try:
             source = self._source(spec)  # in Python, for the most part

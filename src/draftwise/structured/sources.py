@@ -40,7 +40,7 @@ def source_of(spec: StructuredOutputs, library: Any) -> str:
         lark = f"{head}start: %json {schema}\n"
     elif spec.kind == "regex":
         assert spec.regex is not None
-        # \d means 0-9 to those who parse the answer, not every digit of Unicode
+        # \d means 0-9 to parsers of the answer, not every digit of Unicode
         regex = library.regex_to_lark(without_anchors(spec.regex), "d")
         lark = f"{head}start: /{regex}/"
     elif spec.kind == "choice":

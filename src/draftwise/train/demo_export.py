@@ -50,7 +50,7 @@ def export_model(
     weights = {
         name: tensor.detach().to(_DTYPES[dtype]).contiguous() for name, tensor in model.state_dict().items()
     }
-    # Written aside and renamed: whoever has the old file mapped keeps reading the old file.
+    # Written aside and renamed: a process that has the old file mapped keeps reading it.
     partial = folder / "model.safetensors.tmp"
     save_file(weights, partial, metadata={"format": "pt"})
     partial.chmod(0o644)

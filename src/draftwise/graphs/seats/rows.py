@@ -74,7 +74,7 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int) -> None:
     state, told = memory.state[:count], memory.told[:count]
     pages, blocks = told[:, TOLD : TOLD + memory.pages], told[:, TOLD + memory.pages :].to(torch.int32)
     live = state[:, KNOWN] < told[:, LIMIT]
-    # of who takes no part nothing is said: the block that stands there is written again
+    # seats that take no part: the block that stands there is written again
     table = memory.tables[:count]
     table.scatter_(1, pages, torch.where(live[:, None], blocks, table.gather(1, pages)))
     known = state[:, KNOWN]

@@ -351,7 +351,7 @@ class SeatedSteps:
         seats = loop.seats
         if seats.q is None:
             return
-        # nobody else's drafts were drawn from this source; other tokens of the vocabulary stay at 0
+        # only these drafts were drawn from this source; other tokens of the vocabulary stay at 0
         q = memory.q[seated.source][: loop.shape.requests, : loop.steps]
         ids = loop.drafter.target_ids
         if ids is None:

@@ -207,5 +207,5 @@ def row_packer() -> RowPacker | None:
 def _library() -> NativeLibrary | None:
     try:
         return native_library()
-    except ConfigError:  # of other sources: whoever wants kernels of it says so
+    except ConfigError:  # built of other sources: users of its kernels report that
         return None

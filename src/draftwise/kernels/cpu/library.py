@@ -149,7 +149,7 @@ def _loaded() -> NativeLibrary | str:
     except OSError as error:  # made for another platform
         return f"{path.name} cannot be loaded: {error}"
     except ConfigError as error:
-        # Whoever asks for torch was told of it by that error: look-ups and rules go without the library as models do.
+        # Users who choose torch have seen that error: look-ups and rules go without the library as models do.
         if os.environ.get(KERNELS_VARIABLE, "").lower() == "torch":
             return str(error)
         raise

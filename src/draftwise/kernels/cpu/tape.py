@@ -82,7 +82,7 @@ class Tape:
         self._dtype = dtype
         self._code = DTYPES[dtype]
         self._row_bytes: list[int] = []  # of each buffer, 0 for the pass's inputs
-        self._free: dict[int, list[int]] = {}  # bytes per row -> buffers nobody uses
+        self._free: dict[int, list[int]] = {}  # bytes per row -> unused buffers
         self._kept: list[object] = []  # what operations point to
         self._body: list[Operation] = []
         self._head: list[Operation] = []

@@ -280,7 +280,7 @@ def _feature_layers(raw: RawConfig, link: TargetLink) -> tuple[int, ...] | None:
     if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
         raise ModelLoadError(f"config.json: {name} must be a list of layer numbers, not {ids!r}")
     if min(ids) == 1 and not raw.get("layer_ids_are_inputs"):
-        # Nobody reads what enters layer 1, which the default counts as 2: the writer (SpecForge, nvidia) means outputs.
+        # No head reads the input of layer 1, so these numbers (SpecForge, nvidia) mean outputs of layers.
         logger.info("%s %s is read as the outputs of these layers (it begins with 1)", name, list(ids))
         ids = [layer + 1 for layer in ids]
     return tuple(sorted(ids))

@@ -131,7 +131,7 @@ def target_link(
     scheme = parse_scheme(quantization, device=device.type) if quantization else None
     ops = default_ops(dtype, device, scheme, ranks=ranks_of(shared.ops))
     if not isinstance(shared.ops, type(ops)) and not isinstance(ops, type(shared.ops)):
-        ops = shared.ops  # somebody chose the target's kernels: its output layer is packed for those
+        ops = shared.ops  # the user chose the target's kernels: its output layer is packed for them
     config = target.config
     link = TargetLink(
         vocab_size=config.vocab_size,

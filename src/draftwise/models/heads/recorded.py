@@ -42,7 +42,7 @@ class RecordedHead(WrappedHead):
             self._target_ids_np = np.ascontiguousarray(head.target_ids.numpy())
         self._programs: dict[tuple[int, int], tuple[KVStorage, Program, bool]] = {}
         self._eager = False
-        # on a storage of one slot: whether it works is known before anybody relies on it
+        # on a storage of one slot: an error shows before the recording is used
         tiny = KVStorage(head.kv_layout(), 1, 1, head.dtype, head.device)
         for depth in range(max(self.num_depths, self.num_passes)):
             self._program(tiny, depth)

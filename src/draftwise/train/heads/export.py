@@ -110,7 +110,7 @@ def export_draft(
 
 
 def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
-    # Written aside and renamed: whoever has the old file mapped keeps reading the old file.
+    # Written aside and renamed: a process that has the old file mapped keeps reading it.
     partial = folder / "model.safetensors.tmp"
     save_file(dict(weights), partial, metadata={"format": "pt"})
     partial.chmod(0o644)

@@ -89,7 +89,7 @@ def _train(options: TrainOptions, console: Console, ranks: Ranks) -> dict[str, A
         console.print(f"resumed at step {trainer.state.step}", highlight=False)
     elif trainer.checkpoint.exists() and not options.resume:
         raise ConfigError(f"{trainer.checkpoint} exists: --resume continues it, another --work starts anew")
-    ranks.wait()  # nobody writes a checkpoint before all have looked for one
+    ranks.wait()  # no rank writes a checkpoint before all have looked for one
     counts = {side: sum(len(p.ids) for p in getattr(pieces, side)) for side in ("train", "heldout")}
     console.print(f"tokens: {counts['train']:,} to learn, {counts['heldout']:,} held out", highlight=False)
     run_watched(trainer, console)
