@@ -59,7 +59,7 @@ def model(root: Path = Path("/")) -> Model:
 
 
 def processors() -> Processors:
-    """Those of this process."""
+    """The processors of this process."""
     # macOS has no affinities
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Processors(allowed, cgroup_quota())

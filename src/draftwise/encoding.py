@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextEncoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The interface of a tokenizer for encoding."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]: ...
 

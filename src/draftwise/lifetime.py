@@ -53,7 +53,7 @@ class Forkable(Protocol):
 
 
 class _Door:
-    """Who computes now, and whether anybody still may."""
+    """Counts running computations, and can refuse new ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # taken twice a step: a condition's own way to take it is Python

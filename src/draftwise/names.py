@@ -8,7 +8,7 @@ KERNELS_VARIABLE: Final = "DRAFTWISE_KERNELS"
 # ------------------------------------------------------------------------------------------------ methods
 
 PROPOSER: Final = "draftwise.propose.base:Proposer"
-"""What the class of every method is a subclass of."""
+"""The base class of every method."""
 
 METHODS: Final = {
     "dflash": "draftwise.propose.heads.block:BlockProposer",
@@ -65,7 +65,7 @@ CAPTURED_METHODS: Final = ("draft_model", "eagle", "eagle3", "hybrid", "mtp")
 HEAD_METHODS: Final = ("dflash", "eagle", "eagle3", "medusa", "mtp")
 """Methods whose model is a head on the target's hidden states."""
 SHIPPED_HEADS: Final = ("eagle3", "medusa", "mtp")
-"""Those the embedded target comes with."""
+"""The heads that ship with the embedded target."""
 
 # ----------------------------------------------------------------------------------------- acceptance rules
 

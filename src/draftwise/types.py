@@ -1,4 +1,4 @@
-"""What flows between the parts. Plain frozen data; no part keeps a reference to another part here.
+"""The data that flows between the parts. Plain frozen data; no part keeps a reference to another part here.
 
 Shapes: T rows of a ragged batch, R requests in it, M rows with logits, V vocabulary, H hidden size.
 Host arrays end in ``_np``; everything else that has a shape is a torch tensor on the engine's device.
@@ -119,7 +119,7 @@ def chain(
 
 # Made for every request in every step: a named tuple takes a third of a frozen dataclass's time.
 class Verification(NamedTuple):
-    """What one request commits in a step.
+    """The tokens that one request commits in a step.
 
     ``path``: accepted node indices from the root downwards. ``token_ids``: their tokens, then the bonus
     token (all accepted) or recovered token: always ``len(path) + 1`` tokens.
@@ -195,7 +195,7 @@ for the few records that are made for every request in every step."""
 
 
 class RowPlan(NamedTuple):
-    """What one request computes in this step: ``num_new`` known tokens, then ``num_draft`` draft nodes.
+    """The work of one request in this step: ``num_new`` known tokens, then ``num_draft`` draft nodes.
 
     Slots: tokens up to num_computed are committed; the known tokens and nodes of this step follow, then
     lookahead slots for the drafter::
@@ -226,7 +226,7 @@ class StepPlan:
 
 
 class RowResult(NamedTuple):
-    """What one request did in a step. A prompt chunk that ends before the last known token has no tokens."""
+    """The results of one request in a step. A prompt chunk that ends before the last known token has no tokens."""
 
     rid: int
     token_ids: tuple[int, ...] = ()  # accepted drafts, then the bonus or recovered token
@@ -277,7 +277,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StaticRows:
-    """What an `AttentionBatch` says, where a device finds it: for passes that are captured once and replayed.
+    """The data of an `AttentionBatch` on a device: for passes that are captured once and replayed.
 
     R requests of N rows each, whatever a request has: its rows stand first, what follows fills up. Row i of request r
     is row ``r * N + i`` of the pass. Its key is ``context[r] + i`` (of a tree that is computed in several passes: the
@@ -347,7 +347,8 @@ Attend = Callable[[torch.Tensor, AttentionBatch, torch.Tensor], object]
 
 
 class StateRows(NamedTuple):
-    """Of models with recurrent state (`kv.states`): ``slots`` [R] each request's own number, ``revocable`` [R] how many
+    """The rows of models with recurrent state (`kv.states`): ``slots`` [R] each request's own number, ``revocable``
+    [R] how many
     of its last tokens may be taken back; a drafter's earlier passes count, so there may be more than it has rows."""
 
     slots: Sequence[int]

@@ -24,16 +24,16 @@ _HUBER = 0.25
 """Relative residual from which on a cell's pull on the fit grows no more: a sample may be wrong by a factor of ten."""
 _MAX_CELLS = 384
 _LEAST = 0.1
-"""Of the quickest step measured: no size takes less, though weights of 0 may fit times that make no sense."""
+"""The least time as a share of the quickest measured step, because a fit may give nonsensical times."""
 _TICK = 1e-9
 """Seconds, the least that a measurement counts as: a clock may stand still between two readings."""
 _PRIOR_WEIGHT = 0.05
-"""Of the fit's prior, against one for a cell: it decides only where the cells say nothing."""
+"""The weight of the fit's prior, against one for a cell: it decides only where there are no measurements."""
 
 _TARGET_PRIOR = (1.0, 0.005, 0.03, 0.0, 0.0, 0.003, 0.001)
 """Relative cost of `_target_features` before anything is known: reading the weights, and a thirtieth of it per row."""
 _DRAFT_PRIOR = (0.1, 0.01, 1.0, 0.02, 0.02)
-"""Of `_draft_features`: a pass per drafted node, nearly whatever the number of requests."""
+"""The prior of `_draft_features`: a pass per drafted node, nearly independent of the number of requests."""
 
 
 def bucket(n: int) -> int:

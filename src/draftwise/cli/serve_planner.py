@@ -157,7 +157,8 @@ def _settings(config: ServerConfig, devices: int) -> PlannerConfig:
 
 
 def _weights(known: dict[str, Any], quantization: str | None, dtype: str) -> str | None:
-    """Of the formats in a profile, the one that the engine runs. Raises ConfigError if several are and it is none."""
+    """The format in a profile that the engine runs. Raises ConfigError if there are several and the engine's is
+    missing."""
     for name in (quantization, dtype, "auto"):
         if name in known:
             return name

@@ -26,7 +26,7 @@ def listen(host: str) -> socket.socket:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of an address in numbers."""
+    """The family of a numeric address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -192,7 +192,7 @@ class Supervisor:
         self._lifeline = None
 
     def process_ids(self) -> tuple[int, int | None]:
-        """Of this process and of the rank's."""
+        """The ids of this process and of the rank's."""
         return os.getpid(), None if self._process is None else self._process.pid
 
 

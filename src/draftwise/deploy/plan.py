@@ -1,4 +1,4 @@
-"""What is deployed: engines, fronts, and what each of them reserves; as arguments, and as the YAML that
+"""The parts of a deployment: engines, fronts, and the resources of each; as arguments, and as the YAML that
 ``serve deploy`` takes."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Plan:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Of a mapping, as YAML has it. Raises ConfigError for unknown names and values out of range."""
+        """From a mapping, as YAML has it. Raises ConfigError for unknown names and values out of range."""
         names = {f.name for f in fields(cls)}
         for name in arguments:
             if name not in names:
@@ -121,7 +121,7 @@ class Plan:
 
 
 def _adapter(given: Any, number: int) -> LoRARequest:
-    """Of {"name": ..., "path": ...}."""
+    """The adapter of {"name": ..., "path": ...}."""
     if not isinstance(given, Mapping) or set(given) != {"name", "path"}:
         raise ConfigError(f"server: lora_modules: expected a name and a path, got {given!r}")
     return LoRARequest(given["name"], number, given["path"])

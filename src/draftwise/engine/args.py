@@ -34,7 +34,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 class _Flags:
-    """What every `EngineArgs` can do besides holding its fields."""
+    """The methods of every `EngineArgs`."""
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

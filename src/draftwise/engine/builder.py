@@ -36,7 +36,7 @@ _FLOAT32_LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What `LLM` and `AsyncLLM` share."""
+    """The parts that `LLM` and `AsyncLLM` share."""
 
     config: EngineConfig
     core: EngineCore

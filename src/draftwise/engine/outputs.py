@@ -24,7 +24,7 @@ LogprobsDict = Mapping[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class SpeculationMetrics:
-    """What speculation did for a request.
+    """The results of speculation for a request.
 
     A draft is one verified, non-empty proposal. ``mean_acceptance_length`` counts the target's own token:
     1 + accepted / drafts, and is None before the first draft. ``steps_by_method``: decoding steps by the method

@@ -342,7 +342,7 @@ class FleetEngine:
         return self._tokenizer
 
     def books(self) -> list[Books]:
-        """Of every replica that is there, under its number."""
+        """The books of every present replica, under its number."""
         return self._members.books()
 
     def stats(self) -> EngineStats:

@@ -105,7 +105,8 @@ class Members:
         return None if len(prompt) in (0, len(serving)) else prompt
 
     def state(self) -> list[dict[str, Any]]:
-        """Of every replica: its number, "ready", "late" (it does not answer) or "draining", and how many requests it
+        """The state of every replica: its number, "ready", "late" (it does not answer) or "draining", and how many
+        requests it
         has."""
         now = time.monotonic()
         return [
@@ -118,7 +119,7 @@ class Members:
         ]
 
     def books(self) -> list[Books]:
-        """Of every replica that is there, under its number."""
+        """The books of every present replica, under its number."""
         found = []
         for replica in self:
             timeout = 0.0 if replica.process.owes_an_answer else _BOOKS_TIMEOUT

@@ -49,7 +49,7 @@ class PieceMemory:
 
     @staticmethod
     def bytes(most: int, width: int, itemsize: int) -> int:
-        """Of passes of up to ``most`` rows whose queries and results are ``width`` wide."""
+        """Bytes for passes of up to ``most`` rows whose queries and results are ``width`` wide."""
         return most * (4 * 8 + 2 * width * itemsize)
 
 

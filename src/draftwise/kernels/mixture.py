@@ -89,7 +89,8 @@ def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
 
 
 def judged_shares(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What experts get and what they are chosen by: ``scores`` [T, E] float32 -> [T, E] each, the second with the
+    """The weights of experts and the scores that choose them: ``scores`` [T, E] float32 -> [T, E] each, the second
+    with the
     correction, and -inf for experts of groups that are not taken."""
     shares = scores.softmax(-1) if routing.scoring == "softmax" else scores.sigmoid()
     judged = shares if correction is None else shares + correction

@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 class Walk(NamedTuple):
-    """What requests commit: ``packed`` [R, 2 N + 2] int32. Entries behind a path's length, or behind the last token,
+    """The committed tokens of requests: ``packed`` [R, 2 N + 2] int32. Entries behind a path's length, or behind the
+    last token,
     mean nothing."""
 
     packed: Tensor

@@ -31,7 +31,7 @@ class Several(Protocol):
     """Several engines that answer as one."""
 
     def books(self) -> list[Books]:
-        """Of each that is there."""
+        """The books of each present engine."""
         ...
 
 

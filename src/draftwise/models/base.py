@@ -125,7 +125,7 @@ class DecoderModel(ABC):
         """The storage of each layer per token."""
 
     def state_spec(self) -> StateSpec | None:
-        """What the model keeps of a request besides keys and values; None: nothing. Storage for a model that keeps
+        """The model's state of a request besides keys and values; None: none. Storage for a model that keeps
         something has `KVStorage.states`, and each `StepInput` says ``states``; requests do not share blocks, and there
         are no trees."""
         return None

@@ -33,7 +33,7 @@ class Cut:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Of what is read."""
+        """The shape of the part that is read."""
         return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges)
 
 
@@ -98,14 +98,15 @@ def scaled(ranges: Ranges, size: int, stored: int, what: str) -> Ranges:
 
 
 def vocabulary_cut(part: Part, total: int, hidden: int) -> Cut:
-    """Of an embedding or output layer [total, hidden]."""
+    """The cut of an embedding or output layer [total, hidden]."""
     step = vocabulary_step(total, part.size)
     rows = (part.rank * step, min((part.rank + 1) * step, total))
     return Cut((total, hidden), ((rows,), ((0, hidden),)))
 
 
 def axis_cut(part: Part, own: tuple[int, ...], axis: int) -> Cut:
-    """Of a tensor of which ranks divide one dimension evenly; ``own``: the shape of a rank's part.
+    """The cut of a tensor whose dimension ``axis`` is divided evenly among ranks; ``own``: the shape of a rank's
+    part.
 
     Example: own (2, 8), axis 0, rank 1 of 2: rows 2-3 of (4, 8).
     """

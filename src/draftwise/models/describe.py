@@ -222,8 +222,8 @@ def describe_ranks(facts: ModelFacts, size: int, *, experts_by_rank: bool = Fals
 
 
 def _headers(folder: Path, path: str, revision: str | None) -> Mapping[str, TensorEntry]:
-    """Of all weight files. Those of a hub id that are not in the cache are not downloaded: the hub is asked for their
-    headers."""
+    """The headers of all weight files. Files of a hub id that are not in the cache are not downloaded: only their
+    headers are requested."""
     if Path(path).expanduser().exists() or any(folder.glob("*.safetensors")):
         return scan(folder)
     from huggingface_hub import get_safetensors_metadata

@@ -28,7 +28,7 @@ from draftwise.models.mlp import LoadedLinear, SparseWeights, declare_linear, lo
 from draftwise.models.weights import QuantizedLinear, WeightPlan
 
 _EPS = 1e-6
-"""Of the norms of latents, whatever the config says of the others."""
+"""The epsilon of the norms of latents, independent of the config's for other norms."""
 
 
 @dataclass(frozen=True, slots=True)

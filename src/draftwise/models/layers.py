@@ -58,7 +58,7 @@ class DenseNames:
 
 
 class Projections(Protocol):
-    """What is more than one linear layer in front of attention, or behind it."""
+    """Projections in front of attention or behind it that are more than one linear layer."""
 
     def run(self, ops: Ops, x: Tensor) -> Tensor:
         """``x`` [T, inputs] -> [T, outputs]."""

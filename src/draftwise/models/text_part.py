@@ -119,7 +119,8 @@ def text_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _prefix(names: Mapping[str, object]) -> str:
-    """Of the decoder: ``language_model.model.``, ``model.language_model.``, ``model.text_model.``, ``model.``"""
+    """The prefix of the decoder: ``language_model.model.``, ``model.language_model.``, ``model.text_model.``,
+    ``model.``"""
     found = sorted(
         name.removesuffix("embed_tokens.weight") for name in names if name.endswith("embed_tokens.weight")
     )

@@ -294,7 +294,7 @@ class WeightPlan:
         return first_group
 
     def fill_with(self, read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Who fills: ``read`` gets name -> tensor to fill. Fills everything now unless the model streams."""
+        """Sets the reader: ``read`` gets name -> tensor to fill. Fills everything now unless the model streams."""
         self._read = read
         if not self.streams:
             self._fill(list(self.targets))

@@ -44,7 +44,7 @@ class AcceptanceModel:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Those that are known of requests of any kind."""
+        """The methods that are known for requests of any kind."""
         return tuple(self.rates[ANY_KIND])
 
     def survival(self, method: str, kind: str = ANY_KIND) -> tuple[float, ...]:

@@ -14,7 +14,8 @@ from draftwise.plan.times import Infeasible, StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one replica. ``prompt_tokens``, ``output_tokens``: per second if it did nothing else. ``ttft``, ``itl``:
+    """Rates of one replica. ``prompt_tokens``, ``output_tokens``: per second if it did nothing else. ``ttft``,
+    ``itl``:
     what the model expects at that point, seconds. ``late``: nothing keeps to the limits; these are the nearest.
     ``known``: the model says something about such requests at all. ``curve``: (requests at once, seconds per token of
     each, with the best setting there), as far as the limit per token lets it; ``wait``: seconds that a request may wait
@@ -34,7 +35,8 @@ class Rates:
 
 
 class Capacity(Protocol):
-    """What the planner asks: rates for requests of this shape, while steps take ``slower`` times what is modelled, and
+    """The planner's source of rates for requests of this shape, while steps take ``slower`` times what is modelled,
+    and
     ``luck`` times as many drafts are accepted. `setting`: the method and number of drafts with which a replica that
     gets ``load`` such requests per second makes its users wait least between tokens. `accepted`: drafts that the model
     expects to be accepted of ``drafts``; None: nothing drafts."""

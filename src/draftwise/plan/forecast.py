@@ -1,4 +1,4 @@
-"""What load to be ready for: the one to come until new replicas serve, and how far chance may put that wrong."""
+"""The load to prepare for: the forecast until new replicas serve, and its possible error."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def write_interpolation(found: Interpolation, folder: Path) -> list[Path]:
 
 
 def read_interpolation(folder: Path) -> Interpolation:
-    """Of a folder as `write_interpolation` makes it, or with ``raw_data.json`` instead. Raises ConfigError."""
+    """Reads a folder as `write_interpolation` makes it, or with ``raw_data.json`` instead. Raises ConfigError."""
     fields: dict[str, Floats] = {}
     for name in ("prefill", "decode"):
         place = folder / f"selected_{name}_interpolation"

@@ -79,7 +79,7 @@ class PlannerConfig:
 
 @dataclass(slots=True)
 class _Patience:
-    """Of a pool: for how many ticks fewer replicas must have been enough before some are given up.
+    """A pool's patience: for how many ticks fewer replicas must have been enough before some are given up.
 
     It doubles when replicas that were given up are wanted back soon, and comes down again in calm times, so that a
     load at the border between two numbers does not make the pool swing.

@@ -17,7 +17,7 @@ _REFIT = 24
 _WINDOW = 96
 """Values that a model is fitted to, and that a forecast looks at."""
 _ITERATIONS = 6
-"""Of a fit: a decision takes under 10 ms, and further ones hardly move the forecast."""
+"""Iterations of a fit: a decision takes under 10 ms, and further ones hardly change the forecast."""
 
 
 class Predictor(ABC):

@@ -45,7 +45,7 @@ class Roofline(StepTimes):
         self.methods = tuple(self._drafters)
         self._weight_bytes = BYTES_PER_WEIGHT[weights]
         self.kv_bytes = sizes.kv_values * cache_bytes
-        """Of a token, on all devices together."""
+        """Bytes of a token, on all devices together."""
         drafting = [d for d in self._drafters.values() if d is not None]
         stored = (sizes.weights + sum(d.weights for d in drafting)) * self._weight_bytes
         per_token = self.kv_bytes + sum(d.kv_values * cache_bytes for d in drafting)

@@ -20,7 +20,7 @@ _MOST_PLACES = 1 << 14
 
 
 class Service:
-    """Of one replica: requests that end per second while so many are at work."""
+    """The service rate of one replica: requests that end per second, by the number of running ones."""
 
     def __init__(self, curve: Sequence[tuple[int, float]], prompt: float, osl: float) -> None:
         """``curve``: (requests at once, seconds per token of each), from one request on; ``prompt``: seconds in which

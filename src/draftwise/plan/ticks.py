@@ -73,7 +73,7 @@ class Reason(str):
 
 
 def kind_of(reason: str) -> str:
-    """Of a reason; "restored" if it comes from a file."""
+    """The kind of a reason; "restored" if it comes from a file."""
     return reason.kind if isinstance(reason, Reason) else "restored"
 
 

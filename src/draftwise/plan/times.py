@@ -56,7 +56,8 @@ class StepTimes(ABC):
 
     @abstractmethod
     def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
-        """Of the target's part of a step over ``rows`` rows of ``requests`` >= 1 requests that decode, with ``context``
+        """The time of the target's part of a step over ``rows`` rows of ``requests`` >= 1 requests that decode, with
+        ``context``
         tokens in the cache together."""
 
     @abstractmethod
@@ -67,7 +68,8 @@ class StepTimes(ABC):
 
     @abstractmethod
     def prompt_time(self, start: int, end: int, alone: bool) -> float:
-        """What tokens ``start`` .. ``end - 1`` of a prompt add to a step. ``alone``: nothing else is in the step, so
+        """The time that tokens ``start`` .. ``end - 1`` of a prompt add to a step. ``alone``: nothing else is in the
+        step, so
         that what every pass takes is part of it."""
 
     def reading_time(self, method: str, start: int, end: int) -> float:

@@ -40,12 +40,12 @@ class CheckpointFormat(ABC):
     """Whether rows are quantised as they come: to int8, those of fp8 weights to fp8."""
 
     bits: int | None
-    """Of a weight's integer code; None: weights are no integers."""
+    """Bits of a weight's integer code; None: weights are no integers."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Whose format, and how many bits, for people."""
+        """The format's origin and bits, as a text."""
 
     @property
     @abstractmethod

@@ -18,7 +18,7 @@ INT8_MAX = 127
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the codes of a float of four bits stand for: a sign, two bits of exponent, one of mantissa (OCP Microscaling
+"""The values of the codes of a float of four bits: a sign, two bits of exponent, one of mantissa (OCP Microscaling
 Formats 1.0)."""
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

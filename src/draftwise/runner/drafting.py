@@ -428,7 +428,7 @@ class Drafting:
         return total
 
     def take_failures(self) -> tuple[DrafterFailure, ...]:
-        """Of drafters, since the last call."""
+        """Failures of drafters since the last call."""
         return self.guard.take_failures()
 
 

@@ -103,7 +103,7 @@ class Placing:
         return bool(bad < 0)
 
     def columns(self, rows: Sequence[Row], budgets: Sequence[int]) -> DraftColumns | None:
-        """What a drafter has to know of requests that all want chains of one kind. None: they do not, or one of them
+        """The columns for a drafter, if all requests want chains of one kind. None: they do not, or one of them
         cannot draft."""
         count = len(rows)
         places = array("Q", [row.at for row in rows])

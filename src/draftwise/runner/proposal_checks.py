@@ -39,7 +39,7 @@ def are_sound(proposals: Sequence[Proposal], rows: Sequence[DraftRow], vocab_siz
 
 @functools.lru_cache(maxsize=1024)
 def _depth(parents: tuple[int, ...]) -> int:
-    """Of the deepest node; remembered, since requests mostly share shapes. Raises ValueError if they are no tree's."""
+    """The depth of the deepest node, cached because requests mostly share shapes. Raises ValueError for no tree."""
     for i, parent in enumerate(parents):
         if not -1 <= parent < i:
             raise ValueError(f"node {i} has parent {parent}, which does not precede it")

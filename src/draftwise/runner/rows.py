@@ -145,7 +145,7 @@ class RowBook(ctypes.Structure):
     drafting_failed: bool
     fill_at: int
     marks_at: int
-    """Of the request's own drafter, if it has storage: its `DrafterFill`, and its marks of blocks."""
+    """Addresses for the request's own drafter, if it has storage: its `DrafterFill`, and its marks of blocks."""
 
 
 _KINDS: dict[object, int] = {}

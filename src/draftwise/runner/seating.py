@@ -47,7 +47,7 @@ class Seating:
         self.rates = rates.rates if rates is not None else ()
 
     def number_of(self, method: str) -> int:
-        """Of a drafter, from 1 on; 0: plain decoding."""
+        """The number of a drafter, from 1 on; 0: plain decoding."""
         return self._numbers.get(method, 0)
 
     def loop_of(self, method: str, kind: LoopKind) -> int:

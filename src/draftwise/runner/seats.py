@@ -188,8 +188,9 @@ class Seats:
         self._free.append(member.seat)
 
     def arriving(self, plan: StepPlan) -> list[RowPlan]:
-        """Those who are gone leave free seats; then: who is at the end of a prompt, and takes a seat once all but its
-        last token are computed. The plan was applied. A seat's step then computes that token, so that nobody waits for
+        """Free the seats of requests that are gone. Returns the requests at the end of a prompt, which take a seat
+        once all but its last token are computed. The plan was applied. A seat's step then computes that token, so
+        that nobody waits for
         what follows on it."""
         for rid in plan.removed:
             if rid in self._members:
@@ -217,7 +218,8 @@ class Seats:
                 self._drafting.filled(method, row, filled, 0)
 
     def take(self, plan: StepPlan) -> list[RowPlan]:
-        """Who has a seat in the coming step; behind `arriving`. Others take seats now, if they can."""
+        """The requests with a seat in the coming step; call it after `arriving`. Others take seats now, if they
+        can."""
         entering: list[tuple[int, Entering]] = []
         taking: list[RowPlan] = []
         for planned in plan.rows:

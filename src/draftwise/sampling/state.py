@@ -171,7 +171,7 @@ class SamplingState:
             self._set_flags()
 
     def penalty_of(self, count: int) -> float:
-        """What presence and frequency penalties subtract from a token that occurred ``count`` times."""
+        """The amount that presence and frequency penalties subtract from a token that occurred ``count`` times."""
         params = self.params
         return params.presence_penalty + params.frequency_penalty * count if count else 0.0
 

@@ -32,7 +32,7 @@ class Planned(NamedTuple):
 
     @classmethod
     def of(cls, requests: list[Request], plans: Mapping[int, RowPlan], kv: KVManager) -> Planned:
-        """Of a plan with a row for each of these requests, in their order."""
+        """For a plan with a row for each of these requests, in their order."""
         rids = list(plans)
         places = array("Q", [request.at for request in requests])
         places.extend(kv.places(rids))

@@ -15,7 +15,8 @@ from draftwise.errors import ConfigError
 from draftwise.server.errors import APIError
 
 _OWN_SUFFIXES = (".localhost", ".internal")
-"""Of names that nobody can register: browsers look up the first nowhere, and the second is for private networks (such
+"""Suffixes of names that cannot be registered: browsers resolve the first locally, and the second is for private
+networks (such
 as host.docker.internal)."""
 _PRIVATE_SUFFIXES = (*_OWN_SUFFIXES, ".local", ".home.arpa")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}

@@ -66,7 +66,7 @@ class StringReader:
 
 
 def _unescaped(held: str) -> tuple[str, int]:
-    """What the escape at the front stands for, and its length; 0: more has to come. An unknown one stays as it is."""
+    """The value of the escape at the front, and its length; 0: more text is needed. An unknown one stays as it is."""
     match = _ESCAPE.match(held, partial=True)
     if match is None or match.partial:
         return ("", 0) if match is not None else (held[:2], 2)

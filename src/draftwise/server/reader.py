@@ -109,7 +109,7 @@ class ThoughtCounter:
 
     @property
     def count(self) -> int:
-        """Of the tokens so far, marks included."""
+        """The number of reasoning tokens so far, marks included."""
         return self._num_read if self._thinks else 0
 
     def add(self, token_ids: Sequence[int]) -> None:

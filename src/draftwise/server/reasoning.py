@@ -30,10 +30,10 @@ Start = Literal["open", "closed", "unknown"]
 
 
 class ReasoningParser(ABC):
-    """Of one answer."""
+    """The reader of one answer's reasoning."""
 
     marks: ClassVar[tuple[str, ...]]
-    """What divides the text. Where these are special tokens they have to be in the text."""
+    """The marks that divide the text. If they are special tokens, they must be in the text."""
     takes_budget: ClassVar[bool] = True
     """Whether the closing mark alone ends the reasoning, so that it can be written when a budget is spent."""
 

@@ -151,7 +151,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def _named() -> Any:
-    """What the environment says about this service, and nothing else."""
+    """The environment's description of this service, and nothing else."""
     from opentelemetry.sdk.resources import OTELResourceDetector
 
     return OTELResourceDetector().detect()

@@ -27,7 +27,7 @@ Found = list[str | CallPiece]
 
 
 class ToolParser(ABC):
-    """Of one answer. ``only_one``: later calls are dropped."""
+    """The parser of one answer. ``only_one``: later calls are dropped."""
 
     special_tokens: ClassVar[bool] = False
     """Whether the marks are special tokens, which must then be in the text."""

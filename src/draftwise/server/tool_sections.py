@@ -84,7 +84,7 @@ class SectionParser(ToolParser):
         return True
 
     def _no_call(self, out: Found) -> bool:
-        """What was read is text up to here."""
+        """Treat the text read so far as text, not as a call."""
         say(out, self._before)
         self._before, self._part = "", "text"
         return True
@@ -101,7 +101,7 @@ class SectionParser(ToolParser):
         return True
 
     def _in_behind(self, out: Found) -> bool:
-        """What ends calls and sections, and white space and the end of a code block, is dropped."""
+        """Drop the ends of calls and sections, white space, and the end of a code block."""
         held = self._held = self._held.lstrip(" \r\n\t`")
         for mark in self._follows:
             if held.startswith(mark):

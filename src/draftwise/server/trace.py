@@ -52,7 +52,7 @@ def _own(step: StepTrace) -> str:
 
 
 def token_sources(trace: Sequence[StepTrace] | None, num_tokens: int) -> list[dict[str, Any] | None]:
-    """Of each of ``num_tokens`` tokens {source, method, position}, as in `step_as_dict`; ``method``: the drafter of
+    """For each of ``num_tokens`` tokens {source, method, position}, as in `step_as_dict`; ``method``: the drafter of
     its step. None for tokens behind the last recorded step.
 
     Example: of a step of the method ngram, drafted A, accepted it, then X: draft, ngram, 0; bonus, ngram, 1.

@@ -42,7 +42,7 @@ class Policy:
         return "plain" if self.method == "none" or not self.drafts else f"K={self.drafts}"
 
     def speculation(self) -> Speculation:
-        """Of each request."""
+        """The speculation of each request."""
         if self.method == "none" or not self.drafts:
             return Speculation()
         return Speculation(self.method, self.drafts)

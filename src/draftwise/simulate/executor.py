@@ -56,9 +56,8 @@ class _Rest:
         self._end = 0.0
 
     def factor(self, now: float) -> float:
-        """Of a step that begins now.
-
-        Example: 0.4 s were measured, after which a first step takes 1.2 times as long: after 0.1 s, 1.05 times.
+        """The slow-down of a step that begins now. Example: 0.4 s were measured, after which a first step takes 1.2
+        times as long: after 0.1 s, 1.05 times.
         """
         idle = now - self._end
         if idle > 0:
@@ -68,7 +67,7 @@ class _Rest:
         return 1 + self._share * self._factors[at] if at < len(self._factors) else 1.0
 
     def _left(self) -> float:
-        """Of what was cold before, what is so still."""
+        """The share that is still cold."""
         at = bisect_left(self._untils, self._work)
         return self._share * self._factors[at] / max(self._factors) if at < len(self._factors) else 0.0
 

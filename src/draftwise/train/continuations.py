@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TEMPERATURES = (0.0, 0.8, 0.8, 1.0)
-"""Of continuations in turn: greedy text is drafted most easily, and is not all that is asked for."""
+"""Temperatures of continuations in turn: greedy text is drafted most easily, but users ask for more than that."""
 
 
 def continue_prompts(

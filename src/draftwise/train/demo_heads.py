@@ -55,7 +55,8 @@ DRAFT_VOCABULARY = 3072
 MEDUSA_HEADS = 3
 """Each has an output matrix of 2 MB of its own."""
 BLOCK_MLP, BLOCK_RANK, BLOCK_DRAFTS = 512, 48, 4
-"""Of the DSpark drafter's two layers, its recurrent Markov head (3.8 MB in all), and its block: of eight drafts the
+"""Sizes of the DSpark drafter's two layers, its recurrent Markov head (3.8 MB in all), and its block: of eight drafts
+the
 last four were hardly ever accepted."""
 _DECAY_SHARE = 0.45
 
@@ -66,7 +67,7 @@ PLANS = {
     "dspark": HeadPlan(unrolls=BLOCK_DRAFTS, anchors=WINDOW // 4),
 }
 LAYERS = {"eagle3": FEATURE_LAYERS, "dspark": BLOCK_LAYERS}
-"""Of the target, which heads eat."""
+"""The target's layers that heads read."""
 
 
 def head_shape() -> HeadShape:

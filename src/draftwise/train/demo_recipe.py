@@ -109,7 +109,7 @@ class DemoRecipe:
     draft_muon_lr: float = 0.02
     draft_adam_lr: float = 0.004
     weight_decay: float = 0.1
-    """Of the matrices, times the learning rate."""
+    """Weight decay of the matrices, times the learning rate."""
     distil_factor: float = 0.7
     """Learning rate at the start of the distil stage, relative to the draft model's own."""
     variation_weight: float = 1.0

@@ -16,7 +16,7 @@ FEATURE_LAYERS = (2, TARGET.num_layers // 2, TARGET.num_layers - 3)
 """Layers whose entering hidden states EAGLE-3 eats, as the paper chooses them."""
 
 BLOCK_LAYERS = (*FEATURE_LAYERS, TARGET.num_layers)
-"""What a block drafter eats: what leaves the last layer besides."""
+"""The layers that a block drafter reads: also the output of the last layer."""
 
 
 class DemoTeacher:

@@ -38,7 +38,7 @@ class SeatedDrafter(ABC):
 
     @property
     def most_requests(self) -> int:
-        """Of its largest loop."""
+        """The requests of its largest loop."""
         return max(loop.shape.requests for loop in self._loops)
 
     def kind(self, greedy: bool, rule: str) -> LoopKind:

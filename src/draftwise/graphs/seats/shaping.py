@@ -80,7 +80,8 @@ def numbers_of(state: SamplingState) -> tuple[int, int, int, int, int, int]:
 
 
 class Shaping:
-    """Of the seats of one memory. What takes a row of the vocabulary per seat is made when the first one wants it."""
+    """Shaping for the seats of one memory. Tensors with a row of the vocabulary per seat are made when first
+    needed."""
 
     def __init__(self, memory: SeatMemory) -> None:
         self._memory = memory

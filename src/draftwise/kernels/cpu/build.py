@@ -112,7 +112,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _flags_for(compiler: Sequence[str], isa: str) -> tuple[str, ...] | None:
-    """What makes the compiler make code of an instruction set; None: nothing does (an old one may lack AVX512-BF16; one
+    """The flags for code of an instruction set; None: the compiler has none (an old one may lack AVX512-BF16; one
     for ARM has none of Intel's)."""
     probe = "#include <immintrin.h>\n"
     if isa in _ARM_PROBES:

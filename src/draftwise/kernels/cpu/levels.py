@@ -34,7 +34,7 @@ from draftwise.types import AttentionBatch
 _WORTH = 0.9
 """Widening is preferred where pairs reach less than this part of its arithmetic."""
 _ROUNDS = 20_000
-"""Of a measurement: about a millisecond."""
+"""Rounds of a measurement: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)

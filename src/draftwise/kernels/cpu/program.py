@@ -280,13 +280,13 @@ class Program:
     def given(
         self, batch: StepInput, features: Tensor, head_rows: npt.NDArray[np.int64] | int = 0
     ) -> tuple[PassInput, object]:
-        """What native code needs to run the pass that `run` would, and what must be kept until it has."""
+        """The inputs of native code for the pass that `run` would run, and the objects to keep until it has ended."""
         *results, kept = self._prepare(batch, head_rows, features)
         return self._input, (results, kept)
 
     def room_for(self, rows: int, head_rows: int) -> PassInput:
-        """What native code needs to run passes of its own: arena and results, kept here, for so many rows. It fills in
-        the batch."""
+        """The inputs of native code for passes of its own: arena and results for this many rows, kept here. It fills
+        in the batch."""
         require(not self._captured, "a pass with one result beside its logits")
         if rows > self._input.capacity:
             self._grow(rows)
@@ -310,7 +310,7 @@ class Program:
 
     @property
     def widths(self) -> tuple[tuple[int, torch.dtype], int]:
-        """Of hidden rows, with their type, and of logits."""
+        """The widths of hidden rows, with their type, and of logits."""
         return self._hidden, self._logits[0]
 
     def _feed_back(self, out: ChainOutput | TreeOutput, feedback: Feedback, features: Tensor | None) -> None:

@@ -28,7 +28,7 @@ PIECE = 1 << 20
 
 
 def shared_bytes(size: int) -> int:
-    """Of the memory that ``size`` ranks share: a counter for each, one more, and two slots for each."""
+    """Bytes of the memory that ``size`` ranks share: a counter for each, one more, and two slots for each."""
     return (size + 1) * 64 + 2 * size * PIECE
 
 

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 _CACHE_KEY: Final = "triton"
 _WORKSPACE_BYTES: Final = 64 << 20
-"""Of partial results, at most (unless one task needs more): a long prefill is launched in pieces."""
+"""The most bytes of partial results (unless one task needs more): a long prefill is launched in pieces."""
 
 _PROGRAMS: Final = 2048
-"""Of a launch, about, however long the contexts may become: enough for every device. What they do is the same."""
+"""The approximate number of programs of a launch, for any context: enough for every device. Results do not depend on
+it."""
 
 
 @dataclass(frozen=True, slots=True)

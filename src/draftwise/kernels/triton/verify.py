@@ -21,7 +21,7 @@ from draftwise.kernels.triton.rows import power_of_two
 from draftwise.kernels.walk import Walk
 
 FIELDS: Final = 6
-"""Of a request in `DraftBatch.table`, before its nodes."""
+"""Fields of a request in `DraftBatch.table`, before its nodes."""
 
 _BLOCK: Final = 2048
 _PART: Final = 8192
@@ -272,7 +272,7 @@ def _block(vocab: int) -> int:
 
 
 def _new_ends(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What each last token is drawn from: row of p, or of the scratch (-1, -2, ...), address of the row of q that is
+    """The source of each last token: row of p, or of the scratch (-1, -2, ...), address of the row of q that is
     taken away (0: none), token that is left out (-1: none); and float64: the uniform, a factor of p."""
     return (
         torch.empty((count, 3), dtype=torch.int64, device=device),

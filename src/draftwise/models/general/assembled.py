@@ -37,7 +37,7 @@ class Pass:
         return self.input[0]
 
     def entries(self, layer: int) -> tuple[Tensor, ...]:
-        """Of the cache."""
+        """The entries of the cache."""
         assert self.input is not None
         return self.input[1].layer(layer)
 

@@ -196,7 +196,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._call.past + query_length, 0
 
     def get_max_length(self) -> int:
-        """Of a cache that grows."""
+        """The length of a cache that grows."""
         return -1
 
 

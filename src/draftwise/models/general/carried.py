@@ -194,7 +194,7 @@ class Unit(ABC):
         return self.forward(*args, **kwargs)
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What its parameter is set to."""
+        """The value of its parameter."""
         return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +237,7 @@ class AttributeUnit(Unit):
                 setattr(part, name, None)
 
     def kept(self) -> dict[tuple[nn.Module, str], Any]:
-        """What there is that may be a state."""
+        """The attributes that may be a state."""
         return {
             (part, name): value
             for part in self.module.modules()

@@ -123,7 +123,7 @@ class PackedExperts(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the weights."""
         return sum(up.num_bytes + down.num_bytes for up, down in self.layers)
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ def may_be_experts(module: nn.Module) -> bool:
 
 
 def call_names(module: nn.Module) -> tuple[str, ...]:
-    """Of what it is called with."""
+    """The names of its arguments."""
     return module.names if isinstance(module, PackedExperts) else tuple(signature(module.forward).parameters)
 
 

@@ -48,14 +48,14 @@ class Latent:
         return len(self.first) + len(self.second)
 
     def rotation(self, rotation: Rotation) -> Rotation:
-        """Of what is stored: ``rotation`` of the model's heads, and none of the latent."""
+        """The rotation of stored heads: ``rotation`` of the model's heads, and none of the latent."""
         frequencies = rotation.inv_freq[: len(self.first)]
         still = torch.zeros(self.latent.width // 2)
         size = self.latent.width + self.shared_width
         return Rotation(torch.arange(size), torch.cat([frequencies, still]), rotation.scaling)
 
     def pack(self, ops: Ops, key_dim: int) -> tuple[Heads, Heads]:
-        """What queries of each head [key_dim] go through, and what results go through. Stored are [first | first half
+        """The layers for queries of each head [key_dim], and for results. Stored are [first | first half
         of the latent | second | its second half]."""
         width, half = self.latent.width, self.latent.width // 2
         part = len(self.first)

@@ -85,7 +85,7 @@ class GeneralDecoder(DecoderModel):
             hook.remove()
 
     def modules(self) -> Iterator[nn.Module]:
-        """Of the model."""
+        """The modules of the model."""
         found: Iterator[nn.Module] = self._model.modules()
         return found
 

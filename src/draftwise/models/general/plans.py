@@ -39,7 +39,7 @@ class LinearRows:
 
 
 def as_linear(node: Node) -> LinearRows | None:
-    """What can be part of one layer with others."""
+    """The node as a linear layer that can be joined with others."""
     if isinstance(node, Linear):
         return None if node.summed else LinearRows(node)
     if isinstance(node, Select) and isinstance(node.x, Linear) and not node.x.summed:
@@ -64,5 +64,5 @@ class Plan:
 
 
 def id_of(weight: Tensor | StoredLayer) -> Hashable:
-    """Of the memory that it lies in, or of its place in the checkpoint."""
+    """The identity of its memory, or of its place in the checkpoint."""
     return weight if isinstance(weight, StoredLayer) else weight.untyped_storage().data_ptr()

@@ -52,7 +52,8 @@ class Recurrence:
             self._begun.append((start, end, store.begin(slot, contexts[r], after - revocable, after)))
 
     def part(self, rows: Tensor | None) -> PartRunner:
-        """Who computes the modules in one call of the model, which has rows ``rows`` [B * n] of the batch, all that a
+        """The runner of the modules in one call of the model, which has rows ``rows`` [B * n] of the batch, all that
+        a
         request has side by side; None: all rows of the batch, in order."""
         if rows is None:
             return PartRunner(self._store, self._begun, self._device)

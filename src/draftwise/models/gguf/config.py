@@ -108,7 +108,7 @@ def _ends(keys: _Keys) -> Any:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Of what is no code: floats of layers as the file has them, else bfloat16."""
+    """The dtype of unquantised tensors: floats of layers as the file has them, else bfloat16."""
     kinds = [t.kind.name for name, t in file.tensors.items() if len(t.shape) > 1 and name.startswith("blk.")]
     floats = {kind for kind in kinds if kind in FLOATS}
     if floats and len(floats) == len(set(kinds)):
@@ -198,7 +198,8 @@ def _gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score_scale(config: dict[str, Any], layers_of_largest: int) -> int:
-    """Whose root divides the scores; no file says it, and llama.cpp tells the largest model by its layers."""
+    """The number whose root divides the scores. No file has it; llama.cpp recognises the largest model by its
+    layers."""
     if config["num_hidden_layers"] == layers_of_largest:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

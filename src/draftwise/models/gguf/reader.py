@@ -41,7 +41,7 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of the innermost dimension."""
+        """Bytes of the innermost dimension."""
         return (self.shape[-1] if self.shape else 1) // self.kind.numbers * self.kind.size
 
     @property

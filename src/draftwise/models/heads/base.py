@@ -40,8 +40,8 @@ class TargetLink:
 
 
 def logits_tail(link: TargetLink, *, own_head: bool, logit_scale: float = 1.0) -> LogitsTail:
-    """What is done to a draft head's logits: what its own settings say, or, where it borrows the target's output layer,
-    what belongs to that."""
+    """Operations on a draft head's logits: those of its own settings, or of the target's output layer if it borrows
+    that."""
     if logit_scale != 1.0:
         return (("scale", logit_scale),)
     return () if own_head else link.tail
@@ -49,7 +49,8 @@ def logits_tail(link: TargetLink, *, own_head: bool, logit_scale: float = 1.0) -
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """Of every row of a pass: ``hidden`` goes to `HeadModel.logits`, ``features`` into the row of the next token."""
+    """Results for every row of a pass: ``hidden`` goes to `HeadModel.logits`, ``features`` into the row of the next
+    token."""
 
     hidden: Tensor  # [T, H]
     features: Tensor  # [T, F]

@@ -25,7 +25,7 @@ from draftwise.models.weights import WeightPlan
 
 
 class Correction(Protocol):
-    """What a block drafter makes of its logits, place by place."""
+    """A block drafter's correction of its logits, place by place."""
 
     @property
     def carries(self) -> bool:
@@ -37,7 +37,7 @@ class Correction(Protocol):
         ...
 
     def parts(self) -> CorrectionParts:
-        """What it is made of, for kernels that draw whole blocks; after `finish`."""
+        """The parts of the correction, for kernels that draw whole blocks; after `finish`."""
         ...
 
     def correct(

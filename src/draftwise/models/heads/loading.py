@@ -80,7 +80,7 @@ class HeadContext(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target."""
+        """The dtype of the target."""
 
     @property
     def device(self) -> torch.device: ...

@@ -184,7 +184,8 @@ class BlockProposer(HeadProposer):
 
 
 class BlockTrees(RootedTrees):
-    """What a block says of the nodes of trees: those at one depth differ by what the token before each says, if the
+    """A block's distributions for the nodes of trees: those at one depth differ by what the token before each says,
+    if the
     drafter asks for it, and in nothing else. No pass is run.
 
     Example: one forced token. The children of the forced token are drawn from row 1 of the block, theirs from row 2.

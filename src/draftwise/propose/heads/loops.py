@@ -26,7 +26,7 @@ class HeadLoops:
     def __init__(self, passes: HeadPasses) -> None:
         self._passes = passes
         self.filled: list[int] = []
-        """Of the requests of the latest `chains` or `trees` that was not None: leading tokens that are stored."""
+        """The stored leading tokens of each request of the latest `chains` or `trees` that was not None."""
 
     def chains(
         self, rows: Sequence[DraftRow], states: Sequence[HeadState], steps: int, draws: ChainDraws | None

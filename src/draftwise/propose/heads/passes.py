@@ -44,7 +44,8 @@ class HeadDraft(ChainDraft):
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """What `HeadPasses.fill` computes of a request: rows of ``token_ids_np`` below ``stop``, if features are there."""
+    """The rows of a request that `HeadPasses.fill` computes: rows of ``token_ids_np`` below ``stop``, if features are
+    there."""
 
     state: HeadState
     token_ids_np: IntArray
@@ -148,7 +149,8 @@ class HeadPasses:
         return [(i, int(block_table_np[(first_token + i) // size])) for i in range(start, count, size)]
 
     def keep(self, depth: int, first_token: int, features: Tensor, block_table_np: IntArray) -> None:
-        """Of ``features`` [m, F], of tokens first_token ..., keep those of blocks' last tokens beside their blocks."""
+        """Keep those of ``features`` [m, F] (tokens first_token ...) that belong to blocks' last tokens beside their
+        blocks."""
         ends = self.ends(first_token, features.shape[0], block_table_np)
         if ends:
             blocks = torch.tensor([block for _, block in ends], device=features.device)

@@ -91,7 +91,8 @@ class HeadProposer(Proposer, ColumnDrafter):
         self._most = ANY_LENGTH  # drafts in a row
         self._states: dict[int, HeadState] = {}
         self._together: tuple[list[int], list[int]] | None = None
-        """Of the latest call, if the head did all of it at once: requests, and leading tokens stored of each."""
+        """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
+        each."""
         self._output: TargetOutput | None = None  # of the step's target pass, until `committed`
 
     @classmethod

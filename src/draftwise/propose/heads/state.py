@@ -239,6 +239,6 @@ class HeadState:
         return max([track.queue.end + 1 - track.next for track in self.tracks])
 
     def trimmed(self, num_tokens: int) -> None:
-        """What was stored for tokens from ``num_tokens`` on is gone."""
+        """Forget rows of tokens from ``num_tokens`` on, whose storage was freed."""
         for track in self.tracks:
             track.next = max(min(track.next, num_tokens), track.first_key)

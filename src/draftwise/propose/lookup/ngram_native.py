@@ -16,7 +16,7 @@ _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
 
 class NativeIndex:
-    """Of one request. Not safe for calls from two threads at a time."""
+    """The index of one request. Not safe for calls from two threads at a time."""
 
     __slots__ = ("__weakref__", "done", "handle")
 
@@ -37,7 +37,7 @@ class NativeNgrams:
         self._step = library.function("dw_ngram_step", None, [_I64, _PTR, _I64, _PTR])
 
     def index(self) -> NativeIndex:
-        """Of a request that enters."""
+        """A new index, for a request that enters."""
         return NativeIndex(self)
 
     def step(
@@ -48,7 +48,8 @@ class NativeNgrams:
         wanted: Sequence[int],
         tokens_at: Sequence[int],
     ) -> list[tuple[list[int], int]]:
-        """What followed the longest suffix of each request's tokens, and the length of that suffix; nothing and 0 where
+        """The tokens that followed the longest suffix of each request's tokens, and the length of that suffix;
+        nothing and 0 where
         none occurred before.
 
         Args:

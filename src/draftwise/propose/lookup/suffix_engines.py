@@ -149,7 +149,7 @@ class NativeEngine:
     def draft(
         self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits
     ) -> SuffixDraft:
-        """What followed a context that is not the end of the request."""
+        """The draft behind a context that is not the end of the request."""
         assert isinstance(local, NativeSuffixTree) and not isinstance(global_, PythonSuffixTree)
         return native_draft(local, global_, context_np, limits)
 

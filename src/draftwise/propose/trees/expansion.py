@@ -119,7 +119,7 @@ def draft_trees(
 def _logits_rows(
     trees: Sequence[GrowingTree], logits: torch.Tensor, vocab_map: torch.Tensor | None
 ) -> list[LogitsRow]:
-    """What `sampling.draw` wants to know of the rows of all open nodes. Grammar masks are applied to ``logits`` at once
+    """The rows of all open nodes for `sampling.draw`. Grammar masks are applied to ``logits`` at once
     where its columns are the target's tokens, else left to the rows."""
     out: list[LogitsRow] = []
     cursors: list[Cursor | None] = []

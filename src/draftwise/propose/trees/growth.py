@@ -143,7 +143,7 @@ class StaticTree(GrowingTree):
         return (*self.task.forced, *reversed(tokens))
 
     def position(self, node: int) -> int:
-        """Of the node's children."""
+        """The position of the node's children."""
         depth = 0
         while node >= 0:
             depth += 1
@@ -227,7 +227,7 @@ class ScoredTree(GrowingTree):
 
     @property
     def position(self) -> int:
-        """Of the children of all open nodes."""
+        """The position of the children of all open nodes."""
         return self.task.context_len + self._level
 
     def take(self, tokens_np: npt.NDArray[np.int64], logprobs_np: npt.NDArray[np.float32]) -> None:

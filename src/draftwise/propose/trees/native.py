@@ -14,7 +14,7 @@ from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, Tr
 
 
 def native_draws(tasks: Sequence[TreeTask], method: DraftSampleMethod) -> list[TreeDraws] | None:
-    """What `DecoderModel.draft_trees` needs to draft these trees as `draft_trees` would, if it can: nothing stands
+    """The inputs of `DecoderModel.draft_trees` to draft these trees as `draft_trees` would, if it can: nothing stands
     between its passes but a choice of fixed children at a temperature. What min_p, top_k and top_p exclude is chosen
     last, and only fills up; penalties are the target's alone, as in `chains.alike`."""
     if not all(_is_plain(task.row, method) for task in tasks):

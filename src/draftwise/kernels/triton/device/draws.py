@@ -7,7 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def residual(row, q_at, left_out, scale, v, end):
-    """What the last token is drawn from, at tokens v < end: max(scale p - q, 0), or p without one token."""
+    """The weights that the last token is drawn from, at tokens v < end: max(scale p - q, 0), or p without one
+    token."""
     whole = tl.load(row + v, mask=v < end, other=0.0)
     q_row = q_at.to(tl.pointer_type(tl.float32))
     q_end = tl.where(q_at != 0, end, 0)
