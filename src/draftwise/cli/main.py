@@ -26,17 +26,17 @@ COMMANDS = {
     "complete": "continue what you type",
     "serve": "an OpenAI-compatible server, with metrics",
     "bench": "measure latency, throughput or acceptance",
-    "profile": "measure what steps take here, and what drafters get accepted",
+    "profile": "measure times of steps and acceptance on this machine",
     "plan": "plan replicas over a recorded load, in a simulated cluster",
-    "simulate": "what a cluster would do under a load, without one",
+    "simulate": "simulate a cluster under a load",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "tokenize": "token ids of texts, and texts of token ids",
     "extract": "hidden states of a model over text, for training draft heads",
     "train": "train models",
-    "demo": "see speculative decoding at work on the embedded models",
-    "show": "what a model is and what drafts for it, without loading it",
-    "env": "what this machine and this installation are",
-    "completions": "a script that completes commands and options in your shell",
+    "demo": "compare the methods on the embedded models",
+    "show": "describe a model and its drafters without loading it",
+    "env": "describe this machine and this installation",
+    "completions": "print a script that completes commands in your shell",
 }
 """Subcommands and their lines in ``--help``; each is a module ``draftwise.cli.<name>``, imported when needed."""
 
