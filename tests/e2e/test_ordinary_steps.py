@@ -32,9 +32,12 @@ class Engines:
             for _ in range(5)
         ]
 
-    def get(self, family: str) -> LLM:
-        if family not in self._made:
-            self._made[family] = LLM(
+    def get(self, family: str, crowded: bool = False) -> LLM:
+        """``crowded``: few requests run at once, and a step has few rows: prompts come in parts, beside others."""
+        name = f"{family}, crowded" if crowded else family
+        if name not in self._made:
+            more: dict[str, int] = {"max_num_seqs": 6, "max_num_batched_tokens": 32} if crowded else {}
+            self._made[name] = LLM(
                 self._target,
                 dtype="float32",
                 device="cpu",
@@ -44,8 +47,9 @@ class Engines:
                 speculation_control="static",
                 keep_trace=True,
                 speculative_config=self._families[family],
+                **more,
             )
-        return self._made[family]
+        return self._made[name]
 
     def close(self) -> None:
         for llm in self._made.values():
@@ -136,3 +140,70 @@ def test_the_same_as_request_by_request(
     assert counts["ordinary"] > 0
     if family == "methods" and shape == "chain" and method in IN_COLUMNS and rule != "all":
         assert counts["columns"] > 0
+
+
+MIXED: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2, "max_tokens": 9},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+    {"prompt_logprobs": 1},
+    {"repetition_penalty": 1.3, "temperature": 0.9},
+    {"temperature": 0.7, "min_p": 0.05},
+    {"min_tokens": 6, "stop_token_ids": list(range(0, VOCAB, 3))},
+    {"logit_bias": {3: 4.0}},
+    {"frequency_penalty": 0.4, "logprobs": 0},
+    {},
+    {"presence_penalty": 0.5},
+    {"temperature": 1.1},
+]
+"""Parameters of requests, some of which go in columns and some of which do not."""
+
+
+@pytest.mark.parametrize(
+    "method", ["none", "ngram", "suffix", "draft_model", "draft_model:tree", "eagle", "medusa"]
+)
+def test_mixed_steps_the_same_as_request_by_request(
+    engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in parts, prompts' ends, and requests that are looked at, beside ordinary ones: in one step, each in its
+    own way."""
+    name, _, tree = method.partition(":")
+    llm = engines.get("methods", crowded=True)
+    rng = np.random.default_rng(3)
+    prompts = [
+        {"prompt_token_ids": (rng.integers(0, VOCAB, int(rng.integers(4, 20))).tolist() * 2)} for _ in MIXED
+    ]
+    shape = SHAPES["static"] if tree else SHAPES["chain"]
+    params = [
+        SamplingParams(
+            **{
+                "temperature": 0.0,
+                "max_tokens": 8 + i,
+                "ignore_eos": True,
+                "seed": i,
+                "speculation": {"method": name, **(shape if name != "none" else {})},
+                **more,
+            }
+        )
+        for i, more in enumerate(MIXED)
+    ]
+    gather = OrdinarySteps.gather
+    seen: list[OrdinaryStep] = []
+
+    def watched(self: OrdinarySteps, *args: Any) -> OrdinaryStep | None:
+        step = gather(self, *args)
+        if step is not None:
+            seen.append(step)
+        return step
+
+    monkeypatch.setattr(OrdinarySteps, "gather", watched)
+    expected = run(llm, prompts, params, False)
+    assert not seen
+    assert run(llm, prompts, params, True) == expected
+    mixed = [step for step in seen if step.apart is not None]
+    assert len(mixed) > 5
+    assert any(
+        len(step.apart.owners) < len(step.apart.steps) for step in mixed if step.apart
+    )  # a part of a prompt
+    assert any(step.apart.prompt for step in mixed if step.apart)
+    assert any(set(step.decided.of(step.num_new)) > {1} for step in seen)  # an end of a prompt, in columns

@@ -227,8 +227,8 @@ class Drafting:
 
     def propose(self, wanted: Sequence[tuple[Row, int]]) -> None:
         """Let each request's own proposer draft up to its budget; the result waits in `Row.proposal`."""
-        if self._placing is not None and len(wanted) and self._in_columns(self._placing, wanted):
-            return
+        if self._placing is not None and len(wanted):
+            wanted = self._in_columns(self._placing, wanted)
         groups: dict[str, list[tuple[Row, DraftRow]]] = {}
         for row, budget in wanted:
             # The last token that may come is the bonus token behind the deepest accepted node.
@@ -266,16 +266,27 @@ class Drafting:
         for name, members in groups.items():
             self._propose_group(name, members)
 
-    def _in_columns(self, placing: Placing, wanted: Sequence[tuple[Row, int]]) -> bool:
-        """Draft for all requests without a record for each, if they and their drafter are of that kind."""
+    def _in_columns(self, placing: Placing, wanted: Sequence[tuple[Row, int]]) -> list[tuple[Row, int]]:
+        """Draft for many requests without a record for each: those of one method that want chains of one kind. Who is
+        left, in their order."""
+        kinds = placing.kinds([row for row, _ in wanted])
+        groups: dict[tuple[str, int], list[int]] = {}
+        for i, (kind, (row, _)) in enumerate(zip(kinds, wanted, strict=True)):
+            if kind > 0:
+                groups.setdefault((row.method, kind), []).append(i)
+        left = {i for i, kind in enumerate(kinds) if kind == 0}
+        for (name, _), members in groups.items():
+            proposer: object = self._proposers[name]
+            if isinstance(proposer, ColumnDrafter) and name not in self._foreign:
+                own = wanted if len(members) == len(wanted) else [wanted[i] for i in members]
+                if self._drafted(placing, proposer, own):
+                    continue
+            left.update(members)
+        return [wanted[i] for i in sorted(left)]
+
+    def _drafted(self, placing: Placing, proposer: ColumnDrafter, wanted: Sequence[tuple[Row, int]]) -> bool:
         rows = [row for row, _ in wanted]
-        name = rows[0].method
-        proposer: object = self._proposers.get(name)
-        if not isinstance(proposer, ColumnDrafter) or name in self._foreign:
-            return False
         columns = placing.columns(rows, [budget for _, budget in wanted])
-        if columns is None:
-            return False
         try:
             block = proposer.draft_columns(columns)
         except Exception:  # asked again, it says of whom

@@ -20,28 +20,27 @@ from draftwise.models.base import DecoderModel
 from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.propose.base import Proposer
-from draftwise.runner.batch import StepBatch, StepRow, assemble
+from draftwise.runner.apart import OneByOne
+from draftwise.runner.batch import assemble
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
-from draftwise.runner.ordinary import OrdinaryStep, OrdinarySteps
-from draftwise.runner.outcome import Outcome, committed_rows, drafting, row_results
+from draftwise.runner.ordinary import OrdinarySteps
+from draftwise.runner.outcome import Outcome, drafting, row_results
 from draftwise.runner.placing import Placing
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.runner.seats import Flight, Seats
+from draftwise.runner.side_by_side import OrdinaryStep
 from draftwise.runner.verifying import Verifying
-from draftwise.sampling.logprobs import token_logprobs
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.structured.grammars import Grammars
 from draftwise.types import (
-    EMPTY_PROPOSAL,
     DrafterFailure,
     NewRequest,
     StepPlan,
     StepResult,
     TokenLogprobs,
-    Verification,
 )
 from draftwise.verify.base import BatchRules
 from draftwise.verify.native import NativeRules
@@ -101,6 +100,7 @@ class LocalExecutor(Executor):
             chains_only=storage.states is not None,
             placing=None if library is None or self._ordinary is None else Placing(library, block_size),
         )
+        self._one_by_one = OneByOne(model, self._drafting, self._verifying, self._ordinary)
         self.seats: Seats | None = None  # of requests that decode on the device
         if seated and isinstance(model, GraphedDecoder):
             seats = Seats(
@@ -198,7 +198,7 @@ class LocalExecutor(Executor):
         if ordinary is not None:
             step = None if self._drafting.transfers else ordinary.gather(plan.rows, self._rows)
             if step is not None:
-                return self._decode(plan.step, ordinary, step, start)
+                return self._in_columns(plan.step, ordinary, step, start)
             ordinary.catch_up(self._rows)
         states = self._storage.states is not None
         batch = assemble(
@@ -213,24 +213,16 @@ class LocalExecutor(Executor):
             batch.input, self._storage, batch.rows, self._drafting.capture_layers
         )
         forwarded = self._clock()
-        prompt: dict[int, tuple[TokenLogprobs, ...]] = {}
-        for i, first, n in batch.prompt:
-            prompt[i] = self._prompt_logprobs(output.hidden, steps[i], first, n)
+        prompt = self._one_by_one.prompt_logprobs(batch, output.hidden)
         if self._drafting.observes:
             self._drafting.observe([s.row for s in steps], batch.input, output)
-        decided = self._verifying.verify(logits, batch, deciding)
-        answers: list[Outcome] = decided
-        if len(decided) < len(steps):
-            answers = [None] * len(steps)
-            for i, answer in zip(batch.owners, decided, strict=True):
-                answers[i] = answer
-        outcomes, read = self._commit(batch, answers)
+        outcomes, read = self._one_by_one.commit(batch, self._verifying.verify(logits, batch, deciding))
         followed = 0.0
         if read:
             before = self._clock()
             self._drafting.committed(read)
             followed = self._clock() - before
-        transferred = self._transfer(steps, outcomes) if self._drafting.transfers else {}
+        transferred = self._one_by_one.transfer(steps, outcomes)
         self._drafting.compact()
         verified = self._clock()
 
@@ -247,27 +239,41 @@ class LocalExecutor(Executor):
             drafter_failures=self._drafting.take_failures(),
         )
 
-    def _decode(self, number: int, ordinary: OrdinarySteps, step: OrdinaryStep, start: float) -> StepResult:
-        """`_execute` of an ordinary step."""
-        drafting = self._drafting
+    def _in_columns(
+        self, number: int, ordinary: OrdinarySteps, step: OrdinaryStep, start: float
+    ) -> StepResult:
+        """`_execute` of a step in columns."""
+        drafting, apart, one_by_one = self._drafting, step.apart, self._one_by_one
+        deciding = None if apart is None else self._verifying.deciding(apart)
         built = self._clock()
-        output, logits = self._model.forward_logits(step.input, self._storage, None, drafting.capture_layers)
+        output, logits = self._model.forward_logits(
+            step.input, self._storage, step.logit_rows, drafting.capture_layers
+        )
         forwarded = self._clock()
+        prompt: Mapping[int, tuple[TokenLogprobs, ...]] = {}
+        if apart is not None and apart.prompt:
+            prompt = one_by_one.prompt_logprobs(apart, output.hidden)
         if drafting.observes:
             drafting.observe(step.rows, step.input, output)
-        moved = ordinary.decide(step, logits)
+        moved = ordinary.decide(step, logits)  # first: torch may overwrite what it decides by
+        outcomes: list[Outcome] = []
+        read: Sequence[tuple[Row, int, Sequence[int]]] = ()
+        if apart is not None:
+            outcomes, read = one_by_one.commit(apart, self._verifying.verify(logits, apart, deciding))
         followed = 0.0
-        if drafting.observes and (read := step.read()):
+        if drafting.observes and (read := step.read(read)):
             before = self._clock()
             drafting.committed(read)
             followed = self._clock() - before
         ordinary.compact(self._storage, *moved)
+        drafting.compact()
         verified = self._clock()
-        drafting.propose(step.drafting())
+        drafting.propose(step.drafting(outcomes))
         drafted = self._clock()
+        of_others = () if apart is None else row_results(apart.steps, outcomes, prompt, {})
         return StepResult(
             step=number,
-            rows=step.results(),
+            rows=step.results(of_others),
             input_time=built - start,
             forward_time=forwarded - built,
             verify_time=verified - forwarded - followed,
@@ -363,80 +369,3 @@ class LocalExecutor(Executor):
             self._ordinary.enters(row)
         self._rows[new.rid] = row
         return row
-
-    # ------------------------------------------------------------------------------------ logits
-
-    def _prompt_logprobs(
-        self, hidden: torch.Tensor, step: StepRow, first: int, count: int
-    ) -> tuple[TokenLogprobs, ...]:
-        """Logprobs of prompt tokens num_computed + 1 ...: the row of token j predicts token j + 1."""
-        row = step.row
-        assert row.prompt_logprobs is not None
-        low = row.num_computed + 1
-        targets = row.tokens_np[low : low + count].tolist()
-        entries: list[TokenLogprobs] = []
-        # In slices, so that a long chunk times a large vocabulary does not need gigabytes.
-        for i in range(0, count, 256):
-            part = hidden[first + i : first + min(i + 256, count)]
-            entries.extend(
-                token_logprobs(self._model.logits(part), targets[i : i + 256], row.prompt_logprobs)
-            )
-        return tuple(entries)
-
-    # -------------------------------------------------------------------------------------------- commit
-
-    def _commit(
-        self, batch: StepBatch, answers: Sequence[Outcome]
-    ) -> tuple[list[Outcome], list[tuple[Row, int, Sequence[int]]]]:
-        """Take in what was decided of each request, or that a chunk was computed: what came of it, and what drafters
-        are told (`Drafting.committed`)."""
-        outcomes: list[Outcome] = []
-        read: list[tuple[Row, int, Sequence[int]]] = []
-        drafting, observes = self._drafting, self._drafting.observes
-        for (row, planned, _), answer, start in zip(batch.steps, answers, batch.starts, strict=False):
-            row.proposal = EMPTY_PROPOSAL
-            before, num_new = row.num_computed, planned.num_new
-            base = before + num_new
-            outcome = answer if row.error is None else row.error
-            path: tuple[int, ...] = ()
-            if outcome.__class__ is Verification:
-                path, token_ids, _ = outcome
-                for fill in row.fill.values():
-                    if fill.drafts:
-                        drafting.accepted(row, len(path), base)
-                        break
-                # Nodes 0, 1, ... stand where they belong.
-                if path and path[-1] != len(path) - 1 and not self._verifying.compacts(row):
-                    drafting.move(row, path, base)
-                row.num_computed = base + len(path)
-                row.append(token_ids)
-                row.state.commit(token_ids)
-                if row.native_rule < 0 and self._ordinary is not None:
-                    self._ordinary.enters(row)  # it may have been short of tokens until now
-                if row.grammar is not None:
-                    try:
-                        row.grammar.commit(token_ids)
-                    except Exception as error:  # a rule that does not look at the target, such as "synthetic"
-                        outcome = error
-            elif outcome is None:
-                row.num_computed = base
-            else:
-                outcomes.append(outcome)
-                continue
-            outcomes.append(outcome)
-            if observes and planned.follow:
-                read.append((row, before, committed_rows(start, num_new, path)))
-        return outcomes, read
-
-    def _transfer(
-        self, steps: Sequence[StepRow], outcomes: list[Outcome]
-    ) -> dict[int, Mapping[str, object] | None]:
-        """The results of prompts, by step row. If that fails, the request fails (in ``outcomes``)."""
-        found: dict[int, Mapping[str, object] | None] = {}
-        for i, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
-            if isinstance(outcome, Verification):
-                try:
-                    found[i] = self._drafting.transfer(step.row)
-                except Exception as error:  # a full disk, say: only this request fails
-                    outcomes[i] = error
-        return found

@@ -1,8 +1,10 @@
-"""Ordinary steps, in columns: every request decodes, and nothing but its draws has to be known of it.
+"""Steps in columns: what lies in the books of requests is put together, and decided, in native calls.
 
-Rows, what verification is told, and what is taken in of its answer are a native call each (``csrc/steps.cpp``), over
-the books of the requests (`RowBook`). `runner.batch`, `verify.native` and `LocalExecutor` do the same for other steps,
-and are the reference: a step is ordinary if it can be, and gives the same bits.
+Rows of all requests are one native call (``csrc/steps.cpp``). A request of which nothing but its draws has to be known
+is *ordinary*: what verification is told of all ordinary ones, and what is taken in of its answer, are a native call
+each. The others of the step, such as those with a grammar or with log-probabilities, and prompts whose ends it does not
+reach, go one by one in the same step (`runner.apart`). `runner.batch`, `verify.native` and `runner.apart` do all of it
+request by request, and are the reference: a step goes in columns if it can, and gives the same bits.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,110 +22,17 @@ from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kv.storage import KVStorage
-from draftwise.runner.rows import Row, method_name
-from draftwise.sampling.state import DRAW
-from draftwise.types import AttentionBatch, IntArray, RowPlan, RowResult, StepInput, chain_parents, new_record
+from draftwise.runner.batch import StepBatch, StepRow
+from draftwise.runner.rows import Row
+from draftwise.runner.side_by_side import Decided, OrdinaryStep
+from draftwise.sampling.state import DRAW, SamplingState
+from draftwise.types import EMPTY_PROPOSAL, AttentionBatch, IntArray, Proposal, RowPlan, StepInput
+from draftwise.verify.base import VerifyColumns
 from draftwise.verify.native import RULES, NativeRules
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
-_NOT_FINITE = "RequestError: the model's logits are not finite"
-_NO_TREES = np.zeros(0, np.bool_)
-
-
-@dataclass(slots=True)
-class OrdinaryStep:
-    """A step of R requests with N nodes to verify. ``own`` [R]: nodes of each; ``starts`` [R + 1]: first row of each;
-    ``places``: where their books lie. Of the answer: ``sizes`` [R] tokens of each, 0: there was none; ``goes_on`` [R]:
-    whether it has not ended; ``tokens``: of all, side by side."""
-
-    rows: list[Row]
-    rids: Sequence[int]
-    budgets: Sequence[int]
-    follow: Sequence[bool]
-    input: StepInput
-    places: array[int]
-    own: array[int]
-    starts: list[int]
-    contexts: list[int]
-    methods: list[int]
-    draws: bytearray
-    numbers: array[int]
-    given: array[int]
-    q_at: array[int] | None
-    trees: bool
-    sizes: list[int]
-    goes_on: list[int]
-    tokens: list[int]
-    paths: list[tuple[int, ...]]
-
-    @property
-    def num_nodes(self) -> int:
-        """N"""
-        return len(self.given) // 3
-
-    def read(self) -> list[tuple[Row, int, Sequence[int]]]:
-        """The committed tokens for drafters that follow, see `Drafting.committed`."""
-        found: list[tuple[Row, int, Sequence[int]]] = []
-        columns = zip(
-            self.rows, self.contexts, self.starts, self.sizes, self.paths, self.follow, strict=False
-        )
-        for row, context, start, size, path, follows in columns:
-            if follows and size:
-                if path is _paths(size - 1):
-                    found.append((row, context, range(start, start + size)))
-                else:
-                    found.append((row, context, [start, *[start + 1 + node for node in path]]))
-        return found
-
-    def drafting(self) -> list[tuple[Row, int]]:
-        """The requests that draft after this step, and how much."""
-        columns = zip(self.rows, self.budgets, self.goes_on, strict=True)
-        return [(row, budget) for row, budget, goes_on in columns if budget and goes_on]
-
-    def results(self) -> tuple[RowResult, ...]:
-        """The results for the scheduler, once the requests have drafted."""
-        total, own, tokens = self.num_nodes, self.own.tolist(), self.tokens
-        given = self.given.tolist()
-        waiting = [row.num_waiting for row in self.rows]
-        results = []
-        first = node = 0
-        for rid, size, n, path, method, proposed in zip(
-            self.rids, self.sizes, own, self.paths, self.methods, waiting, strict=True
-        ):
-            if not size:
-                results.append(RowResult(rid, error=_NOT_FINITE))
-                node += n
-                continue
-            drafts: tuple[int, ...] = ()
-            parents: tuple[int, ...] = ()
-            name = "none"
-            if n:
-                drafts = tuple(given[node : node + n])
-                parents = tuple(given[total + node : total + node + n]) if self.trees else chain_parents(n)
-                name = method_name(method)
-            results.append(
-                new_record(
-                    RowResult,
-                    (
-                        rid,
-                        tuple(tokens[first : first + size]),
-                        n,
-                        size - 1,
-                        path,
-                        drafts,
-                        parents,
-                        name,
-                        proposed,
-                        None,
-                        None,
-                        None,
-                        None,
-                    ),
-                )
-            )
-            first += size
-            node += n
-        return tuple(results)
+_IN_COLUMNS, _CHUNK = 0, 2
+"""``dw::Part``."""
 
 
 class OrdinarySteps:
@@ -136,11 +45,11 @@ class OrdinarySteps:
         self._rules = rules
         self._packer = packer
         self._block_size = block_size
-        self._members: tuple[Sequence[int], list[Row], array[int]] = ((), [], array("Q"))
-        self._size = library.function("dw_step_size", ctypes.c_int, [_I64, _PTR, _I64, _PTR, _PTR, _PTR])
-        self._rows = library.function(
-            "dw_step_rows", None, [_I64, _PTR, _I64, _PTR, _I64, _I64, *[_PTR] * 11]
+        self._members = _Members((), {})
+        self._size = library.function(
+            "dw_step_size", ctypes.c_int, [_I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR]
         )
+        self._rows = library.function("dw_step_rows", None, [_I64, _PTR, _I64, *[_PTR] * 17])
         self._taken = library.function(
             "dw_step_taken", _I64, [_I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR]
         )
@@ -150,66 +59,70 @@ class OrdinarySteps:
 
     def changed(self) -> None:
         """Requests came or left."""
-        self._members = ((), [], array("Q"))
+        self._members = _Members((), {})
 
     def enters(self, row: Row) -> None:
-        """Say of a request whether it may ever be part of such a step."""
+        """Say of a request whether it is ordinary from now on."""
         plain = row.state.plain and row.grammar is None and row.error is None
-        if plain and row.prompt_logprobs is None and not row.adapter:
+        if plain and (row.prompt_logprobs is None or row.num_computed >= row.num_prompt - 1):
             row.native_rule = RULES.get(row.rule, -1)
 
     def catch_up(self, rows: Mapping[int, Row]) -> None:
-        """Before a step that is not ordinary: sampling states count the tokens of those that were."""
+        """Before a step that goes request by request: sampling states count the tokens that came in columns."""
         if self.stale:
             self.stale = False
             for row in rows.values():
                 row.state.num_tokens = row.num_tokens
 
     def gather(self, plans: Sequence[RowPlan], rows: Mapping[int, Row]) -> OrdinaryStep | None:
-        """A planned step, if it is ordinary; None: it is not, and nothing has changed."""
+        """A planned step, if somebody in it is ordinary; None: it goes request by request, and nothing has changed."""
         rids, num_new, num_draft, budgets, _, follow = zip(*plans, strict=True)
         count = len(rids)
-        if num_new.count(1) != count:
-            return None
-        if rids != self._members[0]:
-            members = [rows[rid] for rid in rids]
-            self._members = rids, members, array("Q", [row.at for row in members])
-        _, members, places = self._members
+        if rids != self._members.rids:
+            self._members = _Members(rids, rows)
+        members, places = self._members.rows, self._members.places
         size, places_at = self._block_size, places.buffer_info()[0]
-        wanted = array("i", num_draft)
-        own, facts = array("i", bytes(4 * count)), array("q", bytes(32))
-        if not self._size(
-            count,
-            places_at,
-            size,
-            wanted.buffer_info()[0],
-            own.buffer_info()[0],
-            facts.buffer_info()[0],
-        ):
+        asked = array("i", num_new)
+        asked.extend(num_draft)
+        answers, facts = array("i", bytes(8 * count)), array("q", bytes(64))
+        asked_at, own_at, facts_at = (numbers.buffer_info()[0] for numbers in (asked, answers, facts))
+        parts_at = own_at + 4 * count
+        if not self._size(count, places_at, size, asked_at, own_at, parts_at, facts_at):
+            if not facts[7]:
+                return None
+            going = [plan for plan in plans if not rows[plan.rid].is_full]
+            return self.gather(going, rows) if going else None
+        total, width, trees, sampled, decided, nodes, num_logits, _ = facts
+        if not decided:
             return None
-        nodes, width, trees, sampled = facts
-        total = count + nodes
         (token_ids, positions, slots), rows_at = self._packer.room(total)
-        ints: IntArray = np.empty(2 * count + 1 + count * width, np.int32)
+        all_rows = num_logits == total
+        # starts, contexts, first rows, tables, and which rows have logits
+        ints: IntArray = np.empty(3 * count + 1 + count * width + (0 if all_rows else num_logits), np.int32)
         at = address(ints)
+        tables = 3 * count + 1
+        logits = tables + count * width
         is_tree_np = np.zeros(count, np.bool_)
         ancestors_np = np.zeros(total, np.uint64) if trees else None
-        draws = bytearray(DRAW.size * count)
-        numbers, given = array("i", bytes(4 * 5 * count)), array("i", bytes(4 * 3 * nodes))
-        methods, q_at = array("i", bytes(4 * count)), array("Q", bytes(8 * count))
+        draws = bytearray(DRAW.size * decided)
+        numbers, given = array("i", bytes(4 * 5 * decided)), array("i", bytes(4 * 3 * nodes))
+        methods, q_at = array("i", bytes(4 * decided)), array("Q", bytes(8 * decided))
         self._rows(
             count,
             places_at,
             size,
-            own.buffer_info()[0],
-            nodes,
-            width,
+            asked_at,
+            own_at,
+            parts_at,
+            facts_at,
             rows_at,
             at,
             at + 4 * (count + 1),
-            at + 4 * (2 * count + 1),
+            at + 4 * tables,
             address(is_tree_np),
             None if ancestors_np is None else address(ancestors_np),
+            at + 4 * (2 * count + 1),
+            None if all_rows else at + 4 * logits,
             _address(draws),
             numbers.buffer_info()[0],
             given.buffer_info()[0],
@@ -218,64 +131,93 @@ class OrdinarySteps:
         )
         starts_np, contexts_np = ints[: count + 1], ints[count + 1 : 2 * count + 1]
         attention = AttentionBatch(
-            starts_np,
-            contexts_np,
-            is_tree_np,
-            ints[2 * count + 1 :].reshape(count, width),
-            ancestors_np,
-            size,
+            starts_np, contexts_np, is_tree_np, ints[tables:logits].reshape(count, width), ancestors_np, size
         )
+        step_input = StepInput(token_ids, positions, slots, attention)
+        if self._members.adapters:
+            step_input = replace(step_input, adapters=self._members.adapters)
+        starts, contexts = starts_np.tolist(), contexts_np.tolist()
+        logit_rows = None if all_rows else ints[logits:].tolist()
+        own = answers[:count]
+        chosen: list[int] | None = None
+        apart_at: list[int] = []
+        apart: StepBatch | None = None
+        if decided < count:
+            parts = answers[count:].tolist()
+            chosen = [i for i, part in enumerate(parts) if part == _IN_COLUMNS]
+            apart_at = [i for i, part in enumerate(parts) if part != _IN_COLUMNS]
+            first_rows = ints[2 * count + 1 : tables].tolist()
+            apart = _apart(
+                [(plans[i], members[i], own[i], starts[i], first_rows[i], parts[i]) for i in apart_at],
+                step_input,
+                logit_rows,
+            )
+            own, places = array("i", [own[i] for i in chosen]), array("Q", [places[i] for i in chosen])
+            members_decided = [members[i] for i in chosen]
+        else:
+            members_decided = members
         return OrdinaryStep(
             members,
             rids,
+            num_new,
             budgets,
             follow,
-            StepInput(token_ids, positions, slots, attention),
-            places,
-            own,
-            starts_np.tolist(),
-            contexts_np.tolist(),
-            methods.tolist(),
-            draws,
-            numbers,
-            given,
-            q_at if sampled else None,
+            step_input,
+            starts,
+            contexts,
             bool(trees),
-            [],
-            [],
-            [],
-            [],
+            logit_rows,
+            num_logits,
+            Decided(
+                chosen,
+                members_decided,
+                places,
+                own,
+                methods.tolist(),
+                draws,
+                numbers,
+                given,
+                q_at if sampled else None,
+                [],
+                [],
+                [],
+                [],
+            ),
+            apart,
+            apart_at,
         )
 
     def decide(self, step: OrdinaryStep, logits: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Decide all requests by ``logits`` [R + N, V] float32, raw, of all rows, and take in what was decided: in
-        their books, and in the step.
+        """Decide the ordinary requests by ``logits`` [L, V] float32, raw, of the rows that have some, and take in what
+        was decided: in their books, and in the step.
 
         Returns:
             Slots of keys that have to be moved, from and to.
         """
-        count, nodes = len(step.rows), step.num_nodes
+        decided = step.decided
+        count, nodes = len(decided.rows), decided.num_nodes
         found = array("i", bytes(4 * (2 * count + nodes)))
         self._rules.decide_at(
             logits if logits.is_contiguous() else logits.contiguous(),
             count,
-            _address(step.draws),
-            step.numbers.buffer_info()[0],
-            None if step.q_at is None else step.q_at.buffer_info()[0],
+            _address(decided.draws),
+            decided.numbers.buffer_info()[0],
+            None if decided.q_at is None else decided.q_at.buffer_info()[0],
             nodes,
-            step.given.buffer_info()[0],
+            decided.given.buffer_info()[0],
             found.buffer_info()[0],
+            step.num_logits,
         )
         answers, tokens = array("i", bytes(8 * count)), array("i", bytes(4 * (count + nodes)))
         moves = array("q", bytes(16 * nodes))
         at = answers.buffer_info()[0]
         moved = self._taken(
             count,
-            step.places.buffer_info()[0],
+            decided.places.buffer_info()[0],
             self._block_size,
-            step.own.buffer_info()[0],
+            decided.own.buffer_info()[0],
             nodes,
-            step.given.buffer_info()[0],
+            decided.given.buffer_info()[0],
             found.buffer_info()[0],
             at,
             at + 4 * count,
@@ -283,21 +225,18 @@ class OrdinarySteps:
             moves.buffer_info()[0],
         )
         self.stale = True
-        step.sizes, step.goes_on, step.tokens = (
-            answers[:count].tolist(),
-            answers[count:].tolist(),
-            tokens.tolist(),
-        )
+        sizes = decided.sizes = answers[:count].tolist()
+        decided.goes_on, decided.tokens = answers[count:].tolist(), tokens.tolist()
         if step.trees:
             paths = found[2 * count :].tolist()
             first = 0
-            for size, n in zip(step.sizes, step.own, strict=True):
+            for size, n in zip(sizes, decided.own, strict=True):
                 path = tuple(paths[first : first + max(size - 1, 0)])
                 straight = _paths(len(path))
-                step.paths.append(straight if path == straight else path)
+                decided.paths.append(straight if path == straight else path)
                 first += n
         else:
-            step.paths = [_paths(size - 1) if size else () for size in step.sizes]
+            decided.paths = [_paths(size - 1) if size else () for size in sizes]
         return moves[:moved].tolist(), moves[nodes : nodes + moved].tolist()
 
     def compact(self, storage: KVStorage, source: Sequence[int], target: Sequence[int]) -> None:
@@ -320,6 +259,72 @@ class OrdinarySteps:
                 at,
                 at + 8 * count,
             )
+
+
+class _Members:
+    """The requests of a step. They stay the same for many steps."""
+
+    def __init__(self, rids: Sequence[int], rows: Mapping[int, Row]) -> None:
+        self.rids = rids
+        self.rows = [rows[rid] for rid in rids]
+        self.places = array("Q", [row.at for row in self.rows])
+        adapters = tuple([row.adapter for row in self.rows])
+        self.adapters = adapters if any(adapters) else None
+
+
+def _apart(
+    members: Sequence[tuple[RowPlan, Row, int, int, int, int]],
+    step_input: StepInput,
+    logit_rows: list[int] | None,
+) -> StepBatch:
+    """Those of a step that are not decided in columns, as `batch.assemble` describes them. Of each: its plan, nodes to
+    verify, first row, first row among those with logits, and part in the step."""
+    steps: list[StepRow] = []
+    states: list[SamplingState] = []
+    proposals: list[Proposal] = []
+    firsts: list[int] = []
+    rules: list[str] = []
+    owners: list[int] = []
+    roots: list[int] = []
+    structured: list[int] = []
+    prompt: list[tuple[int, int, int]] = []
+    plain = True
+    for i, (plan, row, nodes, start, first_row, part) in enumerate(members):
+        proposal = EMPTY_PROPOSAL
+        if nodes:
+            proposal = row.proposal
+            if nodes < len(proposal.tokens):
+                proposal = proposal.prefix(nodes)
+        steps.append(StepRow(row, plan, proposal))
+        if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
+            prompt.append((i, start, min(plan.num_new, row.num_prompt - 1 - row.num_computed)))
+        if part == _CHUNK:
+            continue
+        state = row.state
+        state.num_tokens = row.num_tokens  # as `OrdinarySteps.catch_up`
+        if row.grammar is not None:
+            structured.append(len(owners))
+        plain = plain and state.plain
+        owners.append(i)
+        roots.append(start + plan.num_new - 1)
+        states.append(state)
+        proposals.append(proposal)
+        firsts.append(first_row)
+        rules.append(row.rule)
+    decided = VerifyColumns(states, proposals, firsts, rules)
+    starts = [start for _, _, _, start, _, _ in members]
+    return StepBatch(
+        steps,
+        starts,
+        step_input,
+        decided,
+        owners,
+        roots,
+        structured,
+        plain and not structured,
+        logit_rows,
+        prompt,
+    )
 
 
 _PATHS = [tuple(range(n)) for n in range(65)]

@@ -18,7 +18,7 @@ from draftwise.types import Proposal
 from draftwise.verify.native import DRAWS
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
-_FACTS = 9
+_FACTS = 7
 
 
 class Placing:
@@ -26,6 +26,7 @@ class Placing:
 
     def __init__(self, library: NativeLibrary, block_size: int) -> None:
         self._block_size = block_size
+        self._kinds = library.function("dw_draft_kinds", None, [_I64, _PTR, _PTR])
         self._columns = library.function("dw_draft_columns", None, [_I64, _PTR, _PTR])
         self._chains = library.function(
             "dw_place_chains", _I64, [_I64, _PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _PTR, _I64]
@@ -102,19 +103,24 @@ class Placing:
         )
         return bool(bad < 0)
 
-    def columns(self, rows: Sequence[Row], budgets: Sequence[int]) -> DraftColumns | None:
-        """The columns for a drafter, if all requests want chains of one kind. None: they do not, or one of them
+    def kinds(self, rows: Sequence[Row]) -> list[int]:
+        """Of each request the number of the kind of chain it wants, see `rows.kind_of`; 0: another proposal; -1: it
         cannot draft."""
+        found = array("q", bytes(8 * len(rows)))
+        places = array("Q", [row.at for row in rows])
+        self._kinds(len(rows), places.buffer_info()[0], found.buffer_info()[0])
+        return found.tolist()
+
+    def columns(self, rows: Sequence[Row], budgets: Sequence[int]) -> DraftColumns:
+        """What a drafter has to know of requests that all want chains of one kind (`kinds`)."""
         count = len(rows)
         places = array("Q", [row.at for row in rows])
         found = array("q", bytes(8 * _FACTS * count))
         self._columns(count, places.buffer_info()[0], found.buffer_info()[0])
-        kinds, known, num_prompt, depths, filled, blocks, tokens_at, blocks_at, _ = (
+        known, num_prompt, depths, filled, blocks, tokens_at, blocks_at = (
             found[i * count : (i + 1) * count].tolist() for i in range(_FACTS)
         )
         first = rows[0]
-        if not kinds[0] or kinds.count(kinds[0]) != count or min(depths) < 1:
-            return None
         return DraftColumns(
             first.speculation,
             () if first.state.is_greedy else [row.state for row in rows],

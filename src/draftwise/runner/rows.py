@@ -130,10 +130,11 @@ class RowBook(ctypes.Structure):
     stops_at: int
     num_stops: int
     native_rule: int
-    """See `runner.ordinary`; -1: the request is never part of such a step."""
+    """See `runner.ordinary`; -1: the request is decided apart from columns."""
     num_waiting: int
     placed: int
-    """Whether drafts that wait stand in the book; 2: there alone."""
+    """Whether all that verification wants to know of drafts that wait stands in the book (0: tokens and parents do); 2:
+    there alone."""
     draw: int
     method_number: int
     drafts: ctypes.Array[ctypes.c_int32]
@@ -270,7 +271,11 @@ class Row(RowBook):
     @proposal.setter
     def proposal(self, proposal: Proposal) -> None:
         self._proposal = proposal
-        self.num_waiting, self.placed = len(proposal.tokens), 0
+        count = len(proposal.tokens)
+        self.num_waiting, self.placed = count, 0
+        if count:
+            self.drafts[:count] = list(proposal.tokens)
+            self.parents[:count] = list(proposal.parents)
 
     def keep(self, proposal: Proposal) -> None:
         """The waiting proposal, whose numbers stand in the book."""

@@ -65,14 +65,15 @@ class NativeRules(BatchRules):
         total: int,
         given_at: int,
         found_at: int,
+        rows: int,
     ) -> None:
         """Decide ``count`` requests with ``total`` nodes, of which all that `dw_verify` wants to know lies in memory.
-        ``logits`` [M, V] float32, contiguous, of all rows."""
+        ``logits`` [M, V] float32, contiguous; ``rows``: M, as whoever wrote down the requests' first rows knows it."""
         require(
             logits.dtype is torch.float32 and logits.is_cpu and logits.is_contiguous(),
             "float32 logits on the CPU",
         )
-        require(logits.shape[0] == count + total, "logits of all rows")
+        require(logits.shape[0] == rows and count + total <= rows, "logits of all rows")
         self._verify(
             self._pool.pointer,
             logits.data_ptr(),

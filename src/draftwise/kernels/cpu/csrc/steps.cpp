@@ -1,5 +1,5 @@
-// A step of requests that decode, and of which nothing but their draws has to be known: its rows, what verification has to be told,
-// and what is taken in of its answer. runner/batch.py, verify/native.py and LocalExecutor._commit are the references of these.
+// A step: its rows, and of the requests of which nothing but their draws has to be known what verification has to be told, and what is
+// taken in of its answer. runner/batch.py, verify/native.py and runner/apart.py are the references of these.
 #include "steps.h"
 
 #include <algorithm>
@@ -26,87 +26,127 @@ int64_t slot_of(const RowBook& book, int64_t key, int64_t block_size) {
 
 }  // namespace
 
-// How large the step is. `wanted` [requests]: nodes to verify, at most; `own` [requests]: nodes of each that wait for it. `facts`:
-// nodes of all, blocks of the request that has most, whether some proposal is no chain, whether some has a q. 0: it is not such a
-// step, since a request is somewhere else, or has to be looked at.
-DW_EXPORT int dw_step_size(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* wanted, int32_t* own,
-                           int64_t* facts) {
+// How large the step is. `asked` [2, requests]: known tokens to compute, and nodes to verify, at most; `own` [requests]: nodes of
+// each that wait for it; `parts` [requests]: a `Part`. `facts` [8]: rows of all, blocks of the request that has most, whether some
+// proposal is no chain, whether some that is decided in columns has a q, requests that are decided in columns, their nodes, rows with
+// logits, whether somebody has all its tokens. 0: the step cannot be put together so.
+// Example: a request whose 10 tokens are computed but the last, with two drafts, and the first 8 tokens of a prompt of 20: 11 rows, 3
+// of them with logits.
+DW_EXPORT int dw_step_size(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* asked, int32_t* own,
+                           int32_t* parts, int64_t* facts) {
   return dw::guarded([&] {
-    int64_t nodes = 0, width = 1, trees = 0, sampled = 0;
+    const int32_t *fresh = asked, *wanted = fresh + requests;
+    int64_t rows = 0, width = 1, trees = 0, sampled = 0, decided = 0, nodes = 0, logits = 0;
+    std::fill(facts, facts + 8, 0);
     for (int64_t r = 0; r < requests; r++) {
       const RowBook& book = *books[r];
-      const int64_t n = std::min<int64_t>(wanted[r], book.waiting);
-      if (book.rule < 0 || book.num_computed + 1 != book.num_tokens || book.num_tokens >= book.max_total) return 0;
-      if (n < 0 || n > dw::MOST_DRAFTS || (n && !book.placed) || book.num_tokens + n + 1 > book.capacity) return 0;
-      if (book.num_tokens + n > book.num_blocks * block_size) return 0;
+      const int64_t n = std::min<int64_t>(wanted[r], book.waiting), known = book.num_computed + fresh[r];
+      if (book.num_tokens >= book.max_total) {
+        facts[7] = 1;
+        return 0;
+      }
+      if (fresh[r] < 1 || book.num_computed < 0 || known > book.num_tokens || n < 0 || n > dw::MOST_DRAFTS) return 0;
+      if (n && fresh[r] != 1) return 0;
+      if (known + n > book.num_blocks * block_size) return 0;
+      if (known < book.num_tokens) {
+        if (n) return 0;
+        parts[r] = dw::CHUNK;
+      } else {
+        const bool apart = book.rule < 0 || (n && !book.placed) || book.num_tokens + n + 1 > book.capacity;
+        parts[r] = apart ? dw::APART : dw::IN_COLUMNS;
+        logits += n + 1;
+        if (!apart) {
+          decided++;
+          nodes += n;
+          if (n && book.q) sampled = 1;
+        }
+      }
       own[r] = (int32_t)n;
-      nodes += n;
+      rows += fresh[r] + n;
       width = std::max(width, book.num_blocks);
       for (int64_t i = 0; i < n && !trees; i++) trees = book.parents[i] != i - 1;
-      if (n && book.q) sampled = 1;
     }
-    facts[0] = nodes, facts[1] = width, facts[2] = trees, facts[3] = sampled;
+    const int64_t found[] = {rows, width, trees, sampled, decided, nodes, logits, 0};
+    std::copy(found, found + 8, facts);
     return 1;
   });
 }
 
-// The rows: of each request its last token, then its nodes. As `dw_pack_rows` and `dw_place_trees` write them: `rows` [3, T],
+// The rows: of each request the tokens it computes, then its nodes. As `dw_pack_rows` and `dw_place_trees` write them: `rows` [3, T],
 // `starts` [requests + 1], `contexts` [requests], `tables` [requests, width], `is_tree` [requests], `ancestors` [T] or null.
-// As `dw_verify` reads them: `draws`, `numbers` [5, requests], `given` [3, nodes], `q_at` [requests]. `methods` [requests].
+// `first_rows` [requests]: first one with logits, counted among these, unless it is a chunk; `with_logits` [L]: which rows have them,
+// or null. Of the D requests that are decided in columns, with N nodes, as `dw_verify` reads them: `draws` [D], `numbers` [5, D],
+// `given` [3, N], `q_at` [D]. `methods` [D].
 // Example: root 4 at key 9 with drafts 8 and 5: rows 4 8 5, positions 9 10 11; base 10, two nodes.
-DW_EXPORT void dw_step_rows(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* own, int64_t nodes,
-                            int64_t width, int64_t* rows, int32_t* starts, int32_t* contexts, int32_t* tables, uint8_t* is_tree,
-                            uint64_t* ancestors, dw::VerifyDraw* draws, int32_t* numbers, int32_t* given, uint64_t* q_at,
-                            int32_t* methods) {
+DW_EXPORT void dw_step_rows(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* fresh, const int32_t* own,
+                            const int32_t* parts, const int64_t* facts, int64_t* rows, int32_t* starts, int32_t* contexts,
+                            int32_t* tables, uint8_t* is_tree, uint64_t* ancestors, int32_t* first_rows, int32_t* with_logits,
+                            dw::VerifyDraw* draws, int32_t* numbers, int32_t* given, uint64_t* q_at, int32_t* methods) {
   dw::guarded([&] {
-    const int64_t total = requests + nodes;
-    int64_t *positions = rows + total, *slots = positions + total, t = 0, at = 0;
-    int32_t *base = numbers, *first_row = base + requests, *count = first_row + requests, *rule = count + requests,
-            *draw = rule + requests, *parents = given + nodes, *q_rows = parents + nodes;
+    const int64_t total = facts[0], width = facts[1], decided = facts[4], nodes = facts[5], logits = facts[6];
+    int64_t *positions = rows + total, *slots = positions + total, t = 0, d = 0, l = 0, at = 0;
+    int32_t *base = numbers, *first_row = base + decided, *count = first_row + decided, *rule = count + decided,
+            *draw = rule + decided, *parents = given + nodes, *q_rows = parents + nodes;
     for (int64_t r = 0; r < requests; r++) {
       const RowBook& book = *books[r];
-      const int64_t n = own[r], root = book.num_tokens - 1;
-      dw::require(0 <= n && n <= dw::MOST_DRAFTS && at + n <= nodes, "as many nodes as there is room for");
-      dw::require(root >= 0 && book.num_blocks <= width && root + n < book.num_blocks * block_size, "a block for each row");
+      const int64_t n = own[r], root = book.num_computed + fresh[r] - 1;
+      dw::require(fresh[r] > 0 && 0 <= n && n <= dw::MOST_DRAFTS && t + fresh[r] + n <= total, "as many rows as there is room for");
+      dw::require(book.num_computed >= 0 && root < book.num_tokens, "known tokens");
+      dw::require(book.num_blocks <= width && root + n < book.num_blocks * block_size, "a block for each row");
       int32_t* table = tables + r * width;
       std::copy(book.blocks, book.blocks + book.num_blocks, table);
       std::fill(table + book.num_blocks, table + width, 0);
-      starts[r] = first_row[r] = (int32_t)t;
-      contexts[r] = (int32_t)root;
-      base[r] = (int32_t)book.num_tokens;
-      count[r] = (int32_t)n;
-      rule[r] = (int32_t)book.rule;
-      draw[r] = n && book.q ? (int32_t)book.draw : 0;
-      q_at[r] = n ? (uint64_t)(uintptr_t)book.q : 0;
-      methods[r] = (int32_t)book.method;
-      draws[r] = book.draws;
+      starts[r] = (int32_t)t;
+      contexts[r] = (int32_t)book.num_computed;
+      for (int64_t key = book.num_computed; key <= root; key++, t++) {
+        rows[t] = book.tokens[key];
+        positions[t] = key;
+        slots[t] = slot_of(book, key, block_size);
+        if (ancestors) ancestors[t] = 0;  // not read
+      }
+      const int64_t first = t - 1;  // the root's row
       bool tree = false;
       for (int64_t i = 0; i < n; i++) tree |= book.parents[i] != i - 1;
       is_tree[r] = tree;
-      for (int64_t i = 0; i <= n; i++) {
-        rows[t + i] = i ? book.drafts[i - 1] : book.tokens[root];
-        slots[t + i] = slot_of(book, root + i, block_size);
+      if (tree) ancestors[first] = 1;
+      for (int64_t i = 1; i <= n; i++, t++) {
+        rows[t] = book.drafts[i - 1];
+        slots[t] = slot_of(book, root + i, block_size);
         if (!tree) {
-          positions[t + i] = root + i;
-          if (ancestors) ancestors[t + i] = 0;  // not read
-        } else if (!i) {
-          positions[t] = root;
-          ancestors[t] = 1;
+          positions[t] = root + i;
+          if (ancestors) ancestors[t] = 0;
         } else {
           const int64_t above = (int64_t)book.parents[i - 1] + 1;
           dw::require(0 <= above && above < i, "parents before their children");
-          positions[t + i] = positions[t + above] + 1;
-          ancestors[t + i] = ancestors[t + above] | (uint64_t)1 << i;
+          positions[t] = positions[first + above] + 1;
+          ancestors[t] = ancestors[first + above] | (uint64_t)1 << i;
         }
       }
-      std::copy(book.drafts, book.drafts + n, given + at);
-      std::copy(book.parents, book.parents + n, parents + at);
-      std::copy(book.q_rows, book.q_rows + n, q_rows + at);
-      t += n + 1;
-      at += n;
+      if (parts[r] == dw::CHUNK) continue;
+      dw::require(l + n + 1 <= logits, "as many rows with logits as there is room for");
+      first_rows[r] = (int32_t)l;
+      if (with_logits)
+        for (int64_t i = 0; i <= n; i++) with_logits[l + i] = (int32_t)(first + i);
+      if (parts[r] == dw::IN_COLUMNS) {
+        dw::require(d < decided && at + n <= nodes, "as many nodes as there is room for");
+        base[d] = (int32_t)book.num_tokens;
+        first_row[d] = (int32_t)l;
+        count[d] = (int32_t)n;
+        rule[d] = (int32_t)book.rule;
+        draw[d] = n && book.q ? (int32_t)book.draw : 0;
+        q_at[d] = n ? (uint64_t)(uintptr_t)book.q : 0;
+        methods[d] = (int32_t)book.method;
+        draws[d] = book.draws;
+        std::copy(book.drafts, book.drafts + n, given + at);
+        std::copy(book.parents, book.parents + n, parents + at);
+        std::copy(book.q_rows, book.q_rows + n, q_rows + at);
+        at += n;
+        d++;
+      }
+      l += n + 1;
     }
     starts[requests] = (int32_t)total;
-    dw::require(at == nodes, "as many nodes as the requests have");
+    dw::require(t == total && l == logits && d == decided && at == nodes, "as many rows as the requests have");
   });
 }
 
@@ -195,17 +235,31 @@ DW_EXPORT int64_t dw_place_drafts(int64_t requests, RowBook* const* books, int64
   });
 }
 
-// What drafters want to know, side by side: `columns` [9, requests] kind (0: its drafter failed, or it has none), known tokens, of
-// these the prompt's, deepest node, tokens that the drafter has stored, blocks, where tokens and blocks lie, how many wait.
+// What each request wants to be drafted, `kinds` [requests]: a chain that is drawn like those of one number; 0: something else; -1:
+// nothing, since its drafter failed, or no token may follow its drafts.
+DW_EXPORT void dw_draft_kinds(int64_t requests, RowBook* const* books, int64_t* kinds) {
+  dw::guarded([&] {
+    for (int64_t r = 0; r < requests; r++) {
+      const RowBook& book = *books[r];
+      kinds[r] = book.drafting_failed || book.max_total - book.num_tokens < 2 ? -1 : book.kind;
+    }
+  });
+}
+
+// What drafters want to know, side by side: `columns` [7, requests] known tokens, of these the prompt's, deepest node, tokens that the
+// drafter has stored, blocks, where tokens and blocks lie.
 DW_EXPORT void dw_draft_columns(int64_t requests, RowBook* const* books, int64_t* columns) {
   dw::guarded([&] {
     for (int64_t r = 0; r < requests; r++) {
       const RowBook& book = *books[r];
-      const int64_t found[] = {book.drafting_failed ? 0 : book.kind,  book.num_tokens, book.num_prompt,
-                               book.max_total - book.num_tokens - 1,  book.fill ? book.fill->tokens : 0,
-                               book.num_blocks,                       (int64_t)(uintptr_t)book.tokens,
-                               (int64_t)(uintptr_t)book.blocks,       book.waiting};
-      for (int64_t i = 0; i < 9; i++) columns[i * requests + r] = found[i];
+      const int64_t found[] = {book.num_tokens,
+                               book.num_prompt,
+                               book.max_total - book.num_tokens - 1,
+                               book.fill ? book.fill->tokens : 0,
+                               book.num_blocks,
+                               (int64_t)(uintptr_t)book.tokens,
+                               (int64_t)(uintptr_t)book.blocks};
+      for (int64_t i = 0; i < 7; i++) columns[i * requests + r] = found[i];
     }
   });
 }

@@ -8,6 +8,10 @@ namespace dw {
 
 constexpr int64_t MOST_DRAFTS = 63;
 
+// How a request takes part in a step: it is decided in columns, or apart from them, or a part of its known tokens is computed that
+// does not reach the last one.
+enum Part : int32_t { IN_COLUMNS = 0, APART = 1, CHUNK = 2 };
+
 // How much of a request's keys one drafter has.
 struct FillBook {
   int64_t tokens, drafts;
@@ -23,7 +27,7 @@ struct RowBook {
   int64_t num_stops;
   int64_t rule;           // a `Rule`; -1: kernels do not decide this request, or more than its draws has to be looked at
   int64_t waiting;        // nodes that wait to be verified
-  int64_t placed;         // whether what follows says which
+  int64_t placed;         // whether all that follows is known of them; 0: `drafts` and `parents` are
   int64_t draw;           // a `Draw`
   const float* q;         // of these nodes, or null
   int64_t method;         // number of their method's name
