@@ -14,6 +14,7 @@ from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu import attention, blocks, build, experts, handles, library, program, trees
+from draftwise.kernels.cpu.records import check_record
 from draftwise.kv.manager import TableBook
 from draftwise.propose.lookup import suffix_native
 from draftwise.runner.rows import DrafterFill, RowBook
@@ -52,6 +53,32 @@ def test_structures_are_as_large_as_the_native_ones() -> None:
     while (name := name_of(len(found), size)) is not None:
         found[name.decode()] = size.value
     assert found == MIRRORS
+
+
+class Shifted(ctypes.Structure):
+    """As large as `DrafterFill`, and its fields in another order."""
+
+    _fields_ = (("drafts", ctypes.c_int64), ("tokens", ctypes.c_int64))
+
+
+class Short(ctypes.Structure):
+    _fields_ = (("tokens", ctypes.c_int64),)
+
+
+class Wide(ctypes.Structure):
+    _fields_ = (("tokens", ctypes.c_int32), ("drafts", ctypes.c_int64))
+
+
+def test_fields_of_shared_records_lie_where_native_code_expects_them() -> None:
+    library = native_or_skip()
+    check_record(library, "FillBook", DrafterFill)
+    for mirror, message in (
+        (Shifted, "FillBook.tokens out at byte 0 .8 bytes., but Python expects drafts at byte 0"),
+        (Short, "2 fields of FillBook, but Python has 1"),
+        (Wide, "FillBook.tokens out at byte 0 .8 bytes., but Python expects tokens at byte 0 .4 bytes."),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_record(library, "FillBook", mirror)
 
 
 def test_every_exported_function_is_guarded() -> None:

@@ -21,9 +21,10 @@ from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.records import check_record
 from draftwise.kv.storage import KVStorage
 from draftwise.runner.batch import StepBatch, StepRow
-from draftwise.runner.rows import Row
+from draftwise.runner.rows import DrafterFill, Row, RowBook
 from draftwise.runner.side_by_side import Decided, OrdinaryStep
 from draftwise.sampling.state import DRAW, SamplingState
 from draftwise.types import EMPTY_PROPOSAL, AttentionBatch, IntArray, Proposal, RowPlan, StepInput
@@ -31,6 +32,18 @@ from draftwise.verify.base import VerifyColumns
 from draftwise.verify.native import RULES, NativeRules
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
+_NAMES_IN_C = {
+    "tokens_at": "tokens",
+    "blocks_at": "blocks",
+    "stops_at": "stops",
+    "native_rule": "rule",
+    "num_waiting": "waiting",
+    "q_at": "q",
+    "method_number": "method",
+    "fill_at": "fill",
+    "marks_at": "marks",
+}
+"""Fields of `RowBook`."""
 _IN_COLUMNS, _CHUNK = 0, 2
 """``dw::Part``."""
 
@@ -45,6 +58,8 @@ class OrdinarySteps:
         self._rules = rules
         self._packer = packer
         self._block_size = block_size
+        check_record(library, "FillBook", DrafterFill)
+        check_record(library, "RowBook", RowBook, _NAMES_IN_C)
         self._members = _Members((), {})
         self._size = library.function(
             "dw_step_size", ctypes.c_int, [_I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR]

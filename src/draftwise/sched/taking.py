@@ -13,11 +13,19 @@ from typing import NamedTuple
 
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.library import NativeLibrary, native_library
-from draftwise.kv.manager import KVManager
-from draftwise.sched.request import Request, method_number
+from draftwise.kernels.cpu.records import check_record
+from draftwise.kv.manager import KVManager, TableBook
+from draftwise.sched.request import Request, RequestBook, method_number
 from draftwise.types import RowPlan, RowResult, chain_parents, tree_depth
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
+_NAMES_IN_C = {
+    "tokens_at": "tokens",
+    "stops_at": "stops",
+    "own_method": "method",
+    "taken_in": "last_token_time",
+}
+"""Fields of `RequestBook`."""
 
 
 class Planned(NamedTuple):
@@ -43,6 +51,9 @@ class Books:
     """Writes into the books of many requests."""
 
     def __init__(self, library: NativeLibrary) -> None:
+        """Raises ConfigError if the library lays the books out in another way."""
+        check_record(library, "RequestBook", RequestBook, _NAMES_IN_C)
+        check_record(library, "TableBook", TableBook)
         self._take_in = library.function(
             "dw_take_in", None, [_I64, _PTR, _PTR, _PTR, _PTR, _I64, ctypes.c_double, _PTR]
         )

@@ -1,4 +1,6 @@
 // The sizes of the structures that Python mirrors with ctypes and struct, for a test of the mirrors.
+#include <cstddef>
+
 #include "attention.h"
 #include "block.h"
 #include "books.h"
@@ -18,6 +20,30 @@ struct Layout {
   const char* name;
   int64_t bytes;
 };
+// Where a field of a shared record begins, and how long it is.
+struct Field {
+  const char* name;
+  int64_t offset, bytes;
+};
+#define DW_FIELD(record, field) {#record "." #field, (int64_t)offsetof(dw::record, field), (int64_t)sizeof(dw::record::field)}
+// Records that Python and native code both write, in the order of their fields.
+const Field fields[] = {
+    DW_FIELD(RequestBook, num_tokens), DW_FIELD(RequestBook, num_computed), DW_FIELD(RequestBook, num_proposed),
+    DW_FIELD(RequestBook, max_total), DW_FIELD(RequestBook, tokens), DW_FIELD(RequestBook, stops),
+    DW_FIELD(RequestBook, num_stops), DW_FIELD(RequestBook, watched), DW_FIELD(RequestBook, method),
+    DW_FIELD(RequestBook, last_token_time), DW_FIELD(RequestBook, plain_steps), DW_FIELD(RequestBook, own_steps),
+    DW_FIELD(RequestBook, num_drafts), DW_FIELD(RequestBook, num_drafted), DW_FIELD(RequestBook, num_accepted),
+    DW_FIELD(RequestBook, deepest), DW_FIELD(RequestBook, accepted_at),
+    DW_FIELD(TableBook, committed), DW_FIELD(TableBook, reserved), DW_FIELD(TableBook, due),
+    DW_FIELD(FillBook, tokens), DW_FIELD(FillBook, drafts),
+    DW_FIELD(RowBook, num_tokens), DW_FIELD(RowBook, num_computed), DW_FIELD(RowBook, max_total), DW_FIELD(RowBook, capacity),
+    DW_FIELD(RowBook, tokens), DW_FIELD(RowBook, num_blocks), DW_FIELD(RowBook, blocks), DW_FIELD(RowBook, stops),
+    DW_FIELD(RowBook, num_stops), DW_FIELD(RowBook, rule), DW_FIELD(RowBook, waiting), DW_FIELD(RowBook, placed),
+    DW_FIELD(RowBook, draw), DW_FIELD(RowBook, q), DW_FIELD(RowBook, method), DW_FIELD(RowBook, fill), DW_FIELD(RowBook, marks),
+    DW_FIELD(RowBook, num_prompt), DW_FIELD(RowBook, kind), DW_FIELD(RowBook, drafting_failed), DW_FIELD(RowBook, draws),
+    DW_FIELD(RowBook, drafts), DW_FIELD(RowBook, parents), DW_FIELD(RowBook, q_rows),
+};
+#undef DW_FIELD
 const Layout layouts[] = {
     {"AttentionCall", sizeof(dw::AttentionCall)}, {"BatchView", sizeof(dw::BatchView)},
     {"BlockPlan", sizeof(dw::BlockPlan)},         {"Correction", sizeof(dw::Correction)},
@@ -38,5 +64,14 @@ DW_EXPORT const char* dw_layout(int i, int64_t* bytes) {
     if (i < 0 || i >= int(sizeof(layouts) / sizeof(layouts[0]))) return nullptr;
     *bytes = layouts[i].bytes;
     return layouts[i].name;
+  });
+}
+
+// Name of field i of the shared records as "Record.field", where it begins and how long it is; null behind the last.
+DW_EXPORT const char* dw_layout_field(int i, int64_t* offset, int64_t* bytes) {
+  return dw::guarded([&]() -> const char* {
+    if (i < 0 || i >= int(sizeof(fields) / sizeof(fields[0]))) return nullptr;
+    *offset = fields[i].offset, *bytes = fields[i].bytes;
+    return fields[i].name;
   });
 }
