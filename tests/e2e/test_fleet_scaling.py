@@ -37,7 +37,7 @@ def test_replicas_come_and_go_with_the_load(tmp_path: Path) -> None:
     watch = RequestWatch()
     # 11 tokens/s a replica, 20 requests of 10 tokens in 10 s: 20 tokens/s are 2 replicas.
     planner = Planner(
-        PlannerConfig(interval=10.0, budget=3, hold=1, startup=0.0), FixedCapacity(1e6, output_tokens=11.0)
+        PlannerConfig(interval=10.0, budget=3, dynamo=True), FixedCapacity(1e6, output_tokens=11.0)
     )
     service = PlannerService(
         planner,
