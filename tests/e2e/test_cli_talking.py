@@ -80,7 +80,7 @@ def test_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["tokenize", "def main("]) == 0
     assert f"{found['count']} tokens, 9 characters" in capsys.readouterr().out
     assert main.main(["tokenize", "--decode", "99999999"]) == 2
-    assert "is no token of this tokenizer" in capsys.readouterr().err
+    assert "is not a token of this tokenizer" in capsys.readouterr().err
     assert main.main(["tokenize"]) == 2
     assert "give texts" in capsys.readouterr().err
 

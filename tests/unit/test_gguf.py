@@ -469,7 +469,7 @@ def test_what_is_not_read_is_named(whole: Path, tmp_path: Path) -> None:
     cases = {
         data[:4] + struct.pack("<I", 1) + data[8:]: "GGUF version 1; versions 2 and 3 are read",
         data[:4] + struct.pack(">I", 3) + data[8:]: "the other byte order",
-        b"GGML" + data[4:]: "is no GGUF file",
+        b"GGML" + data[4:]: "is not a GGUF file",
         data.replace(
             b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00grokk"
         ): "'grokk'",

@@ -259,7 +259,9 @@ def test_paths_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     fails(lambda: load(file), "is a file")
     fails(lambda: load(write(tmp_path), revision="main"), "revision 'main'", "local folder")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    fails(lambda: load(Path("no-such-owner/no-such-model")), "no-such-owner/no-such-model", "no local folder")
+    fails(
+        lambda: load(Path("no-such-owner/no-such-model")), "no-such-owner/no-such-model", "not a local folder"
+    )
 
 
 def test_a_hub_id_is_asked_for_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

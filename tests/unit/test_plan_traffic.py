@@ -89,7 +89,7 @@ def test_four_forms_of_traces_say_the_same(tmp_path: Path) -> None:
         ("time,isl,osl\n0,1\n", "line 2"),
         ("a,b\n1,2\n", "expected columns"),
         ('{"time": 0}\n', "expected columns"),
-        ('{"time": 0, "isl": 1, "osl": 1}\nhello\n', "line 2 is no JSON object"),
+        ('{"time": 0, "isl": 1, "osl": 1}\nhello\n', "line 2 is not a JSON object"),
     ],
 )
 def test_traces_that_are_none(tmp_path: Path, text: str, words: str) -> None:

@@ -89,9 +89,9 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2 is no JSON object"),
-        ("[1]", "line 2 is no JSON object"),
-        ("[" * 100_000, "line 2 is no JSON object"),
+        ("{", "line 2 is not a JSON object"),
+        ("[1]", "line 2 is not a JSON object"),
+        ("[" * 100_000, "line 2 is not a JSON object"),
         ({"answer": "x"}, "line 2 has no prompt; expected one of turns, question"),
         ({"turns": []}, "line 2 has no prompt"),
         ({"turns": [5]}, "line 2 has no prompt"),

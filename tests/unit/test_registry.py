@@ -85,8 +85,8 @@ def test_taken_names_and_aliases() -> None:
         ("no.such.module.Class", "cannot load"),
         ("draftwise.propose.lookup.ngram.Missing", "cannot load"),
         (".Class", "cannot load"),
-        ("draftwise.errors.ConfigError", "no subclass of"),
-        ("draftwise.errors.suggest", "no subclass of"),
+        ("draftwise.errors.ConfigError", "not a subclass of"),
+        ("draftwise.errors.suggest", "not a subclass of"),
     ],
 )
 def test_what_cannot_be_resolved(name: str, message: str) -> None:
@@ -95,10 +95,10 @@ def test_what_cannot_be_resolved(name: str, message: str) -> None:
 
 
 def test_a_registered_class_must_be_a_proposer() -> None:
-    with pytest.raises(ConfigError, match="no subclass of"):
+    with pytest.raises(ConfigError, match="not a subclass of"):
         register_proposer("wrong", dict)  # type: ignore[arg-type]
     register_proposer("wrong_later", "collections.OrderedDict")
-    with pytest.raises(ConfigError, match="no subclass of"):
+    with pytest.raises(ConfigError, match="not a subclass of"):
         resolve_proposer("wrong_later")
 
 

@@ -108,7 +108,7 @@ def test_schemas_as_text_are_checked_as_objects_are() -> None:
         text = '{"not":' * (depth - 1) + "{}" + "}" * (depth - 1)
         with pytest.raises(LimitError, match=r"max_schema_(depth|chars)"):
             check_fields(limits, {"structured_outputs": {"json": text}})
-    with pytest.raises(RequestError, match="no JSON text"):
+    with pytest.raises(RequestError, match="not JSON text"):
         check_fields(limits, {"structured_outputs": {"json": "{"}})
 
 

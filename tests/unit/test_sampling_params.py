@@ -142,7 +142,7 @@ def test_schemas_nested_without_end_are_refused() -> None:
     for _ in range(100_000):
         schema = {"not": schema}
     for given in (schema, '{"not":' * 100_000 + "{}" + "}" * 100_000):
-        with pytest.raises(RequestError, match="json is no JSON"):
+        with pytest.raises(RequestError, match=r"json is not (a )?JSON"):
             SamplingParams(structured_outputs={"json": given})
     while schema:  # piece by piece: taking it down at once would recurse, too
         schema = schema["not"]

@@ -65,7 +65,7 @@ def _entry(path: Path, number: int, line: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         entry = None
     if not isinstance(entry, dict):
-        raise ConfigError(f"--prompts {path}: line {number} is no JSON object (the file must be JSONL)")
+        raise ConfigError(f"--prompts {path}: line {number} is not a JSON object (the file must be JSONL)")
     return entry
 
 

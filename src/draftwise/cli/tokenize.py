@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
 def _decode(tokenizer: Any, ids: list[int], *, as_json: bool) -> None:
     for token in ids:
         if not 0 <= token < len(tokenizer):
-            raise UsageError(f"--decode: {token} is no token of this tokenizer (0 to {len(tokenizer) - 1})")
+            raise UsageError(
+                f"--decode: {token} is not a token of this tokenizer (0 to {len(tokenizer) - 1})"
+            )
     text = tokenizer.decode(ids)
     if as_json:
         print_json({"text": text, "token_ids": ids, "count": len(ids)})

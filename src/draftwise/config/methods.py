@@ -135,5 +135,5 @@ def read_config(
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{field}: {model!r} has an unreadable config.json: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{field}: {model!r} has a config.json that is no JSON object")
+        raise ConfigError(f"{field}: {model!r} has a config.json that is not a JSON object")
     return config

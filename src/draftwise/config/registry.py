@@ -98,4 +98,4 @@ def _imported(path: str) -> Any:
 
 def _check_class(found: object, name: str) -> None:
     if not (isinstance(found, type) and issubclass(found, _imported(PROPOSER))):
-        raise ConfigError(f"method {name!r}: {found!r} is no subclass of {PROPOSER.replace(':', '.')}")
+        raise ConfigError(f"method {name!r}: {found!r} is not a subclass of {PROPOSER.replace(':', '.')}")

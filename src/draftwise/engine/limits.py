@@ -94,7 +94,7 @@ def check_schema(limits: RequestLimits, schema: Any, name: str) -> None:
         try:
             schema = json.loads(schema)
         except ValueError as error:
-            raise RequestError(f"{name}: is no JSON text: {error}") from None
+            raise RequestError(f"{name}: is not JSON text: {error}") from None
         except RecursionError:
             raise _too_deep(limits, name) from None
     # Each part weighs at least the character or two that it has in JSON: the walk ends soon where there is too much.

@@ -62,7 +62,7 @@ def resolve_path(
     except Exception as error:  # offline, no such id, gated, disk full: all end here
         reason = str(error).strip().split("\n")[0]
         raise ModelLoadError(
-            f"{text!r} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
+            f"{text!r} is not a local folder, and the hub does not have it: {type(error).__name__}: {reason}"
         ) from error
 
 
@@ -76,5 +76,5 @@ def _hub_file(text: str, revision: str | None) -> Path:
     except Exception as error:  # offline, no such file, gated, disk full: all end here
         reason = str(error).strip().split("\n")[0]
         raise ModelLoadError(
-            f"{text!r} is no local file, and the hub does not give it: {type(error).__name__}: {reason}"
+            f"{text!r} is not a local file, and the hub does not have it: {type(error).__name__}: {reason}"
         ) from error

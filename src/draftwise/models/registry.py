@@ -49,7 +49,7 @@ def register_model(architecture: str, model: str | type[DecoderModel]) -> None:
         if model.count(":") != 1:
             raise ModelLoadError(f"model class {model!r} must be written 'package.module:Class'")
     elif not (isinstance(model, type) and issubclass(model, DecoderModel)):
-        raise ModelLoadError(f"{model!r} is no subclass of DecoderModel")
+        raise ModelLoadError(f"{model!r} is not a subclass of DecoderModel")
     _MODELS[architecture] = model
 
 
@@ -109,6 +109,6 @@ def _load_class(architecture: str) -> type[DecoderModel]:
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"the class {entry!r} for {architecture} cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, DecoderModel)):
-        raise ModelLoadError(f"{entry!r} is no subclass of DecoderModel")
+        raise ModelLoadError(f"{entry!r} is not a subclass of DecoderModel")
     _MODELS[architecture] = cls
     return cls

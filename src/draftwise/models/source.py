@@ -27,7 +27,7 @@ def read_raw(place: Path) -> dict[str, Any]:
         return config_of(read_gguf(place))
     path = place / "config.json"
     if not path.is_file():
-        raise ModelLoadError(f"{place} is no model folder: config.json is missing")
+        raise ModelLoadError(f"{place} is not a model folder: config.json is missing")
     raw = read_json(path)
     return text_config(raw, lambda: scan_checkpoint(place) if any(place.glob("*.safetensors")) else ())
 

@@ -134,7 +134,7 @@ class Profile:
         except (OSError, ValueError) as error:
             raise ConfigError(f"profile: {path} cannot be read: {error}") from None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ConfigError(f"profile: {path} is none (draftwise profile writes them)")
+            raise ConfigError(f"profile: {path} is not a profile (draftwise profile writes them)")
         if value.get("version") != VERSION:
             raise ConfigError(
                 f"profile: {path} has version {value.get('version')!r}, expected {VERSION}; measure it anew"

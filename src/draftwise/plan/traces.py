@@ -183,7 +183,7 @@ def _json_lines(lines: Sequence[str]) -> Trace:
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise ConfigError(f"trace: line {number} is no JSON object")
+                raise ConfigError(f"trace: line {number} is not a JSON object")
             rows.append((number, row))
     return _rows(tuple(rows[0][1]), rows)
 

@@ -166,7 +166,7 @@ def _schema_text(value: Any) -> str:
         try:
             value = _json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured_outputs: json is no JSON text: {error}") from None
+            raise RequestError(f"structured_outputs: json is not JSON text: {error}") from None
     if not isinstance(value, (Mapping, bool)):
         raise RequestError(
             f"structured_outputs: a JSON schema is an object or a boolean, not {type(value).__name__}"
@@ -178,7 +178,7 @@ def _schema_text(value: Any) -> str:
     try:
         return _json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs: json is no JSON schema: {error}") from None
+        raise RequestError(f"structured_outputs: json is not a JSON schema: {error}") from None
 
 
 def _plain(value: Any) -> Any:

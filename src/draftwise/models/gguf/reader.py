@@ -112,7 +112,7 @@ def _read(path: Path, size: int, changed: int) -> GgufFile:
     del changed  # part of the key
     with path.open("rb") as handle:
         if handle.read(4) != MAGIC:
-            raise ModelLoadError(f"{path} is no GGUF file")
+            raise ModelLoadError(f"{path} is not a GGUF file")
         with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Header(path, data, size).parsed()

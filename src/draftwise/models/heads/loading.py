@@ -104,7 +104,7 @@ def head_config(folder: Path) -> RawConfig:
     """A head's config.json, as it is."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelLoadError(f"{folder} is no folder of a draft head: config.json is missing")
+        raise ModelLoadError(f"{folder} is not a folder of a draft head: config.json is missing")
     return read_json(path)
 
 

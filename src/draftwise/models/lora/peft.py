@@ -45,7 +45,7 @@ def read_adapter(path: str, *, max_rank: int | None = None) -> dict[str, LowRank
     folder = resolve_path(path, weights=True, pickles=True)
     file = folder / "adapter_config.json"
     if not file.is_file():
-        raise ModelLoadError(f"{folder} is no adapter: adapter_config.json is missing")
+        raise ModelLoadError(f"{folder} is not an adapter: adapter_config.json is missing")
     raw = read_json(file)
     try:
         _refuse(raw)
