@@ -86,13 +86,13 @@ def test_what_requests_did_becomes_an_observation() -> None:
     watch = RequestWatch()
     for _ in range(3):
         watch.arrived(100, 2)
-    speculation = SpeculationMetrics(num_drafts=4, num_accepted_tokens=6)
+    speculation = SpeculationMetrics(num_drafts=4, num_draft_tokens=12, num_accepted_tokens=6)
     watch.ended(40, 2, RequestMetrics(0.0, ttft=0.5, itl=0.01, speculation=speculation))
     watch.ended(4, 2, None)
     watch.ended(1, 1, RequestMetrics(0.0, ttft=1.5))
     seen = watch.take(9.0, stats(num_waiting=3, num_used_blocks=4), 2, 1)
     assert (seen.time, seen.requests, seen.isl, seen.osl) == (9.0, 6.0, 100.0, 9.0)
-    assert (seen.ttft, seen.itl, seen.accepted_length) == (1.0, 0.01, 2.5)
+    assert (seen.ttft, seen.itl, seen.accepted_length, seen.draft_length) == (1.0, 0.01, 2.5, 3.0)
     assert (seen.queue, seen.kv_usage, seen.ready, seen.warming) == (3.0, 0.4, {ENGINES: 2}, 1)
     empty = watch.take(19.0, stats(), 2, 0)
     assert (empty.requests, empty.isl, empty.osl, empty.ttft, empty.accepted_length) == (0.0,) + (None,) * 4

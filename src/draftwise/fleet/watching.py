@@ -22,6 +22,7 @@ class _Window:
     itl: float = 0.0
     num_itl: int = 0
     proposals: int = 0
+    drafts: int = 0
     accepted: int = 0
 
 
@@ -53,6 +54,7 @@ class RequestWatch:
                 window.itl += metrics.itl
                 window.num_itl += 1
             window.proposals += metrics.speculation.num_drafts
+            window.drafts += metrics.speculation.num_draft_tokens
             window.accepted += metrics.speculation.num_accepted_tokens
 
     def take(self, now: float, stats: EngineStats, ready: int, warming: int) -> Observation:
@@ -69,6 +71,7 @@ class RequestWatch:
             queue=float(stats.num_waiting),
             kv_usage=_mean(stats.num_used_blocks, stats.num_blocks),
             accepted_length=1 + window.accepted / window.proposals if window.proposals else None,
+            draft_length=_mean(window.drafts, window.proposals),
             ready={ENGINES: ready},
             warming=warming,
         )
