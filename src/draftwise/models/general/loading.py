@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -73,6 +74,7 @@ def load_general(
             return _attempt(folder, config, ops, entries, layout, rounded, noted)
         except ExpertsMisread as error:
             logger.info("%s keeps its experts as they are: %s", config.architecture, error)
+            gc.collect()  # what was built holds itself, and the collector rests while models load
             return _attempt(folder, config, ops, entries, layout, rounded, noted, experts=False)
     except ModelLoadError as error:
         if str(error).startswith(f"{folder}: "):
@@ -106,6 +108,7 @@ def _attempt(
             config.architecture, error,
         )  # fmt: skip
     del model
+    gc.collect()  # as above
     model = _loaded(folder, config, ops, entries, layout, rounded, noted, experts)
     return _prepared(model, config, ops, rounded, assemble=False)
 
