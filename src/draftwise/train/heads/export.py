@@ -10,9 +10,9 @@ dflash   the speculators format: fc, hidden_norm, layers.*, norm; d2t, t2d and l
 dspark   the same with markov_head.* and confidence_head.*
 =======  ==========================================================================================
 
-vLLM's loaders read all but mtp as they are written here: `tests/unit/test_export_contract.py` says what they ask for, and
-`tests/parity/test_vllm_drafts.py` runs them, but for dspark, which vLLM computes on GPUs alone. Its loader of MTP layers
-knows those of published families alone, whose attention is another one: a head of method mtp is for this engine.
+vLLM's loaders read all but mtp as they are written here: `tests/unit/test_export_contract.py` says what they ask for,
+and `tests/parity/test_vllm_drafts.py` runs them, but for dspark, which vLLM computes on GPUs alone. Its loader of MTP
+layers knows those of published families alone, whose attention is another one: a head of method mtp is for this engine.
 """
 
 from __future__ import annotations
