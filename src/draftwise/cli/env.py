@@ -13,6 +13,8 @@ from draftwise.cpus import default_threads, model, processors
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
+    from draftwise.config.engine import EngineConfig
+    from draftwise.models.checking import KernelCheck
 
 BOOLEANS = ENGINE_BOOLEANS
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub")
@@ -41,6 +43,11 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Versions, processor, threads, and the guarantees of the engine as configured.",
     )
     parser.add_argument("--json", action="store_true", help="as a JSON object")
+    parser.add_argument(
+        "--check-kernels",
+        action="store_true",
+        help="compare every kernel with plain torch at the model's shapes and dtype; exit status 1 if one is wrong",
+    )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -64,11 +71,35 @@ def run(args: argparse.Namespace) -> int:
             "same_seed_same_text": held.same_seed_same_text,
             "reasons": list(held.reasons),
         }
+    checks = _check(config) if args.check_kernels else []
+    if args.check_kernels:
+        facts["checks"] = [
+            {"kernel": check.name, "right": check.right, "result": str(check)} for check in checks
+        ]
     if args.json:
         print_json(facts)
     else:
         _print_facts(facts)
-    return 0
+        for check in checks:
+            print(f"{check.name:<32}{check}")
+    return 0 if all(check.right for check in checks) else 1
+
+
+def _check(config: EngineConfig) -> list[KernelCheck]:
+    """The kernels of the engine's target, without `quantization`."""
+    import torch
+
+    from draftwise.kernels.select import default_ops
+    from draftwise.models.checking import check_kernels
+    from draftwise.models.loader import load_config
+
+    assert config.model is not None, "resolve_engine_config names the embedded model"
+    model = load_config(config.model, config.revision, max_model_len=config.max_model_len)
+    name = (model.dtype or "float32") if config.dtype == "auto" else config.dtype
+    ops = default_ops(
+        getattr(torch, name), torch.device(config.device), batch_invariant=config.batch_invariant
+    )
+    return check_kernels(ops, model)
 
 
 def environment() -> dict[str, Any]:

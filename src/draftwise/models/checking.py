@@ -1,0 +1,214 @@
+"""Are the kernels right here? Every operation of a model, at its shapes and dtype, against plain torch in float32.
+
+A kernel may be wrong on one machine alone: another compiler, another processor or driver. `check_kernels` runs each
+operation on random rows and weights and says how far its results are from the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwise.attention.reference import ReferenceAttention
+from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models.config import ModelConfig
+from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.types import StepInput
+
+LIMITS: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference that rounding explains, as a part of the root of the mean square of the right results. Example: a
+bfloat16 number has 8 bits, so that one five times as large as the others is wrong by up to 5 / 256 = 0.02 of them
+when it is rounded once; queries, scores and results are rounded one after the other."""
+
+_ROWS: Final = (1, 7, 80)
+"""Rows of a product: one request, a few with drafts, a chunk of a prompt. Kernels choose other ways for them."""
+
+_VOCAB: Final = 8192
+"""Rows of the output layer that are compared, at most: all of a large one would take gigabytes beside the model."""
+
+_BLOCK: Final = 16
+_TREE: Final = (-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 6, 9, 11)
+"""Parents of a tree's nodes: several at the root, forks further down, and a path of six."""
+
+_Pair = tuple[Tensor, Tensor]  # what the kernel gave, and the same by plain torch
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """What came of one operation."""
+
+    name: str
+    apart: float  # the largest difference, in the unit of `LIMITS`; not a number if the kernel gave one
+    limit: float
+    error: str | None = None  # of a kernel that does not compile or run; then ``apart`` says nothing
+
+    @property
+    def right(self) -> bool:
+        """Whether it ran and its results are right."""
+        return self.error is None and self.apart <= self.limit  # a comparison with not-a-number is false
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"does not run: {self.error}"
+        return f"{'right' if self.right else 'WRONG'}: at most {self.apart:.2g} apart (limit {self.limit:g})"
+
+
+@torch.inference_mode()
+def check_kernels(ops: Ops, config: ModelConfig) -> list[KernelCheck]:
+    """Compare every operation that ``ops`` has for a model like ``config`` with plain torch. Takes seconds.
+
+    Weights are random and not rounded to fewer bits. Attention is compared over rows that decode, a chunk of a prompt
+    and a tree, with the model's window, soft cap and sinks. Latent attention is not compared.
+
+    Returns:
+        One check per operation and kind of row, in a fixed order.
+    """
+    checks = []
+    for name, compared in _cases(ops, config):
+        limit = LIMITS[ops.dtype]
+        try:
+            got, wanted = compared()
+            assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)}, not {tuple(wanted.shape)}"
+            wanted = wanted.float()
+            unit = wanted.square().mean().sqrt().clamp(min=1e-30)
+            checks.append(KernelCheck(name, float((got.float() - wanted).abs().max() / unit), limit))
+        except Exception as error:  # whatever a compiler or a driver raises is a result here
+            text = " ".join(str(error).split())[:200]
+            checks.append(KernelCheck(name, float("nan"), limit, f"{type(error).__name__}: {text}"))
+    return checks
+
+
+def _cases(ops: Ops, config: ModelConfig) -> Iterator[tuple[str, Callable[[], _Pair]]]:
+    for rows in _ROWS:
+        yield f"norm, {rows} rows", partial(_norm, ops, config, rows)
+        yield f"linear, {rows} rows", partial(_linear, ops, config, rows)
+        yield f"gated, {rows} rows", partial(_gated, ops, config, rows)
+        yield f"logits, {rows} rows", partial(_logits, ops, config, rows)
+    yield "embedding", lambda: _embedding(ops, config)
+    if config.latent is not None:
+        return
+    yield "queries, rotated", lambda: _rotated(ops, config)[0]
+    yield "keys and values, written", lambda: _rotated(ops, config)[1]
+    for window in dict.fromkeys(config.sliding_window):  # of several layers with the same one, the first
+        behind = "" if window is None else f", window {window}"
+        yield f"attention, ragged{behind}", partial(_attention, ops, config, window, tree=False)
+        yield f"attention, tree{behind}", partial(_attention, ops, config, window, tree=True)
+
+
+def _random(ops: Ops, *shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    """The same numbers on every device, rounded to the dtype of ``ops``."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return made.to(dtype=ops.dtype, device=ops.device)
+
+
+def _norm(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
+    """The sum of the residual and its norm, side by side."""
+    x, residual = (_random(ops, rows, config.hidden_size, seed=seed) for seed in (0, 1))
+    weight = _random(ops, config.hidden_size, seed=2)
+    total = residual.clone()
+    got = ops.add_rms_norm(x.clone(), total, ops.pack_norm(weight, config.norm_eps))
+    summed = (x.float() + residual.float()).to(ops.dtype).float()
+    wanted = F.rms_norm(summed, (config.hidden_size,), weight.float(), config.norm_eps)
+    return torch.cat((total, got), dim=1), torch.cat((summed, wanted), dim=1)
+
+
+def _linear(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
+    """The layer that makes queries, keys and values."""
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    x, weight = _layer(ops, config, rows, width)
+    return ops.linear(x, ops.pack_exact(weight.clone())), x.float() @ weight.float().T
+
+
+def _gated(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
+    """An MLP's activation; whatever the model's own is, `Ops.silu_mul` is what has a kernel everywhere."""
+    gate_up = _random(ops, rows, 2 * config.intermediate_size)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    return ops.silu_mul(gate_up.clone()), F.silu(gate) * up
+
+
+def _logits(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
+    x, weight = _layer(ops, config, rows, min(config.vocab_size, _VOCAB))
+    return ops.logits(x, ops.pack_exact(weight.clone())), x.float() @ weight.float().T
+
+
+def _layer(ops: Ops, config: ModelConfig, rows: int, width: int) -> _Pair:
+    """Rows [rows, H] and a weight [width, H] whose products are about 1."""
+    scale = config.hidden_size**-0.5
+    return _random(ops, rows, config.hidden_size), _random(
+        ops, width, config.hidden_size, scale=scale, seed=1
+    )
+
+
+def _embedding(ops: Ops, config: ModelConfig) -> _Pair:
+    table = _random(ops, min(config.vocab_size, _VOCAB), config.hidden_size)
+    ids = torch.tensor([0, len(table) - 1, len(table) // 2], device=ops.device)
+    return ops.embedding(ids, table), table[ids]
+
+
+def _rotated(ops: Ops, config: ModelConfig) -> tuple[_Pair, _Pair]:
+    """Queries, and what stands in the cache, after `Ops.qkv_rope_write`."""
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    batch = _batch(ops, config, tree=False)
+    rows = len(batch.positions)
+    qkv = _random(ops, rows, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+    inv_freq = 1e4 ** -(torch.arange(0, heads.head_dim, 2, dtype=torch.float32) / heads.head_dim)
+    results = []
+    for each, dtype in ((ops, ops.dtype), (TorchOps(torch.float32, ops.device), torch.float32)):
+        kv = _storage(each, config, batch)
+        rope = each.pack_rope(inv_freq.to(ops.device), 1.0, int(batch.positions.max()) + 1)
+        turned = each.rope_rows(rope, batch.positions)
+        q = each.qkv_rope_write(qkv.to(dtype, copy=True), heads, turned, kv.layer(0), batch.slots)
+        results.append(
+            (q.reshape(rows, heads.num_heads, heads.head_dim).clone(), kv.layer(0)[0][batch.slots])
+        )
+    (q, stored), (wanted_q, wanted_stored) = results
+    return (q, wanted_q), (stored, wanted_stored)
+
+
+def _attention(ops: Ops, config: ModelConfig, window: int | None, *, tree: bool) -> _Pair:
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+    batch = _batch(ops, config, tree=tree)
+    kv = _storage(ops, config, batch)
+    layer = kv.layer(0)
+    layer[0].copy_(_random(ops, *layer[0].shape, seed=1))
+    q = _random(ops, len(batch.positions), heads.num_heads, heads.head_dim)
+    sinks = _random(ops, heads.num_heads, seed=2).float() if config.sinks else None
+    got = ops.attention(q, layer, batch.attention, heads, scale, window, config.attn_softcap, sinks)
+    wanted = ReferenceAttention().run(
+        q.float(), tuple(part.float() for part in layer), batch.attention, num_kv_heads=heads.num_kv_heads,
+        scale=scale, window=window, softcap=config.attn_softcap, sinks=sinks,
+    )  # fmt: skip
+    return got, wanted
+
+
+def _batch(ops: Ops, config: ModelConfig, *, tree: bool) -> StepInput:
+    """Two requests that decode and a chunk of 40 rows, or two requests with a tree; contexts as the model reaches.
+
+    Example: a model of 512 positions and trees: contexts 448 and 149, 14 rows each.
+    """
+    most = min(700, max(0, config.max_model_len - 64))
+    kinds = [(most, 1), (most // 3, 1), (most // 9, 40)] if not tree else [(most, 14), (most // 3, 14)]
+    rows, block = [], 0
+    for context, own in kinds:
+        blocks = -(-(context + own) // _BLOCK)
+        table = np.arange(block + blocks - 1, block - 1, -1, dtype=np.int32)  # not in the order of the cache
+        rows.append(RowInput([1] * own, context, table, _TREE if tree else None))
+        block += blocks
+    return build_step_input(rows, _BLOCK, ops.device)
+
+
+def _storage(ops: Ops, config: ModelConfig, batch: StepInput) -> KVStorage:
+    blocks = int(batch.attention.block_tables_np.max()) + 1
+    return KVStorage(
+        (KVLayerSpec.dense(config.num_kv_heads, config.head_dim),), blocks, _BLOCK, ops.dtype, ops.device
+    )
