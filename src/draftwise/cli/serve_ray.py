@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, install
 
 if TYPE_CHECKING:
     from draftwise.deploy.plan import Plan
@@ -96,7 +96,7 @@ def _deploy(plan: Plan, server: ServerConfig) -> int:
     try:
         from ray import serve
     except ImportError as error:
-        raise ConfigError(f"--ray: {error.name} is not installed: pip install 'draftwise[ray]'") from None
+        raise ConfigError(f"--ray: {error.name} is not installed: {install('ray')}") from None
     from draftwise.deploy.application import build
 
     got = threading.Event()

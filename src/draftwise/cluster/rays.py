@@ -14,7 +14,7 @@ from typing import Any
 from draftwise.cluster.group import Holding
 from draftwise.cluster.remote import Gone, Hand
 from draftwise.cluster.supervisor import Supervisor
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, install
 
 logger = logging.getLogger("draftwise")
 
@@ -30,7 +30,7 @@ def load_ray(what: str = _BACKEND) -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError(f"{what} needs the package ray: pip install 'draftwise[ray]'") from None
+        raise ConfigError(f"{what} needs the package ray: {install('ray')}") from None
     return ray
 
 
