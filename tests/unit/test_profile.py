@@ -108,7 +108,7 @@ def test_charts_are_drawn(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda v: v.update(version=1), "version 1"),
-        (lambda v: v.update(format="x"), "is none"),
+        (lambda v: v.update(format="x"), "is not a profile"),
         (lambda v: v.pop("settings"), "damaged"),
         (lambda v: v["settings"]["int8"]["steps"][0].update(target=math.nan), "no time"),
         (lambda v: v["settings"]["int8"]["steps"][0].update(rows=-1), "no count"),
