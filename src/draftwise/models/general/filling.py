@@ -22,6 +22,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
 from draftwise.models.general.deferred import Source, deferred
+from draftwise.models.general.quiet import alone
 from draftwise.models.general.settling import settle
 from draftwise.models.general.stored import (
     FloatLayer,
@@ -175,7 +176,7 @@ def _turned_layers(cls: Any, model_config: Any) -> frozenset[str]:
     from transformers.pytorch_utils import Conv1D
 
     try:
-        with torch.device("meta"):
+        with alone(), torch.device("meta"):
             model = cls._from_config(model_config, attn_implementation="eager")
     except Exception:  # whatever a model's code raises: it will be said where it is built
         return frozenset()
@@ -255,15 +256,16 @@ def _from_state(
 ) -> tuple[Any, list[str]]:
     """The model, and names of tensors that it has not."""
     try:
-        model, info = cls.from_pretrained(
-            None,
-            config=model_config,
-            state_dict=state,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            attn_implementation="eager",
-        )
+        with alone():
+            model, info = cls.from_pretrained(
+                None,
+                config=model_config,
+                state_dict=state,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                attn_implementation="eager",
+            )
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {error}") from error
     except Exception as error:  # whatever a model's code raises

@@ -1,10 +1,22 @@
-"""Transformers without its advice."""
+"""Transformers without its advice, and in one thread at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
+
+_building = threading.Lock()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One thread at a time inside. While Transformers builds a model, it exchanges torch's default type and functions for
+    initial values, for the whole process, and puts back what it found. Two threads that do so at once leave functions
+    behind that do nothing, and models that are built later have buffers of whatever the memory held."""
+    with _building:
+        yield
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from draftwise.models.config import RawConfig
 from draftwise.models.general.attention import PAGED, register, taking
 from draftwise.models.general.config import transformers_config
 from draftwise.models.general.finding import find_units
-from draftwise.models.general.quiet import quiet
+from draftwise.models.general.quiet import alone, quiet
 
 _TOKENS = 4
 
@@ -34,7 +34,7 @@ def empty_model(raw: RawConfig) -> Any:
     config = transformers_config(settings)
     maker: Any = transformers.AutoModelForCausalLM
     try:
-        with torch.device("meta"):
+        with alone(), torch.device("meta"):
             return maker.from_config(config, dtype=torch.bfloat16, attn_implementation=PAGED).eval()
     except Exception as error:  # whatever a model's code raises
         raise ModelLoadError(
