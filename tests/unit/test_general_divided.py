@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -70,17 +69,3 @@ def test_what_is_not_divided_is_named(tmp_path: Path) -> None:
         check_divided(tmp_path / "neox", 2, experts_by_rank=True)
     with pytest.raises(ModelLoadError, match="nothing of it can be divided among 7 ranks"):
         on_ranks(7, lambda ranks: loaded(tmp_path / "neox", ranks))
-
-
-def test_threads_build_one_after_the_other(tmp_path: Path) -> None:
-    """Transformers exchanges functions of torch while it builds a model, and puts back what it found: two threads at
-    once would leave those behind that do nothing, and buffers of later models unset."""
-    save(small("gpt_neox"), tmp_path / "m")
-    before = {name: getattr(torch.nn.init, name) for name in dir(torch.nn.init)}
-    threads = [threading.Thread(target=loaded, args=(tmp_path / "m",)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {name: getattr(torch.nn.init, name) for name in before} == before
-    assert torch.get_default_dtype() == torch.float32

@@ -12,9 +12,9 @@ _building = threading.Lock()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """One thread at a time inside. While Transformers builds a model, it exchanges torch's default type and functions for
-    initial values, for the whole process, and puts back what it found. Two threads that do so at once leave functions
-    behind that do nothing, and models that are built later have buffers of whatever the memory held."""
+    """One thread at a time inside. While Transformers builds a model, it exchanges torch's default type and functions
+    for initial values, for the whole process, and puts back what it found. Two threads that do so at once leave
+    functions behind that do nothing, and models that are built later have buffers of whatever the memory held."""
     with _building:
         yield
 
