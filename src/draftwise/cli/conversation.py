@@ -34,7 +34,7 @@ COMMANDS = {
 _NAMES = ("/exit", *(key.split()[0] for key in COMMANDS))
 MULTILINE = '"""'
 HELP = f"""Several lines: begin with {MULTILINE} and end with {MULTILINE}, or end a line with \\.
-Ctrl-C: at the prompt it clears the line, twice it ends; in an answer it stops it."""
+Ctrl-C at the prompt clears the line, and twice ends; in an answer it stops it."""
 
 
 class Conversation:
@@ -204,7 +204,7 @@ def banner(llm: AsyncLLM, what: str) -> str:
     config = llm.config
     name = "the embedded demo model" if config.embedded else str(config.model)
     drafters = ", ".join(spec.method for spec in config.drafters)
-    lines = [f"{what} {name}; drafters: {drafters}. /help lists commands, Ctrl-D ends."]
+    lines = [f"{what} {name}; drafters: {drafters}", "/help lists commands, Ctrl-D ends."]
     if config.embedded:
         lines.append("It is a toy that continues Python code. Try: def add(a, b):")
     return "\n".join(lines)
