@@ -69,6 +69,16 @@ def test_a_part_of_a_stack_is_read_alone() -> None:
     assert torch.equal(numbers(turned.chunk(2, dim=1)[1]), file.values[0].transpose(1, 2)[:, 2:])
 
 
+def test_one_that_is_turned_can_be_given_another_shape() -> None:
+    """Rows that stand in turns in a checkpoint are parted by a turn between two changes of shape."""
+    file = Checkpoint((2, 6, 4))
+    parted = file[0].reshape(2, 3, 2, 4).transpose(1, 2).reshape(2, 6, 4).contiguous()
+    assert isinstance(parted, Deferred) and not file.read
+    value = file.values[0]
+    assert torch.equal(numbers(parted), torch.cat((value[:, 0::2], value[:, 1::2]), dim=1))
+    assert torch.equal(numbers(part(parted, 1)), torch.cat((value[1, 0::2], value[1, 1::2])))
+
+
 def test_rows_of_layers_are_known_through_copies_and_two_turns() -> None:
     file = Checkpoint((3, 4), (5, 4), (4, 3))
     both = torch.cat((file[0], file[1].clone()), dim=0)

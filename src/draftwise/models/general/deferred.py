@@ -69,7 +69,10 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, made: Source | Step, shell: Tensor) -> Deferred:
-        found: Deferred = torch.Tensor._make_wrapper_subclass(cls, shell.shape, dtype=shell.dtype)
+        # Its strides are the shell's: torch decides by them whether a reshape can be a view.
+        found: Deferred = torch.Tensor._make_wrapper_subclass(
+            cls, shell.shape, strides=shell.stride(), dtype=shell.dtype
+        )
         found.made = made
         found.shell = shell
         return found
