@@ -67,6 +67,24 @@ HEAD_METHODS: Final = ("dflash", "eagle", "eagle3", "medusa", "mtp")
 SHIPPED_HEADS: Final = ("eagle3", "medusa", "mtp")
 """The heads that ship with the embedded target."""
 
+_NAMES: Final = ["none"]
+_NUMBERS: Final = {"none": 0}
+
+
+def method_number(name: str) -> int:
+    """A number for a method, the same as long as the process lives; 0: "none"."""
+    number = _NUMBERS.get(name)
+    if number is None:
+        number = _NUMBERS[name] = len(_NAMES)
+        _NAMES.append(name)
+    return number
+
+
+def method_name(number: int) -> str:
+    """The method that has this number."""
+    return _NAMES[number]
+
+
 # ----------------------------------------------------------------------------------------- acceptance rules
 
 RULES: Final = ("rejection", "block", "coupled", "typical", "synthetic")

@@ -219,7 +219,7 @@ class StepPlan:
     """A serialisable diff: everything the executor needs to know that it does not know already."""
 
     step: int
-    rows: tuple[RowPlan, ...]
+    rows: Sequence[RowPlan]
     new: tuple[NewRequest, ...] = ()
     removed: tuple[int, ...] = ()  # finished, cancelled or preempted; applied before `new`
     trimmed: tuple[tuple[int, int], ...] = ()  # (rid, blocks kept): surplus blocks returned; applied first
@@ -263,7 +263,7 @@ class StepResult:
     Who cannot tell leaves ``forward_time`` and ``draft_time`` at 0."""
 
     step: int
-    rows: tuple[RowResult, ...]
+    rows: Sequence[RowResult]
     input_time: float = 0.0
     forward_time: float = 0.0
     verify_time: float = 0.0

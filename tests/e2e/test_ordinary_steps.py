@@ -131,7 +131,7 @@ def test_the_same_as_request_by_request(
 
         monkeypatch.setattr(cls, name, call)
 
-    counted(OrdinaryStep, "results", "ordinary")
+    counted(OrdinarySteps, "results", "ordinary")
     counted(Placing, "place_chains", "columns")
     assert isinstance(llm._engine.core.executor._ordinary, OrdinarySteps)  # type: ignore[union-attr]
     expected = run(llm, engines.prompts, params, False)
@@ -206,4 +206,6 @@ def test_mixed_steps_the_same_as_request_by_request(
         len(step.apart.owners) < len(step.apart.steps) for step in mixed if step.apart
     )  # a part of a prompt
     assert any(step.apart.prompt for step in mixed if step.apart)
-    assert any(set(step.decided.of(step.num_new)) > {1} for step in seen)  # an end of a prompt, in columns
+    assert any(
+        set(step.decided.of(step.plan.num_new)) > {1} for step in seen
+    )  # an end of a prompt, in columns

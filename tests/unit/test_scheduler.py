@@ -15,7 +15,7 @@ from draftwise.kv.manager import KVManager
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
-from draftwise.sched.shares import Share, divide, draft_limit, kept_for_drafts
+from draftwise.sched.shares import Shares, divide, draft_limit, kept_for_drafts
 from draftwise.types import RowPlan, Speculation, StepPlan, StepResult
 
 
@@ -320,10 +320,18 @@ def test_rows_kept_for_drafts_are_a_quarter_at_most() -> None:
 
 def test_nobody_drafts_more_than_can_be_verified() -> None:
     request = Engine(4, 8).add(1, 1)
-    decoding = [Share(request, 1, budget=15) for _ in range(8)]
-    assert draft_limit(decoding, 32) == 3
-    assert draft_limit([*decoding[:7], Share(request, 600, num_new=8)], 32) == 1
-    assert draft_limit([Share(request, 1)], 32) == 0
+    shares = Shares()
+    for _ in range(8):
+        shares.add(request, 1)
+    assert draft_limit(shares, 32) == 0
+    shares.budgets = [15] * 8
+    assert draft_limit(shares, 32) == 3
+    shares = Shares()
+    for _ in range(7):
+        shares.add(request, 1)
+    shares.add(request, 600, num_new=8)
+    shares.budgets = [15] * 7 + [0]
+    assert draft_limit(shares, 32) == 1
     engine = Engine(blocks=400, rows=32)
     for _ in range(8):
         engine.add(3, 30, k=15)

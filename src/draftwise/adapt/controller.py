@@ -100,6 +100,24 @@ class Controller(ABC):
         """How many of the nodes that wait, the first ones, the coming step verifies."""
         return num_proposed
 
+    def wishes(
+        self, rids: Sequence[int], speculations: Sequence[Speculation], waiting: list[int], batch_size: int
+    ) -> tuple[list[int], list[int]]:
+        """Of R requests side by side how many of their ``waiting`` nodes are verified (`nodes_to_verify`, of those that
+        have some), and how many are drafted (`draft_budget`)."""
+        verified: list[int] = []
+        budgets: list[int] = []
+        for rid, speculation, nodes in zip(rids, speculations, waiting, strict=True):
+            verified.append(self.nodes_to_verify(rid, nodes) if nodes else 0)
+            budgets.append(self.draft_budget(rid, speculation, batch_size))
+        return verified, budgets
+
+    def grant(self, rids: Sequence[int], budgets: Sequence[int]) -> None:
+        """`granted` of all requests that will propose something."""
+        for rid, nodes in zip(rids, budgets, strict=True):
+            if nodes:
+                self.granted(rid, nodes)
+
     def observe(  # noqa: B027
         self, result: StepResult, shape: StepShape, seconds: float | None
     ) -> None:
@@ -125,9 +143,26 @@ class StaticController(Controller):
 
     def __init__(self, tables: Tables | None = None) -> None:
         self._tables = dict(tables or {})
+        self._latest: tuple[Sequence[Speculation], int, list[int]] = ((), 0, [])
+        """What `wishes` was asked last and answered: requests that run stay the same for many steps."""
 
     def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:
         return most_nodes(speculation, batch_size, self._tables)
+
+    def wishes(
+        self, rids: Sequence[int], speculations: Sequence[Speculation], waiting: list[int], batch_size: int
+    ) -> tuple[list[int], list[int]]:
+        if type(self) is not StaticController:
+            return super().wishes(rids, speculations, waiting, batch_size)
+        known, size, budgets = self._latest
+        if known is not speculations or size != batch_size:
+            budgets = [most_nodes(speculation, batch_size, self._tables) for speculation in speculations]
+            self._latest = speculations, batch_size, budgets
+        return waiting, budgets.copy()
+
+    def grant(self, rids: Sequence[int], budgets: Sequence[int]) -> None:
+        if type(self) is not StaticController:
+            super().grant(rids, budgets)
 
 
 def most_nodes(speculation: Speculation, batch_size: int, tables: Tables) -> int:

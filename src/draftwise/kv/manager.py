@@ -39,6 +39,7 @@ class TableBook(ctypes.Structure):
         ("committed", ctypes.c_int64),
         ("reserved", ctypes.c_int64),
         ("due", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
     )
 
     __slots__ = ()
@@ -47,6 +48,8 @@ class TableBook(ctypes.Structure):
     reserved: int
     due: int
     """So many committed tokens fill a block to be hashed, or leave one behind: `KVManager.settle` has to look."""
+    num_blocks: int
+    """Entries of the block table."""
 
 
 _NEVER = 1 << 62
@@ -63,6 +66,7 @@ class _Table(TableBook):
         super().__init__()
         self.at = ctypes.addressof(self)
         self.blocks = blocks
+        self.num_blocks = len(blocks)
         self.committed = committed  # tokens whose K/V is written and final
         self.reserved = 0  # tokens past `committed` that may be committed
         self.digest = digest  # of block `hashed - 1`
@@ -205,6 +209,7 @@ class KVManager:
             if self._log is not None:
                 self._log.removed([digest for digest in removed if digest is not None])
             table.blocks += added
+            table.num_blocks += short
         table.reserved = n
         if table.queried >= 0:
             # Counted here and not in `open`: an admission that found no room is tried again, and counts once.
@@ -292,6 +297,7 @@ class KVManager:
         keep = min(-(-(table.committed + keep) // self.block_size), len(table.blocks))
         while len(table.blocks) > keep:
             self._pool.release(table.blocks.pop(), retain=False)  # never hashed: nothing in it is committed
+        table.num_blocks = len(table.blocks)
         table.reserved = min(table.reserved, keep * self.block_size - table.committed)
         return keep
 
@@ -379,6 +385,7 @@ class KVManager:
     def check_integrity(self) -> None:
         """AssertionError that names what is wrong with counts, free lists, tables or hashes."""
         for rid, table in self._tables.items():
+            assert table.num_blocks == len(table.blocks), f"request {rid}: {table.num_blocks} blocks counted"
             room = len(table.blocks) * self.block_size
             assert 0 <= table.committed <= table.committed + table.reserved <= room, (
                 f"request {rid}: {table.committed} committed + {table.reserved} reserved in {room} slots"

@@ -34,6 +34,7 @@ from draftwise.runner.side_by_side import OrdinaryStep
 from draftwise.runner.verifying import Verifying
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
+from draftwise.sched.columns import PlanColumns
 from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     DrafterFailure,
@@ -255,7 +256,8 @@ class LocalExecutor(Executor):
             prompt = one_by_one.prompt_logprobs(apart, output.hidden)
         if drafting.observes:
             drafting.observe(step.rows, step.input, output)
-        moved = ordinary.decide(step, logits)  # first: torch may overwrite what it decides by
+        # first: torch may overwrite what it decides by
+        moved = ordinary.decide(step, logits, told=drafting.observes)
         outcomes: list[Outcome] = []
         read: Sequence[tuple[Row, int, Sequence[int]]] = ()
         if apart is not None:
@@ -273,7 +275,7 @@ class LocalExecutor(Executor):
         of_others = () if apart is None else row_results(apart.steps, outcomes, prompt, {})
         return StepResult(
             step=number,
-            rows=step.results(of_others),
+            rows=ordinary.results(step, of_others),
             input_time=built - start,
             forward_time=forwarded - built,
             verify_time=verified - forwarded - followed,
@@ -322,10 +324,13 @@ class LocalExecutor(Executor):
         for new in plan.new:
             row = self._add(new)
             self._drafting.admitted(row)
-        for planned in plan.rows:
-            if planned.new_block_ids:
-                self._rows[planned.rid].add_blocks(planned.new_block_ids)
-                self._drafting.fresh_blocks(planned.new_block_ids)
+        columns = PlanColumns.of(plan.rows)
+        for i, block_ids in columns.blocks.items():
+            self._rows[columns.rids[i]].add_blocks(block_ids)
+        if columns.blocks:
+            self._drafting.fresh_blocks(
+                [block for block_ids in columns.blocks.values() for block in block_ids]
+            )
 
     def _add(self, new: NewRequest) -> Row:
         assert isinstance(new.sampling, SamplingParams)

@@ -27,7 +27,16 @@ from draftwise.runner.batch import StepBatch, StepRow
 from draftwise.runner.rows import DrafterFill, Row, RowBook
 from draftwise.runner.side_by_side import Decided, OrdinaryStep
 from draftwise.sampling.state import DRAW, SamplingState
-from draftwise.types import EMPTY_PROPOSAL, AttentionBatch, IntArray, Proposal, RowPlan, StepInput
+from draftwise.sched.columns import NUMBERS, PROPOSED, PlanColumns, RowColumns
+from draftwise.types import (
+    EMPTY_PROPOSAL,
+    AttentionBatch,
+    IntArray,
+    Proposal,
+    RowPlan,
+    RowResult,
+    StepInput,
+)
 from draftwise.verify.base import VerifyColumns
 from draftwise.verify.native import RULES, NativeRules
 
@@ -66,8 +75,11 @@ class OrdinarySteps:
         )
         self._rows = library.function("dw_step_rows", None, [_I64, _PTR, _I64, *[_PTR] * 17])
         self._taken = library.function(
-            "dw_step_taken", _I64, [_I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR]
+            "dw_step_taken",
+            _I64,
+            [_I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I64, *[_PTR] * 6, *[_PTR] * 4],
         )
+        self._waiting = library.function("dw_step_waiting", None, [_I64, _PTR, _PTR])
         self._move = library.function("dw_move_slots", None, [_PTR, *[_I64] * 5, _PTR, _PTR])
         self.stale = False
         """Whether the sampling states of requests are behind their rows, see `catch_up`."""
@@ -91,14 +103,13 @@ class OrdinarySteps:
 
     def gather(self, plans: Sequence[RowPlan], rows: Mapping[int, Row]) -> OrdinaryStep | None:
         """A planned step, if somebody in it is ordinary; None: it goes request by request, and nothing has changed."""
-        rids, num_new, num_draft, budgets, _, follow = zip(*plans, strict=True)
-        count = len(rids)
+        columns = PlanColumns.of(plans)
+        rids, num_new, count = columns.rids, columns.num_new, len(columns.rids)
         if rids != self._members.rids:
             self._members = _Members(rids, rows)
         members, places = self._members.rows, self._members.places
         size, places_at = self._block_size, places.buffer_info()[0]
-        asked = array("i", num_new)
-        asked.extend(num_draft)
+        asked = num_new + columns.num_draft
         answers, facts = array("i", bytes(8 * count)), array("q", bytes(64))
         asked_at, own_at, facts_at = (numbers.buffer_info()[0] for numbers in (asked, answers, facts))
         parts_at = own_at + 4 * count
@@ -151,70 +162,60 @@ class OrdinarySteps:
         step_input = StepInput(token_ids, positions, slots, attention)
         if self._members.adapters:
             step_input = replace(step_input, adapters=self._members.adapters)
-        starts, contexts = starts_np.tolist(), contexts_np.tolist()
         logit_rows = None if all_rows else ints[logits:].tolist()
         own = answers[:count]
-        chosen: list[int] | None = None
+        at_of: array[int] | None = None
         apart_at: list[int] = []
         apart: StepBatch | None = None
+        members_decided = members
         if decided < count:
+            starts = starts_np.tolist()
             parts = answers[count:].tolist()
-            chosen = [i for i, part in enumerate(parts) if part == _IN_COLUMNS]
+            at_of = array("i", [i for i, part in enumerate(parts) if part == _IN_COLUMNS])
             apart_at = [i for i, part in enumerate(parts) if part != _IN_COLUMNS]
             first_rows = ints[2 * count + 1 : tables].tolist()
             apart = _apart(
-                [(plans[i], members[i], own[i], starts[i], first_rows[i], parts[i]) for i in apart_at],
+                [(columns[i], members[i], own[i], starts[i], first_rows[i], parts[i]) for i in apart_at],
                 step_input,
                 logit_rows,
             )
-            own, places = array("i", [own[i] for i in chosen]), array("Q", [places[i] for i in chosen])
-            members_decided = [members[i] for i in chosen]
-        else:
-            members_decided = members
+            own, places = array("i", [own[i] for i in at_of]), array("Q", [places[i] for i in at_of])
+            members_decided = [members[i] for i in at_of]
         return OrdinaryStep(
+            columns,
             members,
-            rids,
-            num_new,
-            budgets,
-            follow,
+            self._members.places,
             step_input,
-            starts,
-            contexts,
-            bool(trees),
             logit_rows,
             num_logits,
             Decided(
-                chosen,
+                at_of,
                 members_decided,
                 places,
                 own,
-                methods.tolist(),
+                methods,
                 draws,
                 numbers,
                 given,
                 q_at if sampled else None,
-                [],
-                [],
-                [],
-                [],
             ),
             apart,
             apart_at,
         )
 
-    def decide(self, step: OrdinaryStep, logits: torch.Tensor) -> tuple[list[int], list[int]]:
+    def decide(self, step: OrdinaryStep, logits: torch.Tensor, *, told: bool) -> tuple[list[int], list[int]]:
         """Decide the ordinary requests by ``logits`` [L, V] float32, raw, of the rows that have some, and take in what
-        was decided: in their books, and in the step.
+        was decided: in their books, and in the step. ``told``: somebody has to know which rows became tokens.
 
         Returns:
             Slots of keys that have to be moved, from and to.
         """
-        decided = step.decided
-        count, nodes = len(decided.rows), decided.num_nodes
-        found = array("i", bytes(4 * (2 * count + nodes)))
+        decided, count = step.decided, len(step.rows)
+        number, nodes = len(decided.rows), decided.num_nodes
+        found = array("i", bytes(4 * (2 * number + nodes)))
         self._rules.decide_at(
             logits if logits.is_contiguous() else logits.contiguous(),
-            count,
+            number,
             _address(decided.draws),
             decided.numbers.buffer_info()[0],
             None if decided.q_at is None else decided.q_at.buffer_info()[0],
@@ -223,36 +224,49 @@ class OrdinarySteps:
             found.buffer_info()[0],
             step.num_logits,
         )
-        answers, tokens = array("i", bytes(8 * count)), array("i", bytes(4 * (count + nodes)))
-        moves = array("q", bytes(16 * nodes))
-        at = answers.buffer_info()[0]
+        results, tokens = array("i", bytes(4 * NUMBERS * count)), array("i", bytes(4 * (number + nodes)))
+        moves, goes_on = array("q", bytes(16 * nodes)), array("i", bytes(4 * number))
+        read: IntArray | None = None
+        if told:
+            read = np.empty(number + sum(step.plan.num_new) + nodes, np.int32)
+        read_at = None if read is None else address(read)
+        at_of = decided.at
         moved = self._taken(
             count,
+            number,
             decided.places.buffer_info()[0],
+            None if at_of is None else at_of.buffer_info()[0],
             self._block_size,
             decided.own.buffer_info()[0],
+            decided.methods.buffer_info()[0],
             nodes,
             decided.given.buffer_info()[0],
             found.buffer_info()[0],
-            at,
-            at + 4 * count,
+            results.buffer_info()[0],
+            goes_on.buffer_info()[0],
             tokens.buffer_info()[0],
             moves.buffer_info()[0],
+            step.plan.num_new.buffer_info()[0],
+            address(step.input.attention.query_start_np),
+            None if read_at is None else read_at + 4 * number,
+            read_at,
         )
         self.stale = True
-        sizes = decided.sizes = answers[:count].tolist()
-        decided.goes_on, decided.tokens = answers[count:].tolist(), tokens.tolist()
-        if step.trees:
-            paths = found[2 * count :].tolist()
-            first = 0
-            for size, n in zip(sizes, decided.own, strict=True):
-                path = tuple(paths[first : first + max(size - 1, 0)])
-                straight = _paths(len(path))
-                decided.paths.append(straight if path == straight else path)
-                first += n
-        else:
-            decided.paths = [_paths(size - 1) if size else () for size in sizes]
+        decided.goes_on, decided.read = goes_on, read
+        step.results = RowColumns(
+            step.plan.rids, results, tokens, decided.given[: 2 * nodes], found[2 * number :], {}
+        )
         return moves[:moved].tolist(), moves[nodes : nodes + moved].tolist()
+
+    def results(self, step: OrdinaryStep, of_others: Sequence[RowResult]) -> RowColumns:
+        """The results for the scheduler, once the requests have drafted. ``of_others``: of those apart."""
+        found, count = step.results, len(step.rows)
+        assert found is not None, "the step was decided"
+        waiting_at = found.numbers.buffer_info()[0] + 4 * PROPOSED * count
+        self._waiting(count, step.places.buffer_info()[0], waiting_at)
+        if of_others:
+            found.take(dict(zip(step.apart_at, of_others, strict=True)))
+        return found
 
     def compact(self, storage: KVStorage, source: Sequence[int], target: Sequence[int]) -> None:
         """`KVStorage.move` of accepted paths: a node never goes to where a later one of its path still stands."""
@@ -340,14 +354,6 @@ def _apart(
         logit_rows,
         prompt,
     )
-
-
-_PATHS = [tuple(range(n)) for n in range(65)]
-
-
-def _paths(length: int) -> tuple[int, ...]:
-    """The path of nodes 0, 1, ...; always the same object for a length."""
-    return _PATHS[length]
 
 
 def _address(memory: bytearray) -> int:

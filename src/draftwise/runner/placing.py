@@ -11,9 +11,9 @@ import torch
 
 from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.library import NativeLibrary
-from draftwise.names import MAX_TREE_NODES
+from draftwise.names import MAX_TREE_NODES, method_number
 from draftwise.propose.columns import DraftBlock, DraftColumns
-from draftwise.runner.rows import Row, method_number
+from draftwise.runner.rows import Row
 from draftwise.types import Proposal
 from draftwise.verify.native import DRAWS
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from draftwise.kernels.cpu.attention import address
-from draftwise.names import MAX_TREE_NODES
+from draftwise.names import MAX_TREE_NODES, method_name
 from draftwise.sampling.state import DRAW, SamplingState
 from draftwise.structured.cursor import Cursor
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation, chain_parents
@@ -150,22 +150,6 @@ class RowBook(ctypes.Structure):
 
 
 _KINDS: dict[object, int] = {}
-_NAMES: list[str] = ["none"]
-_NUMBERS: dict[str, int] = {"none": 0}
-
-
-def method_name(number: int) -> str:
-    """The method that has this number."""
-    return _NAMES[number]
-
-
-def method_number(name: str) -> int:
-    """A number for a method, the same as long as the process lives."""
-    number = _NUMBERS.get(name)
-    if number is None:
-        number = _NUMBERS[name] = len(_NAMES)
-        _NAMES.append(name)
-    return number
 
 
 def kind_of(state: SamplingState, speculation: Speculation) -> int:

@@ -17,10 +17,12 @@ class Ordered:
     One that leaves is gone at once, wherever it stood: a search by halves finds it.
     """
 
-    __slots__ = ("_requests",)
+    __slots__ = ("_requests", "version")
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self.version = 0
+        """Another number whenever requests have come or left."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -46,6 +48,7 @@ class Ordered:
         return self._requests.copy()
 
     def add(self, request: Request) -> None:
+        self.version += 1
         requests = self._requests
         if requests and requests[-1].order > request.order:
             requests.insert(bisect_left(requests, request.order, key=_order), request)
@@ -53,6 +56,7 @@ class Ordered:
             requests.append(request)
 
     def remove(self, request: Request) -> None:
+        self.version += 1
         index = bisect_left(self._requests, request.order, key=_order)
         assert self._requests[index] is request, f"request {request.rid} is not where its order says"
         del self._requests[index]

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from draftwise.names import method_number
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import IntArray, Speculation, TokenLogprobs
 
@@ -141,12 +142,6 @@ class RequestBook(ctypes.Structure):
 
 _TALLIES = RequestBook.plain_steps.offset  # type: ignore[attr-defined]  # of a field
 _TALLIES_SIZE = ctypes.sizeof(RequestBook) - _TALLIES
-_METHODS: dict[str, int] = {"none": 0}
-
-
-def method_number(name: str) -> int:
-    """A number for the name of a method, the same as long as the process lives; 0: "none"."""
-    return _METHODS.setdefault(name, len(_METHODS))
 
 
 def adapter_salt(adapter: int) -> str | None:

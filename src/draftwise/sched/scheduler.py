@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
 from draftwise.errors import ContextLengthError, RequestError
 from draftwise.kv.manager import KVManager
 from draftwise.sched.admission import Refusal, admission
 from draftwise.sched.ahead import outlook
+from draftwise.sched.columns import EMPTY_PLAN, PlanColumns
 from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.order import Ordered
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
-from draftwise.sched.shares import Share, kept_for_drafts
-from draftwise.sched.taking import Books, Planned, native_books
+from draftwise.sched.shares import Shares, kept_for_drafts
+from draftwise.sched.taking import Books, Members, Planned, native_books
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, new_record, tree_depth
 
 MAX_TRACE_STEPS = 4096
@@ -51,9 +52,10 @@ class Scheduler:
         self._waiting = Ordered()
         self._running = Ordered()
         self._removed: list[int] = []  # the executor still has them
-        self._planned: dict[int, RowPlan] = {}  # rows of the newest plan
-        self._flying: dict[int, RowPlan] = {}  # of the one before it, while that was not taken in
+        self._planned = EMPTY_PLAN  # the newest plan, until it is taken in
+        self._flying = EMPTY_PLAN  # the one before it, while that was not taken in
         self._books: Books | None = native_books()
+        self._members: tuple[int, Members] | None = None  # who runs, and `Ordered.version` of that
         self._side_by_side: Planned | None = None  # the newest plan, if no request has left since
         self._flying_side_by_side: Planned | None = None  # the same of the one before it
         self._trimmed: dict[int, int] = {}
@@ -124,7 +126,7 @@ class Scheduler:
         """
         self._step += 1
         assert not self._flying, "two steps have not been taken in"
-        self._flying, self._planned = self._planned, {}
+        self._flying, self._planned = self._planned, EMPTY_PLAN
         self._flying_side_by_side, self._side_by_side = self._side_by_side, None
         self._trimmed = {}
         # What will run once all that fit are admitted: the first of many must not draft as if it were alone.
@@ -132,14 +134,16 @@ class Scheduler:
         self._flying_shape = self._shape
         self._shape = StepShape(note=self._controller.begin(self._batch_size))
         preempted = self.num_preemptions
-        shares = self._share_roots()
-        self._draft_room.wish(shares, self._controller, self._batch_size)
+        members = self._running_members()
+        shares = None if members is None else self._roots_together(members)
+        if shares is None:
+            members, shares = None, self._share_roots()
+        self._draft_room.wish(shares, self._controller, self._batch_size, self._books, members)
         left = self.config.max_num_batched_tokens - len(shares)
-        kept = kept_for_drafts(sum([share.num_draft for share in shares]), left)
-        for share in shares:
-            if share.missing > 1:
-                share.num_new += min(share.missing - 1, left - kept)
-                left -= share.num_new - 1
+        kept = kept_for_drafts(sum(shares.num_draft), left)
+        for i in shares.reading:
+            shares.num_new[i] += min(shares.missing[i] - 1, left - kept)
+            left -= shares.num_new[i] - 1
         new: list[NewRequest] = []
         if preempted == self.num_preemptions:  # else running requests found no room: admit none
             while self._waiting and len(self._running) < self.config.max_num_seqs:
@@ -147,12 +151,12 @@ class Scheduler:
                 if admitted is None:
                     break
                 new.append(admitted)
-                left -= shares[-1].num_new
+                left -= shares.num_new[-1]
         self._draft_room.divide(shares, left, self._controller, self._batch_size)
-        self._plan(shares)
+        self._plan(shares, members)
         plan = StepPlan(
             step=self._step,
-            rows=tuple(self._planned.values()),
+            rows=self._planned,
             new=tuple(new),
             removed=tuple(self._removed),
             trimmed=tuple(self._trimmed.items()),
@@ -161,11 +165,47 @@ class Scheduler:
         assert plan.rows or self._flying or not self._requests, "work is waiting but nothing could be planned"
         return plan
 
-    def _share_roots(self) -> list[Share]:
+    def _running_members(self) -> Members | None:
+        """Who runs, where native code reads their books; None: there is none, or a step is on its way."""
+        if self._books is None or self._flying or not len(self._running):
+            return None
+        known = self._members
+        if known is None or known[0] != self._running.version:
+            known = self._members = self._running.version, Members(self._running.copy(), self.kv)
+        return known[1]
+
+    def _roots_together(self, members: Members) -> Shares | None:
+        """`_share_roots` where there are blocks for all. None: there are not, and nothing has changed."""
+        assert self._books is not None, "there are no members without"
+        size = self.kv.block_size
+        missing, proposed, decoding, context, lacking = self._books.roots(members, size)
+        if lacking > self.kv.num_free:
+            return None
+        count = len(missing)
+        shares = Shares(
+            members.requests.copy(),
+            members.rids.copy(),
+            missing,
+            [0] * count,
+            [1] * count,
+            proposed,
+            [0] * count,
+            num_running=count,
+        )
+        if decoding < count:
+            shares.reading = [i for i, tokens in enumerate(missing) if tokens > 1]
+        for i in self._books.room(members, size, missing):
+            blocks = self.kv.reserve(members.rids[i], missing[i])
+            assert blocks is not None, "as many blocks as were counted"
+            shares.got(i, blocks)
+        self._shape.context = context
+        return shares
+
+    def _share_roots(self) -> Shares:
         """A row for every running request, and blocks for its known tokens: there are at least as many rows as
         requests that may run. Preempts the last ones when the cache is full."""
-        shares: list[Share] = []
-        reserve, flying = self.kv.reserve, self._flying
+        shares = Shares()
+        reserve, flying = self.kv.reserve, self._flying.by_rid
         for request in self._running.copy():
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by one before it
@@ -185,10 +225,9 @@ class Scheduler:
                 blocks = self._make_room(request, missing)
                 if blocks is None:
                     continue
-            share = Share(request, missing, before, blocks=blocks)
+            shares.add(request, missing, blocks, before=before, num_draft=proposed if missing == 1 else 0)
             if missing == 1:
-                share.num_draft = proposed
-            shares.append(share)
+                self._shape.context += request.num_computed
         return shares
 
     def _make_room(self, request: Request, missing: int) -> tuple[int, ...] | None:
@@ -196,7 +235,7 @@ class Scheduler:
         then somebody's place. None: it lost its own."""
         for other in reversed(self._running):
             # Blocks of a step on its way are written to.
-            if other is request or other.rid in self._flying or other.rid in self._trimmed:
+            if other is request or other.rid in self._flying.by_rid or other.rid in self._trimmed:
                 continue
             known = other.num_tokens - other.num_computed
             if not self.kv.surplus(other.rid, known):
@@ -214,28 +253,33 @@ class Scheduler:
             if blocks is not None:
                 return blocks
 
-    def _plan(self, shares: Sequence[Share]) -> None:
-        """Write the shares down: the rows of the plan, and what they add up to."""
-        planned, shape, controller = self._planned, self._shape, self._controller
-        resting, granted = controller.resting, controller.granted
-        for share in shares:
-            request, num_new, num_draft, budget = share.request, share.num_new, share.num_draft, share.budget
-            rid = request.rid
-            if budget:
-                granted(rid, budget)
-            planned[rid] = new_record(
-                RowPlan, (rid, num_new, num_draft, budget, share.blocks, rid not in resting)
-            )
-            if share.missing == 1 and not share.fresh:
-                shape.requests += 1
-                shape.rows += 1 + num_draft
-                shape.context += request.num_computed
-                if request.speculation.rule != "greedy":
-                    shape.sampled = True
-            else:
-                shape.prompt_rows += num_new + num_draft
+    def _plan(self, shares: Shares, members: Members | None) -> None:
+        """Write the shares down: the rows of the plan, and what they add up to. ``members``: see `DraftRoom.wish`."""
+        controller, shape = self._controller, self._shape
+        num_new, num_draft = array("i", shares.num_new), array("i", shares.num_draft)
+        budgets = array("i", shares.budgets)
+        controller.grant(shares.rids, budgets)
+        resting: frozenset[int] = frozenset()
+        if controller.resting:
+            told = controller.resting
+            resting = frozenset([i for i, rid in enumerate(shares.rids) if rid in told])
+        self._planned = PlanColumns(shares.rids, num_new, num_draft, budgets, shares.blocks, resting)
+        shape.requests, shape.prompt_rows = len(shares), 0
+        shape.rows = len(shares) + sum(shares.num_draft)
+        for i in shares.reading:
+            rows = shares.num_new[i] + shares.num_draft[i]
+            shape.requests -= 1
+            shape.rows -= 1 + shares.num_draft[i]
+            shape.prompt_rows += rows
+        whole = members is not None and len(shares) == len(members.rids)
+        if members is not None and not shares.reading:
+            shape.sampled = any(members.sampled)
+        else:
+            requests = shares.requests
+            shape.sampled = any(requests[i].speculation.rule != "greedy" for i in shares.decoding())
         if self._books is not None:
-            self._side_by_side = Planned.of([share.request for share in shares], planned, self.kv)
+            own = members if members is not None and whole else Members(shares.requests, self.kv)
+            self._side_by_side = Planned(own, num_new)
 
     def _preempt(self, victim: Request) -> None:
         """Give up the request's cache; it is computed again from its tokens (and what the prefix cache kept)."""
@@ -252,7 +296,7 @@ class Scheduler:
             victim.prompt_logprobs = [None]
         self._waiting.add(victim)
 
-    def _admit(self, left: int, kept: int, shares: list[Share]) -> NewRequest | None:
+    def _admit(self, left: int, kept: int, shares: Shares) -> NewRequest | None:
         """Admit the first waiting request if there is room for it, and give it a share. ``left``: rows that nobody has
         yet, of which a prompt that can be cut leaves ``kept`` to drafts."""
         request = self._waiting.first
@@ -284,7 +328,7 @@ class Scheduler:
         if request.scheduled_time is None:
             request.scheduled_time = self._clock()
         self._running.add(request)
-        shares.append(Share(request, missing, num_new=answer.num_new, fresh=True, blocks=fresh))
+        shares.add(request, missing, fresh, num_new=answer.num_new, fresh=True)
         return NewRequest(
             rid=rid,
             token_ids_np=request.known_np.copy(),
@@ -316,28 +360,30 @@ class Scheduler:
         else:
             planned, side_by_side = self._planned, self._side_by_side
             self._side_by_side = None
-        rows, requests = result.rows, self._requests
+        if result.step < self._step:
+            self._flying = EMPTY_PLAN
+        else:
+            self._planned = EMPTY_PLAN
+        rows = result.rows
         answers: Sequence[int] | None = None
         if self._books is not None and side_by_side is not None:
             answers = self._books.take_in(side_by_side, rows, now, self.kv)
-        if answers is not None and side_by_side is not None and min(answers, default=0) >= 0:
-            took = zip(side_by_side.requests, answers, strict=True)
+        if answers is None or side_by_side is None:
+            plans, requests = planned.by_rid, self._requests
+            for row in rows:
+                plan, request = plans.get(row.rid), requests.get(row.rid)
+                if request is not None and plan is not None and request.status is RequestStatus.RUNNING:
+                    updates.append(self._commit_row(request, plan, row, now))
+            return updates
+        if min(answers) >= 0:
+            took = zip(side_by_side.members.requests, answers, strict=True)
             updates += [new_record(RequestUpdate, (request, taken, False)) for request, taken in took]
-            rows = ()
-        for row, taken in zip(rows, repeat(-1) if answers is None else answers, strict=False):
-            request = requests.get(row.rid)
-            plan = planned.get(row.rid)
-            if request is None or plan is None or request.status is not RequestStatus.RUNNING:
-                continue
+            return updates
+        for i, (request, taken) in enumerate(zip(side_by_side.members.requests, answers, strict=True)):
             if taken >= 0:
                 updates.append(new_record(RequestUpdate, (request, taken, False)))
-            elif row.error is not None:
-                request.error = row.error
-                self._finish(request, "error")
-                updates.append(RequestUpdate(request, 0, True))
             else:
-                updates.append(self._commit_row(request, plan, row, now))
-        planned.clear()
+                updates.append(self._commit_row(request, planned[i], rows[i], now))
         return updates
 
     def learn(self, result: StepResult, seconds: float | None) -> None:
@@ -350,6 +396,10 @@ class Scheduler:
         return self._controller.stats()
 
     def _commit_row(self, request: Request, plan: RowPlan, row: RowResult, now: float) -> RequestUpdate:
+        if row.error is not None:
+            request.error = row.error
+            self._finish(request, "error")
+            return RequestUpdate(request, 0, True)
         (
             _,
             token_ids,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftwise.sched.request import Request
 
@@ -13,25 +13,64 @@ chunk of a prompt is long, and drafts are what lets others get more than one tok
 
 
 @dataclass(slots=True)
-class Share:
-    """A running request's share of the step that is being planned.
+class Shares:
+    """Requests' shares of the step that is being planned, side by side: those that run, then those admitted in it.
 
-    ``num_draft`` and ``budget`` begin as wishes.
+    ``missing``: known tokens to compute; ``before``: slots that a step on its way may fill before them; ``blocks``: new
+    ones by place. ``num_draft`` and ``budgets`` begin as wishes. ``num_running``: how many ran before; ``reading``:
+    places of those that do not decode, because they miss more than one token or are admitted.
     """
 
-    request: Request
-    missing: int  # its known tokens to compute
-    before: int = 0  # slots that a step on its way may fill before them
-    num_new: int = 1
-    num_draft: int = 0
-    budget: int = 0
-    blocks: tuple[int, ...] = ()
-    fresh: bool = False  # admitted in this step
+    requests: list[Request] = field(default_factory=list)
+    rids: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
+    num_new: list[int] = field(default_factory=list)
+    num_draft: list[int] = field(default_factory=list)
+    budgets: list[int] = field(default_factory=list)
+    blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    num_running: int = 0
+    reading: list[int] = field(default_factory=list)
 
-    @property
-    def completes(self) -> bool:
-        """Whether the step reaches the request's last known token."""
-        return self.num_new == self.missing
+    def __len__(self) -> int:
+        return len(self.rids)
+
+    def add(
+        self,
+        request: Request,
+        missing: int,
+        blocks: tuple[int, ...] = (),
+        *,
+        before: int = 0,
+        num_new: int = 1,
+        num_draft: int = 0,
+        fresh: bool = False,
+    ) -> None:
+        """One more request; ``fresh``: it is admitted in this step."""
+        place = len(self.rids)
+        if fresh or missing > 1:
+            self.reading.append(place)
+        if not fresh:
+            self.num_running += 1
+        if blocks:
+            self.blocks[place] = blocks
+        self.requests.append(request)
+        self.rids.append(request.rid)
+        self.missing.append(missing)
+        self.before.append(before)
+        self.num_new.append(num_new)
+        self.num_draft.append(num_draft)
+        self.budgets.append(0)
+
+    def got(self, place: int, blocks: tuple[int, ...]) -> None:
+        """More blocks for a request."""
+        if blocks:
+            self.blocks[place] = self.blocks.get(place, ()) + blocks
+
+    def decoding(self) -> list[int]:
+        """Places of those that ran before and miss one token."""
+        reading = set(self.reading)
+        return [i for i in range(self.num_running) if i not in reading]
 
 
 def kept_for_drafts(wanted: int, left: int) -> int:
@@ -56,16 +95,16 @@ def divide(wishes: Sequence[int], rows: int) -> list[int]:
     return parts
 
 
-def draft_limit(shares: Sequence[Share], max_rows: int) -> int:
+def draft_limit(shares: Shares, max_rows: int) -> int:
     """Nodes that each of those who draft may have verified in the next step, as far as that can be told now: drafting
     more would be in vain.
 
     Example: 32 rows, 8 requests that decode and want drafts: 24 rows for 8, 3 nodes each. If one of them had 600 tokens
     of its prompt left, a quarter of 24 for 7: 1 node each.
     """
-    drafters = sum([share.budget > 0 for share in shares])
+    drafters = len(shares) - shares.budgets.count(0)
     if not drafters:
         return 0
     left = max_rows - len(shares)
-    prompts = sum([share.missing - share.num_new for share in shares])
+    prompts = sum([shares.missing[i] - shares.num_new[i] for i in shares.reading])
     return -(-max(left - prompts, left // _FOR_DRAFTS) // drafters)

@@ -1,6 +1,8 @@
-"""Writes a step's results into the books of its requests in one native call (``csrc/books.cpp``).
+"""Numbers of many requests in one native call (``csrc/books.cpp``): what they ask of a step, room in their blocks, and
+what a step did to them.
 
-`Scheduler._commit_row` does the same for one request, and everything that is out of the ordinary.
+The scheduler does the same request by request where the library was not built; `Scheduler._commit_row` also does
+everything that is out of the ordinary.
 """
 
 from __future__ import annotations
@@ -8,15 +10,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.library import NativeLibrary, native_library
 from draftwise.kernels.cpu.records import check_record
 from draftwise.kv.manager import KVManager, TableBook
-from draftwise.sched.request import Request, RequestBook, method_number
-from draftwise.types import RowPlan, RowResult, chain_parents, tree_depth
+from draftwise.names import method_number
+from draftwise.sched.columns import RowColumns
+from draftwise.sched.request import Request, RequestBook
+from draftwise.types import RowResult, Speculation, chain_parents, tree_depth
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 _NAMES_IN_C = {
@@ -28,35 +32,74 @@ _NAMES_IN_C = {
 """Fields of `RequestBook`."""
 
 
+class Members:
+    """Requests that run, side by side. They stay the same for many steps."""
+
+    __slots__ = ("places", "requests", "rids", "sampled", "speculations")
+
+    def __init__(self, requests: list[Request], kv: KVManager) -> None:
+        self.requests = requests
+        self.rids = [request.rid for request in requests]
+        self.places = array("Q", [request.at for request in requests])
+        """[2 * R]: where `RequestBook` of each lies, then where `kv.manager.TableBook` of each does."""
+        self.places.extend(kv.places(self.rids))
+        self.speculations: Sequence[Speculation] = [request.speculation for request in requests]
+        self.sampled = [speculation.rule != "greedy" for speculation in self.speculations]
+        """Whether each draws at a temperature."""
+
+
+class Roots(NamedTuple):
+    """What requests that run ask of a step. ``missing`` [R]: known tokens to compute; ``proposed`` [R]: drafts that
+    wait, of those that miss one token; ``decoding``: how many these are; ``context``: tokens that they have computed;
+    ``lacking``: blocks that all known tokens still need."""
+
+    missing: list[int]
+    proposed: list[int]
+    decoding: int
+    context: int
+    lacking: int
+
+
 class Planned(NamedTuple):
-    """The rows of a plan, side by side. They are written down while it is made, when all of it is at hand: behind a
-    pass the caches are full of weights."""
+    """The requests of a plan, side by side. They are written down while it is made, when all of it is at hand: behind a
+    pass the caches are full of weights. ``num_new`` [R]: known tokens that each computes."""
 
-    rids: list[int]
-    requests: list[Request]
-    places: array[int]
-    """[2 * R]: where `RequestBook` of each lies, and `kv.manager.TableBook`."""
-    num_new: list[int]
-
-    @classmethod
-    def of(cls, requests: list[Request], plans: Mapping[int, RowPlan], kv: KVManager) -> Planned:
-        """For a plan with a row for each of these requests, in their order."""
-        rids = list(plans)
-        places = array("Q", [request.at for request in requests])
-        places.extend(kv.places(rids))
-        return cls(rids, requests, places, [plan.num_new for plan in plans.values()])
+    members: Members
+    num_new: array[int]
 
 
 class Books:
-    """Writes into the books of many requests."""
+    """Reads and writes the books of many requests."""
 
     def __init__(self, library: NativeLibrary) -> None:
         """Raises ConfigError if the library lays the books out in another way."""
         check_record(library, "RequestBook", RequestBook, _NAMES_IN_C)
         check_record(library, "TableBook", TableBook)
+        self._roots = library.function("dw_plan_roots", None, [_I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR])
+        self._room = library.function("dw_plan_room", _I64, [_I64, _PTR, _I64, _PTR, _PTR])
         self._take_in = library.function(
-            "dw_take_in", None, [_I64, _PTR, _PTR, _PTR, _PTR, _I64, ctypes.c_double, _PTR]
+            "dw_take_in", None, [_I64, _PTR, _PTR, _PTR, _PTR, _PTR, _I64, ctypes.c_double, _PTR]
         )
+
+    def roots(self, members: Members, block_size: int) -> Roots:
+        """What these requests ask of a step. No other is on its way for them."""
+        count, at = len(members.requests), members.places.buffer_info()[0]
+        asked, facts = array("i", bytes(8 * count)), array("q", bytes(24))
+        asked_at = asked.buffer_info()[0]
+        self._roots(
+            count, at, at + 8 * count, block_size, asked_at, asked_at + 4 * count, facts.buffer_info()[0]
+        )
+        numbers = asked.tolist()
+        return Roots(numbers[:count], numbers[count:], *facts)
+
+    def room(self, members: Members, block_size: int, wanted: Sequence[int]) -> list[int]:
+        """Reserve ``wanted`` [R] tokens past the committed ones, of those that have blocks for them: the places of the
+        others, in their order."""
+        count = len(members.requests)
+        asked, lacking = array("i", wanted), array("i", bytes(4 * count))
+        tables_at = members.places.buffer_info()[0] + 8 * count
+        found = self._room(count, tables_at, block_size, asked.buffer_info()[0], lacking.buffer_info()[0])
+        return lacking[:found].tolist()
 
     def take_in(
         self, planned: Planned, rows: Sequence[RowResult], now: float, kv: KVManager
@@ -66,46 +109,61 @@ class Books:
         Returns:
             Of each row how many tokens were taken, -1: nothing was done, somebody has to look at it. None: at all.
         """
-        count = len(rows)
-        if not count or count != len(planned.rids):
+        members, count = planned.members, len(rows)
+        if not count or count != len(members.rids):
             return None  # a request that had ended was passed over
-        rids, tokens, drafted, accepted, _, _, parents, methods, proposed, _, of_prompt, params, errors = zip(
-            *rows, strict=True
-        )
-        if list(rids) != planned.rids:
+        found = (rows.rids, rows.numbers, rows.tokens) if isinstance(rows, RowColumns) else _in_columns(rows)
+        rids, numbers, tokens = found
+        if list(rids) != members.rids:
             return None
-        apart = [0] * count
-        for unusual in (of_prompt, params, errors):
-            if any(value is not None for value in unusual):
-                apart = [one or value is not None for one, value in zip(apart, unusual, strict=True)]
-        columns = array("i", planned.num_new)
-        columns.extend(drafted)
-        columns.extend(accepted)
-        columns.extend([len(own) if own is chain_parents(len(own)) else tree_depth(own) for own in parents])
-        columns.extend(map(method_number, methods))
-        columns.extend(proposed)
-        columns.extend(map(len, tokens))
-        columns.extend(apart)
-        flat = array("i", [token for own in tokens for token in own])
         answers = array("i", bytes(4 * count))
-        at = planned.places.buffer_info()[0]
+        at = members.places.buffer_info()[0]
         self._take_in(
             count,
             at,
             at + 8 * count,
-            columns.buffer_info()[0],
-            flat.buffer_info()[0],
-            len(flat),
+            planned.num_new.buffer_info()[0],
+            numbers.buffer_info()[0],
+            tokens.buffer_info()[0],
+            len(tokens),
             now,
             answers.buffer_info()[0],
         )
-        taken = list(map(len, tokens))
-        for i, answer in enumerate(answers.tolist()):
-            if answer > 0:
-                kv.settle(rids[i], planned.requests[i].tokens_np)
-            elif answer:
-                taken[i] = -1
+        taken = numbers[5 * count : 6 * count].tolist()
+        if any(answers):
+            for i, answer in enumerate(answers.tolist()):
+                if answer > 0:
+                    kv.settle(rids[i], members.requests[i].tokens_np)
+                elif answer:
+                    taken[i] = -1
         return taken
+
+
+def _in_columns(rows: Sequence[RowResult]) -> tuple[Sequence[int], array[int], array[int]]:
+    """Of results one by one: requests, `RowColumns.numbers`, and tokens."""
+    rids, tokens, drafted, accepted, _, _, parents, methods, proposed, _, of_prompt, params, errors = zip(
+        *rows, strict=True
+    )
+    apart = [False] * len(rids)
+    for unusual in (of_prompt, params, errors):
+        if any(value is not None for value in unusual):
+            apart = [one or value is not None for one, value in zip(apart, unusual, strict=True)]
+    sizes = list(map(len, tokens))
+    flat = array("i", [token for own in tokens for token in own])
+    firsts: list[int] = []
+    end = 0
+    for size in sizes:
+        firsts.append(end)
+        end += size
+    columns = array("i", drafted)
+    columns.extend(accepted)
+    columns.extend([len(own) if own is chain_parents(len(own)) else tree_depth(own) for own in parents])
+    columns.extend(map(method_number, methods))
+    columns.extend(proposed)
+    columns.extend(sizes)
+    columns.extend(firsts)
+    columns.extend(apart)
+    return rids, columns, flat
 
 
 @functools.cache

@@ -18,7 +18,7 @@ struct RequestBook {
 
 // Of its blocks: as in kv/manager.py. From `due` committed tokens on somebody has to look.
 struct TableBook {
-  int64_t committed, reserved, due;
+  int64_t committed, reserved, due, num_blocks;
 };
 
 }  // namespace dw

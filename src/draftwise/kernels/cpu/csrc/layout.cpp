@@ -35,6 +35,7 @@ const Field fields[] = {
     DW_FIELD(RequestBook, num_drafts), DW_FIELD(RequestBook, num_drafted), DW_FIELD(RequestBook, num_accepted),
     DW_FIELD(RequestBook, deepest), DW_FIELD(RequestBook, accepted_at),
     DW_FIELD(TableBook, committed), DW_FIELD(TableBook, reserved), DW_FIELD(TableBook, due),
+    DW_FIELD(TableBook, num_blocks),
     DW_FIELD(FillBook, tokens), DW_FIELD(FillBook, drafts),
     DW_FIELD(RowBook, num_tokens), DW_FIELD(RowBook, num_computed), DW_FIELD(RowBook, max_total), DW_FIELD(RowBook, capacity),
     DW_FIELD(RowBook, tokens), DW_FIELD(RowBook, num_blocks), DW_FIELD(RowBook, blocks), DW_FIELD(RowBook, stops),

@@ -150,27 +150,49 @@ DW_EXPORT void dw_step_rows(int64_t requests, RowBook* const* books, int64_t blo
   });
 }
 
-// Take in what `dw_verify` found. `sizes` [requests]: tokens that became known; 0: there was no distribution, and nothing of the
-// request has changed but that its drafts are gone. `goes_on` [requests]: whether none of them ends the request. `tokens`
-// [requests + nodes]: of all, side by side. `moves` [2, nodes]: slots of keys that have to be moved, from and to; how many is
-// returned.
-// Example: 10 known, nodes 1 and 3 kept of a tree and token 7 behind them: 13 known, 12 computed, keys 10 and 12 go to 10 and 11.
-DW_EXPORT int64_t dw_step_taken(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* own, int64_t nodes,
-                                const int32_t* given, const int32_t* found, int32_t* sizes, int32_t* goes_on, int32_t* tokens,
-                                int64_t* moves) {
+// Take in what `dw_verify` found, of D requests that are decided in columns in a step of `requests`. `at` [D]: which ones these are,
+// or null: all, in their order. `columns` [8, requests]: what `dw_take_in` of books.cpp reads of each, but drafts that wait: tokens of
+// the step 0, and to be looked at, if there was no distribution; then nothing of the request has changed but that its drafts are
+// gone. `goes_on` [D]: whether none of the tokens ends the request. `tokens` [D + nodes]: of all, side by side. `moves` [2, nodes]:
+// slots of keys that have to be moved, from and to; how many is returned.
+// `fresh` [requests], `starts` [requests]: known tokens computed, and first row, of each; `read`: rows whose tokens are final now, of
+// all, side by side, and `read_counts` [D] of each; or null.
+// Example: 10 known, nodes 1 and 3 kept of a tree and token 7 behind them: 13 known, 12 computed, keys 10 and 12 go to 10 and 11. The
+// request's rows begin at 5: rows 5, 7 and 9 are read.
+DW_EXPORT int64_t dw_step_taken(int64_t requests, int64_t decided, RowBook* const* books, const int32_t* at_of, int64_t block_size,
+                                const int32_t* own, const int32_t* methods, int64_t nodes, const int32_t* given, const int32_t* found,
+                                int32_t* columns, int32_t* goes_on, int32_t* tokens, int64_t* moves, const int32_t* fresh,
+                                const int32_t* starts, int32_t* read, int32_t* read_counts) {
   return dw::guarded([&] {
-    const int32_t *kept = found, *last = found + requests, *paths = last + requests;
+    const int32_t *kept = found, *last = found + decided, *paths = last + decided, *parents_of = given + nodes;
+    int32_t *drafted = columns, *accepted = drafted + requests, *depths = accepted + requests, *method = depths + requests,
+            *sizes = method + 2 * requests, *firsts = sizes + requests, *look = firsts + requests;
     int64_t at = 0, written = 0, moved = 0;
-    for (int64_t r = 0; r < requests; r++) {
-      RowBook& book = *books[r];
-      const int64_t n = own[r], length = kept[r], base = book.num_tokens;
-      const int32_t *drafts = given + at, *path = paths + at;
+    for (int64_t d = 0; d < decided; d++) {
+      const int64_t r = at_of ? at_of[d] : d;
+      dw::require(0 <= r && r < requests, "a request of the step");
+      RowBook& book = *books[d];
+      const int64_t n = own[d], length = kept[d], base = book.num_tokens;
+      const int32_t *drafts = given + at, *parents = parents_of + at, *path = paths + at;
       at += n;
       dw::require(at <= nodes && 0 <= length && length <= n, "a path in the tree");
       dw::require(base + length + 1 <= book.capacity, "room for the tokens");
       book.waiting = 0;
-      sizes[r] = goes_on[r] = 0;
-      if (last[r] < 0) continue;
+      drafted[r] = (int32_t)n;
+      method[r] = n ? methods[d] : 0;
+      sizes[r] = accepted[r] = depths[r] = goes_on[d] = 0;
+      firsts[r] = (int32_t)written;
+      look[r] = 1;
+      if (read_counts) read_counts[d] = 0;
+      if (last[d] < 0) continue;
+      look[r] = 0;
+      int32_t depth[dw::MOST_DRAFTS], deepest = 0;
+      for (int64_t i = 0; i < n; i++) {
+        dw::require(-1 <= parents[i] && parents[i] < i, "parents before their children");
+        depth[i] = parents[i] < 0 ? 1 : depth[parents[i]] + 1;
+        deepest = std::max(deepest, depth[i]);
+      }
+      depths[r] = deepest;
       int32_t* answer = tokens + written;
       for (int64_t k = 0; k < length; k++) {
         const int64_t node = path[k];
@@ -181,7 +203,12 @@ DW_EXPORT int64_t dw_step_taken(int64_t requests, RowBook* const* books, int64_t
           moves[nodes + moved++] = slot_of(book, base + k, block_size);
         }
       }
-      answer[length] = last[r];
+      answer[length] = last[d];
+      if (read) {
+        for (int32_t i = 0; i < fresh[r]; i++) *read++ = starts[r] + i;
+        for (int64_t k = 0; k < length; k++) *read++ = starts[r] + fresh[r] + path[k];
+        read_counts[d] = fresh[r] + (int32_t)length;
+      }
       if (book.fill) {
         if (book.fill->drafts && book.fill->tokens == base) fill_to(book, base + std::min(length, book.fill->drafts), block_size);
         book.fill->drafts = 0;
@@ -190,10 +217,18 @@ DW_EXPORT int64_t dw_step_taken(int64_t requests, RowBook* const* books, int64_t
       book.num_tokens = base + length + 1;
       book.num_computed = base + length;
       sizes[r] = (int32_t)length + 1;
-      goes_on[r] = std::find_first_of(answer, answer + length + 1, book.stops, book.stops + book.num_stops) == answer + length + 1;
+      accepted[r] = (int32_t)length;
+      goes_on[d] = std::find_first_of(answer, answer + length + 1, book.stops, book.stops + book.num_stops) == answer + length + 1;
       written += length + 1;
     }
     return moved;
+  });
+}
+
+// Nodes that wait for the next step, `waiting` [requests].
+DW_EXPORT void dw_step_waiting(int64_t requests, RowBook* const* books, int32_t* waiting) {
+  dw::guarded([&] {
+    for (int64_t r = 0; r < requests; r++) waiting[r] = (int32_t)books[r]->waiting;
   });
 }
 
