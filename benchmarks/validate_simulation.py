@@ -100,10 +100,13 @@ class Bench:
         else:
             self.profile = Profile(machine(self.config.device, 1), model_name(self.config))
 
-    def _prompts(self, tokenizer: Any, count: int, seed: int) -> list[tuple[int, ...]]:
-        found = list(code_prompts(tokenizer, count, self.args.prompt, seed=seed))
+    def _prompts(
+        self, tokenizer: Any, count: int, seed: int, tokens: int | None = None
+    ) -> list[tuple[int, ...]]:
+        tokens = tokens or self.args.prompt
+        found = list(code_prompts(tokenizer, count, tokens, seed=seed))
         if self.args.repeat:  # a quarter of it four times: what a drafter that looks things up is good at
-            quarter = self.args.prompt // 4
+            quarter = tokens // 4
             found = [p[:quarter] * 4 for p in found]
         return found
 
@@ -124,7 +127,7 @@ class Bench:
         profiler = Profiler(
             self.profile,
             settings,
-            lambda engine: {"code": self._prompts(tokenizer_of(engine), 24, 0)},
+            lambda engine, tokens: {"code": self._prompts(tokenizer_of(engine), 24, 0, tokens)},
             engine_clock=self.clock,
         )
         profiler.measure_engine(self.engine, "auto", lambda total: lambda point: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from draftwise.errors import ConfigError
-from draftwise.plan.acceptance import AcceptanceModel, conditional, draw, read_acceptance
+from draftwise.plan.acceptance import AcceptanceCounts, AcceptanceModel, Chances, Draws, conditional, draw
+from draftwise.plan.acceptance_files import read_acceptance
 from draftwise.plan.traces import SHAPES, make_trace, poisson_trace, read_trace
 
 
@@ -36,6 +38,41 @@ def test_shares_become_chances_and_back() -> None:
     assert conditional([0.0, 0.0]) == (0.0, 0.0)
 
 
+def test_steps_are_counted_by_what_was_proposed() -> None:
+    counts = AcceptanceCounts()
+    assert counts.chances() is None
+    for size, accepted in ((0, 0), (1, 1), (2, 0), (2, 2)):
+        counts.add(size, accepted, 100)
+    assert (counts.sizes, counts.tried, counts.accepted) == ([1, 1, 2], [3, 1], [2, 1])
+    found = counts.chances()
+    assert found == Chances((2 / 3, 1.0), (0.75, 0.5), 100.0)
+    draws = Draws(found)
+    assert draws.proposed(2) == 1.25 and draws.accepted(2) == pytest.approx(0.5 + 0.5 * 2 / 3)
+    more = AcceptanceCounts([2], [], [], 50)
+    more.merge(counts)
+    assert more.sizes == [3, 1, 2] and more.steps == 6 and more.tokens == 450
+    assert AcceptanceCounts([5], [], [], 500).chances() == Chances((0.0,), (0.0,), 100.0)
+
+
+def test_look_ups_that_find_nothing_are_no_drafts() -> None:
+    model = AcceptanceModel({"": {"ngram": (0.8, 0.5)}}, {"": {"ngram": (0.25,)}})
+    assert model.length("ngram", 2) == pytest.approx(1 + 0.25 * 1.2) and model.proposed("ngram", 2) == 0.5
+    assert model.survival("ngram")[:2] == pytest.approx((0.8, 0.4))
+    assert model.scaled(0.5).length("ngram", 2) == pytest.approx(1 + 0.25 * (0.4 + 0.2))
+    for offers in ((0.5, 0.6), (1.2,), (math.nan,)):
+        with pytest.raises(ConfigError, match="acceptance"):
+            AcceptanceModel({"": {"ngram": (0.8,)}}, {"": {"ngram": offers}})
+
+
+def test_the_nearest_length_holds() -> None:
+    parts = [Chances((0.2,), (), 400.0), Chances((0.9,), (), 100.0)]
+    model = AcceptanceModel({"": {"m": (0.5,)}}, contexts={"": {"m": parts}})
+    found = [model.length("m", 1, context=n) for n in (1, 199, 200, 9999)]
+    assert found == pytest.approx([1.9, 1.9, 1.2, 1.2]) and model.length("m", 1) == 1.5
+    assert model.draws("m", context=50).until == 200.0 and model.draws("m", context=900).until == math.inf
+    assert model.scaled(0.5).length("m", 1, context=100) == pytest.approx(1.45)
+
+
 def test_kinds_of_text_have_chances_of_their_own() -> None:
     model = AcceptanceModel({"": {"ngram": (0.2,)}, "edit": {"ngram": (0.9,)}})
     assert model.length("ngram", 1, "edit") == 1.9 and model.length("ngram", 1, "prose") == 1.2
@@ -52,13 +89,23 @@ def test_rates_that_are_none(rates: str) -> None:
 def test_output_of_bench_accept_is_read(tmp_path: Path) -> None:
     rows = [
         {"method": "ngram", "workload": "code", "acceptance_per_position": [0.5, 0.25], "num_drafts": 100},
-        {"method": "ngram", "workload": "copy", "acceptance_per_position": [0.9, 0.9], "num_drafts": 300},
+        {
+            "method": "ngram",
+            "workload": "copy",
+            "acceptance_per_position": [0.9, 0.9],
+            "num_drafts": 300,
+            "mean_acceptance_length": 2.8,
+            "tokens_per_step": 1.9,
+        },
     ]
     file = tmp_path / "accept.json"
     file.write_text(json.dumps({"benchmark": "accept", "results": rows}))
     model = read_acceptance(str(file))
     assert model.rates["code"]["ngram"] == pytest.approx((0.5, 0.5))
     assert model.survival("ngram")[:2] == pytest.approx((0.8, 0.7375))  # weighted by drafts
+    # Half of the steps of the second found nothing: 300 drafts in 600 steps, and 100 in 100.
+    assert model.length("ngram", 2, "copy") == pytest.approx(1.9)
+    assert model.proposed("ngram", 1) == pytest.approx(400 / 700)
 
 
 def test_four_forms_of_traces_say_the_same(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftwise.cli.main import main
+from draftwise.plan.acceptance import AcceptanceCounts
 from draftwise.plan.profile import Profile
 from draftwise.plan.samples import PromptSample, Setting, StepSample
 
@@ -30,7 +31,8 @@ def _profile(path: Path) -> None:
             seconds = 0.001 + 5e-5 * n * (1 + k)
             setting.steps.append(StepSample(method, k, n, 128, n * (1 + k), 128 * n, seconds, 2e-4 * k, 9))
     made = Profile({"cpu": "test"}, "embedded", {"auto": setting})
-    made.survived, made.drafted = {"code": {"eagle3": [80, 70, 60, 50]}}, {"code": {"eagle3": 100}}
+    counts = AcceptanceCounts([0, 0, 0, 0, 100], [100, 80, 70, 60], [80, 70, 60, 50], 12_800)
+    made.accepted = {"code": {"eagle3": {"128": counts}}}
     made.save(path)
 
 

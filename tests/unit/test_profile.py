@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from draftwise.errors import ConfigError
-from draftwise.plan.acceptance import AcceptanceModel
+from draftwise.plan.acceptance import AcceptanceCounts, AcceptanceModel
 from draftwise.plan.interpolation import (
     Interpolation,
     Throughput,
@@ -40,7 +40,8 @@ def made(path: Path | None = None) -> Profile:
                     StepSample(method, k, n, context, n * (1 + k), n * context, target, 5e-4 * k, 9)
                 )
     profile = Profile({"cpu": "test"}, "tiny", {"int8": setting})
-    profile.survived, profile.drafted = {"code": {"eagle3": [80, 60, 30]}}, {"code": {"eagle3": 100}}
+    counts = AcceptanceCounts([0, 0, 0, 100], [100, 80, 60], [80, 60, 30], 6400)
+    profile.accepted = {"code": {"eagle3": {"64": counts}}}
     if path is not None:
         profile.save(path)
     return profile
@@ -56,7 +57,9 @@ def test_all_points_come_and_the_telling_ones_first() -> None:
     points = plan_points(["eagle3"], [1, 3], [1, 8], [64, 512], [32, 512], ["code"], 10_000, 1024)
     assert {type(p) for p in points[:8]} == {PromptPoint, StepPoint, AcceptPoint}
     assert points.index(StepPoint("none", 0, 1, 64)) < points.index(StepPoint("eagle3", 1, 1, 64))
-    assert len(points) == 2 + 2 + 4 * 3 + 1 and len(set(points)) == len(points)
+    assert len(points) == 2 + 2 + 4 * 3 + 2 and len(set(points)) == len(points)
+    own = plan_points(["ngram"], [1], [1], [64], [32], [], 3000, 1024, own=["own"])
+    assert [p for p in own if isinstance(p, AcceptPoint)] == [AcceptPoint("ngram", "own", None)]
     small = plan_points([], [1], [1, 8], [64, 512], [32], [], 3000, 1024)
     assert StepPoint("none", 0, 8, 512) not in small and StepPoint("none", 0, 1, 512) in small
 
@@ -236,7 +239,10 @@ def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_pat
         ("none", 0, 2),
         ("ngram", 2, 2),
     }
-    assert whole.drafted["own"]["ngram"] > 0 and setting.kv_tokens == 64 * 16
+    ((name, counts),) = whole.accepted["own"]["ngram"].items()
+    assert name in ("16", "32") and counts.steps > 10 and setting.kv_tokens == 64 * 16
+    assert sum(counts.tried) >= sum(counts.accepted) and counts.sizes[0] < counts.steps
+    assert all(len(s.widths) == s.steps for s in setting.steps)
     assert all(s.target > 0 for s in setting.steps) and len(setting.prefill) >= 3
     # Every size was visited twice; a third time is asked for below.
     assert {s.rounds for s in setting.steps} == {2} == {p.rounds for p in setting.prompts}
@@ -245,7 +251,7 @@ def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_pat
     before = whole.as_dict()
     assert main(flags) == 0
     again = Profile.load(file).as_dict()
-    assert again["settings"] == before["settings"] and again["drafted"] == before["drafted"]
+    assert again["settings"] == before["settings"] and again["accepted"] == before["accepted"]
     assert main([*flags[:-1], "3"]) == 0
     assert {s.rounds for s in Profile.load(file).setting().steps} == {3}
     assert main(["profile", "--output", str(file), "--model", "/somewhere/else"]) == 2
@@ -341,6 +347,12 @@ def test_times_are_means_and_single_steps_scatter_around_them() -> None:
         (lambda v: v["settings"]["int8"]["prompts"][0].update(seconds=[]), "without a time"),
         (lambda v: v["settings"]["int8"]["prompts"][0].update(behind=[math.nan]), "no time"),
         (lambda v: v["settings"]["int8"]["steps"][0].update(targets=[-1]), "no time"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(widths=[1]), "without their rows"),
+        (
+            lambda v: v["accepted"]["code"]["eagle3"]["64"].update(accepted=[101, 60, 30]),
+            "more drafts accepted",
+        ),
+        (lambda v: v["accepted"]["code"]["eagle3"]["64"].update(sizes=[1, 0, 0, 2]), "more drafts tried"),
     ],
 )
 def test_measurements_that_are_none(tmp_path: Path, change: Any, words: str) -> None:
@@ -349,3 +361,49 @@ def test_measurements_that_are_none(tmp_path: Path, change: Any, words: str) -> 
     (tmp_path / "p.json").write_text(json.dumps(value))
     with pytest.raises(ConfigError, match=words):
         Profile.load(tmp_path / "p.json")
+
+
+# ------------------------------------------------------------------------ look-ups, and lengths of the context
+
+
+def test_steps_that_verified_more_took_longer() -> None:
+    """A look-up finds something in two of five steps: its times are those of 1 and of 5 rows, not of their mean."""
+    profile = made()
+    setting = profile.settings["int8"]
+    setting.steps.append(
+        StepSample(
+            "ngram", 4, 1, 300, 3, 300, 0.011, 1e-5, 5, 1,
+            (0.011, 0.030, 0.011, 0.030, 0.011), (1e-5,) * 5, (1, 5, 1, 5, 1),
+        )
+    )  # fmt: skip
+    assert setting.steps[-1].by_rows() == [(1, 0.011), (5, 0.030)]
+    assert setting.steps[-1].factors() == pytest.approx([1, 1, 1])  # both kinds alike; two steps say nothing
+    times = profile.times()
+    assert times.target_time(1, 5, 300) == pytest.approx(0.030, rel=0.02)
+    assert times.target_time(1, 1, 300) == pytest.approx(0.011, rel=0.1)
+
+
+def test_acceptance_by_length_is_in_the_file_and_chooses_the_drafts() -> None:
+    """Drafts that are accepted behind short prompts only: with long ones plain decoding is best."""
+    profile = made()
+    profile.accepted = {
+        "code": {
+            "eagle3": {
+                "64": AcceptanceCounts([0, 0, 0, 100], [100, 90, 80], [90, 80, 70], 6400),
+                "1024": AcceptanceCounts([0, 0, 0, 100], [100, 2, 0], [2, 0, 0], 102_400),
+            }
+        }
+    }
+    found = {(c, n): point.method for c, n, point in choices(profile, "int8")}
+    assert found[64, 1] == "eagle3" and found[1024, 1] == "none"
+    acceptance = profile.acceptance()
+    assert acceptance.length("eagle3", 3, context=64) == pytest.approx(1 + 0.9 + 0.8 + 0.7)
+    assert acceptance.length("eagle3", 3, "code", 4096) == pytest.approx(1.02)
+    assert acceptance.length("eagle3", 1) == pytest.approx(1 + 92 / 200)
+    few = AcceptanceCounts([0, 0, 0, 9], [9, 2, 0], [2, 0, 0], 9 * 1024)
+    profile.accepted["code"]["eagle3"]["1024"] = few  # too few to say anything of that length alone
+    assert profile.acceptance().contexts == {"": {}}
+    rows = dict(break_even(profile, "int8", "eagle3", 3))
+    assert set(rows) == {64, 1024} and rows[64][0][1].accepted_length > 2
+    profile.accepted = {}
+    assert break_even(profile, "int8", "eagle3", 3)[0][1][0][1].accepted_length == 1.0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwise.errors import ConfigError
-from draftwise.plan.acceptance import AcceptanceModel
+from draftwise.plan.acceptance import AcceptanceModel, Chances
 from draftwise.plan.capacity import ModelCapacity
 from draftwise.plan.operating import Sla
 from draftwise.plan.planner import Planner, PlannerConfig
@@ -323,3 +323,28 @@ def test_a_short_rest_counts_for_its_share_and_adds_to_the_one_before() -> None:
     rest.ended(0.60, 0.6)
     assert rest.factor(0.60) == 1.0
     assert rest.factor(9.0) == 2.0
+
+
+def test_look_ups_draft_in_their_share_of_the_steps() -> None:
+    trace = make_trace([0.0], [200], [3001])
+    found, all_steps = (
+        Cluster(trace, Polynomial(100_000), model, Policy("model", 3), EngineSettings()).run()
+        for model in (AcceptanceModel(ACCEPTANCE.rates, {"": {"model": (0.3, 0.3, 0.1)}}), ACCEPTANCE)
+    )
+    assert found.num_proposals / found.num_steps == pytest.approx(0.3, abs=0.04)
+    assert found.num_drafts / found.num_proposals == pytest.approx(0.7 / 0.3, abs=0.15)
+    expected = 1 + 0.3 * 0.7 + 0.3 * 0.35 + 0.1 * 0.07
+    assert 3000 / found.num_steps == pytest.approx(expected, abs=0.05)
+    assert all_steps.num_proposals > 0.98 * all_steps.num_steps
+
+
+def test_acceptance_changes_while_a_request_grows() -> None:
+    parts = [Chances((0.95,), (), 100.0), Chances((0.0,), (), 1600.0)]
+    model = AcceptanceModel({"": {"model": (0.5,)}}, contexts={"": {"model": parts}})
+    trace = make_trace([0.0, 900.0], [100, 500], [200, 200])  # 400 tokens are the border
+    found = Cluster(trace, Polynomial(100_000), model, Policy("model", 3), EngineSettings()).run()
+    assert found.itl_np[1] > 3 * found.itl_np[0]
+    both = Cluster(
+        make_trace([0.0], [300], [201]), Polynomial(100_000), model, Policy("model", 3), EngineSettings()
+    ).run()
+    assert found.itl_np[0] < both.itl_np[0] < found.itl_np[1]

@@ -134,7 +134,7 @@ def modelled(args: argparse.Namespace) -> Modelled:
         raise UsageError(
             f"expected one of --profile, --device and --polynomial, got {' and '.join(given) or 'none'}"
         )
-    from draftwise.plan.acceptance import read_acceptance
+    from draftwise.plan.acceptance_files import read_acceptance
     from draftwise.plan.times import check_methods
 
     kind = given[0]
@@ -149,7 +149,7 @@ def modelled(args: argparse.Namespace) -> Modelled:
         profile.check_of(args.model)
         setting = profile.setting(args.weights)
         times: StepTimes = profile.times(args.weights)
-        if args.acceptance is None and profile.drafted:
+        if args.acceptance is None and profile.accepted:
             acceptance = profile.acceptance()
         kv_bytes = setting.kv_bytes
         args.parallel = setting.devices  # of one engine

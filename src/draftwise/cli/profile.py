@@ -7,7 +7,7 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from draftwise.cli.report import note, print_json, progress
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
     from draftwise.engine.builder import Engine
+    from draftwise.plan.acceptance import AcceptanceModel
     from draftwise.plan.operating import OperatingPoint, Sla
     from draftwise.plan.profile import Profile
 
@@ -187,7 +188,7 @@ def _measure(args: argparse.Namespace) -> Profile:
         None if args.budget is None else 60 * args.budget,
         rounds=args.rounds,
     )
-    profiler = Profiler(profile, settings, lambda engine: _texts(args, engine))
+    profiler = Profiler(profile, settings, lambda engine, tokens: _texts(args, engine, tokens))
     logging.getLogger("draftwise").setLevel(logging.WARNING)
     done = True
     for weights, config in configs.items():
@@ -230,16 +231,27 @@ def _read_prompts(path: Path) -> list[str]:
     return out
 
 
-def _texts(args: argparse.Namespace, engine: Engine) -> Mapping[str, Sequence[Sequence[int]]]:
+def _texts(
+    args: argparse.Namespace, engine: Engine, tokens: int | None
+) -> Mapping[str, Sequence[Sequence[int]]]:
+    """Prompts by kind, as `Profiler` asks for them."""
     from draftwise.bench.workloads import make_workload
     from draftwise.encoding import encode_text
     from draftwise.engine.builder import tokenizer_of
+    from draftwise.errors import ConfigError
+    from draftwise.profile.run import OWN
 
     tokenizer = tokenizer_of(engine)
     if args.prompts is not None:
         own = [tuple(encode_text(tokenizer, text, "--prompts")) for text in _read_prompts(args.prompts)]
-        return {"own": [prompt for prompt in own if prompt]}
-    return {kind: make_workload(kind, tokenizer, 8, _PROMPT_TOKENS).prompts for kind in _KINDS}
+        return {OWN: [prompt for prompt in own if prompt]}
+    if tokens is None:
+        return {kind: make_workload(kind, tokenizer, 8, _PROMPT_TOKENS).prompts for kind in _KINDS}
+    found: dict[str, Sequence[Sequence[int]]] = {}
+    for kind in _KINDS:
+        with suppress(ConfigError):  # the held-out files have no definitions so long
+            found[kind] = make_workload(kind, tokenizer, 8, max(tokens, 16)).prompts
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ report
@@ -270,14 +282,14 @@ def _as_json(args: argparse.Namespace, profile: Profile, sla: Sla) -> dict[str, 
 def _print(args: argparse.Namespace, profile: Profile, sla: Sla) -> None:
     from draftwise.plan.operating import OperatingPoint
     from draftwise.plan.times import Infeasible
-    from draftwise.profile.report import acceptance_of, best_settings, break_even, choices, most_drafts
+    from draftwise.profile.report import best_settings, break_even, choices, most_drafts
 
     print(f"{profile.model} on {profile.machine.get('gpu', profile.machine.get('cpu'))}: {args.output}")
-    acceptance = acceptance_of(profile)
+    acceptance = profile.acceptance()
     for method in acceptance.methods:
-        length = acceptance.length(method, max(most_drafts(s) for s in profile.settings.values()))
-        rates = ", ".join(f"{r:.2f}" for r in acceptance.rates[""][method][:5])
-        print(f"  {method}: {length:.2f} tokens per step; chances by position {rates}")
+        print(
+            f"  {method}: {_accepted(acceptance, method, max(map(most_drafts, profile.settings.values())))}"
+        )
     for weights, setting in profile.settings.items():
         chosen = choices(profile, weights)
         requests = sorted({n for _, n, _ in chosen})
@@ -292,13 +304,14 @@ def _print(args: argparse.Namespace, profile: Profile, sla: Sla) -> None:
         table(title, ["context", *map(str, requests)], rows, [])
         for method in profile.times(weights).methods:
             drafts = min(3, most_drafts(setting))
-            lines = [
-                [str(c), *(f"{dict(row)[n].break_even:.2f}" if n in dict(row) else "-" for n in requests)]
-                for c, row in break_even(profile, weights, method, drafts)
-            ]
+            lines = []
+            for c, row in break_even(profile, weights, method, drafts):
+                cells_at = [f"{dict(row)[n].break_even:.2f}" if n in dict(row) else "-" for n in requests]
+                got = f"{row[0][1].accepted_length - 1:.2f}" if method in acceptance.methods else "-"
+                lines.append([str(c), *cells_at, got])
             table(
-                f"{method}, K={drafts}: accepted drafts per step from which on it pays",
-                ["context", *map(str, requests)],
+                f"{method}, K={drafts}: accepted drafts per step from which on it pays, and accepted ones",
+                ["context", *map(str, requests), "accepted"],
                 lines,
                 [],
             )
@@ -318,6 +331,17 @@ def _print(args: argparse.Namespace, profile: Profile, sla: Sla) -> None:
     if len(fitting) > 1:
         rate, weights = max(fitting)
         print(f"  most per device: {weights}, {rate:.0f} tokens/s")
+
+
+def _accepted(acceptance: AcceptanceModel, method: str, drafts: int) -> str:
+    """What is known of a method's drafts, in words."""
+    rates = ", ".join(f"{r:.2f}" for r in acceptance.rates[""][method][:5])
+    words = f"{acceptance.length(method, drafts):.2f} tokens per step; chances by position {rates}"
+    draws = acceptance.draws(method)
+    if draws.offered is not None and draws.offered[0] > 0:
+        size = draws.proposed(drafts) / draws.offered[0]
+        words += f"; finds drafts in {100 * draws.offered[0]:.0f} % of the steps, {size:.1f} of {drafts}"
+    return words
 
 
 def _setting(point: OperatingPoint) -> str:

@@ -127,11 +127,11 @@ def _planner(config: ServerConfig, engine: EngineConfig) -> Planner:
     from draftwise.plan.capacity import ModelCapacity
     from draftwise.plan.operating import Sla
     from draftwise.plan.planner import Planner
-    from draftwise.profile.report import acceptance_of, settings_known
+    from draftwise.profile.report import settings_known
 
     profile = _profile(config)
     weights = _weights(profile.settings, engine.quantization, engine.dtype)
-    times, acceptance = profile.times(weights), acceptance_of(profile)
+    times, acceptance = profile.times(weights), profile.acceptance()
     loaded = {drafter.method for drafter in engine.drafters}
     limits: dict[str, Any] = {"most_requests": engine.max_num_seqs or 256}
     if times.most_drafts is not None:

@@ -1,13 +1,12 @@
-"""How many drafts are accepted: per method and position, and per kind of text."""
+"""How many drafts are proposed and accepted: per method and position, per kind of text, by length of the context."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from draftwise.errors import ConfigError, shown
@@ -18,24 +17,80 @@ ANY_KIND = ""
 _POSITIONS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """One method on one kind of text. ``rates``: chance that position j is accepted given that it was proposed and the
+    ones before it were accepted. ``offers``: share of steps in which position j is proposed, as long as so many drafts
+    are asked for: a look-up finds nothing in some steps, and something short in others; empty: always.
+    ``context``: mean tokens of a request, where this was measured; None: of any length.
+
+    Positions beyond the last are as good as that one, and are proposed as often.
+    """
+
+    rates: Sequence[float]
+    offers: Sequence[float] = ()
+    context: float | None = None
+
+    def check(self, of: str) -> None:
+        """Raise ConfigError unless these are chances."""
+        if not self.rates or any(not 0 <= x <= 1 for x in (*self.rates, *self.offers)):  # NaN is neither
+            raise ConfigError(
+                f"acceptance of {of}: expected chances from 0 to 1, got {shown([*self.rates, *self.offers])}"
+            )
+        if any(b > a for a, b in pairwise(self.offers)):
+            raise ConfigError(
+                f"acceptance of {of}: a later position is proposed no more often than one before"
+            )
+
+
+class Draws:
+    """`Chances` reckoned out. ``survival`` [64]: chance that at least the first j + 1 positions are accepted, of drafts
+    that were proposed; ``offered`` [64]: share of steps in which position j is proposed; None: always. ``until``:
+    tokens of a request from which on others hold."""
+
+    __slots__ = ("offered", "survival", "until")
+
+    def __init__(self, chances: Chances, until: float = math.inf) -> None:
+        found, chance = [], 1.0
+        for j in range(_POSITIONS):
+            chance *= chances.rates[min(j, len(chances.rates) - 1)]
+            found.append(chance)
+        self.survival = tuple(found)
+        offers = chances.offers
+        self.offered = tuple(offers[min(j, len(offers) - 1)] for j in range(_POSITIONS)) if offers else None
+        self.until = until
+
+    def proposed(self, drafts: int) -> float:
+        """Drafts per step on average, of ``drafts`` that are asked for."""
+        return float(drafts) if self.offered is None else math.fsum(self.offered[:drafts])
+
+    def accepted(self, drafts: int) -> float:
+        """Of these, accepted ones. Example: survival 0.7, 0.35 and two drafts in every second step: 0.525."""
+        if self.offered is None:
+            return math.fsum(self.survival[:drafts])
+        return math.fsum(a * b for a, b in zip(self.survival[:drafts], self.offered[:drafts], strict=True))
+
+
 @dataclass(frozen=True)
 class AcceptanceModel:
-    """``rates[kind][method]``: chance that position j is accepted given that the ones before it were. A kind that is
-    not known is `ANY_KIND`, which stands for all; positions beyond the last are as good as that one."""
+    """``rates[kind][method]`` and ``offers[kind][method]``: as in `Chances`. A kind that is not known is `ANY_KIND`,
+    which stands for all. ``contexts[kind][method]``: the same by length of the request, in any order: the nearest one
+    holds, by the ratio of lengths."""
 
     rates: Mapping[str, Mapping[str, Sequence[float]]]
-    _kept: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict, compare=False, repr=False)
+    offers: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    contexts: Mapping[str, Mapping[str, Sequence[Chances]]] = field(default_factory=dict)
+    _kept: dict[tuple[str, str], tuple[Draws, tuple[Draws, ...]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if ANY_KIND not in self.rates:
             raise ConfigError("acceptance: rates are missing for every kind of request")
         for kind, methods in self.rates.items():
             for method, rates in methods.items():
-                if not rates or any(not 0 <= rate <= 1 for rate in rates):  # NaN is neither
-                    raise ConfigError(
-                        f"acceptance of {method!r}{f' on {kind!r}' if kind else ''}: expected chances from 0 to 1, got "
-                        f"{shown(list(rates))}"
-                    )
+                for chances in (Chances(rates, self._offers(kind, method)), *self._parts(kind, method)):
+                    chances.check(f"{method!r}{f' on {kind!r}' if kind else ''}")
 
     @classmethod
     def constant(cls, rates: Sequence[float] = DEFAULT_RATES, method: str = "model") -> AcceptanceModel:
@@ -47,33 +102,82 @@ class AcceptanceModel:
         """The methods that are known for requests of any kind."""
         return tuple(self.rates[ANY_KIND])
 
-    def survival(self, method: str, kind: str = ANY_KIND) -> tuple[float, ...]:
-        """[64] chance that at least the first j + 1 positions are accepted. Raises ConfigError for an unknown method.
+    def _offers(self, kind: str, method: str) -> Sequence[float]:
+        return self.offers.get(kind, {}).get(method, ())
 
-        Example: rates 0.7, 0.5, 0.2 are 0.7, 0.35, 0.07, 0.014, ...: three drafts give 1 + 1.12 tokens per step.
+    def _parts(self, kind: str, method: str) -> Sequence[Chances]:
+        return self.contexts.get(kind, {}).get(method, ())
+
+    def draws(self, method: str, kind: str = ANY_KIND, context: float | None = None) -> Draws:
+        """Those of requests of ``context`` tokens; None: of any length. Raises ConfigError for an unknown method.
+
+        Example: measured at 100 and 400 tokens, the second holds from 200 on.
         """
         kept = self._kept.get((kind, method))
         if kept is None:
-            rates = self.rates.get(kind, {}).get(method) or self.rates[ANY_KIND].get(method)
-            if rates is None:
-                raise ConfigError(
-                    f"acceptance: no rates are known for method {method!r} (known: {', '.join(self.methods)})"
-                )
-            chances, chance = [], 1.0
-            for j in range(_POSITIONS):
-                chance *= rates[min(j, len(rates) - 1)]
-                chances.append(chance)
-            kept = self._kept[kind, method] = tuple(chances)
-        return kept
+            kept = self._kept[kind, method] = self._made(method, kind)
+        whole, parts = kept
+        if context is None or not parts:
+            return whole
+        for part in parts:
+            if context < part.until:
+                return part
+        raise AssertionError("the last part has no end")
 
-    def length(self, method: str, drafts: int, kind: str = ANY_KIND) -> float:
-        """Tokens that a step gives on average with ``drafts`` drafts: 1 + accepted ones."""
+    def _made(self, method: str, kind: str) -> tuple[Draws, tuple[Draws, ...]]:
+        if not self.rates.get(kind, {}).get(method):
+            kind = ANY_KIND
+        rates = self.rates[kind].get(method)
+        if rates is None:
+            raise ConfigError(
+                f"acceptance: no rates are known for method {method!r} (known: {', '.join(self.methods)})"
+            )
+        parts = sorted(self._parts(kind, method), key=lambda part: part.context or 0.0)
+        ends = [
+            math.sqrt(max(a.context or 1.0, 1.0) * max(b.context or 1.0, 1.0)) for a, b in pairwise(parts)
+        ]
+        made = tuple(Draws(part, end) for part, end in zip(parts, [*ends, math.inf], strict=False))
+        return Draws(Chances(rates, self._offers(kind, method))), made
+
+    def survival(self, method: str, kind: str = ANY_KIND) -> tuple[float, ...]:
+        """[64] chance that at least the first j + 1 positions are accepted, of drafts that were proposed. Raises
+        ConfigError for an unknown method.
+
+        Example: rates 0.7, 0.5, 0.2 are 0.7, 0.35, 0.07, 0.014, ...: three drafts give 1 + 1.12 tokens per step.
+        """
+        return self.draws(method, kind).survival
+
+    def length(self, method: str, drafts: int, kind: str = ANY_KIND, context: float | None = None) -> float:
+        """Tokens that a step gives on average if ``drafts`` drafts are asked for: 1 + accepted ones."""
         if method == "none" or drafts == 0:
             return 1.0
-        return 1.0 + math.fsum(self.survival(method, kind)[:drafts])
+        return 1.0 + self.draws(method, kind, context).accepted(drafts)
+
+    def proposed(self, method: str, drafts: int, kind: str = ANY_KIND, context: float | None = None) -> float:
+        """Drafts per step on average if ``drafts`` are asked for."""
+        if method == "none" or drafts == 0:
+            return 0.0
+        return self.draws(method, kind, context).proposed(drafts)
+
+    def scaled(self, luck: float) -> AcceptanceModel:
+        """With ``luck`` times as many drafts accepted, and as many proposed."""
+        if luck == 1.0:
+            return self
+
+        def of(rates: Sequence[float]) -> tuple[float, ...]:
+            return (min(rates[0] * luck, 1.0), *rates[1:])
+
+        return AcceptanceModel(
+            {kind: {m: of(rates) for m, rates in methods.items()} for kind, methods in self.rates.items()},
+            self.offers,
+            {
+                kind: {m: [replace(c, rates=of(c.rates)) for c in parts] for m, parts in methods.items()}
+                for kind, methods in self.contexts.items()
+            },
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The rates, for JSON."""
         return {
             kind: {m: list(rates) for m, rates in methods.items()} for kind, methods in self.rates.items()
         }
@@ -103,69 +207,61 @@ def conditional(survival: Sequence[float]) -> tuple[float, ...]:
     return tuple(out)
 
 
-def read_acceptance(text: str, methods: Sequence[str] = ("model",)) -> AcceptanceModel:
-    """From a flag: ``0.85,0.3,0`` (of every method there is), or a file: what ``draftwise bench accept --json``
-    printed, or an object method -> rates, or kind -> method -> rates.
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """Counted steps of one method. ``sizes[n]``: steps in which n drafts were verified; ``tried[j]``: steps in which
+    position j was proposed and all before it were accepted; ``accepted[j]``: of these, those that accepted it;
+    ``tokens``: of the requests when the steps began, summed up."""
 
-    Raises:
-        ConfigError: neither, or rates that are none.
-    """
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        return _of_file(Path(text))
-    return AcceptanceModel({ANY_KIND: dict.fromkeys(methods, rates)})
+    sizes: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(self.sizes)
+
+    def add(self, size: int, accepted: int, tokens: int) -> None:
+        """One step: of ``size`` drafts ``accepted`` were accepted. ``tokens``: of the request when it began."""
+        _longer(self.sizes, size + 1)
+        _longer(self.tried, size)
+        _longer(self.accepted, size)
+        self.sizes[size] += 1
+        self.tokens += tokens
+        for j in range(min(accepted + 1, size)):
+            self.tried[j] += 1
+            self.accepted[j] += j < accepted
+
+    def merge(self, other: AcceptanceCounts) -> None:
+        """Add another's."""
+        for mine, theirs in (
+            (self.sizes, other.sizes), (self.tried, other.tried), (self.accepted, other.accepted)
+        ):  # fmt: skip
+            _longer(mine, len(theirs))
+            for j, n in enumerate(theirs):
+                mine[j] += n
+        self.tokens += other.tokens
+
+    def chances(self) -> Chances | None:
+        """None: there were no steps.
+
+        Example: of four steps one found nothing, one a draft, and two two drafts: offers 0.75, 0.5.
+        """
+        steps = self.steps
+        if not steps:
+            return None
+        rates: list[float] = []
+        for tried, accepted in zip(self.tried, self.accepted, strict=True):
+            if not tried:
+                break
+            rates.append(accepted / tried)
+        context = self.tokens / steps
+        if not rates:  # nothing was ever proposed
+            return Chances((0.0,), (0.0,), context)
+        offers = tuple(sum(self.sizes[j + 1 :]) / steps for j in range(len(self.tried)))
+        return Chances(tuple(rates), () if min(offers) == 1.0 else offers, context)
 
 
-def _of_file(path: Path) -> AcceptanceModel:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"acceptance: {str(path)!r} is neither rates (0.85,0.3,0) nor a readable JSON file: {error}"
-        ) from None
-    if isinstance(value, dict) and value.get("benchmark") == "accept":
-        return _of_bench(value, path)
-    if isinstance(value, dict) and isinstance(value.get("acceptance"), dict):
-        value = value["acceptance"]  # of a profile
-    if not isinstance(value, dict) or not value:
-        raise ConfigError(f"acceptance: {path}: expected an object of rates per method")
-    flat = all(isinstance(rates, list) for rates in value.values())
-    kinds = {ANY_KIND: value} if flat else value
-    try:
-        rates = {
-            str(k): {str(m): tuple(map(float, r)) for m, r in methods.items()} for k, methods in kinds.items()
-        }
-    except (TypeError, ValueError, AttributeError):
-        raise ConfigError(f"acceptance: {path}: expected lists of chances per method") from None
-    if ANY_KIND not in rates:
-        rates[ANY_KIND] = next(iter(rates.values()))
-    return AcceptanceModel(rates)
-
-
-def _of_bench(value: Mapping[str, Any], path: Path) -> AcceptanceModel:
-    """Workloads are kinds; any kind is all of them together, each draft with the same weight."""
-    kinds: dict[str, dict[str, tuple[float, ...]]] = {}
-    sums: dict[str, tuple[float, list[float]]] = {}
-    try:
-        for row in value["results"]:
-            survival, drafts = [float(x) for x in row["acceptance_per_position"]], float(row["num_drafts"])
-            if not survival or drafts <= 0:
-                continue
-            length = row.get("mean_acceptance_length")
-            if length and length > 1:
-                # Steps in which nothing was found to draft are in the one and not in the other.
-                tried = min((float(row["tokens_per_step"]) - 1) / (length - 1), 1.0)
-                survival, drafts = [share * tried for share in survival], drafts / max(tried, 1e-6)
-            kinds.setdefault(row["workload"], {})[row["method"]] = conditional(survival)
-            count, total = sums.setdefault(row["method"], (0.0, []))
-            total += [0.0] * (len(survival) - len(total))
-            for j, share in enumerate(survival):
-                total[j] += drafts * share
-            sums[row["method"]] = count + drafts, total
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"acceptance: {path} is no output of bench accept --json: {error!r}") from None
-    if not sums:
-        raise ConfigError(f"acceptance: in {path} nothing was drafted")
-    kinds[ANY_KIND] = {m: conditional([t / count for t in total]) for m, (count, total) in sums.items()}
-    return AcceptanceModel(kinds)
+def _longer(values: list[int], length: int) -> None:
+    values += [0] * (length - len(values))

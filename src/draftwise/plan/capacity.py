@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from draftwise.plan.acceptance import ANY_KIND, AcceptanceModel
@@ -112,7 +112,7 @@ class ModelCapacity:
         settings = list(
             points(
                 self._times,
-                self._scaled(luck),
+                self._acceptance.scaled(luck),
                 context,
                 most_requests=self._most,
                 most_drafts=self._most_drafts,
@@ -180,7 +180,7 @@ class ModelCapacity:
 
         Example: 10 requests/s of 100 tokens at 4 ms per token are 4 at once; if 4 at once take 6 ms, they are 6.
         """
-        times, acceptance = self._times, self._scaled(luck)
+        times, acceptance = self._times, self._acceptance.scaled(luck)
         context = max(int(isl + osl / 2), 1)
         most = self._most
         if times.kv_tokens is not None:
@@ -207,18 +207,10 @@ class ModelCapacity:
         if drafts is None:
             drafts = float(self._most_drafts)
         whole = int(drafts)
-        low, high = (self._acceptance.length(method, k) - 1 for k in (whole, whole + 1))
+        # What is observed are steps that had something to verify, and what they verified.
+        survival = self._acceptance.survival(method)
+        low, high = (sum(survival[:k]) for k in (whole, whole + 1))
         return low + (drafts - whole) * (high - low)
-
-    def _scaled(self, luck: float) -> AcceptanceModel:
-        """The acceptance model with ``luck`` times as many drafts accepted."""
-        if luck == 1.0:
-            return self._acceptance
-        rates = {
-            method: (min(chances[0] * luck, 1.0), *chances[1:])
-            for method, chances in self._acceptance.rates[ANY_KIND].items()
-        }
-        return replace(self._acceptance, rates={ANY_KIND: rates}, _kept={})
 
 
 def _step(value: float) -> int:

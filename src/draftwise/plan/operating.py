@@ -63,6 +63,17 @@ class OperatingPoint:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+def rows_of_step(
+    acceptance: AcceptanceModel, method: str, drafts: int, concurrency: int, context: int
+) -> int:
+    """Rows of a step in which ``concurrency`` requests of ``context`` tokens ask for ``drafts`` drafts each, on
+    average.
+
+    Example: 4 requests and 5 drafts in half of the steps: 4 + 10.
+    """
+    return concurrency + round(concurrency * acceptance.proposed(method, drafts, context=context))
+
+
 def operating_point(
     times: StepTimes,
     acceptance: AcceptanceModel,
@@ -78,10 +89,11 @@ def operating_point(
     n, whole = concurrency, concurrency * context
     plain = times.target_time(n, n, whole)
     drafting = method != "none" and drafts > 0
-    step = plain
+    step, length = plain, 1.0
     if drafting:
-        step = times.target_time(n, n * (1 + drafts), whole) + times.draft_time(method, n, drafts)
-    length = acceptance.length(method, drafts) if drafting else 1.0
+        rows = rows_of_step(acceptance, method, drafts, n, context)
+        step = times.target_time(n, rows, whole) + times.draft_time(method, n, drafts)
+        length = acceptance.length(method, drafts, context=context)
     if not (math.isfinite(step) and step > 0 and math.isfinite(plain) and plain > 0):
         raise ConfigError(f"performance model: a step of {n} requests takes {step} s")
     return OperatingPoint(
@@ -128,7 +140,8 @@ def points(
     names = [m for m in (methods if methods is not None else times.methods) if m != "none"]
     for n in ladder(room):
         for method, drafts in [("none", 0), *((m, k) for m in names for k in range(1, most_drafts + 1))]:
-            if times.outside(n, n * (1 + drafts), n * context) is None:
+            rows = rows_of_step(acceptance, method, drafts, n, context)
+            if times.outside(n, rows, n * context) is None:
                 yield operating_point(times, acceptance, method, drafts, n, context)
 
 

@@ -6,30 +6,31 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftwise.adapt.performance import PerformanceModel
 from draftwise.errors import ConfigError
-from draftwise.plan.acceptance import AcceptanceModel, conditional
+from draftwise.plan.acceptance import ANY_KIND, AcceptanceCounts, AcceptanceModel, Chances
 from draftwise.plan.samples import REST_PARTS, PromptSample, RestSample, Setting, StepSample
 from draftwise.plan.times import Measured
 
-FORMAT, VERSION = "draftwise-profile", 2
+FORMAT, VERSION = "draftwise-profile", 3
+_FEW_STEPS = 48
+"""Steps below which nothing is said of a length of its own."""
 
 
 @dataclass(slots=True)
 class Profile:
-    """``machine``, ``model``: what it was measured of. ``tried``, ``survived``: kind of text -> method -> per position,
-    drafts whose turn came, and those accepted. ``left``: points that there was no time for."""
+    """``machine``, ``model``: what it was measured of. ``accepted``: kind of text -> method -> name of a length ->
+    counts (`length_name`). ``left``: points that there was no time for."""
 
     machine: Mapping[str, Any]
     model: str
     settings: dict[str, Setting] = field(default_factory=dict)
-    survived: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    drafted: dict[str, dict[str, int]] = field(default_factory=dict)
+    accepted: dict[str, dict[str, dict[str, AcceptanceCounts]]] = field(default_factory=dict)
     left: int = 0
     seconds: float = 0.0
 
@@ -54,7 +55,8 @@ class Profile:
             )
         model = PerformanceModel()
         for sample in setting.steps:
-            model.teach_target(sample.requests, sample.rows, sample.context, sample.target)
+            for rows, seconds in sample.by_rows():
+                model.teach_target(sample.requests, rows, sample.context, seconds)
             if sample.draft > 0:
                 model.teach_draft(sample.method, sample.requests, sample.drafts, sample.draft)
         return Measured(
@@ -62,7 +64,7 @@ class Profile:
             sorted(setting.prefill),
             kv_tokens=setting.kv_tokens,
             most_requests=max(s.requests for s in setting.steps),
-            most_rows=max(s.rows for s in setting.steps),
+            most_rows=max(max(s.rows, *s.widths, 0) for s in setting.steps),
             max_context=max(
                 max(s.context // s.requests for s in setting.steps), max(n for n, _ in setting.prefill)
             ),
@@ -83,23 +85,31 @@ class Profile:
         return bool(found) and all(s.prefill and any(x.method == "none" for x in s.steps) for s in found)
 
     def acceptance(self) -> AcceptanceModel:
-        """The accepted share of drafts. Raises ConfigError if nothing was drafted."""
-        rates: dict[str, dict[str, tuple[float, ...]]] = {"": {}}
-        sums: dict[str, tuple[int, list[int]]] = {}
-        for kind, methods in self.survived.items():
-            rates[kind] = {}
-            for method, counts in methods.items():
-                drafted = self.drafted[kind][method]
-                if not drafted or not counts:
-                    continue
-                rates[kind][method] = conditional([n / drafted for n in counts])
-                total, summed = sums.setdefault(method, (0, []))
-                summed += [0] * (len(counts) - len(summed))
-                for j, n in enumerate(counts):
-                    summed[j] += n
-                sums[method] = total + drafted, summed
-        rates[""] = {m: conditional([n / total for n in counts]) for m, (total, counts) in sums.items()}
-        return AcceptanceModel(rates)
+        """What is proposed and accepted; where nothing was, no method is known."""
+        rates: dict[str, dict[str, Sequence[float]]] = {ANY_KIND: {}}
+        offers: dict[str, dict[str, Sequence[float]]] = {ANY_KIND: {}}
+        contexts: dict[str, dict[str, Sequence[Chances]]] = {ANY_KIND: {}}
+
+        def keep(kind: str, method: str, parts: Sequence[AcceptanceCounts]) -> None:
+            whole = _merged(parts)
+            chances = whole.chances()
+            if chances is None or not whole.tried:  # a method that never proposed anything is not known
+                return
+            rates.setdefault(kind, {})[method] = chances.rates
+            offers.setdefault(kind, {})[method] = chances.offers
+            found = [c for part in parts if (c := part.chances()) is not None and part.steps >= _FEW_STEPS]
+            if len(found) > 1:
+                contexts.setdefault(kind, {})[method] = found
+
+        lengths: dict[str, dict[str, AcceptanceCounts]] = {}
+        for kind, methods in self.accepted.items():
+            for method, parts in methods.items():
+                keep(kind, method, list(parts.values()))
+                for name, counts in parts.items():
+                    lengths.setdefault(method, {}).setdefault(name, AcceptanceCounts()).merge(counts)
+        for method, parts in lengths.items():
+            keep(ANY_KIND, method, list(parts.values()))
+        return AcceptanceModel(rates, offers, contexts)
 
     # --------------------------------------------------------------------------------------------- files
 
@@ -113,8 +123,10 @@ class Profile:
             "seconds": self.seconds,
             "left": self.left,
             "settings": {name: asdict(setting) for name, setting in self.settings.items()},
-            "survived": self.survived,
-            "drafted": self.drafted,
+            "accepted": {
+                kind: {m: {name: asdict(c) for name, c in parts.items()} for m, parts in methods.items()}
+                for kind, methods in self.accepted.items()
+            },
         }
 
     def save(self, path: Path) -> None:
@@ -145,10 +157,13 @@ class Profile:
                 machine=dict(value["machine"]),
                 model=str(value["model"]),
                 settings=settings,
-                survived={
-                    k: {m: [_count(n) for n in c] for m, c in v.items()} for k, v in value["survived"].items()
+                accepted={
+                    str(kind): {
+                        str(m): {str(name): _counts(raw) for name, raw in parts.items()}
+                        for m, parts in methods.items()
+                    }
+                    for kind, methods in value["accepted"].items()
                 },
-                drafted={k: {m: _count(n) for m, n in v.items()} for k, v in value["drafted"].items()},
                 left=_count(value["left"]),
                 seconds=float(value["seconds"]),
             )
@@ -166,6 +181,27 @@ class Profile:
                 if machine[name] != self.machine.get(name)
             )
             raise ConfigError(f"profile: it was measured on another machine ({other})")
+
+
+def length_name(tokens: int) -> str:
+    """The lengths that are counted together: up to the next power of two. Example: 100 is "128"."""
+    return str(1 << max(tokens - 1, 15).bit_length())
+
+
+def _merged(parts: Sequence[AcceptanceCounts]) -> AcceptanceCounts:
+    whole = AcceptanceCounts()
+    for part in parts:
+        whole.merge(part)
+    return whole
+
+
+def _counts(raw: Mapping[str, Any]) -> AcceptanceCounts:
+    sizes, tried, accepted = ([_count(n) for n in raw[name]] for name in ("sizes", "tried", "accepted"))
+    if len(tried) != len(accepted) or any(a > b for a, b in zip(accepted, tried, strict=True)):
+        raise ValueError("more drafts accepted than tried")
+    if len(sizes) not in (0, len(tried) + 1) or any(n > sum(sizes) for n in tried):
+        raise ValueError("more drafts tried than steps")
+    return AcceptanceCounts(sizes, tried, accepted, _count(raw["tokens"]))
 
 
 def _count(value: Any) -> int:
@@ -201,9 +237,12 @@ def _setting(raw: Mapping[str, Any]) -> Setting:
             _count(s["rounds"]),
             _times(s["targets"]),
             _times(s["draftings"]),
+            tuple(map(_count, s["widths"])),
         )
         for s in raw["steps"]
     ]
+    if any(s.widths and len(s.widths) != len(s.targets) for s in steps):
+        raise ValueError("steps without their rows")
     prompts = [
         PromptSample(
             str(p["method"]),

@@ -21,7 +21,8 @@ _FEW = 3
 class StepSample:
     """Steps of one size. ``drafts``: asked for per request; ``length``: tokens of a request when they began;
     ``rows``: verified together, on average; ``context``: tokens in the cache together; ``target``, ``draft``: median
-    seconds; ``steps``: how many were measured, in ``rounds`` visits. ``targets``, ``draftings``: each single one."""
+    seconds; ``steps``: how many were measured, in ``rounds`` visits. ``targets``, ``draftings``, ``widths``: each
+    single one, and its rows (a look-up finds something to verify in some steps only); empty: not known."""
 
     method: str
     drafts: int
@@ -35,6 +36,7 @@ class StepSample:
     rounds: int = 1
     targets: tuple[float, ...] = ()
     draftings: tuple[float, ...] = ()
+    widths: tuple[int, ...] = ()
 
     def and_more(self, other: StepSample) -> StepSample:
         """Both visits together."""
@@ -50,12 +52,37 @@ class StepSample:
             rounds=self.rounds + other.rounds,
             targets=targets,
             draftings=draftings,
+            widths=(*self.widths, *other.widths),
         )
 
+    def _groups(self) -> list[list[int]]:
+        """Numbers of steps that verified alike: as many drafts per request, rounded."""
+        groups: dict[int, list[int]] = {}
+        for i, width in enumerate(self.widths):
+            groups.setdefault(round(width / self.requests), []).append(i)
+        return [groups[key] for key in sorted(groups)]
+
+    def by_rows(self) -> list[tuple[int, float]]:
+        """(rows, median seconds of the target's part), for each number of drafts that was verified.
+
+        Example: one request, 5 rows in two steps of 3 ms and 1 row in three of 2 ms: (1, 2 ms) and (5, 3 ms).
+        """
+        if len(self.widths) != len(self.targets) or not self.widths:
+            return [(self.rows, self.target)]
+        return [
+            (
+                round(statistics.fmean(self.widths[i] for i in group)),
+                statistics.median(self.targets[i] for i in group),
+            )
+            for group in self._groups()
+        ]
+
     def factors(self) -> list[float]:
-        """By how much each step took more than their median."""
+        """By how much each step took more than the median of those that verified as much."""
         wholes = [a + b for a, b in zip(self.targets, self.draftings, strict=True)]
-        return _factors(wholes)
+        if len(self.widths) != len(wholes):
+            return _factors(wholes)
+        return [factor for group in self._groups() for factor in _factors([wholes[i] for i in group])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from draftwise import lifetime
 from draftwise.engine.builder import Engine
 from draftwise.errors import ConfigError
+from draftwise.plan.acceptance import AcceptanceCounts
 from draftwise.plan.samples import REST_PARTS, PromptSample, RestSample, Setting, StepSample
 from draftwise.profile.points import PromptPoint, StepPoint
 from draftwise.sampling.params import SamplingParams
@@ -39,17 +40,17 @@ class Measurer:
         """``text``: token ids of real text, from which prompts are cut; not empty."""
         if not text:
             raise ConfigError("profile: there is no text to make prompts of")
-        self._engine = engine
+        self.engine = engine
         self._text = list(text)
         self._from = 0
 
     def setting(self, weights: str) -> Setting:
         """Facts about the engine before anything is measured."""
-        kv = self._engine.core.scheduler.kv
+        kv = self.engine.core.scheduler.kv
         tokens = kv.num_blocks * kv.block_size
-        bytes_per_token = self._engine.kv_cache_bytes / max(tokens, 1)
+        bytes_per_token = self.engine.kv_cache_bytes / max(tokens, 1)
         return Setting(
-            weights, tokens, kv.block_size, bytes_per_token, self._engine.config.tensor_parallel_size
+            weights, tokens, kv.block_size, bytes_per_token, self.engine.config.tensor_parallel_size
         )
 
     def _prompt(self, tokens: int) -> list[int]:
@@ -69,13 +70,13 @@ class Measurer:
         params = SamplingParams(
             temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, speculation=speculation
         )
-        group = self._engine.processor.group({"prompt_token_ids": list(prompt)}, params)
+        group = self.engine.processor.group({"prompt_token_ids": list(prompt)}, params)
         (request,) = group.requests
-        self._engine.core.add(request)
+        self.engine.core.add(request)
         return request
 
     def _clear(self, requests: Sequence[Request]) -> None:
-        core = self._engine.core
+        core = self.engine.core
         for request in requests:
             core.cancel(request.rid)
         while core.has_work:
@@ -90,12 +91,12 @@ class Measurer:
     def prompt(self, point: PromptPoint) -> PromptSample:
         """Prompts alone on the engine, and the few steps after each: what its drafter took longer than it does then
         went into reading the prompt."""
-        core = self._engine.core
+        core = self.engine.core
         seconds: list[float] = []
         readings: list[float] = []
         behind: list[float] = []
         output = 1 + (_BEHIND + _LATER) * (1 + point.drafts)
-        output = max(min(output, self._engine.processor.max_model_len - point.tokens), 1)
+        output = max(min(output, self.engine.processor.max_model_len - point.tokens), 1)
         with lifetime.computing(), torch.inference_mode():
             for _ in range(_REPEATS):
                 drafting = core.totals.draft_time
@@ -136,8 +137,8 @@ class Measurer:
 
     def _timed_parts(self, prompt: Sequence[int]) -> list[float]:
         """Seconds per step of a request in each of `REST_PARTS`; 0: it had ended."""
-        core = self._engine.core
-        room = min(_REST_OUTPUT, self._engine.processor.max_model_len - len(prompt))
+        core = self.engine.core
+        room = min(_REST_OUTPUT, self.engine.processor.max_model_len - len(prompt))
         parts: list[list[float]] = [[] for _ in REST_PARTS]
         with lifetime.computing(), torch.inference_mode():
             begin = start = core.clock()
@@ -155,7 +156,7 @@ class Measurer:
 
     def _steps_behind(self) -> tuple[list[float], list[float]]:
         """(seconds, of these drafting) of the steps after a prompt's, as long as there are some."""
-        core = self._engine.core
+        core = self.engine.core
         wholes: list[float] = []
         draftings: list[float] = []
         while core.has_work and len(wholes) < _BEHIND + _LATER:
@@ -170,14 +171,15 @@ class Measurer:
 
         What is accepted changes nothing but the context, by a few tokens: the times are those of the rows.
         """
-        core = self._engine.core
-        room = self._engine.processor.max_model_len - point.context - 1
+        core = self.engine.core
+        room = self.engine.processor.max_model_len - point.context - 1
         if room < 8:
             return None
         requests: list[Request] = []
         targets: list[float] = []
         draftings: list[float] = []
-        rows = contexts = 0
+        widths: list[int] = []
+        contexts = 0
         with lifetime.computing(), torch.inference_mode():
             try:
                 for _ in range(point.requests):
@@ -195,7 +197,7 @@ class Measurer:
                     step_time, draft_time = core.totals.step_time, core.totals.draft_time
                     drafted = self._counts().num_draft_tokens
                     core.step()
-                    rows += point.requests + self._counts().num_draft_tokens - drafted
+                    widths.append(point.requests + self._counts().num_draft_tokens - drafted)
                     contexts += context
                     draftings.append(core.totals.draft_time - draft_time)
                     targets.append(core.totals.step_time - step_time - draftings[-1])
@@ -209,7 +211,7 @@ class Measurer:
             point.drafts,
             point.requests,
             point.context,
-            round(rows / steps),
+            round(sum(widths) / steps),
             contexts // steps,
             statistics.median(targets),
             statistics.median(draftings) if point.method != "none" else 0.0,
@@ -217,26 +219,40 @@ class Measurer:
             1,
             tuple(targets),
             tuple(draftings),
+            tuple(widths),
         )
 
     def _counts(self) -> SpeculationCounts:
-        return self._engine.core.speculation_counts()
+        return self.engine.core.speculation_counts()
 
     def accepted(
         self, method: str, drafts: int, prompts: Sequence[Sequence[int]], output: int
-    ) -> SpeculationCounts:
-        """The acceptance of a method's drafts behind these prompts, one at a time."""
-        core = self._engine.core
-        counts = SpeculationCounts()
-        longest = self._engine.processor.max_model_len - output - 1
+    ) -> list[tuple[int, AcceptanceCounts]]:
+        """(tokens of the prompt, counts of the steps behind it) of each prompt, one at a time.
+
+        The last steps do not count: there it is the end of the output that decides how much is drafted.
+        """
+        core = self.engine.core
+        longest = self.engine.processor.max_model_len - output - 1
+        found: list[tuple[int, AcceptanceCounts]] = []
         with lifetime.computing(), torch.inference_mode():
             for prompt in prompts:
                 core.executor.forget()
                 request = self._add(prompt[-longest:], output, method, drafts)
+                counts = AcceptanceCounts()
                 try:
+                    before = self._counts()
                     while core.has_work:
+                        tokens, left = request.num_computed, output - request.num_output
+                        reading = request.first_token_time is None
                         core.step()
+                        after = self._counts()
+                        if not reading and left > drafts + 1:
+                            size = min(after.num_draft_tokens - before.num_draft_tokens, drafts)
+                            accepted = after.num_accepted_tokens - before.num_accepted_tokens
+                            counts.add(size, min(accepted, size), tokens)
+                        before = after
                 finally:
                     self._clear([request])
-                counts.merge(request.counts)
-        return counts
+                found.append((min(len(prompt), longest), counts))
+        return found

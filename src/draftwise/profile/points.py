@@ -27,10 +27,11 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class AcceptPoint:
-    """A method's acceptance on a kind of text."""
+    """A method's acceptance on a kind of text, behind prompts of so many tokens; None: as long as they are."""
 
     method: str
     kind: str
+    context: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,14 @@ def plan_points(
     kv_tokens: int,
     max_len: int,
     pause: float = 0.0,
+    own: Sequence[str] = (),
 ) -> list[Point]:
     """All points for which there is room, in the order in which they are to be measured.
 
     A point comes the later, the further behind its sizes stand in their `telling` orders, summed up; plain decoding
-    comes before drafting, since all else is compared with it. ``pause``: of the rest that is measured; 0: none.
+    comes before drafting, since all else is compared with it. ``kinds``: of text whose prompts are made at every length
+    of ``contexts``; ``own``: with prompts that are as long as they are. ``pause``: of the rest that is measured;
+    0: none.
     """
     ranked: list[tuple[int, int, Point]] = []
 
@@ -104,7 +108,11 @@ def plan_points(
                     add(1 + i + j + k, StepPoint(method, number, n, context))
     if pause:
         add(2, RestPoint(pause))
-    for i, kind in enumerate(kinds):
+    for i, kind in enumerate(own):
         for method in methods:
             add(1 + i, AcceptPoint(method, kind))
+    for i, kind in enumerate(kinds):
+        for j, context in enumerate(telling([c for c in contexts if c + 64 <= max_len])):
+            for method in methods:
+                add(1 + i + j, AcceptPoint(method, kind, context))
     return [point for _, _, point in sorted(ranked, key=lambda entry: entry[:2])]

@@ -15,17 +15,11 @@ from draftwise.plan.operating import (
     operating_point,
     pareto,
     points,
+    rows_of_step,
 )
 from draftwise.plan.profile import Profile
 from draftwise.plan.samples import Setting
 from draftwise.plan.times import Infeasible, Measured
-
-
-def acceptance_of(profile: Profile) -> AcceptanceModel:
-    """As measured; where nothing was, nothing is accepted."""
-    if any(n for methods in profile.drafted.values() for n in methods.values()):
-        return profile.acceptance()
-    return AcceptanceModel({"": {}})
 
 
 def settings_known(times: Measured, acceptance: AcceptanceModel) -> list[str]:
@@ -37,7 +31,7 @@ def best_settings(
     profile: Profile, sla: Sla, isl: int, osl: int
 ) -> list[tuple[str, OperatingPoint | Infeasible]]:
     """Per format of weights, the best setting for requests of this size. Raises ConfigError."""
-    acceptance = acceptance_of(profile)
+    acceptance = profile.acceptance()
     out = []
     for weights in profile.settings:
         times = profile.times(weights)
@@ -75,7 +69,9 @@ def break_even(
 ) -> list[tuple[int, list[tuple[int, OperatingPoint]]]]:
     """By context: (requests, point) for the requests that were measured. What has to be accepted per step for
     drafting to pay follows from times alone (`OperatingPoint.break_even`)."""
-    times, acceptance = profile.times(weights), acceptance_of(profile)
+    times, acceptance = profile.times(weights), profile.acceptance()
+    if method not in acceptance.methods:
+        acceptance = AcceptanceModel.constant((0.0,), method)
     setting = profile.settings[weights]
     requests = sorted({s.requests for s in setting.steps if s.method == "none"})
     out = []
@@ -83,7 +79,8 @@ def break_even(
         row = [
             (n, operating_point(times, acceptance, method, drafts, n, context))
             for n in requests
-            if n * context <= setting.kv_tokens and times.outside(n, n * (1 + drafts), n * context) is None
+            if n * context <= setting.kv_tokens
+            and times.outside(n, rows_of_step(acceptance, method, drafts, n, context), n * context) is None
         ]
         if row:
             out.append((context, row))
@@ -92,7 +89,7 @@ def break_even(
 
 def choices(profile: Profile, weights: str) -> list[tuple[int, int, OperatingPoint]]:
     """(context, requests, best method and K there): drafters lose at long contexts and in large batches."""
-    times, acceptance = profile.times(weights), acceptance_of(profile)
+    times, acceptance = profile.times(weights), profile.acceptance()
     setting = profile.settings[weights]
     out = []
     requests = sorted({s.requests for s in setting.steps if s.method == "none"})
@@ -106,7 +103,7 @@ def choices(profile: Profile, weights: str) -> list[tuple[int, int, OperatingPoi
             found = [
                 operating_point(times, acceptance, m, k, n, context)
                 for m, k in settings
-                if times.outside(n, n * (1 + k), n * context) is None
+                if times.outside(n, rows_of_step(acceptance, m, k, n, context), n * context) is None
             ]
             if found:
                 out.append((context, n, max(found, key=lambda p: p.tokens_per_second)))
@@ -123,7 +120,7 @@ def draw(profile: Profile, folder: Path) -> list[Path]:
         write_svg(text, path, "--plots")
         written.append(path)
 
-    acceptance = acceptance_of(profile)
+    acceptance = profile.acceptance()
     for weights, setting in profile.settings.items():
         times = profile.times(weights)
         prompts = [("first token, ms", [(float(n), 1000 * t) for n, t in setting.prefill])]

@@ -16,10 +16,13 @@ import torch
 from draftwise import cpus, lifetime
 from draftwise.config.engine import EngineConfig
 from draftwise.engine.builder import Engine, build_engine
-from draftwise.plan.profile import Profile
+from draftwise.plan.acceptance import AcceptanceCounts
+from draftwise.plan.profile import Profile, length_name
 from draftwise.profile.measure import Measurer
 from draftwise.profile.points import AcceptPoint, Point, PromptPoint, RestPoint, StepPoint, plan_points
 
+OWN = "own"
+"""The kind of text of a user's own prompts."""
 _OUTPUT = 64
 _SKIPPED = ("extract_hidden_states", "synthetic", "none")
 
@@ -89,12 +92,13 @@ class Profiler:
         self,
         profile: Profile,
         settings: ProfileSettings,
-        texts: Callable[[Engine], Mapping[str, Sequence[Sequence[int]]]],
+        texts: Callable[[Engine, int | None], Mapping[str, Sequence[Sequence[int]]]],
         clock: Callable[[], float] = time.monotonic,
         engine_clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``texts``: prompts by kind of text, token ids, for an engine's tokenizer. ``clock``: of the budget;
-        ``engine_clock``: what steps are timed by."""
+        """``texts``: prompts by kind of text, token ids, for an engine's tokenizer, of so many tokens; none of a kind
+        that has none so long; None: as long as they usually are, and every kind. `OWN` are as they are.
+        ``clock``: of the budget; ``engine_clock``: what steps are timed by."""
         self._engine_clock = engine_clock
         self.profile = profile
         self._settings, self._texts, self._clock = settings, texts, clock
@@ -114,7 +118,7 @@ class Profiler:
         self, engine: Engine, weights: str, total: Callable[[int], Callable[[str], None]]
     ) -> bool:
         """The same with an engine that is there, has nothing to do, and is timed by ``engine_clock``."""
-        texts = self._texts(engine)
+        texts = self._texts(engine, None)
         stream = [token for prompts in texts.values() for prompt in prompts for token in prompt]
         measurer = Measurer(engine, stream)
         setting = self.profile.settings.setdefault(weights, measurer.setting(weights))
@@ -131,7 +135,7 @@ class Profiler:
             if self._clock() >= self._until:
                 self._note(len(todo) - number)
                 return False
-            self._one(measurer, point, weights, texts)
+            self._one(measurer, point, weights)
             self._note(len(todo) - number - 1)
             advance(_words(point))
         return True
@@ -152,17 +156,20 @@ class Profiler:
             [n for n in s.requests if n <= most],
             contexts or [min(32, longest)],
             lengths(longest),
-            kinds if s.with_acceptance else [],
+            [kind for kind in kinds if kind != OWN] if s.with_acceptance else [],
             kv_tokens,
             engine.processor.max_model_len,
             s.pause,
+            [kind for kind in kinds if kind == OWN] if s.with_acceptance else [],
         )
 
     def _visits(self, point: Point, weights: str) -> float:
         """How often this was measured. Acceptance does not hang on the moment: once is enough."""
         setting = self.profile.settings[weights]
         if isinstance(point, AcceptPoint):
-            return math.inf if point.method in self.profile.drafted.get(point.kind, {}) else 0
+            parts = self.profile.accepted.get(point.kind, {}).get(point.method, {})
+            known = parts if point.context is None else length_name(point.context) in parts
+            return math.inf if known else 0
         if isinstance(point, RestPoint):
             return 0 if setting.rest is None else setting.rest.rounds
         if isinstance(point, PromptPoint):
@@ -171,9 +178,7 @@ class Profiler:
         step = setting.step(point.method, point.drafts, point.requests, point.context)
         return 0 if step is None else step.rounds
 
-    def _one(
-        self, measurer: Measurer, point: Point, weights: str, texts: Mapping[str, Sequence[Sequence[int]]]
-    ) -> None:
+    def _one(self, measurer: Measurer, point: Point, weights: str) -> None:
         setting = self.profile.settings[weights]
         if isinstance(point, RestPoint):
             setting.add_rest(measurer.rest(point.pause))
@@ -184,13 +189,14 @@ class Profiler:
             if sample is not None:
                 setting.add_step(sample)
         else:
-            counts = measurer.accepted(point.method, max(self._settings.drafts), texts[point.kind], _OUTPUT)
-            self.profile.survived.setdefault(point.kind, {})[point.method] = list(
-                counts.num_accepted_tokens_per_pos
-            )
-            # Steps behind each prompt's own: one in which nothing was found to draft had nothing accepted.
-            steps = sum(counts.steps_by_method.values()) - len(texts[point.kind])
-            self.profile.drafted.setdefault(point.kind, {})[point.method] = max(steps, counts.num_drafts)
+            prompts = self._texts(measurer.engine, point.context).get(point.kind, ())
+            parts = self.profile.accepted.setdefault(point.kind, {}).setdefault(point.method, {})
+            if point.context is not None:
+                parts.setdefault(length_name(point.context), AcceptanceCounts())
+            for tokens, counts in measurer.accepted(
+                point.method, max(self._settings.drafts), prompts, _OUTPUT
+            ):
+                parts.setdefault(length_name(tokens), AcceptanceCounts()).merge(counts)
 
     def _note(self, left: int) -> None:
         self.profile.left = left
@@ -204,6 +210,7 @@ def _words(point: Point) -> str:
     if isinstance(point, RestPoint):
         return f"after a pause of {point.pause:g} s"
     if isinstance(point, AcceptPoint):
-        return f"{point.method} on {point.kind}"
+        behind = "" if point.context is None else f" behind {point.context} tokens"
+        return f"{point.method} on {point.kind}{behind}"
     how = "plain" if point.method == "none" else f"{point.method} K={point.drafts}"
     return f"{how}, {point.requests} x {point.context}"

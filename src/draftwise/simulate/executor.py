@@ -7,7 +7,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from draftwise.plan.acceptance import AcceptanceModel
+from draftwise.plan.acceptance import AcceptanceModel, Draws
 from draftwise.plan.times import StepTimes
 from draftwise.runner.executor import Executor
 from draftwise.types import RowResult, StepPlan, StepResult, chain_parents, new_record
@@ -32,13 +32,14 @@ class Clock:
 class _Row:
     """``known`` tokens, of which ``computed`` have their K/V; ``waiting`` drafts were proposed."""
 
-    __slots__ = ("cached", "computed", "drafted_at", "known", "method", "survival", "waiting")
+    __slots__ = ("cached", "computed", "drafted_at", "draws", "kind", "known", "method", "waiting")
 
-    def __init__(self, known: int, computed: int, method: str, survival: Sequence[float]) -> None:
+    def __init__(self, known: int, computed: int, method: str, kind: str, draws: Draws | None) -> None:
         self.known = known
         self.computed = computed
         self.method = method
-        self.survival = survival
+        self.kind = kind
+        self.draws = draws  # those that hold at its length; None: it never drafts
         self.waiting = 0
         self.drafted_at = 0  # tokens known when it drafted last; 0: never
         self.cached = computed  # tokens of the prompt that were cached
@@ -105,10 +106,10 @@ class SimulatedExecutor(Executor):
         for rid in plan.removed:
             rows.pop(rid, None)
         for new in plan.new:
-            method = new.speculation.method
+            method, known = new.speculation.method, len(new.token_ids_np)
             kind = self.kinds.get(new.rid, "")
-            survival: Sequence[float] = () if method == "none" else self._acceptance.survival(method, kind)
-            rows[new.rid] = _Row(len(new.token_ids_np), new.num_computed, method, survival)
+            draws = None if method == "none" else self._acceptance.draws(method, kind, known)
+            rows[new.rid] = _Row(known, new.num_computed, method, kind, draws)
         results: list[RowResult] = []
         requests = verified = context = prompt_rows = 0
         prompts: list[tuple[int, int]] = []
@@ -132,18 +133,30 @@ class SimulatedExecutor(Executor):
                 verified += 1 + num_draft
             accepted = 0
             if num_draft:
-                survival, u = row.survival, draw()
+                assert row.draws is not None
+                survival, u = row.draws.survival, draw()
                 while accepted < num_draft and u < survival[accepted]:
                     accepted += 1
             row.computed = start + num_new + accepted
             row.known += accepted + 1
-            row.waiting = budget
+            waiting = budget
+            if budget:
+                draws = row.draws
+                assert draws is not None
+                if row.known >= draws.until:
+                    draws = row.draws = self._acceptance.draws(row.method, row.kind, row.known)
+                if draws.offered is not None:
+                    offered, u = draws.offered, draw()
+                    waiting = 0
+                    while waiting < budget and u < offered[waiting]:
+                        waiting += 1
+            row.waiting = waiting
             results.append(
                 new_record(
                     RowResult,
                     (
                         rid, _TOKENS[accepted + 1], num_draft, accepted, _NODES[accepted], _TOKENS[num_draft],
-                        _CHAINS[num_draft], row.method if num_draft else "none", budget, None, None, None, None,
+                        _CHAINS[num_draft], row.method if num_draft else "none", waiting, None, None, None, None,
                     ),
                 )
             )  # fmt: skip
