@@ -112,11 +112,6 @@ class computing:
         _door.leave()
 
 
-def is_ending() -> bool:
-    """Whether the program is at its end: threads of engines have been told to stop."""
-    return _door.shut
-
-
 def rest() -> None:
     """For a thread that was turned away by `computing`: a daemon thread waits here to be cut off, so that the end of
     the program is quiet; any other thread goes on."""

@@ -21,7 +21,7 @@ from draftwise.train.demo_recipe import Schedule
 
 from .batch import HeadBatch, chosen_rows, random_rows
 from .evaluate import evaluate_head
-from .losses import Distillation, Lesson
+from .losses import Distillation
 from .parallel import Learning, Ranks
 
 
@@ -100,22 +100,6 @@ class BatchSource(Protocol):
 
     def heldout(self) -> Mapping[str, Iterable[HeadBatch]]:
         """Return what evaluation runs on, by name."""
-        ...
-
-
-class TrainedHead(Protocol):
-    """The interface of a head for the trainer."""
-
-    def loss(
-        self,
-        batch: HeadBatch,
-        rows: Tensor,
-        unrolls: int,
-        decay: float,
-        variation: float,
-        distil: Distillation,
-    ) -> Lesson:
-        """Return the loss and the weight of what it was added up over, and what is shown of each unroll."""
         ...
 
 
