@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused(make_llm: Callable[..., LLM], tmp_path: Pat
     llm = make_llm(**good)
     with pytest.raises(RequestError, match="max_tokens and n must be 1, got 5 and 1"):
         llm.generate({"prompt_token_ids": [3, 4]}, SamplingParams(max_tokens=5))
-    with pytest.raises(ConfigError, match="3 is no layer of the target, which has 2"):
+    with pytest.raises(ConfigError, match="3 is not a layer of the target, which has 2"):
         make_llm(**options(tmp_path, [1, 3]))
     spec = good["speculative_config"]
     for change, message in (

@@ -373,7 +373,7 @@ def test_tensors_that_do_not_fit(
 def test_settings_that_do_not_fit(tmp_path: Path, target: Target) -> None:
     folder = save_head(tmp_path, EAGLE3, random_weights(EAGLE3))
     as_speculator(folder, speculators_model_type="mtp")
-    refused(load_eagle3, target.context("eagle3", folder), "'mtp' is no head of method 'eagle3'")
+    refused(load_eagle3, target.context("eagle3", folder), "'mtp' is not a head of method 'eagle3'")
     as_speculator(folder, transformer_layer_config=None)
     refused(load_eagle3, target.context("eagle3", folder), "no 'transformer_layer_config'")
     bad = replace(EAGLE3, extra={"eagle_aux_hidden_state_layer_ids": "0,1,2"})

@@ -175,7 +175,7 @@ def test_configuration() -> None:
     assert short.model is None
     for wrong, message in (
         ({}, "hybrid_drafter: method 'hybrid' needs a model"),
-        ({"hybrid_drafter": {"method": "ngram"}}, "hybrid_drafter: method 'ngram' is no model"),
+        ({"hybrid_drafter": {"method": "ngram"}}, "hybrid_drafter: method 'ngram' is not a model"),
         ({"hybrid_drafter": {"method": "zzz"}}, "hybrid_drafter: .*unknown method 'zzz'"),
         ({"hybrid_drafter": MODEL, "model": "x"}, "model: contradicts hybrid_drafter"),
         ({"hybrid_drafter": MODEL | {"rejection_sample_method": "block"}}, "give it beside hybrid_drafter"),

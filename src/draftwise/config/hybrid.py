@@ -19,7 +19,7 @@ _OF_THE_OUTER = (
 def check_inner(name: str, method: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if a drafter of this method, of which these fields were given, cannot stand inside."""
     if method in ("hybrid", "ngram", "suffix"):
-        raise ConfigError(f"{name}: method {method!r} is no model; give a draft model or a head")
+        raise ConfigError(f"{name}: method {method!r} is not a model; give a draft model or a head")
     for field_name in _OF_THE_OUTER:
         if given.get(field_name) is not None:
             raise ConfigError(f"{name}.{field_name}: give it beside hybrid_drafter, not inside it")

@@ -122,9 +122,11 @@ def dense_config(
     layers = require_int(raw, "num_hidden_layers")
     kv_heads = require_int(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ModelLoadError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ModelLoadError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     if raw.get("head_dim") is None and head_dim is None and hidden % heads:
-        raise ModelLoadError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        raise ModelLoadError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     dim = require_int(raw, "head_dim", head_dim or hidden // heads)
     named = raw.get("hidden_act", "silu")
     if activation is SILU and named not in ("silu", "swish"):

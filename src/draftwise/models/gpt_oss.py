@@ -70,7 +70,7 @@ class _Stacked:
         inputs are added on rank 0."""
         if plan.part.size > 1 and by_inputs and inputs % _BLOCK and plan.has(name + "_blocks"):
             raise ConfigError(
-                f"tensor_parallel_size: {inputs} inputs of an expert per rank are no whole blocks of {_BLOCK} (mxfp4)"
+                f"tensor_parallel_size: {inputs} inputs of an expert per rank are not whole blocks of {_BLOCK} (mxfp4)"
             )
         self._bias = not by_inputs or plan.part.rank == 0
         if by_inputs:

@@ -52,7 +52,7 @@ def checkpoint_format(place: Path) -> CheckpointFormat | None:
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
-        raise ModelLoadError(f"quantization_config is no object: {raw!r}")
+        raise ModelLoadError(f"quantization_config is not an object: {raw!r}")
     if is_gguf(place) and raw.get("quant_method") == METHOD:
         return GgufFormat(place)
     if raw.get("quant_method") == "mxfp4" and "GptOssForCausalLM" in (whole.get("architectures") or ()):

@@ -75,7 +75,7 @@ def _of_bench(value: Mapping[str, Any], path: Path) -> AcceptanceModel:
                 total[j] += drafts * share
             sums[row["method"]] = count + drafts, steps + drafts / found, total
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"acceptance: {path} is no output of bench accept --json: {error!r}") from None
+        raise ConfigError(f"acceptance: {path} is not the output of bench accept --json: {error!r}") from None
     if not sums:
         raise ConfigError(f"acceptance: in {path} nothing was drafted")
     kinds[ANY_KIND] = {m: conditional([t / count for t in total]) for m, (count, _, total) in sums.items()}

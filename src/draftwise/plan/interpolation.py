@@ -42,7 +42,7 @@ class Interpolation:
             if name not in fields:
                 raise ConfigError(f"interpolation: there is no {name!r}")
             if not len(fields[name]) or not np.isfinite(fields[name]).all():
-                raise ConfigError(f"interpolation: {name!r} is empty, or has values that are no numbers")
+                raise ConfigError(f"interpolation: {name!r} is empty, or has values that are not numbers")
         for names in (PREFILL_FIELDS, DECODE_FIELDS[:4]):
             if len({len(fields[name]) for name in names}) != 1:
                 raise ConfigError(f"interpolation: {', '.join(names)} differ in length")

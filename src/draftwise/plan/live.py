@@ -254,7 +254,7 @@ def read_state(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"planner: its state {path} cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"planner: {path} is no state of a planner")
+        raise ConfigError(f"planner: {path} is not the state of a planner")
     return value
 
 

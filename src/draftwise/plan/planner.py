@@ -375,7 +375,7 @@ class Planner:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"planner: this is no state of a planner: {error!r}") from None
+            raise ConfigError(f"planner: this is not the state of a planner: {error!r}") from None
 
 
 def _up(replicas: float) -> int:

@@ -207,14 +207,14 @@ def _counts(raw: Mapping[str, Any]) -> AcceptanceCounts:
 def _count(value: Any) -> int:
     number = int(value)
     if number < 0:
-        raise ValueError(f"{number} is no count")
+        raise ValueError(f"{number} is not a count")
     return number
 
 
 def _seconds(value: Any) -> float:
     number = float(value)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{number} is no time")
+        raise ValueError(f"{number} is not a time")
     return number
 
 
@@ -281,5 +281,5 @@ def _rest(raw: Mapping[str, Any] | None) -> RestSample | None:
 def _difference(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{number} is no time")
+        raise ValueError(f"{number} is not a time")
     return number

@@ -44,7 +44,7 @@ class Trace:
         if not len(self.times_np):
             raise ConfigError("trace: it holds no requests")
         if not np.isfinite(self.times_np).all():
-            raise ConfigError("trace: a time is no finite number")
+            raise ConfigError("trace: a time is not a finite number")
 
     def __len__(self) -> int:
         return len(self.times_np)

@@ -153,7 +153,7 @@ class Proposer(ABC):
     accepted path again, in the pass that reads the new last token.
 
     If a hook raises or gives an invalid answer (a wrong number of proposals, a token outside of the vocabulary, a q
-    that is no distribution, more tokens filled than there are), the requests of that call lose their speculation:
+    that is not a distribution, more tokens filled than there are), the requests of that call lose their speculation:
     they are decoded plainly from then on, and only `remove` is called for them. The log says it once, and
     ``llm.stats().drafter_failures`` counts it. Only a failed `transfer` fails its request, and an error while the
     engine is built ends that.

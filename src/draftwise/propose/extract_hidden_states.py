@@ -60,7 +60,7 @@ class ExtractHiddenStatesProposer(Proposer):
         wrong = next((layer for layer in layers if layer > count), None)
         if wrong is not None:
             raise ConfigError(
-                f"eagle_aux_hidden_state_layer_ids: {wrong} is no layer of the target, which has {count}; "
+                f"eagle_aux_hidden_state_layer_ids: {wrong} is not a layer of the target, which has {count}; "
                 f"0..{count - 1} stand for what enters a layer, {count} for what leaves the last one"
             )
         folder = context.transfer_folder

@@ -26,7 +26,7 @@ def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
         ModelLoadError: One that is not supported; says what about it.
     """
     if not isinstance(raw, Mapping):
-        raise ModelLoadError(f"quantization_config is no object: {raw!r}")
+        raise ModelLoadError(f"quantization_config is not an object: {raw!r}")
     method = str(raw.get("quant_method", "unknown"))
     if method == "awq":
         _expect(raw, method, "bits", 4)

@@ -116,12 +116,14 @@ def _check_foreign(proposal: Proposal, device: torch.device) -> None:
             f"{device.type}"
         )
     if not _is_plain(proposal.q_rows):
-        raise TypeError(f"q_rows {proposal.q_rows} are no tuple of whole numbers")
+        raise TypeError(f"q_rows is not a tuple of whole numbers: {proposal.q_rows}")
     used = q[sorted(set(proposal.q_rows))]
     least, sums = float(used.min()), used.sum(dim=-1)
     # not (a <= b) instead of a > b: it is true of nan, too
     if not (least >= 0.0 and float((sums - 1.0).abs().max()) <= _TOLERANCE):
-        raise ValueError(f"q is no distribution: its least value is {least}, rows add up to {sums.tolist()}")
+        raise ValueError(
+            f"q is not a distribution: its least value is {least}, rows add up to {sums.tolist()}"
+        )
 
 
 def is_foreign(proposer: Proposer) -> bool:

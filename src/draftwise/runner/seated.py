@@ -40,7 +40,7 @@ class Seated:
         """`SeatedDrafter.kind` without a request. Raises its errors."""
         answer = self._drafter.kind(greedy, rule)
         if answer not in get_args(LoopKind):
-            raise ValueError(f"{answer!r} is no kind of draws")
+            raise ValueError(f"{answer!r} is not a kind of draws")
         return answer
 
     def kind(self, row: Row) -> LoopKind | None:

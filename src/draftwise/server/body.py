@@ -36,7 +36,7 @@ class Bodies:
         try:
             given = from_json(data, allow_inf_nan=False)
         except ValueError as error:
-            raise bad_request(f"the body is no valid JSON: {error}", code="invalid_json") from None
+            raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
         if not isinstance(given, dict):
             raise bad_request("the body must be a JSON object")
         given = translate(given, kind.model_fields)

@@ -69,7 +69,7 @@ def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         reason = getattr(error, "strerror", None) or "not text"
         raise ConfigError(f"config: cannot read {path!r}: {reason}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path!r} is no valid YAML: {error}") from None
+        raise ConfigError(f"config: {path!r} is not valid YAML: {error}") from None
     if loaded is None:
         return {}, {}
     if not isinstance(loaded, Mapping):

@@ -168,7 +168,7 @@ def _translated(literal: str) -> str:
 
 
 def _number(text: str) -> str:
-    """Raises ValueError for what is no finite number."""
+    """Raises ValueError for what is not a finite number."""
     try:
         return str(int(text, 0))
     except ValueError:

@@ -79,7 +79,7 @@ class Wire(HttpToolsProtocol):
             except httptools.HttpParserUpgrade:
                 pass  # this server speaks HTTP/1.1 and nothing else: the request is answered as it stands
             except httptools.HttpParserError:
-                self._refuse(400, "this is no valid HTTP/1.1 request", "invalid_http")
+                self._refuse(400, "this is not a valid HTTP/1.1 request", "invalid_http")
         if self._refusal is not None:
             self._answer(self._refusal)
         elif not self._deaf:

@@ -55,7 +55,7 @@ class Assembler(AttentionPlans):
             cap = head.x
             if isinstance(cap, Unary) and cap.function == "tanh" and isinstance(cap.x, Scale):
                 if abs(cap.x.factor * head.factor - 1) > 1e-6:
-                    raise CannotAssemble("its logits go through a tanh that is no soft cap")
+                    raise CannotAssemble("its logits go through a tanh that is not a soft cap")
                 self._tail.insert(0, ("softcap", head.factor))
                 head = cap.x.x
             else:
@@ -106,7 +106,7 @@ class Assembler(AttentionPlans):
     def _select(self, node: Select) -> Plan:
         rows = as_linear(node)
         if rows is None:
-            raise CannotAssemble("it takes some columns of something that is no linear layer")
+            raise CannotAssemble("it takes some columns of something that is not a linear layer")
         return self._product(node, rows.layer.x, [rows])
 
     def _product(self, node: Node, x: Node, parts: list[LinearRows]) -> Plan:

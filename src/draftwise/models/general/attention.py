@@ -202,10 +202,10 @@ def _window_of(mask_function: Callable[..., Any], device: Any) -> int | None:
         seen = mask_function(zero, zero, torch.tensor(row, device=device), keys)
         seen = torch.as_tensor(seen, device=device).expand(row + 3)
         if bool(seen[row + 1 :].any()) or not bool(seen[row]):
-            raise NotCausal("its rows see tokens behind them, or not themselves: it is no causal model")
+            raise NotCausal("its rows see tokens behind them, or not themselves: it is not a causal model")
         count = int(seen.sum())
         if not bool(seen[row + 1 - count : row + 1].all()):
-            raise ModelLoadError("what its rows see is no window of the tokens before them")
+            raise ModelLoadError("what its rows see is not a window of the tokens before them")
         windows.append(count)
     if windows == [row + 1 for row in _FAR]:
         return None

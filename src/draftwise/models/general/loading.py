@@ -157,7 +157,7 @@ def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
     if is_made_for(config.architecture, whole.model_type):
         return cls, whole
     raise ModelLoadError(
-        f"config.json: {config.architecture} is no model of model_type {config.raw.get('model_type')!r}"
+        f"config.json: {config.architecture} is not a model of model_type {config.raw.get('model_type')!r}"
     )
 
 
@@ -336,7 +336,7 @@ def _check_causal(model: Any, tokens: Tensor, names: set[str]) -> None:
         alone = model(input_ids=tokens[:, :1], use_cache=False).logits[0, 0].float()
     if not torch.allclose(whole, alone, rtol=1e-2, atol=1e-2 * float(whole.std())):
         raise NotCausal(
-            f"{', '.join(sorted(names))} reads a prompt in both directions: it is no causal model"
+            f"{', '.join(sorted(names))} reads a prompt in both directions: it is not a causal model"
         )
 
 

@@ -80,7 +80,7 @@ def _mixture(stack: Stack, tracer: Follower, x: Tensor, chosen: Tensor, weights:
     values = [tracer.held(each) for each in (chosen, weights)]
     scores = _scores(values, stack.count)
     if scores not in tracer.numbers:
-        raise CannotAssemble("scores of experts are no linear layer by themselves")
+        raise CannotAssemble("scores of experts are not a linear layer by themselves")
     constants = [c for value in values if isinstance(value, Unknown) for c in value.constants]
     found = routing_of(tracer.numbers[scores], chosen, weights, constants)
     if found is None:

@@ -61,7 +61,7 @@ def rotation_of(
     """The rotation that all heads of ``turn`` go through.
 
     Raises:
-        CannotAssemble: heads differ, or it is no rotation by frequencies that the model keeps.
+        CannotAssemble: heads differ, or it is not a rotation by frequencies that the model keeps.
     """
     heads = turn.width // head_dim
     partner = turn.partner.view(heads, head_dim) - torch.arange(heads)[:, None] * head_dim
@@ -95,11 +95,11 @@ def _pairs(
             still.append(i)
             continue
         if partner[j] != i or not torch.equal(sin[:, i], -sin[:, j]) or not torch.equal(cos[:, i], cos[:, j]):
-            raise CannotAssemble("it mixes columns in a way that is no rotation")
+            raise CannotAssemble("it mixes columns in a way that is not a rotation")
         if sin[near, i] < 0:
             pairs.append((i, j))
     if 2 * len(pairs) + len(still) != len(partner):
-        raise CannotAssemble("it mixes columns in a way that is no rotation")
+        raise CannotAssemble("it mixes columns in a way that is not a rotation")
     return pairs, still
 
 

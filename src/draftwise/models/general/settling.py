@@ -85,7 +85,7 @@ def _packed(module: nn.Module, ops: Ops, freed: Freed, *, rounded: bool) -> Pack
     try:
         form = recognised(sample, call)
     except Exception as error:  # whatever a module says that is not called like this
-        logger.debug("%s is no mixture of experts: %s", type(module).__name__, error)
+        logger.debug("%s is not a mixture of experts: %s", type(module).__name__, error)
         return None
     if form is None:
         return None

@@ -159,7 +159,7 @@ class _Header:
         for name, shape, kind, offset in found:
             if shape and shape[-1] % kind.numbers:
                 raise self._damaged(
-                    f"rows of {shape[-1]} numbers in {name} are no whole blocks of {kind.name}"
+                    f"rows of {shape[-1]} numbers in {name} are not whole blocks of {kind.name}"
                 )
             tensor = GgufTensor(self._path, name, shape, kind, start + offset)
             if tensor.start + tensor.rows * tensor.row_bytes > self._size:

@@ -71,7 +71,9 @@ def head_settings(raw: RawConfig, method: str) -> RawConfig:
     if kind is None:
         return raw
     if kind not in _SPECULATORS.get(method, ()):
-        raise ModelLoadError(f"config.json: speculators_model_type {kind!r} is no head of method {method!r}")
+        raise ModelLoadError(
+            f"config.json: speculators_model_type {kind!r} is not a head of method {method!r}"
+        )
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, Mapping):
         raise ModelLoadError("config.json has no 'transformer_layer_config'")

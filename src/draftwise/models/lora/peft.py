@@ -25,7 +25,7 @@ _REFUSED = {
     "lora_bias": "lora_bias (biases in the low-rank part)",
     "layer_replication": "layer_replication (layers that stand there twice)",
     "trainable_token_indices": "trainable_token_indices (rows of the embedding)",
-    "target_parameters": "target_parameters (parameters that are no linear layers, such as experts)",
+    "target_parameters": "target_parameters (parameters that are not linear layers, such as experts)",
     "use_qalora": "QA-LoRA",
     "alora_invocation_tokens": "activated LoRA (adapters that begin inside a text)",
 }
@@ -83,7 +83,9 @@ def _parts(raw: Mapping[str, Any], tensors: HeadTensors, max_rank: int | None) -
         else:
             pairs.setdefault(found.group(1), {})[found.group(2)] = name
     if odd:
-        raise ModelLoadError(f"tensors that are no low-rank part of a linear layer: {shorten(sorted(odd))}")
+        raise ModelLoadError(
+            f"tensors that are not a low-rank part of a linear layer: {shorten(sorted(odd))}"
+        )
     if not pairs:
         raise ModelLoadError("it has no tensors (such as ...q_proj.lora_A.weight)")
     out = {}
@@ -93,7 +95,7 @@ def _parts(raw: Mapping[str, Any], tensors: HeadTensors, max_rank: int | None) -
         a, b = tensors[names["A"]], tensors[names["B"]]
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             raise ModelLoadError(
-                f"{module}: {list(a.shape)} and {list(b.shape)} are no two parts of one product"
+                f"{module}: {list(a.shape)} and {list(b.shape)} are not two parts of one product"
             )
         rank = a.shape[0]
         said = _pattern(raw.get("rank_pattern"), module, raw.get("r"))

@@ -165,7 +165,7 @@ def _student_shape(options: TrainOptions, teacher: EngineTeacher) -> LlamaShape:
     heads = max(1, hidden // config.head_dim)
     if hidden % config.head_dim:
         raise ConfigError(
-            f"--hidden-size {hidden} is no multiple of the target's head size {config.head_dim}"
+            f"--hidden-size {hidden} is not a multiple of the target's head size {config.head_dim}"
         )
     return LlamaShape(
         vocab_size=config.vocab_size,

@@ -101,7 +101,9 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is no device of torch: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"--device {name!r} is not a device of torch: {str(error).splitlines()[0]}"
+        ) from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name!r}: training runs on cpu or cuda")
     if device.type == "cuda":
