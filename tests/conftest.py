@@ -31,6 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(params=["best", "emulated", "amx"])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The level that this processor gets; tiles that are computed, anywhere; those of the unit, where there is one."""
+    from tests.native import on_level
+
+    with on_level(request.param):
+        yield request.param
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _registered_proposers() -> Iterator[None]:
     """What a module registers is gone after it: the order of modules must not matter."""

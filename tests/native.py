@@ -15,6 +15,7 @@ import pytest
 
 from draftwise.kernels.cpu import build as builder
 from draftwise.kernels.cpu import library as loader
+from draftwise.kernels.cpu.levels import settle_level
 from draftwise.kernels.cpu.library import LIBRARY_VARIABLE, Isa, NativeLibrary, native_library, why_not_native
 from tests.arm import remote
 
@@ -56,6 +57,17 @@ def _arm_or_skip(cpu: str) -> NativeLibrary:
     library = remote.library(cpu, Path(other).resolve() if other else None)
     loader._loaded = lambda: library  # for whoever asks the package
     return library
+
+
+@contextmanager
+def on_level(name: str) -> Iterator[None]:
+    """``best``: the level that an engine would choose; or another one, for engines that are made inside, too."""
+    settle_level(native_or_skip())  # an engine that is made inside does not choose again
+    if name == "best":
+        yield
+        return
+    with forced_isa(Isa[name.upper()]):
+        yield
 
 
 @contextmanager

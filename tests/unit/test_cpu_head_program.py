@@ -136,6 +136,7 @@ def fill(head: HeadModel, kv: KVStorage) -> None:
             head.forward(batch, features(head, key - 1, r), kv)
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -160,6 +161,7 @@ def test_replay_equals_the_calls(kind: Kind, dtype: torch.dtype) -> None:
     assert head.forward_logits(first_batch(), given, kv, [])[1].shape == (0, head.draft_vocab_size)
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("rows", [[0, 1, 2], [1], [0]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -217,6 +219,7 @@ def test_chains_equal_pass_by_pass(kind: Kind, rows: list[int]) -> None:
         assert torch.equal(one.layer(0)[0].nan_to_num(), other.layer(0)[0].nan_to_num())
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_same_bits_in_any_batch_and_for_any_threads(kind: Kind) -> None:

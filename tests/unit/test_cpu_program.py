@@ -60,6 +60,7 @@ def batch(rows: int, start: int = 0) -> StepInput:
     return build_step_input([RowInput(tokens, start, table)], 4, CPU)
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("capture", [(), (0, 1, 2), (2,)], ids=str)
 @torch.inference_mode()
@@ -117,6 +118,7 @@ def test_one_recording_per_storage(folder: str) -> None:
         gc.collect()
 
 
+@pytest.mark.usefixtures("level")
 @torch.inference_mode()
 def test_same_bits_for_any_number_of_threads(folder: str) -> None:
     results = []
@@ -126,6 +128,7 @@ def test_same_bits_for_any_number_of_threads(folder: str) -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+@pytest.mark.usefixtures("level")
 @torch.inference_mode()
 def test_a_team_of_threads_computes_the_same_bits(folder: str) -> None:
     """Few rows of a small model are shared by threads that come and go: whoever helps, nothing changes."""
@@ -157,10 +160,12 @@ def test_models_side_by_side(folder: str) -> None:
         assert list(engines.map(run, (2, 3, 2))) == [80, 80, 80]
 
 
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @torch.inference_mode()
-def test_draft_chains_in_one_call(folder: str) -> None:
+def test_draft_chains_in_one_call(folder: str, dtype: torch.dtype) -> None:
     """The same tokens and K/V as pass by pass; three requests that catch up on different numbers of tokens."""
-    model = load(folder)
+    model = load(folder, dtype)
     tables = torch.arange(3, 63, dtype=torch.int32).view(3, 20).numpy()
     tokens = [[5, 9, 11, 4], [7], [8, 30, 2]]
     contexts = [0, 6, 13]

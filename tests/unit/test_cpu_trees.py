@@ -102,6 +102,7 @@ def draft_both(
     return at_once, draft_trees(LevelByLevel(model, kv, tables), tasks, logits, name="test")
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("nodes", [63, 15, 1])
 @torch.inference_mode()
