@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.routing import Activation, Routing
-from draftwise.quantization.weights import QuantizedWeight
+from draftwise.quantization.weights import QuantizedWeight, ReadRows
 from draftwise.types import AttentionBatch
 
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -30,6 +30,8 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 """The functions of `Ops.unary`."""
+_READ = 4 << 20
+"""Numbers of a weight that are read at a time."""
 
 
 class Linear:
@@ -120,8 +122,29 @@ class Ops(ABC):
             paired: `pack_gate_up` rather than `pack_linear`.
         """
         del dynamic
-        values = weight.dequantize().to(dtype=self.dtype, device=self.device)
+        values = weight.dequantize(self.dtype).to(self.device)
+        del weight
         return self.pack_gate_up(values, bias) if paired else self.pack_linear(values, bias)
+
+    def pack_read(
+        self, read: ReadRows, shape: tuple[int, int], bias: Tensor | None = None, *, paired: bool = False
+    ) -> Linear:
+        """`pack_linear`, or ``paired`` `pack_gate_up`, of a weight [out, in] that is read while it is packed: kernels
+        that round it never have it as floats.
+
+        Args:
+            read: rows of it; asked in order, more than once by some kernels.
+        """
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        step = max(1, _READ // max(1, shape[1]))
+        for start in range(0, shape[0], step):
+            end = min(start + step, shape[0])
+            weight[start:end] = read(start, end)
+        return self.pack_gate_up(weight, bias) if paired else self.pack_linear(weight, bias)
+
+    def release_freed(self) -> None:
+        """Give the system back what handles took that are gone: some kernels keep it a while for those packed next."""
+        return None
 
     def pack_head(self, weight: Tensor) -> Linear:
         """The output layer [V, H]. As `pack_linear`, except that kernels that quantise may keep it more exactly."""

@@ -93,13 +93,15 @@ def copy_tensors(entries: Mapping[str, TensorEntry], targets: Mapping[str, Tenso
             raise ModelLoadError(f"{file} cannot be read: {error}") from error
 
 
-def read_rows(entry: TensorEntry, name: str, start: int, end: int) -> Tensor:
-    """``[start:end]`` of a tensor, as it is stored. Raises ModelLoadError if its file cannot be read."""
+def read_rows(entry: TensorEntry, name: str, start: int, end: int, *, of: int | None = None) -> Tensor:
+    """``[start:end]`` of a tensor, or of its matrix ``of`` [E, outputs, inputs], as it is stored. Raises ModelLoadError
+    if its file cannot be read."""
     if entry.source is not None:
-        return entry.source.rows(start, end)
+        return entry.source.rows(start, end) if of is None else entry.source.rows(of, of + 1)[0, start:end]
     try:
         with safe_open(entry.file, framework="pt") as handle:
-            found: Tensor = handle.get_slice(entry.stored or name)[start:end]
+            part = handle.get_slice(entry.stored or name)
+            found: Tensor = part[start:end] if of is None else part[of : of + 1, start:end][0]
             return found
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{entry.file} cannot be read: {error}") from error

@@ -187,5 +187,5 @@ def _floats(plan: WeightPlan, linear: LoadedLinear) -> Tensor:
     weight, _ = linear
     plan.fill(weight)
     if isinstance(weight, QuantizedLinear):
-        return weight.weight().dequantize().to(dtype=plan.dtype, device=plan.device)
+        return weight.weight().dequantize(plan.dtype).to(plan.device)
     return weight

@@ -38,7 +38,7 @@ def release_freed_memory() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc, malloc.h
-_LARGE = 1 << 20
+_LARGE = 256 << 10
 _MOST = 32 << 20  # what glibc's own threshold grows to, by what programs free
 
 
@@ -53,7 +53,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """While this lasts, memory of 1 MiB and more is given back to the system where it is freed: while a model loads,
+    """While this lasts, memory of 256 KiB and more is given back to the system where it is freed: while a model loads,
     floats of a layer come and go. Afterwards it is kept for the next who asks, as glibc does by itself."""
     mallopt = _mallopt()
     if mallopt is None:

@@ -104,18 +104,20 @@ class CheckpointFormat(ABC):
 
 def _nibbles(words: Tensor, order: Sequence[int] = tuple(range(8))) -> Tensor:
     """[..., n] int32 -> [..., n, 8] uint8: element ``order[i]`` from bits 4 i .. 4 i + 3."""
-    shifts = torch.empty(8, dtype=torch.int32)
-    for place, column in enumerate(order):
-        shifts[column] = 4 * place
-    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
+    found = torch.empty((*words.shape, 8), dtype=torch.uint8)
+    for place, column in enumerate(order):  # one by one: all at once are 32 times the bytes of a code
+        found[..., column] = (words >> (4 * place)).bitwise_and_(15)
+    return found
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """[..., n] int32 -> [..., n, 32 / bits] uint8, lowest bits first."""
     if bits == 4:
         return _nibbles(words)
-    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 255).to(torch.uint8)
+    found = torch.empty((*words.shape, 4), dtype=torch.uint8)
+    for place in range(4):
+        found[..., place] = (words >> (8 * place)).bitwise_and_(255)
+    return found
 
 
 def scattered(codes: Tensor, scales: Tensor, zeros: Tensor, of_input: Tensor) -> QuantizedWeight:
@@ -133,8 +135,9 @@ def scattered(codes: Tensor, scales: Tensor, zeros: Tensor, of_input: Tensor) ->
         found = f"{int(index.min())} to {int(index.max())}"
         raise ModelLoadError(f"groups {found} of inputs, of which there are {scales.shape[1]}")
     values = codes.float()
-    values -= zeros.float()[:, index]
-    values *= scales.float()[:, index]
+    for row, of_zeros, of_scales in zip(values, zeros.float(), scales.float(), strict=True):
+        row -= of_zeros[index]
+        row *= of_scales[index]
     return QuantizedWeight.of_values(values)
 
 
@@ -142,8 +145,12 @@ def _eight_bits(codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Qua
     """Codes 0..255 [out, in] in groups; zero points of 128 alone, for kernels have no others."""
     if bool((zeros != 128).any()):
         raise ModelLoadError("eight bits with zero points (asymmetric) are not supported")
-    signed = (codes.to(torch.int16) - 128).to(torch.int8).contiguous()
-    return QuantizedWeight(8, signed, scales.float().contiguous(), None, group)
+    return QuantizedWeight(8, _signed(codes), scales.float().contiguous(), None, group)
+
+
+def _signed(codes: Tensor) -> Tensor:
+    """0..255 uint8 -> -128..127 int8, 128 less. Example: 125 = 0b01111101 becomes 0b11111101, which is -3."""
+    return codes.bitwise_xor(128).view(torch.int8).contiguous()
 
 
 def _groups(inputs: int, group: int) -> int:
@@ -281,8 +288,7 @@ class PackedFormat(CheckpointFormat):
                 if self.scattered:
                     return scattered(stored, scales, eights, raw[".weight_g_idx"])
                 return _eight_bits(stored, scales, eights, self.group_size)
-            codes = (stored.to(torch.int16) - 128).clamp_(min=-127)
-            return QuantizedWeight(8, codes.to(torch.int8), scales[:, 0])
+            return QuantizedWeight(8, _signed(stored).clamp_(min=-127), scales[:, 0])
         codes = _nibbles(words).view(outputs, -1)[:, :inputs]
         zeros = None
         if not self.symmetric:

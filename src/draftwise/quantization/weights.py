@@ -6,13 +6,16 @@ can be compared with a product of plain floats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from draftwise.quantization.scheme import Scheme
+
+ReadRows = Callable[[int, int], Tensor]
+"""``(start, end)`` -> rows ``[start:end]`` of a matrix, floats."""
 
 INT8_MAX = 127
 FP8 = torch.float8_e4m3fn
@@ -87,8 +90,25 @@ class QuantizedWeight:
         """Whether kernels of four bits hold it as two matrices; see `doubled`."""
         return self.offsets is not None or (self.bits == 8 and self.group is not None)
 
-    def dequantize(self) -> Tensor:
-        """The weight that the codes stand for, [out, in] float32."""
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight that the codes stand for, [out, in], computed in float32; some rows at a time, for what floats of
+        four bytes take while they are computed is several times the codes."""
+        outputs, inputs = self.codes.shape
+        values = torch.empty((outputs, inputs), dtype=dtype, device=self.codes.device)
+        for part in _row_pieces(outputs, inputs):
+            values[part] = self._rows(part)._values()
+        return values
+
+    def _rows(self, part: slice) -> QuantizedWeight:
+        return replace(
+            self,
+            codes=self.codes[part],
+            scales=self.scales[part],
+            zeros=None if self.zeros is None else self.zeros[part],
+            offsets=None if self.offsets is None else self.offsets[part],
+        )
+
+    def _values(self) -> Tensor:
         if self.group is None:
             return self.codes.float() * self.scales[:, None]
         inputs = self.codes.shape[1]
@@ -128,11 +148,9 @@ class QuantizedWeight:
             return QuantizedWeight(
                 4, both, torch.cat([scales, self.offsets], 1), torch.cat([none, none + 8], 1), self.group
             )
-        step = max(1, _CHUNK // inputs)
-        for start in range(0, outputs, step):
-            part = codes[start : start + step]
-            left[start : start + step] = (part >> 4) + 8
-            right[start : start + step] = part & 15
+        for part in _row_pieces(outputs, inputs):
+            left[part] = (codes[part] >> 4) + 8
+            right[part] = codes[part] & 15
         return QuantizedWeight(
             4, both, torch.cat([16 * scales, scales], 1), torch.cat([none + 8, none], 1), self.group
         )
@@ -179,26 +197,41 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     codes are those nearest for the rounded scale.
     """
     weight = weight.detach()
-    outputs, inputs = weight.shape
-    step = max(1, _CHUNK // inputs)
-    parts = [slice(start, start + step) for start in range(0, outputs, step)]
+    return quantize_read(lambda start, end: weight[start:end], weight.shape, scheme, weight.device)
+
+
+def quantize_read(
+    read: ReadRows, shape: Sequence[int], scheme: Scheme, device: torch.device | None = None
+) -> QuantizedWeight:
+    """`quantize` of a weight that is never in memory as floats: ``read`` gives its rows, in order, a few at a time;
+    int4 reads all of them twice, since the scales of a layer share an exponent."""
+    outputs, inputs = shape
+    parts = _row_pieces(outputs, inputs)
     kind = torch.uint8 if scheme.bits == 4 else FP8 if scheme.floats else torch.int8
-    codes = torch.empty((outputs, inputs), dtype=kind, device=weight.device)  # in place: there is one copy
+    codes = torch.empty((outputs, inputs), dtype=kind, device=device)  # in place: there is one copy
     if scheme.bits == 8:
-        of_outputs = torch.empty(outputs, device=weight.device)
+        of_outputs = torch.empty(outputs, device=device)
         for part in parts:
-            codes[part], of_outputs[part] = (_to_fp8 if scheme.floats else _to_int8)(weight[part].float())
+            values = read(part.start, part.stop).float()
+            codes[part], of_outputs[part] = (_to_fp8 if scheme.floats else _to_int8)(values)
         return QuantizedWeight(8, codes, of_outputs)
     group = scheme.group
     assert group is not None
-    scales = _as_float16(torch.cat([_largest(_in_groups(weight[part], group)) for part in parts]).div_(-8))
+    largest = [_largest(_in_groups(read(part.start, part.stop), group)) for part in parts]
+    scales = _as_float16(torch.cat(largest).div_(-8))
     for part in parts:
-        codes[part] = _to_int4(_in_groups(weight[part], group), scales[part])[:, :inputs]
+        codes[part] = _to_int4(_in_groups(read(part.start, part.stop), group), scales[part])[:, :inputs]
     return QuantizedWeight(4, codes, scales, None, group)
 
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 """Elements that are worked on at a time, so that temporary tensors stay in a cache."""
+
+
+def _row_pieces(outputs: int, inputs: int) -> list[slice]:
+    """Of a matrix, each of some `_CHUNK` elements. Example: 5 rows of half a chunk: 0-2, 2-4, 4-5."""
+    step = max(1, _CHUNK // max(1, inputs))
+    return [slice(start, min(start + step, outputs)) for start in range(0, outputs, step)]
 
 
 def _to_int8(values: Tensor) -> tuple[Tensor, Tensor]:

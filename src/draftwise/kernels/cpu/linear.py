@@ -105,6 +105,7 @@ class LinearKernels:
             "dw_linear_run", None, [_PTR, _PTR, _PTR, _I64, _PTR, _I64, _INT, _I64, _INT]
         )
         self.free = library.function("dw_linear_free", None, [_PTR])
+        self.release = library.function("dw_memory_release", None, [])
         self.bytes_of = library.function("dw_linear_bytes", _I64, [_PTR])
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, paired: bool = False) -> NativeLinear:

@@ -98,6 +98,9 @@ class NativeOps(Ops):
             return DoubledLinear(inner)
         return self._linear.pack_quantized(weight, bias, dynamic=dynamic, dtype=self._dtype, paired=paired)
 
+    def release_freed(self) -> None:
+        self._linear.release()
+
     def pack_experts(
         self,
         layers: Sequence[tuple[Linear, Linear]],

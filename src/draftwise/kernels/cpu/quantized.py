@@ -13,7 +13,7 @@ from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import Scheme
-from draftwise.quantization.weights import QuantizedWeight
+from draftwise.quantization.weights import QuantizedWeight, ReadRows, quantize_read
 
 
 class QuantizedOps(NativeOps):
@@ -40,13 +40,21 @@ class QuantizedOps(NativeOps):
     ) -> Linear:
         if weight.levels is not None:
             return self._linear.pack_as(
-                weight.dequantize().to(self.dtype), bias, self.scheme, paired=paired
+                weight.dequantize(self.dtype), bias, self.scheme, paired=paired
             )  # asked for: rows are rounded, too
         # weights that have this form already, or were rounded to it before and come back from disk
         return super().pack_quantized(weight, bias, dynamic=dynamic or self.scheme.dynamic, paired=paired)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._linear.pack_as(weight, bias, self.scheme)
+
+    def pack_read(
+        self, read: ReadRows, shape: tuple[int, int], bias: Tensor | None = None, *, paired: bool = False
+    ) -> Linear:
+        codes = quantize_read(read, shape, self.scheme)
+        return self._linear.pack_quantized(
+            codes, bias, dynamic=self.scheme.dynamic, dtype=self.dtype, paired=paired
+        )
 
     def pack_exact(self, weight: Tensor) -> Linear:
         return super().pack_linear(weight)

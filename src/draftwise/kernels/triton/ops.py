@@ -96,7 +96,7 @@ class TritonOps(AttendingOps):
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
         if not can_pack(weight):  # the products are those of floats
-            values = weight.dequantize().to(dtype=self._dtype, device=self._device)
+            values = weight.dequantize(self._dtype).to(self._device)
             return self._pack(values, bias, None)
         # weights that have this form already, or were rounded to it before and come back from disk
         dynamic = (dynamic or (self._scheme is not None and self._scheme.dynamic)) and weight.bits == 8

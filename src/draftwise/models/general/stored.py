@@ -19,8 +19,12 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
 from draftwise.models.general.modules import PackedLinear
+from draftwise.models.progress import count
 from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
 from draftwise.quantization.weights import QuantizedWeight, stack_rows
+
+_WINDOW = 2 << 20
+"""Numbers of a layer that are read at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +106,7 @@ class QuantizedLayer(StoredLayer):
             raise ModelLoadError(f"{self.base}: {error}") from error
 
     def floats(self) -> Tensor:
-        return self.read().dequantize().to(self.dtype)
+        return self.read().dequantize(self.dtype)
 
     def pack(
         self,
@@ -140,11 +144,13 @@ class FloatLayer(StoredLayer):
 
     def floats(self) -> Tensor:
         value = torch.empty((self.outputs, self.inputs), dtype=self.dtype)
-        self._read(value)
+        copy_tensors(self.entries, {f"{self.base}.weight": value})
         return value
 
-    def _read(self, target: Tensor) -> None:
-        copy_tensors(self.entries, {f"{self.base}.weight": target})
+    def rows(self, start: int, end: int) -> Tensor:
+        """Some of its rows, [end - start, inputs]. Raises ModelLoadError if they cannot be read."""
+        name = f"{self.base}.weight"
+        return read_rows(self.entries[name], name, start, end).to(self.dtype)
 
     def pack(
         self,
@@ -155,22 +161,54 @@ class FloatLayer(StoredLayer):
         paired: bool,
         expert: bool = False,
     ) -> Linear:
-        sizes = [layer.outputs if rows is None else len(rows) for layer, rows in others]
-        weight = torch.empty((sum(sizes), self.inputs), dtype=self.dtype)
-        known: dict[StoredLayer, Tensor] = {}
-        for (layer, rows), place in zip(others, torch.split(weight, sizes), strict=True):
+        parts: list[tuple[FloatLayer, Tensor | None]] = []
+        for layer, rows in others:
             assert isinstance(layer, FloatLayer)
             if layer.noted is not None:
                 layer.noted.add(f"{layer.base}.weight")
-            if rows is None:
-                layer._read(place)
-                continue
-            if layer not in known:
-                known = {layer: layer.floats()}
-            torch.index_select(known[layer], 0, rows, out=place)
-        del known
-        weight = weight.to(ops.device)
-        return ops.pack_gate_up(weight, bias) if paired else ops.pack_linear(weight, bias)
+            parts.append((layer, rows))
+        shape = (sum(layer.outputs if rows is None else len(rows) for layer, rows in parts), self.inputs)
+        packed = ops.pack_read(_Below(parts), shape, bias, paired=paired)
+        count(prod(shape))
+        return packed
+
+
+class _Below:
+    """Rows of layers below each other, as `kernels.base.Ops.pack_read` asks for them. More are read than are asked for,
+    because a file is opened for each piece: what is kept of them answers the next ones."""
+
+    def __init__(self, parts: Sequence[tuple[FloatLayer, Tensor | None]]) -> None:
+        sizes = [layer.outputs if rows is None else len(rows) for layer, rows in parts]
+        self._parts = parts
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        self._window: tuple[int, Tensor] | None = None  # first row, rows
+
+    def __call__(self, start: int, end: int) -> Tensor:
+        """``[start:end]`` of the rows."""
+        if self._window is not None:
+            first, rows = self._window
+            if first <= start and end <= first + len(rows):
+                return rows[start - first : end - first]
+            del rows
+        self._window = None
+        last = max(end, min(start + _WINDOW // self._parts[0][0].inputs, self._starts[-1]))
+        pieces = []
+        for (layer, order), first, behind in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            low, high = max(start, first) - first, min(last, behind) - first
+            if low < high:
+                pieces.append(_rows_of(layer, order, low, high))
+        window = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        self._window = start, window
+        return window[: end - start]
+
+
+def _rows_of(layer: FloatLayer, order: Tensor | None, low: int, high: int) -> Tensor:
+    """Rows ``order[low:high]`` of a layer. Example: of (4, 0, 5, 1, 6, 2), 0 to 2 are 4 and 0: rows 0 to 5 are read."""
+    if order is None:
+        return layer.rows(low, high)
+    wanted = order[low:high]
+    first, behind = int(wanted.min()), int(wanted.max()) + 1
+    return layer.rows(first, behind)[wanted - first]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +217,11 @@ class MatrixOfStack(FloatLayer):
 
     index: int = 0
 
-    def _read(self, target: Tensor) -> None:
-        target.copy_(read_rows(self.entries[self.base], self.base, self.index, self.index + 1)[0])
+    def floats(self) -> Tensor:
+        return self.rows(0, self.outputs)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        return read_rows(self.entries[self.base], self.base, start, end, of=self.index).to(self.dtype)
 
 
 def pack_stored(

@@ -232,6 +232,9 @@ DW_EXPORT Linear* dw_linear_pack_quantized(dw::Pool* pool, int format, int input
 DW_EXPORT void dw_linear_free(Linear* w) {
   guarded([&] { dw::linear_free(w); });
 }
+DW_EXPORT void dw_memory_release() {
+  guarded([] { dw::big_release(); });
+}
 DW_EXPORT int64_t dw_linear_bytes(const Linear* w) {
   return guarded([&] { return dw::linear_bytes(w); });
 }

@@ -10,6 +10,8 @@ namespace dw {
 // std::bad_alloc.
 void* big_alloc(size_t bytes);
 void big_free(void*);
+// Blocks that were freed wait for others that fit in their places, up to 64 MiB of them: gives these back to the system now.
+void big_release();
 
 // A buffer that only grows; its content is lost when it does. Aligned to 64 bytes.
 class Scratch {
