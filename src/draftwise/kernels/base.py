@@ -144,7 +144,7 @@ class Ops(ABC):
 
     def release_freed(self) -> None:
         """Give the system back what handles took that are gone: some kernels keep it a while for those packed next."""
-        return None
+        return
 
     def pack_head(self, weight: Tensor) -> Linear:
         """The output layer [V, H]. As `pack_linear`, except that kernels that quantise may keep it more exactly."""

@@ -78,6 +78,7 @@ def assembled(
             each()
 
     parts = maker.make(free)
+    ops.release_freed()
     if len(calls) == config.num_layers:
         config = replace(config, sliding_window=tuple(call.window for call in calls))
     found = AssembledDecoder(config, ops, parts)

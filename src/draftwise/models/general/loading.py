@@ -98,7 +98,6 @@ def _attempt(
     try:
         with quiet():
             found = _prepared(model, config, ops, rounded)
-        ops.release_freed()
         release_freed_memory()
         return found
     except WrongAssembly as error:

@@ -208,6 +208,9 @@ def _rows_of(layer: FloatLayer, order: Tensor | None, low: int, high: int) -> Te
         return layer.rows(low, high)
     wanted = order[low:high]
     first, behind = int(wanted.min()), int(wanted.max()) + 1
+    if behind - first > 4 * len(wanted):  # the end of one run and the start of another, say
+        middle = (low + high) // 2
+        return torch.cat((_rows_of(layer, order, low, middle), _rows_of(layer, order, middle, high)))
     return layer.rows(first, behind)[wanted - first]
 
 

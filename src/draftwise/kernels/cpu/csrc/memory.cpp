@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -15,10 +16,10 @@ constexpr size_t kHuge = size_t(2) << 20;
 // Blocks share slabs: one that had huge pages of its own would fill up its last one, 1 MiB of nothing on average, which in a layer
 // of 4 MiB is a quarter. A slab's untouched end costs addresses and no memory.
 constexpr size_t kSlab = size_t(64) << 20;
-// Freed bytes that wait for a block that fits there. A model is packed layer by layer in the place of what it was packed as before:
-// the hole that q, k and v leave takes the three of them stacked, on the huge pages that are there. Pages given back in between would
-// come again as small ones.
-constexpr size_t kWaiting = size_t(64) << 20;
+// Freed bytes wait for a block that fits there. A model is packed layer by layer in the place of what it was packed as before: the
+// hole that q, k and v leave takes the three of them stacked, on the huge pages that are there. Pages given back in between would
+// come again as small ones. So many bytes wait at least, and 1 / 16 of those in use.
+constexpr size_t kWaiting = size_t(8) << 20;
 
 struct Slab {
   uint8_t* mapped;
@@ -55,6 +56,7 @@ std::map<uint8_t*, Hole>& holes() {  // freed and not given back, by their addre
   return *map;
 }
 size_t g_waiting = 0;  // bytes of the holes
+size_t g_in_use = 0;   // bytes of the blocks
 
 void give_back_holes() {
   for (auto& [begin, hole] : holes()) forget_pages(begin, hole.bytes);
@@ -156,6 +158,7 @@ void* big_alloc(size_t bytes) {
   }
   if (fresh) slab->used += bytes;
   slab->live += 1;
+  g_in_use += bytes;
   return block;
 }
 
@@ -166,11 +169,12 @@ void big_free(void* block) {
   if (found == owners().end()) return;
   auto [slab, bytes] = found->second;
   owners().erase(found);
+  g_in_use -= bytes;
   if (--slab->live == 0 && slab != g_open) {
     unmap(slab);
   } else {  // other blocks of the slab live on
     add_hole(slab, static_cast<uint8_t*>(block), bytes);
-    if (g_waiting > kWaiting) give_back_holes();
+    if (g_waiting > std::max(kWaiting, g_in_use / 16)) give_back_holes();
   }
 }
 

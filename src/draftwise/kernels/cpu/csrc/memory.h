@@ -10,7 +10,7 @@ namespace dw {
 // std::bad_alloc.
 void* big_alloc(size_t bytes);
 void big_free(void*);
-// Blocks that were freed wait for others that fit in their places, up to 64 MiB of them: gives these back to the system now.
+// Some of what was freed waits for blocks that fit in its places: gives that back to the system now.
 void big_release();
 
 // A buffer that only grows; its content is lost when it does. Aligned to 64 bytes.

@@ -1,0 +1,184 @@
+"""What is in memory while weights are read, rounded and packed: pieces, not whole layers of floats."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.native import native_or_skip
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from draftwise.kernels.base import Ops
+from draftwise.kernels.cpu.linear import LinearKernels
+from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.select import default_ops
+from draftwise.models.general import stored
+from draftwise.models.general.stored import FloatLayer, MatrixOfStack, pack_stored
+from draftwise.models.source import scan
+from draftwise.quantization import weights
+from draftwise.quantization.checkpoint import scattered, unpacked
+from draftwise.quantization.floats import Fp8BlockFormat
+from draftwise.quantization.scheme import parse_scheme
+from draftwise.quantization.weights import FP8, QuantizedWeight, quantize
+
+CPU = torch.device("cpu")
+
+
+def rounding(name: str) -> Ops:
+    native_or_skip()
+    return default_ops(torch.bfloat16, CPU, parse_scheme(name, device="cpu"))
+
+
+def place_of(kernels: LinearKernels, layer: Any) -> int:
+    data = native_or_skip().function("dw_linear_data", ctypes.c_void_p, [ctypes.c_void_p])
+    found = data(layer.pointer)
+    assert isinstance(found, int)
+    return found
+
+
+def test_layers_stacked_anew_stand_where_they_stood() -> None:
+    """What q, k and v leave takes the three of them stacked, though something stands behind them."""
+    ops = rounding("int4")
+    assert isinstance(ops, NativeOps)
+    kernels = ops._linear
+    ops.release_freed()  # holes of tests before
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn((512, 256), generator=generator).bfloat16() for _ in range(3)]
+    wanted = ops.linear(parts[0][:4], ops.pack_linear(torch.cat(parts)))
+    ops.release_freed()
+    packed = [ops.pack_linear(part) for part in parts]
+    behind = ops.pack_linear(parts[1])
+    of_behind = ops.linear(parts[0][:4], behind)
+    first = place_of(kernels, packed[0])
+    packed.clear()
+    again = ops.pack_linear(torch.cat(parts))
+    assert place_of(kernels, again) == first
+    assert torch.equal(ops.linear(parts[0][:4], again), wanted)
+    assert torch.equal(ops.linear(parts[0][:4], behind), of_behind)
+
+
+def test_freed_memory_is_zeros_for_the_next() -> None:
+    """A layer of fewer inputs than its units hold is padded with what it was given."""
+    ops = rounding("int8")
+    ops.release_freed()
+    x = torch.randn((3, 67), generator=torch.Generator().manual_seed(2)).bfloat16()
+    weight = torch.randn((70, 67), generator=torch.Generator().manual_seed(3)).bfloat16()
+    wanted = ops.linear(x, ops.pack_linear(weight))
+    for _ in range(3):
+        dirty = ops.pack_linear(torch.full((128, 256), 7.0).bfloat16())
+        kept = ops.pack_linear(weight)
+        del dirty
+        assert torch.equal(ops.linear(x, ops.pack_linear(weight)), wanted)
+        assert torch.equal(ops.linear(x, kept), wanted)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_layers_are_rounded_as_they_are_read(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = rounding(scheme)
+    generator = torch.Generator().manual_seed(4)
+    q, k = (torch.randn((rows, 128), generator=generator).bfloat16() for rows in (96, 40))
+    stack = torch.randn((3, 64, 128), generator=generator).bfloat16()
+    save_file({"q.weight": q, "k.weight": k, "experts": stack}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    entries = scan(tmp_path)
+    first, second = (
+        FloatLayer(name, rows, 128, entries, torch.bfloat16) for name, rows in (("q", 96), ("k", 40))
+    )
+    matrix = MatrixOfStack("experts", 64, 128, entries, torch.bfloat16, index=2)
+    turns = torch.cat((torch.arange(0, 96, 2), torch.arange(1, 96, 2)))
+    cases = {
+        "stacked": ([(first, None), (second, None)], torch.cat((q, k))),
+        "in another order": ([(first, turns), (second, None)], torch.cat((q[turns], k))),
+        "of a stack": ([(matrix, None)], stack[2]),
+    }
+    x = torch.randn((5, 128), generator=generator).bfloat16()
+    wanted = {name: ops.linear(x, ops.pack_linear(weight)) for name, (_, weight) in cases.items()}
+    monkeypatch.setattr(stored, "_WINDOW", 10 * 128)
+    monkeypatch.setattr(weights, "_CHUNK", 3 * 128)
+    read: list[int] = []
+    for cls in (FloatLayer, MatrixOfStack):
+        real = cls.rows
+
+        def rows(self: FloatLayer, start: int, end: int, real: Any = real) -> Tensor:
+            read.append(end - start)
+            found: Tensor = real(self, start, end)
+            return found
+
+        monkeypatch.setattr(cls, "rows", rows)
+        monkeypatch.setattr(cls, "floats", lambda self: pytest.fail("it is read as a whole"))
+    for name, (layers, _) in cases.items():
+        read.clear()
+        assert torch.equal(ops.linear(x, pack_stored(ops, layers)), wanted[name]), name
+        assert max(read) <= 20, name  # every other row of 10
+
+
+class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The largest result, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_iter(out):
+            if isinstance(each, Tensor):
+                self.largest = max(self.largest, each.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "act-order"])
+def test_codes_become_floats_in_pieces(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn((64, 256), generator=generator)
+    if form == "fp8 blocks":
+        raw = {".weight": weight.to(FP8), ".scale": torch.rand((2, 8), generator=generator) + 0.5}
+        found = Fp8BlockFormat(32, 32, ".scale").decode(raw, 64, 256)
+        scales = raw[".scale"].repeat_interleave(32, 0).repeat_interleave(32, 1)
+        wanted = (raw[".weight"].float() * scales).bfloat16()
+    else:
+        codes = torch.randint(0, 16, (64, 256), dtype=torch.uint8, generator=generator)
+        zeros, steps = torch.full((64, 8), 8), torch.rand((64, 8), generator=generator)
+        groups = torch.randint(0, 8, (256,), generator=generator)
+        found = scattered(codes, steps, zeros, groups)
+        wanted = ((codes.float() - 8) * steps[:, groups]).bfloat16()
+    monkeypatch.setattr(weights, "_CHUNK", 2 * 256)
+    with Sizes() as sizes:
+        values = found.dequantize(torch.bfloat16)
+    assert torch.equal(values, wanted)
+    assert sizes.largest == values.nbytes  # nothing is as large as the result
+
+
+def test_nibbles_are_unpacked_without_a_word_for_each() -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (64, 32), generator=torch.Generator().manual_seed(6))
+    words = words.to(torch.int32)
+    wanted = {
+        bits: torch.stack([(words >> (bits * i)) & (2**bits - 1) for i in range(32 // bits)], -1).to(
+            torch.uint8
+        )
+        for bits in (4, 8)
+    }
+    for bits, want in wanted.items():
+        with Sizes() as sizes:
+            found = unpacked(words, bits)
+        assert torch.equal(found, want)
+        assert sizes.largest == max(found.nbytes, words.nbytes)
+
+
+def test_what_is_read_is_rounded_as_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn((50, 130), generator=torch.Generator().manual_seed(7))
+    for name in ("int8", "int4", "int4_g32"):
+        whole = quantize(weight, parse_scheme(name))
+        with monkeypatch.context() as patch:
+            patch.setattr(weights, "_CHUNK", 7 * 130)
+            pieces = quantize(weight, parse_scheme(name))
+        assert torch.equal(whole.codes, pieces.codes) and torch.equal(whole.scales, pieces.scales)
+        assert isinstance(pieces, QuantizedWeight)
