@@ -168,7 +168,7 @@ def test_a_wrong_word_on_what_was_committed_marks_nothing(books: Books, answer: 
     books.proposer.asked.clear()
     books.commit(row)
     books.drafting.propose([(row, 3)])
-    books.drafting.observe([row], None, None)  # type: ignore[arg-type]
+    books.drafting.observe([row], [row.rid], None, None)  # type: ignore[arg-type]
     books.drafting.trimmed(row)
     books.drafting.removed(row)
     assert books.proposer.asked == ["remove"] and row.proposal is EMPTY_PROPOSAL

@@ -221,7 +221,7 @@ class GraphedDecoder(WrappedDecoder):
 
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu":
             return None
         need = Need.of(batch)

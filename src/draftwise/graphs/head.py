@@ -80,7 +80,7 @@ class GraphedHead(WrappedHead):
         kv: KVStorage,
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
             return None
         need = Need.of(batch)

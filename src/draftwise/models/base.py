@@ -199,7 +199,7 @@ class DecoderModel(ABC):
 
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         """Draft a tree below each request of a batch, one pass per level. None: there is no quicker way than
         `forward_logits` level by level.
 

@@ -84,7 +84,7 @@ class RecordedDecoder(WrappedDecoder):
 
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         program = self._program(kv, ())
         if program is None:
             return None

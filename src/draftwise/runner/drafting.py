@@ -15,7 +15,7 @@ from draftwise.kernels.cpu.attention import address
 from draftwise.kv.storage import KVStorage
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
-from draftwise.propose.columns import ColumnDrafter
+from draftwise.propose.columns import ColumnDrafter, ColumnFollower, ReadColumns
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.guard import Guard, whole_number
 from draftwise.runner.placing import Placing
@@ -126,13 +126,17 @@ class Drafting:
 
     # ------------------------------------------------------------------------------- after the target pass
 
-    def observe(self, rows: Sequence[Row], batch: StepInput, output: TargetOutput) -> None:
+    def observe(
+        self, rows: Sequence[Row], rids: Sequence[int], batch: StepInput, output: TargetOutput
+    ) -> None:
         """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any."""
-        rids = [row.rid for row in rows]
         for name in self._observers:
-            own = [row for row in rows if row.method == name and not row.drafting_failed]
-            if own:
-                self.guard.ask(name, "observe", own, lambda p: p.observe(rids, batch, output), None)
+            if any(row.method == name and not row.drafting_failed for row in rows):
+                try:
+                    self._proposers[name].observe(rids, batch, output)
+                except Exception as error:
+                    own = [row for row in rows if row.method == name and not row.drafting_failed]
+                    self.guard.failed(name, "observe", own, error)
 
     @property
     def transfers(self) -> bool:
@@ -173,6 +177,18 @@ class Drafting:
             )
         for name, (rows, told) in groups.items():
             self._committed(name, rows, told)
+
+    def read_columns(self, rows: Sequence[Row], read: ReadColumns) -> bool:
+        """`committed` of all requests of a step, if one drafter is told of all of them and can be told so. False:
+        nothing was done."""
+        name = rows[0].method
+        proposer: object = self._proposers.get(name)
+        if name not in self._observers or not isinstance(proposer, ColumnFollower) or name in self._foreign:
+            return False
+        if any(row.method != name or row.drafting_failed for row in rows):
+            return False
+        followed = proposer.read_columns
+        return self.guard.ask(name, "committed", rows, lambda _: followed(read), True)
 
     def _committed(self, name: str, rows: list[Row], parts: list[Committed]) -> None:
         def call(proposer: Proposer) -> list[int] | None:

@@ -216,7 +216,8 @@ class LocalExecutor(Executor):
         forwarded = self._clock()
         prompt = self._one_by_one.prompt_logprobs(batch, output.hidden)
         if self._drafting.observes:
-            self._drafting.observe([s.row for s in steps], batch.input, output)
+            rows = [step.row for step in steps]
+            self._drafting.observe(rows, [row.rid for row in rows], batch.input, output)
         outcomes, read = self._one_by_one.commit(batch, self._verifying.verify(logits, batch, deciding))
         followed = 0.0
         if read:
@@ -255,7 +256,7 @@ class LocalExecutor(Executor):
         if apart is not None and apart.prompt:
             prompt = one_by_one.prompt_logprobs(apart, output.hidden)
         if drafting.observes:
-            drafting.observe(step.rows, step.input, output)
+            drafting.observe(step.rows, step.plan.rids, step.input, output)
         # first: torch may overwrite what it decides by
         moved = ordinary.decide(step, logits, told=drafting.observes)
         outcomes: list[Outcome] = []
@@ -263,9 +264,11 @@ class LocalExecutor(Executor):
         if apart is not None:
             outcomes, read = one_by_one.commit(apart, self._verifying.verify(logits, apart, deciding))
         followed = 0.0
-        if drafting.observes and (read := step.read(read)):
+        if drafting.observes:
             before = self._clock()
-            drafting.committed(read)
+            columns = step.read_columns()
+            if columns is None or not drafting.read_columns(step.rows, columns):
+                drafting.committed(step.read(read))
             followed = self._clock() - before
         ordinary.compact(self._storage, *moved)
         drafting.compact()

@@ -29,7 +29,7 @@ class Placing:
         self._kinds = library.function("dw_draft_kinds", None, [_I64, _PTR, _PTR])
         self._columns = library.function("dw_draft_columns", None, [_I64, _PTR, _PTR])
         self._chains = library.function(
-            "dw_place_chains", _I64, [_I64, _PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _PTR, _I64]
+            "dw_place_chains", _I64, [_I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64, _PTR, _I64]
         )
         self._place = library.function("dw_place_drafts", _I64, [_I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR])
 
@@ -112,7 +112,7 @@ class Placing:
         return found.tolist()
 
     def columns(self, rows: Sequence[Row], budgets: Sequence[int]) -> DraftColumns:
-        """What a drafter has to know of requests that all want chains of one kind (`kinds`)."""
+        """What a drafter has to know of requests that all want chains, or trees, of one kind (`kinds`)."""
         count = len(rows)
         places = array("Q", [row.at for row in rows])
         found = array("q", bytes(8 * _FACTS * count))
@@ -133,6 +133,7 @@ class Placing:
             blocks,
             tokens_at,
             blocks_at,
+            lambda: [row.state for row in rows],
         )
 
     def place_chains(
@@ -143,7 +144,11 @@ class Placing:
         count, tokens, q = len(rows), block.tokens, block.q
         if tokens.shape[0] != count or tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
             return False
-        width = tokens.shape[1]
+        width, parents = tokens.shape[1], block.parents
+        if parents is not None and not (
+            parents.shape == tokens.shape and parents.dtype == np.int32 and parents.flags.c_contiguous
+        ):
+            return False
         if q is not None:
             if q.shape != (count * width, vocab_size) or q.dtype is not torch.float32:
                 return False
@@ -161,6 +166,7 @@ class Placing:
             self._block_size,
             width,
             address(tokens),
+            None if parents is None else address(parents),
             numbers.buffer_info()[0],
             block.stored,
             vocab_size,

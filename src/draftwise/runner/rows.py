@@ -11,6 +11,7 @@ import torch
 
 from draftwise.kernels.cpu.attention import address
 from draftwise.names import MAX_TREE_NODES, method_name
+from draftwise.sampling.draw import draws_from_q
 from draftwise.sampling.state import DRAW, SamplingState
 from draftwise.structured.cursor import Cursor
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, Speculation, chain_parents
@@ -153,10 +154,12 @@ _KINDS: dict[object, int] = {}
 
 
 def kind_of(state: SamplingState, speculation: Speculation) -> int:
-    """Requests of one number want chains that are drawn alike (`DraftColumns`); 0: no such chain."""
-    if speculation.tree is not None or speculation.dynamic is not None or state.steers:
+    """Requests of one number want chains, or trees of one shape, that are drawn alike (`DraftColumns`); 0: one by
+    one."""
+    tree, dynamic = speculation.tree, speculation.dynamic
+    if state.steers or (tree is not None and draws_from_q(state, speculation.rule)):
         return 0
-    key = speculation.method, speculation.rule, state.is_greedy
+    key = speculation.method, speculation.rule, state.is_greedy, tree, speculation.tree_ranks, dynamic
     return _KINDS.setdefault(key, len(_KINDS) + 1)
 
 
@@ -245,11 +248,13 @@ class Row(RowBook):
         if not n:
             return EMPTY_PROPOSAL
         if self.placed == 2:
-            q, tokens = self._waiting_q, tuple(self.drafts[:n])
+            q, tokens, parents = self._waiting_q, tuple(self.drafts[:n]), tuple(self.parents[:n])
             name = method_name(self.method_number)
+            if parents == chain_parents(n):
+                parents = chain_parents(n)  # always the same object for a length
             if not self.draw or q is None:
-                return Proposal(tokens, chain_parents(n), name)
-            return Proposal(tokens, chain_parents(n), name, "independent", q, tuple(self.q_rows[:n]))
+                return Proposal(tokens, parents, name)
+            return Proposal(tokens, parents, name, "independent", q, tuple(self.q_rows[:n]))
         return self._proposal
 
     @proposal.setter

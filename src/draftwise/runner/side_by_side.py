@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from draftwise.propose.columns import ReadColumns
 from draftwise.runner.batch import StepBatch
 from draftwise.runner.outcome import Outcome, drafting
 from draftwise.runner.rows import Row
@@ -84,6 +85,20 @@ class OrdinaryStep:
         found += of_others
         order = self._order()
         return sorted(found, key=lambda told: order[told[0].rid])
+
+    def read_columns(self) -> ReadColumns | None:
+        """`read` in columns, if drafters are told of all requests, and all of them have come to their last token."""
+        read, count = self.decided.read, len(self.rows)
+        if self.apart is not None or self.plan.resting or read is None:
+            return None
+        counts_np = read[:count]
+        if not counts_np.all():
+            return None
+        rows_np = read[count : count + int(counts_np.sum())]
+        contexts_np = self.input.attention.context_len_np
+        return ReadColumns(
+            self.plan.rids, contexts_np, counts_np, rows_np, lambda place: self.rows[place].blocks_np
+        )
 
     def drafting(self, outcomes: Sequence[Outcome]) -> list[tuple[Row, int]]:
         """The requests that draft after this step, and how much. ``outcomes``: of those apart."""

@@ -212,7 +212,7 @@ class NativeBlocks:
         del kept
         return tokens, q
 
-    def trees(self, batch: StepInput, features: Tensor, draws: Sequence[TreeDraws]) -> list[DraftedTree]:
+    def trees(self, batch: StepInput, features: Tensor, draws: Sequence[TreeDraws]) -> Sequence[DraftedTree]:
         """Store features, and draft a tree below each request. ``batch``, ``features``: as in `chains`; ``draws``: one
         per request, no deeper than a block has places."""
         given, kept = self._given(batch, features)

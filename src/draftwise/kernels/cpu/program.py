@@ -257,7 +257,7 @@ class Program:
         draws: Sequence[TreeDraws],
         features: Tensor | None = None,
         feedback: Feedback | None = None,
-    ) -> list[DraftedTree]:
+    ) -> Sequence[DraftedTree]:
         """Draft a tree below each request: a pass over ``batch``, then one per level, in one native call.
 
         Args:

@@ -7,6 +7,7 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -97,21 +98,44 @@ class NativeTrees:
         output.feature_in = output.feature_out = -1
         return cls(wishes, output, tokens_np, parents_np, counts_np, kept)
 
-    def result(self) -> list[DraftedTree]:
+    def result(self) -> DraftedForest:
         """One tree per request."""
-        counts: list[int] = self.counts_np.tolist()
-        widest = max(counts)
-        parents: list[list[int]] | None = None
-        out = []
-        for r, (wish, own, size) in enumerate(
-            zip(self.wishes, self.tokens_np[:, :widest].tolist(), counts, strict=True)
-        ):
-            shape = wish.shape
-            if shape is not None and size == len(shape.parents):
-                above = shape.parents  # all of its nodes, in their order
-            else:
-                if parents is None:
-                    parents = self.parents_np[:, :widest].tolist()
-                above = tuple(parents[r][:size])
-            out.append(new_record(DraftedTree, (tuple(own[:size]), above)))
-        return out
+        shapes = [wish.shape for wish in self.wishes]
+        return DraftedForest(self.tokens_np, self.parents_np, self.counts_np, shapes)
+
+
+class DraftedForest(Sequence[DraftedTree]):
+    """Trees of R requests side by side: ``tokens_np``, ``parents_np`` int32 [R, most], ``counts_np`` int32 [R]: nodes
+    of each."""
+
+    __slots__ = ("_shapes", "counts_np", "parents_np", "tokens_np")
+
+    def __init__(
+        self,
+        tokens_np: IntArray,
+        parents_np: IntArray,
+        counts_np: IntArray,
+        shapes: Sequence[TreeShape | None],
+    ) -> None:
+        """``shapes`` [R]: what the static ones were asked to be."""
+        self.tokens_np = tokens_np
+        self.parents_np = parents_np
+        self.counts_np = counts_np
+        self._shapes = shapes
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    @overload
+    def __getitem__(self, place: int) -> DraftedTree: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[DraftedTree]: ...
+    def __getitem__(self, place: int | slice) -> DraftedTree | Sequence[DraftedTree]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(len(self))[place]]
+        shape, size = self._shapes[place], int(self.counts_np[place])
+        if shape is not None and size == len(shape.parents):
+            above = shape.parents  # all of its nodes, in their order
+        else:
+            above = tuple(self.parents_np[place, :size].tolist())
+        return new_record(DraftedTree, (tuple(self.tokens_np[place, :size].tolist()), above))

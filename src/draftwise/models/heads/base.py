@@ -179,7 +179,7 @@ class HeadModel(ABC):
         kv: KVStorage,
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         """Draft a tree below each request, as `DecoderModel.draft_trees` does; a node's row reads the features that its
         parent's row gave. Tokens are the target's; ``draws`` speak the draft vocabulary. None: there is no quicker way
         than level by level.

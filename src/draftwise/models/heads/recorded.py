@@ -102,7 +102,7 @@ class RecordedHead(WrappedHead):
         kv: KVStorage,
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         if self.num_depths > 1:
             return None  # what the first depth gives is queued for the next one
         found = self._found(batch, kv, 0)
@@ -180,7 +180,7 @@ class RecordedBlock(RecordedHead):
         kv: KVStorage,
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         blocks = self._native(batch, kv)
         return None if blocks is None else blocks.trees(batch, features, draws)
 

@@ -15,9 +15,12 @@ from draftwise.propose.base import DraftRow
 from draftwise.propose.columns import DraftColumns
 from draftwise.propose.heads.passes import HeadPasses
 from draftwise.propose.heads.state import HeadState, Piece, Track, joined
+from draftwise.propose.heads.steady import SteadyHeads
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
 
 T = TypeVar("T")
+Call = Callable[[StepInput, Tensor, list[int] | None], T | None]
+"""Asks a head for drafts: the batch, features [rows, F], and the last row of each request, None: each has one row."""
 
 
 class HeadLoops:
@@ -49,7 +52,7 @@ class HeadLoops:
         states: Sequence[HeadState],
         draws: Sequence[TreeDraws],
         tables: Sequence[IntArray] | None = None,
-    ) -> list[DraftedTree] | None:
+    ) -> Sequence[DraftedTree] | None:
         """`HeadModel.draft_trees` for these requests, if the head can. ``tables``: their blocks, with scratch ones
         behind them; None: their own alone."""
         own = tables is None
@@ -63,28 +66,54 @@ class HeadLoops:
             ),
         )
 
-    def columns(
-        self, columns: DraftColumns, states: Sequence[HeadState], steps: int, draws: ChainDraws | None
-    ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        """`chains` of requests in columns."""
+    def columns(self, columns: DraftColumns, states: Sequence[HeadState], call: Call[T]) -> T | None:
+        """Let the head do all passes for requests in columns, as `chains` and `trees` do; ``call``: asks it."""
         return self._fed(
             columns.known,
             states,
-            lambda firsts, first_keys: pack_places(
-                firsts,
-                columns.known,
-                columns.num_blocks,
-                columns.tokens_at,
-                columns.blocks_at,
-                self._passes.block_size,
-                self._passes.head.inputs_on,
-                position_offset=-1,
-                first_keys=first_keys,
-                packer=self._passes.packer,
-            ),
-            lambda batch, features, last: self._passes.head.draft_chains(
-                batch, features, self._passes.kv, last, steps, draws
-            ),
+            lambda firsts, first_keys: self._pack(columns, firsts, first_keys),
+            call,
+        )
+
+    def steady(
+        self, steady: SteadyHeads, features: Tensor, turns: Sequence[tuple[slice, DraftColumns, Call[T]]]
+    ) -> list[T] | None:
+        """`columns` of requests that go on together, some of them at a time. ``features`` [n, F]: of all their rows
+        (`SteadyHeads.ready`). Nothing is noted of what is stored."""
+        begun = time.perf_counter()
+        answers: list[T] = []
+        start = 0
+        firsts, first_keys = steady.next_np.tolist(), steady.first_keys
+        for own, part, call in turns:
+            batch = self._pack(part, firsts[own], first_keys[own])
+            if batch is None:
+                return None
+            stop = start + batch.token_ids.shape[0]
+            last = None
+            if stop - start > len(part.rids):
+                last = (batch.attention.query_start_np[1:] - 1).tolist()
+            answer = call(batch, features if len(turns) == 1 else features[start:stop], last)
+            if answer is None:
+                return None
+            answers.append(answer)
+            start = stop
+        self._passes.add_time(begun)
+        return answers
+
+    def _pack(
+        self, columns: DraftColumns, firsts: Sequence[int], first_keys: Sequence[int]
+    ) -> StepInput | None:
+        return pack_places(
+            firsts,
+            columns.known,
+            columns.num_blocks,
+            columns.tokens_at,
+            columns.blocks_at,
+            self._passes.block_size,
+            self._passes.head.inputs_on,
+            position_offset=-1,
+            first_keys=first_keys,
+            packer=self._passes.packer,
         )
 
     def _at_once(
@@ -93,7 +122,7 @@ class HeadLoops:
         states: Sequence[HeadState],
         tables: Sequence[IntArray],
         tables_at: Sequence[int],
-        call: Callable[[StepInput, Tensor, list[int] | None], T | None],
+        call: Call[T],
     ) -> T | None:
         """Let the head do all passes for these requests, the first of them over what is missing; None: it cannot."""
         return self._fed(
@@ -119,7 +148,7 @@ class HeadLoops:
         stops: Sequence[int],
         states: Sequence[HeadState],
         pack: Callable[[list[int], list[int]], StepInput | None],
-        call: Callable[[StepInput, Tensor, list[int] | None], T | None],
+        call: Call[T],
     ) -> T | None:
         """``stops``: known tokens of each request; ``pack``: makes a batch of them, from some token of each on and with
         its first key."""

@@ -7,16 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from draftwise.errors import ConfigError
 from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import ChainDraft, draw_next
+from draftwise.propose.columns import (
+    ColumnDrafter,
+    ColumnFollower,
+    DraftBlock,
+    DraftColumns,
+    ReadColumns,
+    says_itself,
+)
 from draftwise.propose.trees.expansion import TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
+from draftwise.propose.trees.native import cut_shape
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens
 from draftwise.sampling.logits import LogitsRow
+from draftwise.sampling.rows import top_rows
 from draftwise.types import Proposal, StepInput, TargetOutput
 
 
@@ -28,7 +40,7 @@ class _Draft(ChainDraft):
     index: int = 0  # among the rows of the call: which column of the logits
 
 
-class MedusaProposer(Proposer, TreeModel):
+class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
     """Chains, static trees and dynamic trees from the heads' guesses at the next tokens.
 
     The heads read the target's hidden state of the newest token that the target has read. That is always a row of the
@@ -51,7 +63,8 @@ class MedusaProposer(Proposer, TreeModel):
         self._max_len = max_model_len
         self._sample_method = sample_method
         self._hidden: torch.Tensor | None = None  # [T, H] of the step's target pass
-        self._newest: dict[int, int] = {}  # request -> its newest committed row of that pass
+        self._rows: dict[int, int] = {}  # see `_newest`
+        self._told: tuple[Sequence[int], npt.NDArray[np.int64]] | None = None  # the same of many requests
         self._logits = torch.empty(0)  # [heads, R, Vd] float32, of the rows of the present call
         self._columns: list[int] = []  # of the trees of the present call: index of each in the rows
 
@@ -87,9 +100,23 @@ class MedusaProposer(Proposer, TreeModel):
 
     # ------------------------------------------------------------------------------ after the target's pass
 
+    @property
+    def _newest(self) -> dict[int, int]:
+        """By request its newest committed row of the pass."""
+        told, self._told = self._told, None
+        if told is not None:
+            self._rows.update(zip(told[0], told[1].tolist(), strict=True))
+        return self._rows
+
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
-        self._hidden = output.hidden
-        self._newest.clear()
+        self._hidden, self._told = output.hidden, None
+        self._rows.clear()
+
+    def read_columns(self, read: ReadColumns) -> bool:
+        if self._told is not None:
+            return False
+        self._told = read.rids, read.rows_np[np.cumsum(read.counts_np) - 1].astype(np.int64)
+        return True
 
     def committed(self, parts: Sequence[Committed]) -> None:
         for part in parts:
@@ -116,6 +143,58 @@ class MedusaProposer(Proposer, TreeModel):
                 for draft, tree in zip(trees, self._draft_trees(trees), strict=True):
                     draft.tree = tree
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
+
+    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+        """Where nothing but the most likely tokens is asked for, in chains and static trees."""
+        told, speculation = self._told, columns.speculation
+        if (
+            told is None
+            or columns.sampling
+            or speculation.dynamic is not None
+            or list(told[0]) != columns.rids
+            or says_itself(self, MedusaProposer.propose)
+            or any(state.needs_processing for state in columns.states())
+        ):
+            return None
+        # draft d, from 1, stands at position num_tokens - 1 + d
+        cuts = {
+            min(depth, self._max_len - known, self._heads.num_heads)
+            for depth, known in zip(columns.max_depths, columns.known, strict=True)
+        }
+        budgets = set(columns.budgets)
+        if len(cuts) > 1 or len(budgets) > 1:
+            return None
+        depth, budget = cuts.pop(), budgets.pop()
+        if not columns.is_tree:
+            depth = min(depth, budget)
+        if depth < 1:
+            return None
+        begun = time.perf_counter()
+        assert self._hidden is not None, "observe comes before propose"
+        logits = self._heads.logits(self._hidden[torch.from_numpy(told[1])], depth)  # [depth, R, Vd]
+        self.forward_time += time.perf_counter() - begun
+        if logits.device.type != "cpu" or logits.dtype is not torch.float32:
+            return None
+        ids = self._heads.target_ids
+        if speculation.tree is None:
+            best = logits.numpy().argmax(axis=-1)
+            tokens = best if ids is None else ids.numpy()[best]
+            return DraftBlock(np.ascontiguousarray(tokens.T, np.int32))
+        shape = cut_shape(speculation.tree, speculation.tree_ranks, budget, depth)
+        levels = [above - 1 for above in Proposal(parents=shape.parents).depths()]
+        top = top_rows(logits.flatten(0, 1), min(max(shape.ranks) + 1, logits.shape[2]))
+        width = top.indices.shape[1]
+        if max(shape.ranks) >= width:
+            return None
+        # node i of request r: rank i of what head `levels[i]` says of it
+        places = np.array(levels)[None] * len(columns.rids) + np.arange(len(columns.rids))[:, None]
+        ranks = np.array(shape.ranks)[None]
+        if not np.isfinite(top.values.numpy()[places, ranks]).all():
+            return None
+        best = top.indices.numpy()[places, ranks]
+        tokens = best if ids is None else ids.numpy()[best]
+        parents = np.tile(np.array(shape.parents, np.int32), (len(columns.rids), 1))
+        return DraftBlock(np.ascontiguousarray(tokens, np.int32), parents=parents)
 
     def _start(self, row: DraftRow) -> _Draft:
         # Draft d, from 1, stands at position num_tokens - 1 + d.

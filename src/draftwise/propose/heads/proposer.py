@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draftwise.graphs.head import GraphedHead
@@ -25,17 +26,37 @@ from draftwise.propose.chains import (
     loop_proposals,
     one_loop,
 )
-from draftwise.propose.columns import ANY_LENGTH, ColumnDrafter, DraftBlock, DraftColumns, says_itself
-from draftwise.propose.heads.loops import HeadLoops
+from draftwise.propose.columns import (
+    ANY_LENGTH,
+    ColumnDrafter,
+    ColumnFollower,
+    DraftBlock,
+    DraftColumns,
+    ReadColumns,
+    block_of,
+    joined_blocks,
+    says_itself,
+)
+from draftwise.propose.heads.loops import Call, HeadLoops
 from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
 from draftwise.propose.heads.seated import SeatedHead
 from draftwise.propose.heads.state import MANY_FEATURES, Features, HeadState
+from draftwise.propose.heads.steady import SteadyHeads
 from draftwise.propose.heads.trees import HeadTrees, RootedTrees
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeTask
-from draftwise.propose.trees.native import as_proposal, forest_draws, native_draws, tree_proposals
+from draftwise.propose.trees.native import (
+    as_proposal,
+    by_passes,
+    column_trees,
+    forest_draws,
+    native_draws,
+    tree_proposals,
+)
 from draftwise.sampling.draw import DraftSampleMethod
-from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, StepInput, TargetOutput
+from draftwise.types import EMPTY_PROPOSAL, DraftedTree, IntArray, Proposal, StepInput, TargetOutput
+
+T = TypeVar("T")
 
 _PENDING_ROWS = 32
 """A request with so many rows to come is filled at once: many steps without drafting. It bounds the memory of waiting
@@ -46,7 +67,7 @@ _FEW_ROWS = 16
 """Rows per request, on average, of which it does not matter how long those of the others are kept."""
 
 
-class HeadProposer(Proposer, ColumnDrafter):
+class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
     """Runs a head autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
     What the target computed for tokens that were committed (`committed`) waits (`FeatureSource`) until the head drafts,
@@ -89,7 +110,9 @@ class HeadProposer(Proposer, ColumnDrafter):
         self.capture_layers = head.feature_layers or ()
         self._scratch: ScratchBlocks  # see `allocate`
         self._most = ANY_LENGTH  # drafts in a row
-        self._states: dict[int, HeadState] = {}
+        self._known: dict[int, HeadState] = {}  # of all requests, see `_states`
+        self._steady: SteadyHeads | None = None
+        """The requests of the latest drafts in columns, whose states it has."""
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
         each."""
@@ -117,6 +140,14 @@ class HeadProposer(Proposer, ColumnDrafter):
             max_num_seqs=context.max_num_seqs,
             sample_method=context.sample_method,
         )
+
+    @property
+    def _states(self) -> dict[int, HeadState]:
+        """By request; what is kept of many side by side is written into them."""
+        steady, self._steady = self._steady, None
+        if steady is not None:
+            steady.write()
+        return self._known
 
     # ------------------------------------------------------------------------------ after the target's pass
 
@@ -171,6 +202,29 @@ class HeadProposer(Proposer, ColumnDrafter):
         self.forward_time += self._passes.take_time()
         return [state.filled for state in told]
 
+    def read_columns(self, read: ReadColumns) -> bool:
+        steady, output, count = self._steady, self._output, len(read.rids)
+        if steady is None or output is None or not steady.follows(read.rids, read.first_tokens_np):
+            return False
+        total, most = len(read.rows_np), int(read.counts_np.max())
+        if most >= _PENDING_ROWS or total > max(MANY_FEATURES, _FEW_ROWS * count):
+            return False
+        self._output = None
+        # Example: blocks of 16, tokens 30 to 33: the second one is the last of its block, number 31 // 16.
+        behind_np = -(read.first_tokens_np + 1) % self._block_size
+        ends: list[tuple[int, int]] = []
+        filling = np.flatnonzero(behind_np < read.counts_np).tolist()
+        if filling:
+            starts_np = np.cumsum(read.counts_np) - read.counts_np
+            for i in filling:
+                token, own = int(read.first_tokens_np[i]), int(read.counts_np[i])
+                first = int(starts_np[i])
+                ends += [(first + k, block) for k, block in self._passes.ends(token, own, read.blocks_np(i))]
+        source = self._passes.source
+        steady.came(source.wait(output, read.rows_np, ends), read.counts_np)
+        source.bound()
+        return True
+
     def trimmed(self, rid: int, num_tokens: int) -> None:
         state = self._states.get(rid)
         if state is not None:
@@ -203,8 +257,9 @@ class HeadProposer(Proposer, ColumnDrafter):
         if trees:
             active = [d for d in active if not is_tree(d.row)]
             together = self._scratch.num_requests
-            for i in range(0, len(trees), together):
-                self._draft_trees(trees[i : i + together])
+            for group in by_passes(trees, self._sample_method):
+                for i in range(0, len(group), together):
+                    self._draft_trees(group[i : i + together])
         left = [
             d
             for kind, group in alike(active, self._sample_method)
@@ -222,21 +277,66 @@ class HeadProposer(Proposer, ColumnDrafter):
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
         if says_itself(self, HeadProposer.propose):
             return None
+        if columns.is_tree:
+            return self._column_trees(columns)
         length = columns.chain_length(self._max_len, self._block_size, self._most)
-        states = [state for rid in columns.rids if (state := self._states.get(rid)) is not None]
-        if not length or len(states) != len(columns.rids):
+        if not length:
             return None
-        kind = kind_of_columns(columns, self._sample_method)
-        chains = self._loops.columns(columns, states, length, column_draws(columns, kind))
-        if chains is None:
+        draws = column_draws(columns, kind_of_columns(columns, self._sample_method))
+
+        def call(
+            batch: StepInput, features: torch.Tensor, last: list[int] | None
+        ) -> tuple[npt.NDArray[np.int64], torch.Tensor | None] | None:
+            return self._head.draft_chains(batch, features, self._passes.kv, last, length, draws)
+
+        found = self._in_columns(columns, [(slice(0, len(columns.rids)), columns, call)])
+        if found is None:
             return None
-        self.forward_time += self._passes.take_time()
-        self._together = None
-        drawn, q = chains
+        ((drawn, q),), filled = found
         q = self._of_target(q)
-        return DraftBlock(
-            drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), self._loops.filled
-        )
+        return DraftBlock(drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), filled)
+
+    def _column_trees(self, columns: DraftColumns) -> DraftBlock | None:
+        wanted = column_trees(columns, self._sample_method, self._max_len, self._block_size, self._most)
+        if wanted is None:
+            return None
+        draws, scratch = wanted
+
+        def of(own: slice) -> Call[Sequence[DraftedTree]]:
+            return lambda batch, features, last: self._head.draft_trees(
+                batch, features, self._passes.kv, last, draws[own]
+            )
+
+        turns = [(own, part, of(own)) for own, part in self._scratch.turns(columns, scratch)]
+        found = self._in_columns(columns, turns)
+        return None if found is None else joined_blocks([block_of(trees) for trees in found[0]], found[1])
+
+    def _in_columns(
+        self, columns: DraftColumns, turns: Sequence[tuple[slice, DraftColumns, Call[T]]]
+    ) -> tuple[list[T], list[int]] | None:
+        """Let the head do all passes for these requests, some of them at a time: what each turn answered, and of all
+        requests the stored leading tokens. None: it cannot."""
+        self._together = None
+        steady = self._steady
+        features = None if steady is None else steady.ready(columns.rids, np.array(columns.known, np.int64))
+        answers: list[T] | None
+        if steady is not None and features is not None:
+            answers = self._loops.steady(steady, features, turns)
+            filled = [] if answers is None else steady.drafted()
+        else:
+            states = [state for rid in columns.rids if (state := self._states.get(rid)) is not None]
+            if len(states) != len(columns.rids):
+                return None
+            answers, filled = [], []
+            for own, part, call in turns:
+                answer = self._loops.columns(part, states[own], call)
+                if answer is None:
+                    return None
+                answers.append(answer)
+                filled += self._loops.filled
+            self._steady = SteadyHeads.of(columns.rids, states)
+        self.forward_time += self._passes.take_time()
+        return None if answers is None else (answers, filled)
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the head do the whole loop for all rows, if it can."""
@@ -401,7 +501,7 @@ class HeadProposer(Proposer, ColumnDrafter):
         head = self._head
         if not isinstance(head, GraphedHead) or not head.chains:
             return None
-        return SeatedHead(head.chains, self._max_len, self._sample_method, self._passes, self._states)
+        return SeatedHead(head.chains, self._max_len, self._sample_method, self._passes, self._known)
 
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)

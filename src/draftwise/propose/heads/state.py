@@ -118,6 +118,12 @@ class FeatureQueue:
             first = end
         return found
 
+    @property
+    def only(self) -> Piece | None:
+        """What it has, if that is the feature of one token."""
+        pieces = self._pieces
+        return pieces[0] if len(pieces) == 1 and self.end == self.first + 1 else None
+
     def saved(self) -> tuple[int, int, list[Piece]]:
         """The state, for `restore`."""
         return self.first, self.end, self._pieces.copy()

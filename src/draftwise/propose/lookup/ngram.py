@@ -141,7 +141,11 @@ class NgramProposer(Proposer, ColumnDrafter):
 
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
         engine, indexes = self._engine, self._indexes
-        if not isinstance(engine, NativeNgrams) or says_itself(self, NgramProposer.propose):
+        if (
+            not isinstance(engine, NativeNgrams)
+            or columns.is_tree
+            or says_itself(self, NgramProposer.propose)
+        ):
             return None
         wanted = list(map(min, columns.budgets, columns.max_depths))
         asked: list[Any] = []

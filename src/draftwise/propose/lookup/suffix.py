@@ -131,6 +131,7 @@ class SuffixProposer(Proposer, ColumnDrafter):
         if (
             not isinstance(engine, NativeEngine)
             or self.limits.best_first
+            or columns.is_tree
             or says_itself(self, SuffixProposer.propose)
         ):
             return None

@@ -28,12 +28,26 @@ from draftwise.propose.chains import (
     loop_proposals,
     one_loop,
 )
-from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
+from draftwise.propose.columns import (
+    ColumnDrafter,
+    DraftBlock,
+    DraftColumns,
+    block_of,
+    joined_blocks,
+    says_itself,
+)
 from draftwise.propose.models.carried import CarriedStates
 from draftwise.propose.models.loading import load_draft_model
 from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
-from draftwise.propose.trees.native import as_proposal, forest_draws, native_draws, tree_proposals
+from draftwise.propose.trees.native import (
+    as_proposal,
+    by_passes,
+    column_trees,
+    forest_draws,
+    native_draws,
+    tree_proposals,
+)
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal, StepInput
 
@@ -129,8 +143,9 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
         if trees:
             active = [d for d in active if not is_tree(d.row)]
             together = self._scratch.num_requests
-            for i in range(0, len(trees), together):
-                self._draft_trees(trees[i : i + together])
+            for group in by_passes(trees, self._sample_method):
+                for i in range(0, len(group), together):
+                    self._draft_trees(group[i : i + together])
         active = [
             d
             for kind, group in alike(active, self._sample_method)
@@ -149,11 +164,32 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
         if self._carried is not None or says_itself(self, ModelProposer.propose):
             return None
+        if columns.is_tree:
+            return self._column_trees(columns)
         length = columns.chain_length(self._max_len, self._block_size)
+        found = self._column_spans(columns) if length else None
+        if found is None:
+            return None
+        begun = time.perf_counter()
+        batch, last = found
+        assert self._storage is not None, "allocate comes before propose"
+        kind = kind_of_columns(columns, self._sample_method)
+        chains = self._model.draft_chains(batch, self._storage, last, length, column_draws(columns, kind))
+        if chains is None:
+            return None
+        self.forward_time += time.perf_counter() - begun
+        self._drafts, self._looped = {}, {}
+        drawn, q = chains
+        return DraftBlock(
+            drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), columns.known, length - 1
+        )
+
+    def _column_spans(self, columns: DraftColumns) -> tuple[StepInput, list[int] | None] | None:
+        """`_spans` of requests in columns."""
         known = columns.known
         firsts = [min(filled, end - 1) for filled, end in zip(columns.filled, known, strict=True)]
         total = sum(known) - sum(firsts)
-        if not length or total > CATCH_UP_ROWS:
+        if total > CATCH_UP_ROWS:
             return None
         batch = pack_places(
             firsts,
@@ -167,19 +203,27 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
         )
         if batch is None:
             return None
-        begun = time.perf_counter()
-        assert self._storage is not None, "allocate comes before propose"
-        last = None if total == len(known) else (batch.attention.query_start_np[1:] - 1).tolist()
-        kind = kind_of_columns(columns, self._sample_method)
-        chains = self._model.draft_chains(batch, self._storage, last, length, column_draws(columns, kind))
-        if chains is None:
+        return batch, None if total == len(known) else (batch.attention.query_start_np[1:] - 1).tolist()
+
+    def _column_trees(self, columns: DraftColumns) -> DraftBlock | None:
+        found = column_trees(columns, self._sample_method, self._max_len, self._block_size)
+        if found is None:
             return None
-        self.forward_time += time.perf_counter() - begun
+        draws, scratch = found
+        drafted: list[DraftBlock] = []
+        for own, part in self._scratch.turns(columns, scratch):
+            spans = self._column_spans(part)
+            if spans is None:
+                return None
+            begun = time.perf_counter()
+            assert self._storage is not None, "allocate comes before propose"
+            trees = self._model.draft_trees(spans[0], self._storage, spans[1], draws[own])
+            if trees is None:
+                return None
+            self.forward_time += time.perf_counter() - begun
+            drafted.append(block_of(trees))
         self._drafts, self._looped = {}, {}
-        drawn, q = chains
-        return DraftBlock(
-            drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), known, length - 1
-        )
+        return joined_blocks(drafted, columns.known)
 
     def _filled(self, row: DraftRow) -> int:
         """Leading tokens of the row that have K/V, and state where the model has any."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeVar
 
 from draftwise.propose.base import DraftRow
-from draftwise.propose.chains import chain_kind
-from draftwise.propose.columns import ANY_LENGTH
+from draftwise.propose.chains import ChainDraft, ChainKind, chain_kind, kind_of_columns
+from draftwise.propose.columns import ANY_LENGTH, DraftColumns
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
+from draftwise.sampling.state import SamplingState
 from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, TreeDraws, TreeShape, new_record
+
+D = TypeVar("D", bound=ChainDraft)
 
 
 def native_draws(tasks: Sequence[TreeTask], method: DraftSampleMethod) -> list[TreeDraws] | None:
@@ -68,7 +72,7 @@ def forest_draws(
         ):
             tree, ranks, cut = speculation.tree, speculation.tree_ranks, (budget, depth)
             assert tree is not None
-            shape = _cut_shape(tree, ranks, budget, depth)
+            shape = cut_shape(tree, ranks, budget, depth)
             size = len(shape.parents)
         if known + size > slots:
             scratch = True
@@ -79,6 +83,50 @@ def forest_draws(
             return None
         found.append(_of_state(row, method, shape))
     return found, scratch
+
+
+def column_trees(
+    columns: DraftColumns, method: DraftSampleMethod, max_len: int, block_size: int, most: int = ANY_LENGTH
+) -> tuple[list[TreeDraws], bool] | None:
+    """`forest_draws` of requests in columns, which want trees."""
+    depths = columns.depths(max_len, block_size, most)
+    if min(depths) < 1:
+        return None
+    speculation, dynamic = columns.speculation, columns.speculation.dynamic
+    sampled = bool(columns.sampling)
+    if dynamic is None and sampled and draws_from_q(columns.sampling[0], speculation.rule, method):
+        return None
+    kind = kind_of_columns(columns, method)
+    scratch = dynamic is not None
+    # requests that want the same share a record, unless each has a temperature or noise of its own
+    known: dict[tuple[int, int], tuple[TreeShape | None, TreeDraws]] = {}
+    found: list[TreeDraws] = []
+    for i, cut in enumerate(zip(columns.budgets, depths, strict=True)):
+        shared = known.get(cut)
+        if shared is None:
+            budget, depth = cut
+            if dynamic is not None:
+                draws = _draws(None, kind, None, dynamic.top_k, min(depth, dynamic.depth), budget)
+            else:
+                assert speculation.tree is not None
+                draws = _draws(None, kind, cut_shape(speculation.tree, speculation.tree_ranks, budget, depth))
+            shared = known[cut] = draws.shape, draws
+        shape, draws = shared
+        if shape is not None and columns.known[i] + len(shape.parents) > columns.num_blocks[i] * block_size:
+            scratch = True
+        if sampled:
+            draws = _draws(columns.sampling[i], kind, *draws[4:])
+        found.append(draws)
+    return found, scratch
+
+
+def by_passes(drafts: Sequence[D], method: DraftSampleMethod) -> list[list[D]]:
+    """Those whose trees can be drafted in one call (`native_draws`), and the others: who drafts beside whom changes no
+    draft."""
+    groups: tuple[list[D], list[D]] = ([], [])
+    for draft in drafts:
+        groups[not _is_plain(draft.row, method)].append(draft)
+    return [group for group in groups if group]
 
 
 def _is_plain(row: DraftRow, method: DraftSampleMethod) -> bool:
@@ -96,7 +144,7 @@ def _native_draw(task: TreeTask, method: DraftSampleMethod) -> TreeDraws:
     speculation = task.row.speculation
     assert speculation.tree is not None
     return _of_state(
-        task.row, method, _cut_shape(speculation.tree, speculation.tree_ranks, task.nodes, task.depth)
+        task.row, method, cut_shape(speculation.tree, speculation.tree_ranks, task.nodes, task.depth)
     )
 
 
@@ -109,17 +157,29 @@ def _of_state(
     nodes: int = 1,
 ) -> TreeDraws:
     """With the request's temperature, and its noise where it reads some."""
-    state = row.sampling
-    if chain_kind(row, method) == "coupled":
+    return _draws(row.sampling, chain_kind(row, method), shape, top_k, depth, nodes)
+
+
+def _draws(
+    state: SamplingState | None,
+    kind: ChainKind,
+    shape: TreeShape | None,
+    top_k: int = 1,
+    depth: int = 1,
+    nodes: int = 1,
+) -> TreeDraws:
+    """``state``: None: at temperature 1, without noise."""
+    drawn = 1.0, 0.0, 0, 0
+    if state is not None and kind == "coupled":
         # T * (logits / T + g), see `sampling.draw.draft_candidates`
         drawn = 1.0, state.temperature, state.seed, state.sample_index
-    else:
+    elif state is not None:
         drawn = 1.0 / state.temperature, 0.0, 0, 0
     return new_record(TreeDraws, (*drawn, shape, top_k, depth, nodes))
 
 
 @functools.lru_cache(maxsize=256)
-def _cut_shape(parents: tuple[int, ...], ranks: tuple[int, ...] | None, nodes: int, depth: int) -> TreeShape:
+def cut_shape(parents: tuple[int, ...], ranks: tuple[int, ...] | None, nodes: int, depth: int) -> TreeShape:
     """The first ``nodes`` nodes of a static tree, without those that are too deep.
 
     Example: parents (-1, 0, 1, -1, 3), five nodes, depth 2: (-1, 0, -1, 2).

@@ -299,19 +299,26 @@ DW_EXPORT void dw_draft_columns(int64_t requests, RowBook* const* books, int64_t
   });
 }
 
-// Write down chains that were drafted together. `tokens` [requests, width]; `columns` [3, requests]: tokens of each; the most it may
+// Write down chains, or trees, that were drafted together. `tokens` [requests, width]; `parents` [requests, width], or null: chains;
+// `columns` [3, requests]: tokens of each; the most it may
 // have; tokens that the drafter has stored, -1: as before. `stored`: drafts stored behind them. `q`: of the first token of the first
 // request, a row for each token, or null. Answers -1, or the first request about which something cannot be: nothing was written.
 DW_EXPORT int64_t dw_place_chains(int64_t requests, RowBook* const* books, int64_t block_size, int64_t width, const int32_t* tokens,
-                                  const int32_t* columns, int64_t stored, int64_t vocab, const float* q, int64_t method) {
+                                  const int32_t* parents, const int32_t* columns, int64_t stored, int64_t vocab, const float* q, int64_t method) {
   return dw::guarded([&]() -> int64_t {
     const int32_t *sizes = columns, *most = sizes + requests, *filled = most + requests;
     for (int64_t r = 0; r < requests; r++) {
       const RowBook& book = *books[r];
-      const int64_t n = sizes[r];
-      if (n < 0 || n > std::min<int64_t>({width, most[r], dw::MOST_DRAFTS, book.max_total - book.num_tokens - 1})) return r;
-      for (int64_t i = 0; i < n; i++)
+      const int64_t n = sizes[r], deepest = book.max_total - book.num_tokens - 1;
+      if (n < 0 || n > std::min<int64_t>({width, most[r], dw::MOST_DRAFTS})) return r;
+      int32_t depth[dw::MOST_DRAFTS];
+      for (int64_t i = 0; i < n; i++) {
         if (tokens[r * width + i] < 0 || tokens[r * width + i] >= vocab) return r;
+        const int64_t above = parents ? parents[r * width + i] : i - 1;
+        if (above < -1 || above >= i) return r;
+        depth[i] = above < 0 ? 1 : depth[above] + 1;
+        if (depth[i] > deepest) return r;
+      }
       if (filled[r] < 0) continue;
       if (!book.fill || filled[r] > book.num_tokens || book.num_tokens > book.num_blocks * block_size || stored < 0 || stored > n)
         return r;
@@ -330,7 +337,7 @@ DW_EXPORT int64_t dw_place_chains(int64_t requests, RowBook* const* books, int64
       book.q = q;
       for (int64_t i = 0; i < n; i++) {
         book.drafts[i] = tokens[r * width + i];
-        book.parents[i] = (int32_t)i - 1;
+        book.parents[i] = parents ? parents[r * width + i] : (int32_t)i - 1;
         book.q_rows[i] = (int32_t)(r * width + i);
       }
     }
