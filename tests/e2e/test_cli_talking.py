@@ -71,6 +71,17 @@ def test_completing_has_no_memory(
     assert out == f"{wanted}\n" * 2 and err.count("4 tokens in") == 2
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_one_text_can_be_given_by_vllms_name(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    texts = []
+    for given in (["import os"], ["--quick", "import os"], ["-q", "import os"]):
+        assert main.main([command, *given, "--max-tokens", "4", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].strip() and texts == texts[:1] * 3
+    assert main.main([command, "import os", "--quick", "import re"]) == 2
+    assert "--quick: the text is given twice" in capsys.readouterr().err
+
+
 def test_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["tokenize", "def main(", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from draftwise.cli.conversation import Conversation, banner
+from draftwise.cli.conversation import Conversation, add_quick, banner, one_text
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import (
     ENGINE_BOOLEANS,
@@ -37,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "/help lists commands.",
     )
     parser.add_argument("message", nargs="?", help="one message, instead of a conversation; - reads stdin")
+    add_quick(parser, "MESSAGE")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--chat-template", metavar="TEMPLATE", help="a Jinja template, or a file with one")
     parser.add_argument("--json", action="store_true", help="the answer to one message as a JSON object")
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     if params.n != 1:
         raise UsageError("--n: a conversation has one answer; use generate for several samples")
-    if args.json and args.message is None:
+    message = one_text(args.message, args.quick)
+    if args.json and message is None:
         raise UsageError("--json needs a message")
     template = _template(args.chat_template)
     from draftwise import AsyncLLM
@@ -66,10 +68,8 @@ def run(args: argparse.Namespace) -> int:
             )
         render: Any = functools.partial(llm.apply_chat_template, chat_template=template)
         conversation = Conversation(llm, params, system=args.system, render=render)
-        if args.message is not None:
-            text = sys.stdin.read() if args.message == "-" else args.message
-            conversation.messages.append({"role": "user", "content": text})
-            runner.run(conversation.answer(as_json=args.json))
+        if message is not None:
+            runner.run(conversation.answer_one(message, as_json=args.json))
             return 0
         if sys.stdin.isatty():
             print(banner(llm, "Chat with"), flush=True)

@@ -8,7 +8,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from draftwise.cli.conversation import Conversation, banner
+from draftwise.cli.conversation import Conversation, add_quick, banner, one_text
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import (
     ENGINE_BOOLEANS,
@@ -31,10 +31,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "complete",
         help="continue what you type",
-        usage="draftwise complete [options]",
-        description="Continue what you type, each text alone, without a chat template. /help lists commands. For one "
-        "prompt from a script use draftwise generate.",
+        usage="draftwise complete [options] [TEXT]",
+        description="Continue what you type, each text alone, without a chat template. With a text: continue it and "
+        "end. At the prompt /help lists commands.",
     )
+    parser.add_argument("text", nargs="?", help="one text, instead of those that are typed; - reads stdin")
+    add_quick(parser, "TEXT")
     add_sampling_options(parser)
     add_engine_options(parser, seed_flag="--engine-seed")
     parser.set_defaults(run=run)
@@ -45,12 +47,17 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     if params.n != 1:
         raise UsageError("--n: one continuation at a time; use generate for several samples")
+    text = one_text(args.text, args.quick)
     from draftwise import AsyncLLM
 
     options = engine_kwargs(args)
     with loading(options.get("model")):
         llm = AsyncLLM(**options)
     with contextlib.closing(llm), asyncio.Runner() as runner:
+        conversation = Conversation(llm, params, system=None, render=None)
+        if text is not None:
+            runner.run(conversation.answer_one(text))
+            return 0
         if sys.stdin.isatty():
             print(banner(llm, "Continue text with"), flush=True)
-        return Conversation(llm, params, system=None, render=None).run(runner)
+        return conversation.run(runner)

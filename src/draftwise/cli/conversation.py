@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -12,6 +13,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli import signals
+from draftwise.cli.errors import UsageError
 from draftwise.cli.report import note, output_as_dict, print_json, statistics_line
 from draftwise.errors import RequestError, suggest
 
@@ -84,6 +86,12 @@ class Conversation:
                     continue
                 self.messages.append({"role": "user", "content": text})
                 self._answer_last(runner)
+
+    async def answer_one(self, text: str, *, as_json: bool = False) -> None:
+        """Stream the answer to one message; "-" stands for what stdin holds."""
+        content = sys.stdin.read() if text == "-" else text
+        self.messages.append({"role": "user", "content": content})
+        await self.answer(as_json=as_json)
 
     async def answer(self, *, as_json: bool = False) -> str:
         """Stream the answer to the messages; returns its text."""
@@ -197,6 +205,22 @@ class Conversation:
             value = getattr(self._params, field.name)
             if value != getattr(plain, field.name):
                 yield f"{field.name} = {value!r}"
+
+
+def add_quick(parser: argparse.ArgumentParser, metavar: str) -> None:
+    """vLLM's name for the text that is answered instead of a conversation."""
+    parser.add_argument("--quick", "-q", metavar=metavar, help=f"the same as {metavar}, by vLLM's name")
+
+
+def one_text(positional: str | None, quick: str | None) -> str | None:
+    """The text to answer, by whichever name it was given.
+
+    Raises:
+        UsageError: by both.
+    """
+    if positional is not None and quick is not None:
+        raise UsageError("--quick: the text is given twice")
+    return quick if positional is None else positional
 
 
 def banner(llm: AsyncLLM, what: str) -> str:

@@ -95,5 +95,8 @@ def run(args: argparse.Namespace) -> int:
             except OSError as error:
                 raise UsageError(f"--output-file {args.output_file}: {error.strerror}") from None
         count, failed = asyncio.run(work(output))
-    note(f"{count} requests answered" + (f", {failed} of them with an error" if failed else ""))
+    note(
+        f"{count} request{'s' * (count != 1)} answered"
+        + (f", {failed} of them with an error" if failed else "")
+    )
     return 1 if failed else 0

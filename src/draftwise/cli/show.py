@@ -233,7 +233,7 @@ def size(count: int) -> str:
 
 
 def _count(number: int) -> str:
-    for unit, name in ((10**9, "billion"), (10**6, "million")):
+    for unit, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return str(number)
