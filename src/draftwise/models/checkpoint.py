@@ -107,6 +107,18 @@ def read_rows(entry: TensorEntry, name: str, start: int, end: int, *, of: int | 
         raise ModelLoadError(f"{entry.file} cannot be read: {error}") from error
 
 
+def read_part(entry: TensorEntry, name: str, cut: Cut, dest: Tensor) -> None:
+    """Fill ``dest``, of ``cut.own_shape``, with a part of a tensor, converting its type. Raises ModelLoadError if its
+    file cannot be read."""
+    if entry.source is not None:
+        copy_part(_columns_of(entry.source), cut, dest, _WINDOW_BYTES)
+        return
+    try:
+        copy_part(_slices(entry.file, entry.stored or name), cut, dest, _WINDOW_BYTES)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{entry.file} cannot be read: {error}") from error
+
+
 def _copy_rows(source: RowSource, dest: Tensor) -> None:
     if dest.ndim == 0:
         dest.copy_(source.rows(0, 1))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class Cut:
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of the part that is read."""
-        return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges)
+        return tuple(map(count_of, self.ranges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,33 @@ def by_outputs(*rows: int) -> Split:
     return Split(tuple((Run(count),) for count in rows))
 
 
+def ranges_of(places: Tensor) -> Ranges:
+    """Ascending places, int64, as ranges. Example: (3, 4, 5, 9) are ((3, 6), (9, 10))."""
+    found: list[tuple[int, int]] = []
+    for place in places.tolist():
+        if found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place + 1)
+        else:
+            found.append((place, place + 1))
+    return tuple(found)
+
+
+def between(ranges: Ranges, start: int, end: int) -> Ranges:
+    """The places ``[start:end]`` of those in ``ranges``. Example: of ((3, 6), (9, 12)), 2 to 4 are ((5, 6), (9, 10))."""
+    found, at = [], 0
+    for low, high in ranges:
+        first, last = max(low, low + start - at), min(high, low + end - at)
+        if first < last:
+            found.append((first, last))
+        at += high - low
+    return tuple(found)
+
+
+def count_of(ranges: Ranges) -> int:
+    """How many places they are."""
+    return sum(end - start for start, end in ranges)
+
+
 def scaled(ranges: Ranges, size: int, stored: int, what: str) -> Ranges:
     """Ranges along ``size`` inputs or outputs as ranges along the dimension that stands for them in a stored tensor.
 
@@ -95,6 +122,47 @@ def scaled(ranges: Ranges, size: int, stored: int, what: str) -> Ranges:
             )
         out.append((start * stored // size, end * stored // size))
     return tuple(out)
+
+
+def raw_cuts(
+    whole: Mapping[str, tuple[int, ...]],
+    own: Mapping[str, tuple[int, ...]],
+    size: int,
+    ranges: Ranges,
+    by_inputs: bool,
+    what: str,
+) -> tuple[dict[str, Cut], int]:
+    """Which part of a quantised layer's tensors a rank reads: a dimension that is larger in the whole layer stands for
+    the outputs or inputs that it is divided by.
+
+    Example: AWQ's ``qweight`` [inputs, outputs / 8], divided by outputs in two: 64 x 4 words of 64 x 8.
+
+    Args:
+        whole, own: shapes by suffix, of the whole layer and of the rank's part.
+        size: outputs (``by_inputs``: inputs) of the whole layer, of which the rank has ``ranges``.
+        what: the layer, for errors.
+
+    Returns:
+        Cuts of the tensors that differ, and the first group of inputs that is read.
+
+    Raises:
+        ModelLoadError: the ranges begin or end inside a stored number.
+    """
+    cuts: dict[str, Cut] = {}
+    first_group = 0
+    for suffix, shape in whole.items():
+        if own[suffix] == shape:
+            continue
+        cuts[suffix] = cut = Cut(
+            shape,
+            tuple(
+                ((0, all_),) if all_ == few else scaled(ranges, size, all_, what + suffix)
+                for few, all_ in zip(own[suffix], shape, strict=True)
+            ),
+        )
+        if by_inputs and suffix.endswith(("scale", "scales")):
+            first_group = max(first for ((first, _), *_) in cut.ranges)
+    return cuts, first_group
 
 
 def vocabulary_cut(part: Part, total: int, hidden: int) -> Cut:

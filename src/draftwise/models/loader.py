@@ -23,7 +23,7 @@ from draftwise.models.general.loading import load_general
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.heads.mtp_names import mtp_tensors
 from draftwise.models.lora.merged import with_adapter
-from draftwise.models.parts import check_divisible, check_traced, entries_of_rank, of_rank
+from draftwise.models.parts import check_divisible, entries_of_rank, of_rank
 from draftwise.models.paths import resolve_path
 from draftwise.models.progress import told
 from draftwise.models.registry import resolve_model
@@ -135,9 +135,7 @@ def _load(
     part = Part() if ranks is None else ranks.part
     if part.size > 1:
         check_divisible(kept=quantization_cache is not None)
-        if is_general(cls):
-            check_traced(config, stored=layout is not None or scheme is not None, by_rank=experts_by_rank)
-        else:
+        if not is_general(cls):  # of others, the trace tells what can be divided
             config = of_rank(config, part, experts_by_rank)
     if adapter is not None and (is_general(cls) or quantization_cache is not None):
         raise ConfigError(
@@ -149,7 +147,10 @@ def _load(
         if scheme is not None and quantization_cache is not None and layout is None:
             return _load_kept(folder, config, ops, entries, scheme, quantization_cache, chosen)
         with told(folder, entries):
-            return load_general(folder, config, ops, entries, layout, rounded=scheme is not None)
+            return load_general(
+                folder, config, ops, entries, layout, rounded=scheme is not None,
+                experts_by_rank=experts_by_rank,
+            )  # fmt: skip
     entries = scan(folder)
     if adapter is not None:
         entries = with_adapter(entries, adapter)
@@ -223,7 +224,6 @@ def check_divided(
     """
     config, cls = _read_config(resolve_path(path, revision, weights=False), max_model_len)
     if is_general(cls):  # its trace tells what can be divided
-        check_traced(config, stored=False, by_rank=experts_by_rank)
         return
     of_rank(config, Part(0, size), experts_by_rank)
     if experts_by_rank and config.experts is None:

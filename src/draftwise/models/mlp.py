@@ -197,7 +197,7 @@ class SparseWeights:
         self._layers.reverse()
         for e in range(self._routing.num_layers):
             if e in self._elsewhere:
-                packed.append(_nothing(ops, self._hidden))
+                packed.append(expert_of_another_rank(ops, self._hidden))
                 continue
             # popped: a kernel that repacks then frees the source before the next one is packed
             up, down = self._layers.pop()
@@ -224,7 +224,7 @@ def experts_of(part: Part, config: ExpertsConfig) -> range:
     return range(min(part.rank * step, count), min((part.rank + 1) * step, count))
 
 
-def _nothing(ops: Ops, hidden: int) -> tuple[Linear, Linear]:
+def expert_of_another_rank(ops: Ops, hidden: int) -> tuple[Linear, Linear]:
     """An expert that gives zeros: rows that another rank's expert is chosen for go through it, and what the other makes
     of them is added. It is narrow, so that it costs little."""
     up = torch.zeros((2 * _NOTHING, hidden), dtype=ops.dtype, device=ops.device)

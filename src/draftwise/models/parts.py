@@ -69,24 +69,6 @@ def check_divisible(*, kept: bool) -> None:
         raise ConfigError("quantization_cache: rounded weights of several ranks cannot be kept; leave it out")
 
 
-def check_traced(config: ModelConfig, *, stored: bool, by_rank: bool) -> None:
-    """Raise ConfigError for what is not divided of a model that is put together from a trace (`general.dividing`).
-
-    Args:
-        stored: its weights are quantised in the checkpoint, or are rounded at load.
-        by_rank: ``enable_expert_parallel`` is given.
-    """
-    if stored:
-        raise ConfigError(
-            f"tensor_parallel_size: {config.architecture} is put together from a trace; its quantised weights are not "
-            "divided among ranks"
-        )
-    if by_rank:
-        raise ConfigError(
-            f"enable_expert_parallel: experts of {config.architecture} are not divided; leave it out"
-        )
-
-
 def _divides(name: str, value: int, size: int) -> None:
     if value % size:
         raise ConfigError(f"tensor_parallel_size: {name} {value} cannot be divided by {size} ranks")

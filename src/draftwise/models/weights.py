@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.ranks import Part
-from draftwise.models.cuts import Cut, Split, axis_cut, scaled, vocabulary_cut
+from draftwise.models.cuts import Cut, Split, axis_cut, raw_cuts, vocabulary_cut
 from draftwise.quantization.checkpoint import CheckpointFormat
 from draftwise.quantization.weights import QuantizedWeight, stack_rows
 
@@ -265,32 +265,17 @@ class WeightPlan:
     def _cut_raw(
         self, layout: CheckpointFormat, base: str, own: tuple[int, int], split: Split, index: int
     ) -> int:
-        """Which part of a quantised layer's tensors a rank reads: a dimension that is larger in the whole layer stands
-        for the outputs or inputs that it is divided by.
-
-        Example: AWQ's ``qweight`` [inputs, outputs / 8], divided by outputs in two: 64 x 4 words of 64 x 8.
+        """Note which part of a quantised layer's tensors a rank reads (`raw_cuts`).
 
         Returns:
             The first group of inputs that is read.
         """
         outputs, rows = split.outputs(self.part, index, own[0])
         inputs, columns = split.columns(self.part, own[1])
-        mine, whole = layout.tensors(*own), layout.tensors(outputs, inputs)
+        whole, mine = (_shapes(layout, *sizes) for sizes in ((outputs, inputs), own))
         size, ranges = (inputs, columns) if split.inputs else (outputs, rows)
-        first_group = 0
-        for suffix, tensor in whole.items():
-            own_shape = mine[suffix].shape
-            if own_shape == tensor.shape:
-                continue
-            self.cuts[base + suffix] = Cut(
-                tensor.shape,
-                tuple(
-                    ((0, all_),) if all_ == few else scaled(ranges, size, all_, base + suffix)
-                    for few, all_ in zip(own_shape, tensor.shape, strict=True)
-                ),
-            )
-            if split.inputs and suffix.endswith(("scale", "scales")):
-                first_group = max(first for ((first, _), *_) in self.cuts[base + suffix].ranges)
+        cuts, first_group = raw_cuts(whole, mine, size, ranges, split.inputs, base)
+        self.cuts.update({base + suffix: cut for suffix, cut in cuts.items()})
         return first_group
 
     def fill_with(self, read: Callable[[Mapping[str, Tensor]], None]) -> None:
@@ -333,3 +318,7 @@ class WeightPlan:
         assert name not in self.targets, f"{name} is declared twice"
         self.targets[name] = WeightTarget(dest, stored)
         self._declared.append(name)
+
+
+def _shapes(layout: CheckpointFormat, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+    return {suffix: tensor.shape for suffix, tensor in layout.tensors(outputs, inputs).items()}

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from draftwise.kernels.base import Linear, Norm, Ops, Rope
-from draftwise.kernels.split import ranks_of
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, LinearSite, LogitsTail, SharedWeights, finish_logits
 from draftwise.models.config import ModelConfig, RawConfig
@@ -182,9 +181,7 @@ class AssembledDecoder(DecoderModel):
         return part
 
     def linear_sites(self) -> tuple[LinearSite, ...]:
-        """Under the names that Transformers has for them. Not on several ranks: parts of layers go by no names."""
-        if ranks_of(self._ops) is not None:
-            raise NotImplementedError("a model put together from a trace takes no adapters on several ranks")
+        """Under the names that Transformers has for them."""
         return self._parts.sites
 
     def operations(self) -> Ops:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.routing import Activation
-from draftwise.kernels.split import Summed
 from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step
 from draftwise.models.general.attending import AttentionPlans
 from draftwise.models.general.nodes import (
@@ -112,8 +111,6 @@ class Assembler(AttentionPlans):
     def _product(self, node: Node, x: Node, parts: list[LinearRows]) -> Plan:
         def make() -> Run:
             weight = self._packed(parts, paired=False)
-            if isinstance(node, Linear) and node.summed:
-                weight = Summed(weight)
             return lambda work: work.ops.linear(work.results[x], weight)
 
         return Plan(node, (x,), make, tuple(part.layer for part in parts))

@@ -20,6 +20,7 @@ from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.check import Reference, check
 from draftwise.models.general.dividing import Dividing
 from draftwise.models.general.experts import Stack
+from draftwise.models.general.imagined import with_imagined
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.plans import id_of
 from draftwise.models.general.rotations import frequencies
@@ -42,9 +43,10 @@ def assembled(
     reference: Reference,
     rounded: bool,
     stacks: Mapping[nn.Module, Stack],
+    experts_by_rank: bool = False,
 ) -> DecoderModel:
     """The model out of our operations. ``decoder`` runs on its code; ``rounded``: weights get few bits; ``stacks``: its
-    mixtures of experts.
+    mixtures of experts; ``experts_by_rank``: each of several ranks has some of them whole.
 
     Raises:
         CannotAssemble: our operations do not compute it. Nothing has changed then.
@@ -66,29 +68,43 @@ def assembled(
             if part == "weight" and parameter.ndim == 2:
                 names[id_of(parameter)] = name
     traced = trace(decoder, way, stacks)
-    if (ranks := ranks_of(ops)) is not None:
-        divided = Dividing(traced, calls, ranks.part)
+
+    def maker() -> Assembler:
+        found = Assembler(ops, calls, frequencies(model), config.max_model_len, traced, names, stored)
+        found.plan()
+        return found
+
+    ranks = ranks_of(ops)
+    if ranks is not None:
+        divided = Dividing(traced, calls, ranks.part, experts_by_rank=experts_by_rank)
         calls = divided.calls
         logger.info("%d pairs of layers are divided among %d ranks", divided.count, ranks.part.size)
-    maker = Assembler(ops, calls, frequencies(model), config.max_model_len, traced, names, stored)
-    maker.plan()
+        with with_imagined(divided.nodes):  # what is made up is compared: the rest of it is nowhere
+            _compare(AssembledDecoder(config, ops, maker().make(lambda _: None)), reference, rounded)
+        stored.clear()
+    last = maker()
 
     def free(name: Hashable) -> None:
         for each in freeing.pop(name, ()):
             each()
 
-    parts = maker.make(free)
+    parts = last.make(free)
     ops.release_freed()
     if len(calls) == config.num_layers:
         config = replace(config, sliding_window=tuple(call.window for call in calls))
     found = AssembledDecoder(config, ops, parts)
-    try:
-        check(found, reference, exchanged=True, rounded=rounded)
-    except ModelLoadError as error:
-        raise WrongAssembly(str(error)) from error
+    if ranks is None:
+        _compare(found, reference, rounded)
     logger.info("%s runs on own operations: %d attention layers, %d linear layers, %d mixtures of experts",
                 config.architecture, len(calls), parts.num_linears, parts.num_mixtures)  # fmt: skip
     return recorded(found, ops)
+
+
+def _compare(decoder: AssembledDecoder, reference: Reference, rounded: bool) -> None:
+    try:
+        check(decoder, reference, exchanged=True, rounded=rounded)
+    except ModelLoadError as error:
+        raise WrongAssembly(str(error)) from error
 
 
 def _empty(parameter: nn.Parameter) -> None:

@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwise.errors import ModelLoadError
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.ranks import Part
+from draftwise.models.cuts import ranges_of
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import (
     Add,
@@ -33,6 +34,7 @@ from draftwise.models.general.nodes import (
     Turn,
     Unary,
 )
+from draftwise.models.general.stored import StoredLayer
 from draftwise.models.general.trace import Traced
 
 _BY_COLUMN = (Unary, Scale, Mul, Add, Select, Turn, Norm, Attend)
@@ -42,28 +44,35 @@ _BY_COLUMN = (Unary, Scale, Mul, Add, Select, Turn, Norm, Attend)
 class Dividing:
     """Divides a graph in place; `calls` are those of the rank afterwards."""
 
-    def __init__(self, traced: Traced, calls: Sequence[LayerCall], part: Part) -> None:
+    def __init__(
+        self, traced: Traced, calls: Sequence[LayerCall], part: Part, *, experts_by_rank: bool = False
+    ) -> None:
         """
         Raises:
-            ModelLoadError: it has experts, or weights that are stored packed, or nothing of it can be divided.
+            ModelLoadError: nothing of it can be divided, or a part of its weights cannot be read.
+            ConfigError: there are no experts that could be divided by rank.
         """
         self.calls = list(calls)
         self._part = part
         self._asked: dict[Linear, list[tuple[Select | None, Tensor]]] = {}
         self._seen: dict[Node, Tensor] = {}
         whole = {*traced.entering.values(), traced.hidden, traced.logits}
-        nodes = _ordered(sorted(traced.entering.items()), traced)
+        self.nodes = nodes = _ordered(sorted(traced.entering.items()), traced)
         users: dict[Node, set[Node]] = {}
         for node in nodes:
             for each in node.inputs():
                 users.setdefault(each, set()).add(node)
-        if any(isinstance(node, Mixture) for node in nodes):
-            raise ModelLoadError("its experts are not divided among ranks")
+        mixtures = [node for node in nodes if isinstance(node, Mixture)]
+        mixtures = [node for node in mixtures if node.experts.can_be_divided(part, by_rank=experts_by_rank)]
+        if experts_by_rank and not mixtures:
+            raise ConfigError("enable_expert_parallel: it has no experts that are understood; leave it out")
         head = traced.logits
         while not isinstance(head, Linear) and (below := next(head.inputs(), None)) is not None:
             head = below
         taken: set[Node] = {head}
-        self.count = 0
+        self.count = len(mixtures)
+        for node in mixtures:
+            node.experts = node.experts.of_rank(part, by_rank=experts_by_rank)
         for node in nodes:
             if not isinstance(node, Linear) or node in taken:
                 continue
@@ -109,29 +118,39 @@ class Dividing:
                     return False
             elif isinstance(node, Mul | Add) and not node.a.width == node.b.width == node.width:
                 return False
-        return layer.x.width % size == 0
+        if layer.x.width % size:
+            return False
+        try:
+            _columns(layer.weight, self._own(layer))
+        except ModelLoadError:  # groups of a quantised layer go over the border
+            return False
+        return True
+
+    def _own(self, layer: Linear) -> tuple[int, int]:
+        """The rank's inputs of a layer: (start, end)."""
+        own = layer.x.width // self._part.size
+        return self._part.rank * own, (self._part.rank + 1) * own
 
     def _divide(self, layer: Linear, region: set[Node]) -> None:
-        rank, size = self._part.rank, self._part.size
-        own = layer.x.width // size
-        columns = torch.arange(rank * own, (rank + 1) * own)
+        start, end = self._own(layer)
         self._asked.clear()
         self._seen.clear()
-        self._ask(layer.x, columns)
-        layer.weight = _weight(layer)[:, columns].contiguous()
+        self._ask(layer.x, torch.arange(start, end))
+        layer.weight = _columns(layer.weight, (start, end))
         layer.summed = True
-        if rank:
+        if self._part.rank:
             layer.bias = None  # it is in the sum once
         for one, asked in self._asked.items():
-            rows = torch.cat([columns for _, columns in asked])
-            one.weight = _weight(one)[rows].contiguous()
+            rows = torch.cat([columns for _, columns in asked]).unique()
+            one.weight = _rows(one.weight, rows)
             if one.bias is not None:
                 one.bias = one.bias[rows].contiguous()
-            one.width, at = len(rows), 0
+            one.width = len(rows)
             for select, columns in asked:
                 if select is not None:
-                    select.columns = torch.arange(at, at + len(columns))
-                at += len(columns)
+                    select.columns = torch.searchsorted(rows, columns)
+                elif len(columns) != len(rows):
+                    raise ModelLoadError("some of its layers read other columns of one result than others")
         assert self._seen.keys() | self._asked.keys() == region, "all of it was asked for"
 
     def _ask(self, node: Node, columns: Tensor, by: Select | None = None) -> None:
@@ -178,10 +197,16 @@ class Dividing:
         self.calls[node.layer] = replace(call, heads=replace(call.heads, num_heads=heads, num_kv_heads=own))
 
 
-def _weight(layer: Linear) -> Tensor:
-    if not isinstance(layer.weight, Tensor):
-        raise ModelLoadError("its weights are stored packed, and are not divided among ranks in this form")
-    return layer.weight.detach()
+def _columns(weight: Tensor | StoredLayer, own: tuple[int, int]) -> Tensor | StoredLayer:
+    """Raises ModelLoadError if they cannot be read alone."""
+    if isinstance(weight, StoredLayer):
+        return weight.part(columns=(own,))
+    return weight.detach()[:, slice(*own)].contiguous()
+
+
+def _rows(weight: Tensor | StoredLayer, rows: Tensor) -> Tensor | StoredLayer:
+    """``rows``: ascending. Raises ModelLoadError if they cannot be read alone."""
+    return weight.part(ranges_of(rows)) if isinstance(weight, StoredLayer) else weight.detach()[rows]
 
 
 def _ordered(entering: Sequence[tuple[int, Node]], traced: Traced) -> list[Node]:

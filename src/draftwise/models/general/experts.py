@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Experts, Linear, Ops
 from draftwise.kernels.mixture import gated
+from draftwise.kernels.ranks import Part
 from draftwise.kernels.routing import Activation, Routing
+from draftwise.kernels.split import summed_experts
+from draftwise.models.general.expert_weights import ExpertWeights, Form, tensor_of
 
 _ROWS = 6  # of the sample
 _GATES = (1.0, 9.0)  # mean size of the gates that the sample makes: also such as a limit would cut
@@ -36,27 +39,6 @@ class Call:
     x: Tensor
     chosen: Tensor
     weights: Tensor
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a module keeps its weights, and what it does with them."""
-
-    activation: Activation
-    in_turns: bool  # gate 0, up 0, gate 1, up 1, ...; else all gates, then all ups
-    turned: bool  # matrices are [inputs, outputs]
-
-    def gate_up(self, module: nn.Module, e: int) -> tuple[Tensor, Tensor | None]:
-        """Expert ``e``: weight [2 * I, H], gates first, and bias [2 * I]."""
-        weight, bias = _part(module, "gate_up_proj", e, self.turned)
-        if self.in_turns:
-            weight = torch.cat((weight[0::2], weight[1::2]))
-            bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-        return weight, bias
-
-    def down(self, module: nn.Module, e: int) -> tuple[Tensor, Tensor | None]:
-        """Expert ``e``: weight [H, I] and bias [H]."""
-        return _part(module, "down_proj", e, self.turned)
 
 
 class ExpertsMisread(ModelLoadError):
@@ -122,6 +104,11 @@ class PackedExperts(nn.Module):
         self._packed: dict[int, Experts] = {}  # by how many a row takes
 
     @property
+    def count(self) -> int:
+        """Experts."""
+        return len(self.layers)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weights."""
         return sum(up.num_bytes + down.num_bytes for up, down in self.layers)
@@ -129,19 +116,52 @@ class PackedExperts(nn.Module):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Rows [..., H], the experts of each [T, K] and their weights, under the names that the model knows."""
         x, chosen, weights = (*args, *(kwargs[name] for name in self.names[len(args) :]))
-        rows, top_k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+        rows = x.reshape(-1, x.shape[-1])
+        return self._mixed(rows, chosen, weights).view(x.shape)
+
+    def _mixed(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        top_k = chosen.shape[-1]
         if top_k not in self._packed:
-            routing = Routing(len(self.layers), top_k, activation=self.activation)
+            routing = Routing(self.count, top_k, activation=self.activation)
             self._packed[top_k] = self._ops.pack_experts(self.layers, routing, None)
-        return self._ops.mix_experts(rows, chosen, weights.float(), self._packed[top_k]).view(x.shape)
+        return self._ops.mix_experts(rows, chosen, weights.float(), self._packed[top_k])
+
+
+class ImaginedExperts(PackedExperts):
+    """Experts that compute with made-up numbers (`imagined`); ``weights``: theirs in the checkpoint."""
+
+    def __init__(self, ops: Ops, weights: ExpertWeights, names: tuple[str, ...]) -> None:
+        super().__init__(ops, (), weights.form.activation, names)
+        self.weights = weights
+        self._numbers = weights.as_imagined()
+
+    @property
+    def count(self) -> int:
+        return self.weights.count
+
+    def _mixed(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for e in chosen.unique().tolist():
+            hit, place = (chosen == e).nonzero(as_tuple=True)
+            up, up_bias = self._numbers.gate_up(e)
+            down, down_bias = self._numbers.down(e)
+            inner = gated(_product(rows[hit], up, up_bias), self.activation)
+            found = _product(inner.to(rows.dtype), down, down_bias)
+            total.index_add_(0, hit, found.float() * weights[hit, place, None].float())
+        return total.to(rows.dtype)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(rows, weight.to(rows), None if bias is None else bias.to(rows))
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A module whose form is understood, and the names of its arguments. ``form`` is None if it is packed already."""
+    """A module whose form is understood, and the names of its arguments. ``weights`` is None if it is packed
+    already."""
 
     module: nn.Module
-    form: Form | None
+    weights: ExpertWeights | None
     names: tuple[str, ...]
 
     @property
@@ -151,31 +171,41 @@ class Stack:
 
     def layers(self, ops: Ops) -> tuple[list[tuple[Linear, Linear]], Activation]:
         """Gate and up, and down, of each expert on our kernels; packed one after the other."""
-        if isinstance(self.module, PackedExperts):
+        if self.weights is None:
+            assert isinstance(self.module, PackedExperts)
             return self.module.layers, self.module.activation
-        assert self.form is not None
-        layers = []
-        for e in range(self.count):
-            up, up_bias = self.form.gate_up(self.module, e)
-            down, down_bias = self.form.down(self.module, e)
-            layers.append(
-                (ops.pack_gate_up(up.contiguous(), up_bias), ops.pack_linear(down.contiguous(), down_bias))
-            )
-        return layers, self.form.activation
+        return [self.weights.packed(ops, e) for e in range(self.count)], self.weights.form.activation
 
     def pack(self, ops: Ops, routing: Routing, correction: Tensor | None = None) -> Experts:
         """On our kernels. ``routing`` without the activation."""
         layers, activation = self.layers(ops)
-        return ops.pack_experts(layers, replace(routing, activation=activation), correction)
+        packed = ops.pack_experts(layers, replace(routing, activation=activation), correction)
+        return packed if self.weights is None else summed_experts(self.weights.share.part, packed)
+
+    def can_be_divided(self, part: Part, *, by_rank: bool) -> bool:
+        """Whether ranks can have equal parts of each expert, or experts of their own."""
+        return self.weights is not None and (by_rank or self.weights.inner % part.size == 0)
+
+    def of_rank(self, part: Part, *, by_rank: bool) -> Stack:
+        """What one of several ranks computes."""
+        assert self.weights is not None
+        return replace(self, weights=self.weights.of_rank(part, by_rank=by_rank))
+
+    def as_imagined(self) -> Stack:
+        """With made-up weights, if its module computes with such."""
+        return self if self.weights is None else replace(self, weights=self.weights.as_imagined())
 
 
 def stacks_of(calls: dict[nn.Module, Call]) -> dict[nn.Module, Stack]:
     """The modules whose form is understood."""
     found = {}
     for module, call in calls.items():
-        form = None if isinstance(module, PackedExperts) else recognised(module, call)
-        if form is not None or isinstance(module, PackedExperts):
-            found[module] = Stack(module, form, call.names)
+        if isinstance(module, ImaginedExperts):
+            found[module] = Stack(module, module.weights, call.names)
+        elif isinstance(module, PackedExperts):
+            found[module] = Stack(module, None, call.names)
+        elif (form := recognised(module, call)) is not None:
+            found[module] = Stack(module, ExpertWeights.of(module, form), call.names)
     return found
 
 
@@ -189,7 +219,7 @@ def exchange_experts(model: nn.Module, stacks: dict[nn.Module, Stack], ops: Ops)
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     for parent, name, child in places:
         stack = stacks.get(child)
-        if stack is None or stack.form is None:
+        if stack is None or stack.weights is None:
             continue
         packed = PackedExperts(ops, *stack.layers(ops), stack.names)
         total += packed.num_bytes
@@ -240,7 +270,7 @@ def _mixed(module: nn.Module, form: Form, x: Tensor, chosen: Tensor, weights: Te
 
 def _forms(module: nn.Module, hidden: int) -> list[Form]:
     """The candidates that the shapes allow."""
-    up, down = _tensor(module, "gate_up_proj").shape[1:], _tensor(module, "down_proj").shape[1:]
+    up, down = tensor_of(module, "gate_up_proj").shape[1:], tensor_of(module, "down_proj").shape[1:]
     turned = [
         way
         for way in (False, True)
@@ -263,24 +293,12 @@ def _number(module: nn.Module, names: tuple[str, ...], default: float) -> float:
     return default
 
 
-def _part(module: nn.Module, name: str, e: int, turned: bool) -> tuple[Tensor, Tensor | None]:
-    weight = _tensor(module, name)[e]
-    bias = module._parameters.get(name + "_bias")
-    return weight.t() if turned else weight, None if bias is None else bias.detach()[e]
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    value = module._parameters[name]
-    assert value is not None
-    return value.detach()
-
-
 def may_be_experts(module: nn.Module) -> bool:
     """By the names and shapes of its parameters."""
     names = {name for name, value in module._parameters.items() if value is not None}
     if not {"gate_up_proj", "down_proj"} <= names <= _PARAMETERS:
         return False
-    up, down = _tensor(module, "gate_up_proj"), _tensor(module, "down_proj")
+    up, down = tensor_of(module, "gate_up_proj"), tensor_of(module, "down_proj")
     return up.ndim == down.ndim == 3 and len(up) == len(down) and up.is_floating_point()
 
 
@@ -290,7 +308,7 @@ def call_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _count(module: nn.Module) -> int:
-    return len(module.layers) if isinstance(module, PackedExperts) else len(_tensor(module, "down_proj"))
+    return module.count if isinstance(module, PackedExperts) else len(tensor_of(module, "down_proj"))
 
 
 def _understood(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -311,7 +329,7 @@ def _understood(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not fit or chosen.is_floating_point():
         return None
     if x.dtype is not (
-        module.dtype if isinstance(module, PackedExperts) else _tensor(module, "down_proj").dtype
+        module.dtype if isinstance(module, PackedExperts) else tensor_of(module, "down_proj").dtype
     ):
         return None
     if not 0 <= int(chosen.min()) <= int(chosen.max()) < _count(module):

@@ -22,6 +22,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
 from draftwise.models.general.deferred import Source, deferred
+from draftwise.models.general.imagined import ImaginedLinear
 from draftwise.models.general.quiet import alone
 from draftwise.models.general.settling import settle
 from draftwise.models.general.stored import (
@@ -30,6 +31,7 @@ from draftwise.models.general.stored import (
     QuantizedLayer,
     StoredLayer,
     StoredLinear,
+    TurnedLayer,
 )
 from draftwise.models.weights import Freed, release_freed_memory
 from draftwise.models.words import shorten
@@ -94,6 +96,7 @@ def build_filled(
     rounded: bool = False,
     experts: bool = True,
     noted: set[str] | None = None,
+    made_up: bool = False,
 ) -> Any:
     """A model of Transformers with a checkpoint's weights in the type of ``ops``, on its device. Peak memory is the
     weights, as they are kept, and one layer.
@@ -108,12 +111,13 @@ def build_filled(
         rounded: ``ops`` rounds linear layers: these are packed at once, too.
         experts: mixtures of experts are packed at once, whose kernels understand them.
         noted: gets the names of float tensors that were packed.
+        made_up: matrices are made up (`imagined`), and nothing of them is read or packed.
 
     Raises:
         ModelLoadError: Transformers cannot build it, or the tensors are not its parameters; names them.
     """
     try:
-        layers = _stored_layers(entries, layout, ops.dtype, noted, rounded=rounded)
+        layers = _stored_layers(entries, layout, ops.dtype, noted, all_matrices=rounded or made_up)
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {error}") from error
     turned = _turned_layers(cls, model_config)
@@ -131,8 +135,8 @@ def build_filled(
     try:
         with torch.no_grad():
             scores = _numbers_of_experts(model)
-            settle(model, ops, rounded=rounded, experts=experts)
-            _exchange(model, layers, places, scores, ops)
+            settle(model, ops, rounded=rounded, experts=experts, made_up=made_up)
+            _exchange(model, layers, places, scores, ops, ImaginedLinear if made_up else StoredLinear)
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {error}") from error
     release_freed_memory()
@@ -145,9 +149,9 @@ def _stored_layers(
     dtype: torch.dtype,
     noted: set[str] | None,
     *,
-    rounded: bool,
+    all_matrices: bool,
 ) -> dict[str, StoredLayer]:
-    """The layers that stay in the checkpoint, by their names in it: quantised ones, or, ``rounded``, all matrices."""
+    """The layers that stay in the checkpoint, by their names in it: quantised ones, or all matrices."""
     found: dict[str, StoredLayer] = {}
     missing: list[str] = []
     for base in dict.fromkeys(name.rpartition(".")[0] for name in entries):
@@ -157,7 +161,7 @@ def _stored_layers(
                 outputs, inputs = form.shape(lambda suffix, base=base: entries[base + suffix].shape)  # type: ignore[misc]
                 found[base] = layer = QuantizedLayer(base, outputs, inputs, entries, dtype, form)
                 missing += layer.check()
-        elif rounded:
+        elif all_matrices:
             entry = entries.get(f"{base}.weight")
             if (
                 entry is not None
@@ -303,12 +307,18 @@ def _kept(model: Any, places: Mapping[str, Tensor]) -> set[str]:
 
 
 def _exchange(
-    model: Any, layers: Mapping[str, StoredLayer], places: Mapping[str, Tensor], scores: set[int], ops: Ops
+    model: Any,
+    layers: Mapping[str, StoredLayer],
+    places: Mapping[str, Tensor],
+    scores: set[int],
+    ops: Ops,
+    kind: type[StoredLinear],
 ) -> None:
     """Put stored layers into their places: linear modules are packed, any other parameter is read as it is.
 
     Args:
         scores: how many experts mixtures have: layers of so many results choose them.
+        kind: of the modules that take the places.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -328,13 +338,17 @@ def _exchange(
         layer = known.get(child.weight.data_ptr())
         if layer is None or child.weight.data_ptr() in tables:
             continue
-        if isinstance(layer, FloatLayer) and (isinstance(child, Conv1D) or layer.outputs in scores):
-            continue  # stays one; it is read below. What chooses experts is not rounded
+        if isinstance(layer, FloatLayer) and isinstance(child, Conv1D):
+            if kind is not ImaginedLinear:
+                continue  # stays one; it is read below
+            layer = TurnedLayer(layer.base, layer.inputs, layer.outputs, layer.entries, layer.dtype)
+        if isinstance(layer, FloatLayer) and layer.outputs in scores:
+            continue  # what chooses experts is not rounded; it is read below, too
         if child is head and (not isinstance(layer, FloatLayer) or child.bias is not None):
             continue  # is packed where the model is put together
         if child not in packed:
             bias = None if child.bias is None else child.bias.detach().to(ops.device)
-            packed[child] = StoredLinear(ops, layer, bias, is_head=child is head)
+            packed[child] = kind(ops, layer, bias, is_head=child is head)
             freed.count(torch.empty((layer.outputs, layer.inputs), dtype=layer.dtype, device="meta"))
         setattr(parent, name, packed[child])
     for parameter in model.parameters():

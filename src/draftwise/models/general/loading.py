@@ -57,13 +57,14 @@ def load_general(
     *,
     rounded: bool = False,
     noted: set[str] | None = None,
+    experts_by_rank: bool = False,
 ) -> DecoderModel:
     """Load a causal model of Transformers: one whose attention goes through its attention interface, or that keeps
     keys and values in a cache it is given.
 
     ``entries``: the checkpoint's tensors; ``layout``: how its quantised layers are stored, None: it has none.
     ``rounded``: ``ops`` packs weights in few bits. ``noted``: gets the names of float tensors that were packed as the
-    model was built, each a linear layer.
+    model was built, each a linear layer. ``experts_by_rank``: where ranks share it, each has some experts whole.
 
     Raises:
         ModelLoadError: it cannot be served; says what about it.
@@ -71,11 +72,13 @@ def load_general(
     register()
     try:
         try:
-            return _attempt(folder, config, ops, entries, layout, rounded, noted)
+            return _attempt(folder, config, ops, entries, layout, rounded, noted, experts_by_rank)
         except ExpertsMisread as error:
             logger.info("%s keeps its experts as they are: %s", config.architecture, error)
             gc.collect()  # what was built holds itself, and the collector rests while models load
-            return _attempt(folder, config, ops, entries, layout, rounded, noted, experts=False)
+            return _attempt(
+                folder, config, ops, entries, layout, rounded, noted, experts_by_rank, experts=False
+            )
     except ModelLoadError as error:
         if str(error).startswith(f"{folder}: "):
             raise
@@ -90,6 +93,7 @@ def _attempt(
     layout: CheckpointFormat | None,
     rounded: bool,
     noted: set[str] | None,
+    experts_by_rank: bool,
     *,
     experts: bool = True,
 ) -> DecoderModel:
@@ -97,7 +101,7 @@ def _attempt(
     model = _loaded(folder, config, ops, entries, layout, rounded, noted, experts)
     try:
         with quiet():
-            found = _prepared(model, config, ops, rounded)
+            found = _prepared(model, config, ops, rounded, experts_by_rank)
         release_freed_memory()
         return found
     except WrongAssembly as error:
@@ -110,7 +114,7 @@ def _attempt(
     del model
     gc.collect()  # as above
     model = _loaded(folder, config, ops, entries, layout, rounded, noted, experts)
-    return _prepared(model, config, ops, rounded, assemble=False)
+    return _prepared(model, config, ops, rounded, experts_by_rank, assemble=False)
 
 
 def _loaded(
@@ -137,7 +141,7 @@ def _loaded(
     with quiet():
         return build_filled(
             folder, entries, layout, cls, own, ops,
-            whole=is_gguf(folder), rounded=rounded, experts=experts, noted=noted,
+            whole=is_gguf(folder), rounded=rounded, experts=experts, noted=noted, made_up=ranks_of(ops) is not None,
         )  # fmt: skip
 
 
@@ -162,12 +166,14 @@ def _class_and_config(config: ModelConfig) -> tuple[Any, Any]:
 
 
 def _prepared(
-    model: Any, config: ModelConfig, ops: Ops, rounded: bool, *, assemble: bool = True
+    model: Any, config: ModelConfig, ops: Ops, rounded: bool, experts_by_rank: bool, *, assemble: bool = True
 ) -> DecoderModel:
     with torch.inference_mode():
         _freeze_rotations(model, config.max_model_len)
         with ExpertsUse(model) as mixtures:
             model = _text_part(model, config)
+            if ranks_of(ops) is not None:
+                restore_read(model)  # before numbers are compared: what else there is, is made up
             units = _units(model, config.vocab_size)
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
         restore_read(model)
@@ -175,7 +181,7 @@ def _prepared(
         stacks = stacks_of(mixtures.calls)
         if assemble and isinstance(decoder.way, Interface) and not units:
             try:
-                return assembled(model, decoder, decoder.way, reference, rounded, stacks)
+                return assembled(model, decoder, decoder.way, reference, rounded, stacks, experts_by_rank)
             except CannotAssemble as error:
                 logger.info("%s runs on Transformers' code: %s", config.architecture, error)
         if ranks_of(ops) is not None:

@@ -37,7 +37,10 @@ class PackedLinear(nn.Module):
         if self.waits:
             return x
         rows = x.reshape(-1, self.in_features).contiguous()  # a transposed one may be a view still
-        return self._ops.linear(rows, self.packed).view(*x.shape[:-1], self.out_features)
+        return self._product(rows).view(*x.shape[:-1], self.out_features)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return self._ops.linear(rows, self.packed)
 
 
 class LinearUse:

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftwise.kernels.base import Linear as PackedLinear
 from draftwise.kernels.base import Norm as PackedNorm
 from draftwise.kernels.base import Ops
+from draftwise.kernels.split import Summed
 from draftwise.models.base import LinearSite, SitePart
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import (
@@ -18,7 +19,7 @@ from draftwise.models.general.nodes import (
 )  # fmt: skip
 from draftwise.models.general.plans import LinearRows, Plan, id_of
 from draftwise.models.general.rotations import Rotation
-from draftwise.models.general.stored import StoredLayer, StoredLinear, pack_stored
+from draftwise.models.general.stored import FloatLayer, StoredLayer, StoredLinear, pack_stored
 from draftwise.models.general.trace import Traced
 
 
@@ -88,6 +89,8 @@ class Packing:
             self._let_go(parts)  # before it is packed: there is one copy beside the packed one
             pack = ops.pack_gate_up if paired else ops.pack_linear
             handle = pack(weight, bias)
+        if parts[0].layer.summed:
+            handle = Summed(handle)
         self.num_bytes += handle.num_bytes
         self.num_linears += len(parts)
         if site is not None:
@@ -102,11 +105,13 @@ class Packing:
         """The sites of adapters, if every part is a module of the model."""
         found = []
         for part in parts:
-            weight = part.layer.weight
+            weight, cut = part.layer.weight, None
+            if isinstance(weight, StoredLayer):
+                weight, cut = weight.of or weight, weight.own
             name = self._names.get(id_of(weight))
             if name is None or (isinstance(weight, Tensor) and not _whole(weight)):
                 return None
-            found.append(SitePart(name, part.layer.width, part.rows))
+            found.append(SitePart(name, part.layer.width, part.rows, cut))
         return tuple(found)
 
     def _packed_norm(self, width: int, weight: Tensor | None, eps: float) -> PackedNorm:
@@ -119,7 +124,11 @@ class Packing:
         head, bias, ops = layer.weight, layer.bias, self._ops
         if isinstance(head, StoredLayer):
             ready = self._stored.get(head)
-            return ready.packed if ready is not None else pack_stored(ops, [(head, None)], bias)
+            if ready is not None:
+                return ready.packed
+            if isinstance(head, FloatLayer) and bias is None:
+                return ops.pack_head(head.floats().to(ops.device))
+            return pack_stored(ops, [(head, None)], bias)
         head = head.detach()
         if bias is not None:
             return ops.pack_linear(head.contiguous(), bias.detach().to(head))

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.kernels.base import Linear, Ops
-from draftwise.models.general.deferred import Deferred, LayerRows, numbers, part, rows_of
+from draftwise.models.general.deferred import Deferred, numbers, part
+from draftwise.models.general.expert_weights import ExpertWeights, Form
 from draftwise.models.general.experts import (
     Call,
-    Form,
+    ImaginedExperts,
     PackedExperts,
     call_names,
     may_be_experts,
     recognised,
 )
-from draftwise.models.general.stored import QuantizedLayer, pack_stored
 from draftwise.models.weights import Freed
 
 logger = logging.getLogger("draftwise")
@@ -38,21 +38,23 @@ _ROUNDED = 0.6
 """Mean difference of what packed experts give over the deviation; behind it, with weights or rows of few bits."""
 
 
-def settle(model: nn.Module, ops: Ops, *, rounded: bool, experts: bool) -> None:
+def settle(model: nn.Module, ops: Ops, *, rounded: bool, experts: bool, made_up: bool = False) -> None:
     """Give every module whose parameters are `Deferred` its numbers, or pack it.
 
     Args:
         rounded: ``ops`` rounds weights.
         experts: pack mixtures of experts; else they are read like everything else.
+        made_up: rather than to be packed, they compute with made-up numbers (`imagined`).
 
     Raises:
         ModelLoadError: a tensor cannot be read.
     """
     freed = Freed()
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if experts and _is_deferred(child) and may_be_experts(child):
-                packed = _packed(child, ops, freed, rounded=rounded)
+                place = f"{path}.{name}" if made_up else None
+                packed = _packed(child, ops, freed, place, rounded=rounded)
                 if packed is not None:
                     setattr(parent, name, packed)
     known: dict[int, nn.Parameter] = {}
@@ -72,8 +74,11 @@ def _is_deferred(module: nn.Module) -> bool:
     return any(isinstance(value, Deferred) for value in module._parameters.values())
 
 
-def _packed(module: nn.Module, ops: Ops, freed: Freed, *, rounded: bool) -> PackedExperts | None:
-    """The experts of a module on our kernels; None: they are none of the forms that these know."""
+def _packed(
+    module: nn.Module, ops: Ops, freed: Freed, place: str | None, *, rounded: bool
+) -> PackedExperts | None:
+    """The experts of a module on our kernels; None: they are none of the forms that these know. ``place``: its name, if
+    they compute with made-up numbers."""
     stacks = {name: value for name, value in module._parameters.items() if value is not None}
     for name, value in stacks.items():
         if value.ndim < 3:  # biases
@@ -89,54 +94,18 @@ def _packed(module: nn.Module, ops: Ops, freed: Freed, *, rounded: bool) -> Pack
         return None
     if form is None:
         return None
-    few_bits = rounded
+    weights = ExpertWeights(stacks, form, place)
+    if place is not None:
+        return ImaginedExperts(ops, weights, names[:3])
     layers: list[tuple[Linear, Linear]] = []
-    for e in range(len(stacks["down_proj"])):
-        pair = []
-        for name in ("gate_up_proj", "down_proj"):
-            matrix = part(stacks[name], e)
-            matrix = matrix.t() if form.turned else matrix
-            bias = stacks.get(f"{name}_bias")
-            rows = rows_of(matrix)
-            few_bits |= rows is not None and isinstance(rows[0][0], QuantizedLayer)
-            paired = name == "gate_up_proj"
-            order = _gates_first(matrix.shape[0]) if paired and form.in_turns else None
-            pair.append(_pack(ops, matrix, rows, None if bias is None else bias[e], order, paired=paired))
-            freed.count(matrix)
-        layers.append((pair[0], pair[1]))
+    for e in range(weights.count):
+        layers.append(weights.packed(ops, e))
+        for stack in stacks.values():
+            if stack.ndim == 3:
+                freed.count(torch.empty(stack.shape[1:], dtype=stack.dtype, device="meta"))
     packed = PackedExperts(ops, layers, form.activation, names[:3])
+    few_bits = rounded or weights.few_bits
     return packed if _agree(packed, sample, call, ops, form, few_bits=few_bits) else None
-
-
-def _pack(
-    ops: Ops,
-    matrix: Tensor,
-    rows: LayerRows | None,
-    bias: Tensor | None,
-    order: Tensor | None,
-    *,
-    paired: bool,
-) -> Linear:
-    """``matrix`` [outputs, inputs] with ``order`` of its rows; ``rows``: of which layers they are, if they are."""
-    if bias is not None:
-        bias = bias if order is None else bias[order]
-        bias = bias.to(device=ops.device, dtype=ops.dtype)
-    if rows is not None and len({layer.kind for layer, _ in rows}) == 1:
-        found = rows if order is None else _ordered(rows, order)
-        if found is not None:
-            return pack_stored(ops, found, bias, paired=paired, expert=True)
-    whole = numbers(matrix).to(device=ops.device, dtype=ops.dtype)
-    whole = (whole if order is None else whole[order]).contiguous()
-    return ops.pack_gate_up(whole, bias) if paired else ops.pack_linear(whole, bias)
-
-
-def _gates_first(count: int) -> Tensor:
-    """Example: 6 -> (0, 2, 4, 1, 3, 5)."""
-    return torch.cat((torch.arange(0, count, 2), torch.arange(1, count, 2)))
-
-
-def _ordered(rows: LayerRows, order: Tensor) -> LayerRows | None:
-    return [(rows[0][0], order)] if len(rows) == 1 and rows[0][1] is None else None
 
 
 def _sample(module: nn.Module, stacks: dict[str, Any]) -> tuple[nn.Module, Call]:

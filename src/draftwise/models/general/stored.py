@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
-from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
+from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_part, read_rows
+from draftwise.models.cuts import Cut, Ranges, between, ranges_of, raw_cuts
 from draftwise.models.general.modules import PackedLinear
 from draftwise.models.progress import count
 from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
@@ -30,18 +32,40 @@ _WINDOW = 2 << 20
 @dataclass(frozen=True, eq=False)
 class StoredLayer(ABC):
     """The weight [outputs, inputs] of a linear layer in a checkpoint, under ``base`` and some suffix. ``dtype``: of its
-    floats."""
+    floats. A part of a layer is a layer, too: ``of`` is then the whole, and ``own`` what is read of it."""
 
     base: str
     outputs: int
     inputs: int
     entries: Mapping[str, TensorEntry]
     dtype: torch.dtype
+    of: StoredLayer | None = field(default=None, kw_only=True)
+    own: Cut | None = field(default=None, kw_only=True)
 
     @property
     @abstractmethod
     def kind(self) -> Hashable:
         """Layers of one kind can be stacked to one."""
+
+    @property
+    def place(self) -> str:
+        """Its name in the checkpoint, by which no other layer goes."""
+        return self.base
+
+    def part(self, rows: Ranges | None = None, columns: Ranges | None = None) -> Self:
+        """These outputs, or these inputs, of a whole layer; nothing else of it is read.
+
+        Raises:
+            ModelLoadError: the checkpoint does not keep them so that they can be read alone.
+        """
+        assert self.of is None and (rows is None or columns is None)
+        cut = Cut((self.outputs, self.inputs), (rows or ((0, self.outputs),), columns or ((0, self.inputs),)))
+        outputs, inputs = cut.own_shape
+        return replace(self._cut(cut), outputs=outputs, inputs=inputs, of=self, own=cut)
+
+    @abstractmethod
+    def _cut(self, cut: Cut) -> Self:
+        """The layer with the tensors of a part of it; its sizes are set by the caller."""
 
     @abstractmethod
     def floats(self) -> Tensor:
@@ -65,6 +89,7 @@ class QuantizedLayer(StoredLayer):
     """One that the checkpoint has quantised."""
 
     form: CheckpointFormat
+    first_group: int = 0  # of a part of the inputs, as the checkpoint counts groups
 
     @property
     def kind(self) -> Hashable:
@@ -94,6 +119,9 @@ class QuantizedLayer(StoredLayer):
         """Its codes. Raises ModelLoadError if there are none that fit together."""
         raw = {s: torch.empty(t.shape, dtype=t.dtype) for s, t in self._tensors().items()}
         copy_tensors(self.entries, {self.base + suffix: value for suffix, value in raw.items()})
+        for suffix, value in raw.items():
+            if suffix.endswith("g_idx"):  # the group of each input: the part's are counted from 0
+                value.sub_(self.first_group)
         try:
             return self.form.decode(raw, self.outputs, self.inputs)
         except ModelLoadError as error:
@@ -104,6 +132,18 @@ class QuantizedLayer(StoredLayer):
             return self.form.tensors(self.outputs, self.inputs)
         except ModelLoadError as error:
             raise ModelLoadError(f"{self.base}: {error}") from error
+
+    def _cut(self, cut: Cut) -> Self:
+        by_inputs = cut.own_shape[1] != self.inputs
+        mine = replace(self, outputs=cut.own_shape[0], inputs=cut.own_shape[1])
+        whole, own = ({s: t.shape for s, t in layer._tensors().items()} for layer in (self, mine))
+        size = self.inputs if by_inputs else self.outputs
+        cuts, first_group = raw_cuts(whole, own, size, cut.ranges[by_inputs], by_inputs, self.base)
+        entries = {self.base + suffix: self.entries[self.base + suffix] for suffix in whole}
+        for suffix, each in cuts.items():
+            entry = entries[self.base + suffix]
+            entries[self.base + suffix] = replace(entry, shape=each.own_shape, cut=each)
+        return replace(self, entries=entries, first_group=first_group)
 
     def floats(self) -> Tensor:
         return self.read().dequantize(self.dtype)
@@ -142,15 +182,29 @@ class FloatLayer(StoredLayer):
     def kind(self) -> Hashable:
         return "floats"
 
+    def _cut(self, cut: Cut) -> Self:
+        return self
+
     def floats(self) -> Tensor:
+        if self.own is not None:
+            return self.rows(0, self.outputs)
         value = torch.empty((self.outputs, self.inputs), dtype=self.dtype)
         copy_tensors(self.entries, {f"{self.base}.weight": value})
         return value
 
     def rows(self, start: int, end: int) -> Tensor:
         """Some of its rows, [end - start, inputs]. Raises ModelLoadError if they cannot be read."""
+        if self.own is None:
+            name = f"{self.base}.weight"
+            return read_rows(self.entries[name], name, start, end).to(self.dtype)
+        return self._read(Cut(self.own.shape, (between(self.own.ranges[0], start, end), self.own.ranges[1])))
+
+    def _read(self, cut: Cut) -> Tensor:
+        """A part of the whole layer."""
+        value = torch.empty(cut.own_shape, dtype=self.dtype)
         name = f"{self.base}.weight"
-        return read_rows(self.entries[name], name, start, end).to(self.dtype)
+        read_part(self.entries[name], name, cut, value)
+        return value
 
     def pack(
         self,
@@ -215,16 +269,54 @@ def _rows_of(layer: FloatLayer, order: Tensor | None, low: int, high: int) -> Te
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixOfStack(FloatLayer):
-    """One matrix of a stack [E, outputs, inputs], which is the tensor ``base``."""
-
-    index: int = 0
+class TurnedLayer(FloatLayer):
+    """One that is stored as [inputs, outputs]."""
 
     def floats(self) -> Tensor:
         return self.rows(0, self.outputs)
 
     def rows(self, start: int, end: int) -> Tensor:
+        ranges = ((0, self.outputs),), ((0, self.inputs),)
+        cut = self.own or Cut((self.outputs, self.inputs), ranges)
+        turned = Cut(cut.shape[::-1], (cut.ranges[1], between(cut.ranges[0], start, end)))
+        return self._read(turned).t().contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixOfStack(FloatLayer):
+    """One matrix of a stack [E, outputs, inputs], which is the tensor ``base``."""
+
+    index: int = 0
+
+    @property
+    def place(self) -> str:
+        return f"{self.base}[{self.index}]"
+
+    def floats(self) -> Tensor:
+        return self.rows(0, self.outputs)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        if self.own is not None:
+            return super().rows(start, end)
         return read_rows(self.entries[self.base], self.base, start, end, of=self.index).to(self.dtype)
+
+    def _read(self, cut: Cut) -> Tensor:
+        value = torch.empty(cut.own_shape, dtype=self.dtype)
+        entry = self.entries[self.base]
+        one = ((self.index, self.index + 1),)
+        read_part(entry, self.base, Cut(entry.shape, (one, *cut.ranges)), value[None])
+        return value
+
+
+def some_rows(layer: StoredLayer, rows: Tensor) -> tuple[StoredLayer, Tensor | None]:
+    """The part of a layer that has ``rows`` (int64, in any order), and their places in it; None: all, as they are.
+
+    Example: rows (9, 3, 4) are places (2, 0, 1) of the part of rows 3, 4 and 9.
+    """
+    ordered = rows.unique()
+    part = layer.part(ranges_of(ordered))
+    places = torch.searchsorted(ordered, rows)
+    return part, None if torch.equal(places, torch.arange(len(ordered))) else places
 
 
 def pack_stored(
@@ -259,12 +351,15 @@ class StoredLinear(PackedLinear):
     def __init__(self, ops: Ops, layer: StoredLayer, bias: Tensor | None, *, is_head: bool = False) -> None:
         """``bias``: [outputs]. ``is_head``: the output layer, of floats and without a bias, of which formats with few
         bits keep more."""
-        whole = layer.floats().to(ops.device) if is_head else None
-        packed = pack_stored(ops, [(layer, None)], bias) if whole is None else ops.pack_head(whole)
-        super().__init__(ops, packed, layer.inputs, layer.outputs)
+        super().__init__(ops, self._pack(ops, layer, bias, is_head), layer.inputs, layer.outputs)
         self.layer = layer
         self.bias = bias
         self.was_read = False
+
+    def _pack(self, ops: Ops, layer: StoredLayer, bias: Tensor | None, is_head: bool) -> Linear:
+        if is_head:
+            return ops.pack_head(layer.floats().to(ops.device))
+        return pack_stored(ops, [(layer, None)], bias)
 
     @property
     def weight(self) -> Tensor:
