@@ -188,6 +188,8 @@ SLOW: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "norms over all heads": ("olmoe", {}),
     "put together from a trace": ("gpt_neox", {}),
+    "put together, with experts": ("dots1", {}),
+    "put together, experts by rank": ("dots1", {"enable_expert_parallel": True}),
     "latent attention": ("deepseek_v3", {"tensor_parallel_size": 4}),
 }
 

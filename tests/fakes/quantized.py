@@ -58,9 +58,9 @@ def linear_names(made: Small, tensors: dict[str, Tensor]) -> dict[str, bool]:
     return {n: t for n, t in found.items() if n in tensors and tensors[n].ndim == 2 and not _KEPT.search(n)}
 
 
-def write_pair(folder: Path, kind: str, form: str) -> Pair:
-    """``form``: of `CASES`. Weights are drawn anew, as the form's own writer does it."""
-    made = small(kind, **SIZES)
+def write_pair(folder: Path, kind: str, form: str, **sizes: Any) -> Pair:
+    """``form``: of `CASES`. Weights are drawn anew, as the form's own writer does it. ``sizes``: of `small`."""
+    made = small(kind, **SIZES, **sizes)
     save(made, folder / "plain")
     tensors = _tensors(folder / "plain")
     writer, description = CASES[form]

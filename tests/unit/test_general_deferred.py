@@ -16,7 +16,7 @@ from tests.native import native_or_skip
 from torch import Tensor, nn
 
 from draftwise.kernels.torch_ops import TorchOps
-from draftwise.models.general import loading, settling
+from draftwise.models.general import expert_weights, loading, settling
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.general.deferred import Deferred, Source, deferred, numbers, part, rows_of
 from draftwise.models.general.experts import PackedExperts
@@ -135,9 +135,11 @@ def test_experts_that_give_other_numbers_stay_on_their_code(
 ) -> None:
     """The check at load compares logits with Transformers' afterwards."""
     save(small("phimoe"), tmp_path / "model")
-    real: Any = settling.pack_stored
+    real: Any = expert_weights.pack_stored
     monkeypatch.setattr(
-        settling, "pack_stored", lambda ops, rows, *args, **kwargs: real(ops, rows[::-1], *args, **kwargs)
+        expert_weights,
+        "pack_stored",
+        lambda ops, rows, *args, **kwargs: real(ops, rows[::-1], *args, **kwargs),
     )
     with caplog.at_level(logging.WARNING, "draftwise"):
         model = load_model(

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tests.fakes.architectures import save, small
+from tests.fakes.lora import save_adapter
+from tests.fakes.quantized import write_pair
 from tests.fakes.ranks import on_ranks
+from tests.native import native_or_skip
 from tests.unit.test_split import loaded, logits_of
 from torch import Tensor
 
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.ranks import Ranks
+from draftwise.models import checkpoint
 from draftwise.models.base import DecoderModel
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.loader import check_divided
+from draftwise.models.lora.decoder import AdaptedDecoder
+from draftwise.models.lora.peft import read_adapter
 from draftwise.models.recorded import RecordedDecoder
 
 
@@ -56,14 +66,159 @@ def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> 
     assert max(kv for _, _, kv in answers) < stored(whole) or kind == "olmo2"
 
 
+EXPERTS = [
+    ("dots1", 2, False),  # a tensor for each expert, a shared one, a correction
+    ("dots1", 2, True),
+    pytest.param("granitemoe", 2, False, marks=pytest.mark.slow),  # stacks in the checkpoint
+    pytest.param("granitemoe", 4, True, marks=pytest.mark.slow),
+    pytest.param("ernie4_5_moe", 4, False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "size", "by_rank"), EXPERTS)
+def test_experts_are_divided(tmp_path: Path, kind: str, size: int, by_rank: bool) -> None:
+    save(small(kind), tmp_path / kind)
+    whole = loaded(tmp_path / kind)
+    expected = logits_of(whole)
+
+    def work(ranks: Ranks) -> tuple[Tensor, int]:
+        model = loaded(tmp_path / kind, ranks, experts_by_rank=by_rank)
+        return logits_of(model), model.weight_bytes()
+
+    answers = on_ranks(size, work)
+    for logits, _ in answers:
+        assert torch.equal(logits, answers[0][0])
+        assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+    if not by_rank:  # experts of other ranks leave something that gives zeros, as large as these small ones
+        assert max(num_bytes for _, num_bytes in answers) < 0.9 * whole.weight_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "sizes"),
+    [
+        ("granite", "awq", {}),
+        ("dots1", "w4a16", {"moe_intermediate_size": 64}),
+        ("dots1", "w4a16", {}),  # no group of 32 is in half of an expert: they are divided by rank
+        pytest.param("granite", "gptq", {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "w8a8", {}, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "gptq", {}, marks=pytest.mark.slow),
+        pytest.param("dots1", "awq", {"moe_intermediate_size": 64}, marks=pytest.mark.slow),
+    ],
+)
+def test_quantised_weights_are_divided_as_they_are(
+    tmp_path: Path, kind: str, form: str, sizes: dict[str, int]
+) -> None:
+    pair = write_pair(tmp_path, kind, form, **sizes)
+    whole = loaded(pair.quantized)
+    expected = logits_of(whole)
+    answers = on_ranks(2, lambda ranks: logits_of(loaded(pair.quantized, ranks)))
+    assert torch.equal(*answers)
+    worst = float((answers[0] - expected).abs().max() / expected.abs().max())
+    assert worst < (0.1 if form == "w8a8" else 1e-4), "rows that are rounded to int8 are rounded in parts"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4_weight_only"])
+def test_weights_that_are_rounded_at_load(tmp_path: Path, quantization: str) -> None:
+    save(small("granite"), tmp_path / "model")
+    options = {"dtype": torch.bfloat16, "quantization": quantization}
+    expected = logits_of(loaded(tmp_path / "model", **options))
+    answers = on_ranks(2, lambda ranks: logits_of(loaded(tmp_path / "model", ranks, **options)))
+    assert torch.equal(*answers)
+    assert (answers[0] - expected).abs().max() < 0.12 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "turned"),
+    [
+        ("granite", ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj"), False),
+        pytest.param("gpt2", ("c_attn", "c_proj"), True, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_add_their_parts_of_an_adapter(
+    tmp_path: Path, kind: str, modules: tuple[str, ...], turned: bool
+) -> None:
+    save(small(kind), tmp_path / kind)
+    adapter = read_adapter(
+        save_adapter(tmp_path / "adapter", tmp_path / kind, 3, modules=modules, turned=turned)
+    )
+
+    def work(ranks: Ranks | None) -> Tensor:
+        model = AdaptedDecoder(loaded(tmp_path / kind, ranks))
+        model.load(1, adapter)
+        return logits_of(model, adapters=(1,))
+
+    expected, plain = work(None), logits_of(loaded(tmp_path / kind))
+    assert (expected - plain).abs().max() > 0.1 * plain.abs().max(), "it makes a difference"
+    answers = on_ranks(2, work)
+    assert torch.equal(*answers)
+    assert (answers[0] - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_a_rank_reads_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is divided. Embeddings are read whole, as are norms and biases."""
+    save(small("granite", tie_word_embeddings=False), tmp_path / "model")
+    read: list[int] = []  # Transformers reads in threads of its own
+    monkeypatch.setattr(checkpoint, "count", read.append)
+    entries = checkpoint.scan_checkpoint(tmp_path / "model")
+    layers = sum(prod(e.shape) for name, e in entries.items() if ".layers." in name and len(e.shape) == 2)
+    rest = sum(prod(e.shape) for e in entries.values()) - layers
+    on_ranks(2, lambda ranks: loaded(tmp_path / "model", ranks))
+    assert layers <= sum(read) <= 1.02 * (layers + 2 * rest)
+
+
+_MEASURE = """
+import sys, torch
+from pathlib import Path
+from draftwise.models.loader import load_model
+from tests.fakes.ranks import on_ranks
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+def load(folder):
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "quantization": sys.argv[3] or None}
+    return on_ranks(2, lambda ranks: load_model(folder, ranks=ranks, **options), seconds=300)
+warm = load(sys.argv[1])  # imports, buffers of torch
+del warm
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+models = load(sys.argv[2])
+print(status("VmHWM") - before, sum(model.weight_bytes() for model in models))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_the_peak_of_a_rank_is_its_share_and_one_layer(quantization: str, tmp_path: Path) -> None:
+    """Of two ranks that load at once in one process, together."""
+    native_or_skip()
+    sizes = {
+        "vocab_size": 2000, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_hidden_layers": 16, "head_dim": 96, "attention_multiplier": 0.01,
+    }  # fmt: skip
+    save(small("granite"), tmp_path / "small")
+    config = transformers.AutoConfig.for_model("granite", **sizes)
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "large"
+    )
+    places = [str(tmp_path / "small"), str(tmp_path / "large"), quantization]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _MEASURE, *places],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    peak, weights = map(int, result.stdout.split())
+    assert weights > 300e6
+    assert peak < 1.2 * weights
+
+
 def test_what_is_not_divided_is_named(tmp_path: Path) -> None:
     save(small("mamba"), tmp_path / "mamba")
     with pytest.raises(ModelLoadError, match="Transformers' code, which is not divided among ranks"):
         on_ranks(2, lambda ranks: loaded(tmp_path / "mamba", ranks))
     save(small("gpt_neox"), tmp_path / "neox")
-    with pytest.raises(ConfigError, match="its quantised weights are not divided"):
-        on_ranks(2, lambda ranks: loaded(tmp_path / "neox", ranks, quantization="int8"))
-    with pytest.raises(ConfigError, match="enable_expert_parallel"):
-        check_divided(tmp_path / "neox", 2, experts_by_rank=True)
+    with pytest.raises(ConfigError, match="enable_expert_parallel: it has no experts"):
+        on_ranks(2, lambda ranks: loaded(tmp_path / "neox", ranks, experts_by_rank=True))
     with pytest.raises(ModelLoadError, match="nothing of it can be divided among 7 ranks"):
         on_ranks(7, lambda ranks: loaded(tmp_path / "neox", ranks))

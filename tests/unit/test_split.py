@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,8 +35,8 @@ KINDS = [
 BY_RANK = [("mixtral", 2), ("qwen2_moe", 2), ("deepseek_v3", 3), ("qwen3_moe", 4)]
 
 
-def logits_of(model: DecoderModel) -> Tensor:
-    """Of 20 rows in two chunks, [20, V]."""
+def logits_of(model: DecoderModel, adapters: tuple[int, ...] | None = None) -> Tensor:
+    """Of 20 rows in two chunks, [20, V]; ``adapters``: the number of their adapter."""
     rows = np.arange(20, dtype=np.int32) * 7 % 251
     table = np.array([1, 2, 3], np.int32)
     with torch.inference_mode():
@@ -43,7 +44,7 @@ def logits_of(model: DecoderModel) -> Tensor:
         found = []
         for start, end in ((0, 13), (13, 20)):
             batch = build_step_input([RowInput(rows[start:end], start, table)], 8, model.inputs_on)
-            found.append(model.forward_logits(batch, kv)[1])
+            found.append(model.forward_logits(replace(batch, adapters=adapters), kv)[1])
         return torch.cat(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from draftwise.models.general.stored import StoredLinear
 from draftwise.models.general.trace import trace
 from draftwise.models.general.ways import Interface
 from draftwise.models.recorded import recorded
+from draftwise.models.weights import release_freed_memory
 
 logger = logging.getLogger("draftwise")
 
@@ -81,6 +83,8 @@ def assembled(
         logger.info("%d pairs of layers are divided among %d ranks", divided.count, ranks.part.size)
         with with_imagined(divided.nodes):  # what is made up is compared: the rest of it is nowhere
             _compare(AssembledDecoder(config, ops, maker().make(lambda _: None)), reference, rounded)
+        gc.collect()  # what was put together holds itself, and the collector rests while models load
+        release_freed_memory()
         stored.clear()
     last = maker()
 

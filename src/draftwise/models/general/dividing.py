@@ -63,7 +63,6 @@ class Dividing:
             for each in node.inputs():
                 users.setdefault(each, set()).add(node)
         mixtures = [node for node in nodes if isinstance(node, Mixture)]
-        mixtures = [node for node in mixtures if node.experts.can_be_divided(part, by_rank=experts_by_rank)]
         if experts_by_rank and not mixtures:
             raise ConfigError("enable_expert_parallel: it has no experts that are understood; leave it out")
         head = traced.logits

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
 from draftwise.kernels.ranks import Part
 from draftwise.kernels.routing import Activation
@@ -84,9 +85,21 @@ class ExpertWeights:
     @property
     def few_bits(self) -> bool:
         """Whether the checkpoint has them quantised."""
-        found = (rows_of(part(self.stacks[name], 0).t() if self.form.turned else part(self.stacks[name], 0))
-                 for name in (UP, DOWN))  # fmt: skip
+        found = (rows_of(self._matrix(name, 0)[0]) for name in (UP, DOWN))
         return any(rows is not None and isinstance(rows[0][0], QuantizedLayer) for rows in found)
+
+    def has_parts(self, part: Part) -> bool:
+        """Whether each expert can be divided evenly, and be read so."""
+        if self.inner % part.size:
+            return False
+        own = self.inner // part.size
+        rows = rows_of(self._matrix(DOWN, 0)[0])
+        try:
+            for layer, _ in rows or ():
+                layer.part(columns=((part.rank * own, (part.rank + 1) * own),))
+        except ModelLoadError:  # groups go over the border
+            return False
+        return True
 
     def of_rank(self, part: Part, *, by_rank: bool) -> Self:
         """A rank's."""

@@ -182,13 +182,10 @@ class Stack:
         packed = ops.pack_experts(layers, replace(routing, activation=activation), correction)
         return packed if self.weights is None else summed_experts(self.weights.share.part, packed)
 
-    def can_be_divided(self, part: Part, *, by_rank: bool) -> bool:
-        """Whether ranks can have equal parts of each expert, or experts of their own."""
-        return self.weights is not None and (by_rank or self.weights.inner % part.size == 0)
-
     def of_rank(self, part: Part, *, by_rank: bool) -> Stack:
-        """What one of several ranks computes."""
-        assert self.weights is not None
+        """What one of several ranks computes. Experts that cannot have equal parts are divided by rank, too."""
+        assert self.weights is not None, "ranks' experts are not packed as the model is built"
+        by_rank = by_rank or not self.weights.has_parts(part)
         return replace(self, weights=self.weights.of_rank(part, by_rank=by_rank))
 
     def as_imagined(self) -> Stack:

@@ -164,15 +164,21 @@ def _naming(
         if args:
             tracer.put_function(out, args[0], functions[module])
 
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        tracer.paused = True  # how it multiplies is its own: a made-up matrix would be kept as a constant
+
     def multiplied(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         assert isinstance(module, StoredLinear)
+        tracer.paused = False
         if args:
             tracer.put_product(out, args[0], module)
         else:
             tracer.put_unknown(out, "it calls a linear layer by the name of what it gives")
 
     hooks = [module.register_forward_hook(named) for module in functions]
-    hooks += [m.register_forward_hook(multiplied) for m in modules if isinstance(m, StoredLinear)]
+    stored = [module for module in modules if isinstance(module, StoredLinear)]
+    hooks += [module.register_forward_pre_hook(before) for module in stored]
+    hooks += [module.register_forward_hook(multiplied) for module in stored]
     try:
         yield
     finally:
