@@ -6,6 +6,7 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.ranks import Ranks
 from draftwise.models import checkpoint
 from draftwise.models.base import DecoderModel
+from draftwise.models.cuts import Cut
+from draftwise.models.general import stored
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.loader import check_divided
 from draftwise.models.lora.decoder import AdaptedDecoder
@@ -29,7 +32,7 @@ from draftwise.models.lora.peft import read_adapter
 from draftwise.models.recorded import RecordedDecoder
 
 
-def stored(model: DecoderModel) -> int:
+def kept(model: DecoderModel) -> int:
     """Numbers of a token in the cache."""
     return sum(layer.elements_per_token for layer in model.kv_layout())
 
@@ -55,7 +58,7 @@ def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> 
         model = loaded(tmp_path / kind, ranks)
         inner = model.inner if isinstance(model, RecordedDecoder) else model
         assert isinstance(inner, AssembledDecoder)
-        return logits_of(model), model.weight_bytes(), stored(model)
+        return logits_of(model), model.weight_bytes(), kept(model)
 
     check_divided(tmp_path / kind, size)
     answers = on_ranks(size, work)
@@ -63,7 +66,7 @@ def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> 
         assert torch.equal(logits, answers[0][0]), "all ranks have the same bits"
         assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
     assert max(num_bytes for _, num_bytes, _ in answers) < 0.9 * whole.weight_bytes()
-    assert max(kv for _, _, kv in answers) < stored(whole) or kind == "olmo2"
+    assert max(kv for _, _, kv in answers) < kept(whole) or kind == "olmo2"
 
 
 EXPERTS = [
@@ -158,7 +161,21 @@ def test_a_rank_reads_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Of what is divided. Embeddings are read whole, as are norms and biases."""
     save(small("granite", tie_word_embeddings=False), tmp_path / "model")
     read: list[int] = []  # Transformers reads in threads of its own
+    part, rows = stored.read_part, stored.read_rows
+
+    def read_part(entry: Any, name: str, cut: Cut, dest: Tensor) -> None:
+        read.append(dest.numel())
+        part(entry, name, cut, dest)
+
+    def read_rows(*args: Any, **options: Any) -> Tensor:
+        found = rows(*args, **options)
+        read.append(found.numel())
+        return found
+
     monkeypatch.setattr(checkpoint, "count", read.append)
+    monkeypatch.setattr(stored, "count", lambda n: None)  # says what is packed
+    monkeypatch.setattr(stored, "read_part", read_part)
+    monkeypatch.setattr(stored, "read_rows", read_rows)
     entries = checkpoint.scan_checkpoint(tmp_path / "model")
     layers = sum(prod(e.shape) for name, e in entries.items() if ".layers." in name and len(e.shape) == 2)
     rest = sum(prod(e.shape) for e in entries.values()) - layers

@@ -91,7 +91,7 @@ def ranges_of(places: Tensor) -> Ranges:
 
 
 def between(ranges: Ranges, start: int, end: int) -> Ranges:
-    """The places ``[start:end]`` of those in ``ranges``. Example: of ((3, 6), (9, 12)), 2 to 4 are ((5, 6), (9, 10))."""
+    """The places ``[start:end]`` of those in ``ranges``. Example: 2 to 4 of ((3, 6), (9, 12)) are ((5, 6), (9, 10))."""
     found, at = [], 0
     for low, high in ranges:
         first, last = max(low, low + start - at), min(high, low + end - at)

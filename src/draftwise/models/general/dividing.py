@@ -140,7 +140,7 @@ class Dividing:
         if self._part.rank:
             layer.bias = None  # it is in the sum once
         for one, asked in self._asked.items():
-            rows = torch.cat([columns for _, columns in asked]).unique()
+            rows = torch.unique(torch.cat([columns for _, columns in asked]))
             one.weight = _rows(one.weight, rows)
             if one.bias is not None:
                 one.bias = one.bias[rows].contiguous()

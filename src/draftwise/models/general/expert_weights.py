@@ -149,7 +149,8 @@ class ExpertWeights:
         if not self.made_up:
             return _part(self.stacks, name, e, self.form.turned)
         stack, bias = self.stacks[name], self.stacks.get(f"{name}_bias")
-        weight = imagined(f"{self.place}.{name}[{e}]", *stack.shape[1:], stack.dtype)
+        outputs, inputs = stack.shape[1:]
+        weight = imagined(f"{self.place}.{name}[{e}]", outputs, inputs, stack.dtype)
         return weight.t() if self.form.turned else weight, None if bias is None else bias[e]
 
 
@@ -193,7 +194,8 @@ def _taken(rows: LayerRows, order: Tensor, *, alone: bool) -> LayerRows | None:
     """
     sizes = torch.tensor([layer.outputs if own is None else len(own) for layer, own in rows])
     ends = sizes.cumsum(0)
-    which, counts = torch.bucketize(order, ends, right=True).unique_consecutive(return_counts=True)
+    layers = torch.bucketize(order, ends, right=True)
+    which, counts = torch.unique_consecutive(layers, return_counts=True)
     if len(which) > len(rows):
         return None
     found: LayerRows = []

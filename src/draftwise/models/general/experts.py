@@ -141,7 +141,7 @@ class ImaginedExperts(PackedExperts):
 
     def _mixed(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        for e in chosen.unique().tolist():
+        for e in sorted(set(chosen.flatten().tolist())):
             hit, place = (chosen == e).nonzero(as_tuple=True)
             up, up_bias = self._numbers.gate_up(e)
             down, down_bias = self._numbers.down(e)
@@ -195,7 +195,7 @@ class Stack:
 
 def stacks_of(calls: dict[nn.Module, Call]) -> dict[nn.Module, Stack]:
     """The modules whose form is understood."""
-    found = {}
+    found: dict[nn.Module, Stack] = {}
     for module, call in calls.items():
         if isinstance(module, ImaginedExperts):
             found[module] = Stack(module, module.weights, call.names)

@@ -6,6 +6,7 @@ Worked example: a matrix of 3 rows and 4 columns with a step of 7 has 18 numbers
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import torch
@@ -20,7 +21,7 @@ def imagined(name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor
     """[outputs, inputs], the same numbers for the same name; of a size at which rows keep theirs. A view of
     ``_STEP * outputs + inputs`` numbers."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    numbers = torch.randn(_STEP * outputs + inputs, generator=generator) * inputs**-0.5
+    numbers = torch.randn(_STEP * outputs + inputs, generator=generator) / math.sqrt(inputs)
     return numbers.to(dtype).as_strided((outputs, inputs), (_STEP, 1))
 
 

@@ -313,7 +313,7 @@ def some_rows(layer: StoredLayer, rows: Tensor) -> tuple[StoredLayer, Tensor | N
 
     Example: rows (9, 3, 4) are places (2, 0, 1) of the part of rows 3, 4 and 9.
     """
-    ordered = rows.unique()
+    ordered = torch.unique(rows)
     part = layer.part(ranges_of(ordered))
     places = torch.searchsorted(ordered, rows)
     return part, None if torch.equal(places, torch.arange(len(ordered))) else places
