@@ -29,32 +29,49 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.skipif(ARM_VARIABLE in os.environ, reason="these tests begin such runs"),
 ]
-FILES = ("linear", "linear_quantized", "levels", "attention", "ops", "verify", "program", "trees")
+FILES = (
+    "cpu_linear", "cpu_linear_quantized", "cpu_levels", "cpu_attention", "cpu_attention_whole", "cpu_experts",
+    "cpu_mxfp4", "cpu_ops", "cpu_verify", "cpu_program", "cpu_trees", "latent",
+)  # fmt: skip
 FORMATS = ("float32", "bfloat16", "int8", "int8_dynamic", "int4_g32", "int4_dynamic_g32")
 SOME = (
-    "attention.py::test_equals_the_oracle[neon-(4, 2, 64)-7-float32]",
-    "attention.py::test_equals_the_oracle[neon-(6, 2, 12)-None-bfloat16]",
-    "attention.py::test_equals_the_oracle[neon-(4, 4, 80)-300-bfloat16]",
-    "attention.py::test_caches_of_other_types[neon-(4, 2, 64)-2.5-torch.float32-torch.int8]",
-    "attention.py::test_caches_of_other_types[neon-(6, 2, 12)-None-torch.bfloat16-torch.float16]",
-    "attention.py::test_tree_paths_have_the_bits_of_chains[neon-250-20-bfloat16]",
-    "attention.py::test_tree_paths_have_the_bits_of_chains[neon-5-None-float32]",
-    "attention.py::test_same_bits_over_caches_of_other_types[neon-float32-torch.int8]",
-    "attention.py::test_one_request_split_over_threads_has_the_same_bits[neon]",
-    "verify.py::test_decides_like_torch[64-neon]",
-    "verify.py::test_noise_is_that_of_the_module[neon]",
-    "verify.py::test_same_alone_and_on_threads[3]",
-    "boundary.py::test_structures_are_as_large_as_the_native_ones",
+    "cpu_attention.py::test_equals_the_oracle[neon-(4, 2, 64)-7-float32]",
+    "cpu_attention.py::test_equals_the_oracle[neon-(6, 2, 12)-None-bfloat16]",
+    "cpu_attention.py::test_equals_the_oracle[neon-(4, 4, 80)-300-bfloat16]",
+    "cpu_attention.py::test_caches_of_other_types[neon-(4, 2, 64)-2.5-torch.float32-torch.int8]",
+    "cpu_attention.py::test_caches_of_other_types[neon-(6, 2, 12)-None-torch.bfloat16-torch.float16]",
+    "cpu_attention.py::test_tree_paths_have_the_bits_of_chains[neon-250-20-bfloat16]",
+    "cpu_attention.py::test_tree_paths_have_the_bits_of_chains[neon-5-None-float32]",
+    "cpu_attention.py::test_same_bits_over_caches_of_other_types[neon-float32-torch.int8]",
+    "cpu_attention.py::test_one_request_split_over_threads_has_the_same_bits[neon]",
+    "cpu_verify.py::test_decides_like_torch[64-neon]",
+    "cpu_verify.py::test_noise_is_that_of_the_module[neon]",
+    "cpu_verify.py::test_same_alone_and_on_threads[3]",
+    "cpu_boundary.py::test_structures_are_as_large_as_the_native_ones",
 )
 """Of the tests of attention and verification, whose vectors are the same on every level."""
 
+LAYERS = (
+    "cpu_experts.py::test_value_and_bits[i8mm-bfloat16]",
+    "cpu_experts.py::test_value_and_bits[i8mm-int8_dynamic]",
+    "cpu_experts.py::test_value_and_bits[i8mm-int4_dynamic]",
+    "cpu_experts.py::test_what_no_row_chose_is_not_read[i8mm]",
+    "cpu_mxfp4.py::test_products_are_those_of_the_numbers[i8mm-33-2]",
+    "cpu_mxfp4.py::test_gate_and_up[i8mm]",
+    "cpu_attention_whole.py::test_same_bits_alone_and_on_threads[bfloat16-i8mm]",
+    "cpu_attention_whole.py::test_native_equals_torch[(6, 2, 12)-7-float32-i8mm]",
+    "latent.py::test_attention[i8mm-5-24-torch.bfloat16-torch.bfloat16]",
+    "latent.py::test_a_layer_for_each_head[i8mm-torch.bfloat16]",
+)
+"""Of the tests of experts, floats of four bits, blocks that see themselves, and latent attention."""
+
 
 def run_tests(cpu: str, tests: tuple[str, ...], chosen: str = "") -> None:
-    """Tests of the kernels (what stands behind ``test_cpu_``) with this processor's library."""
+    """Tests of the kernels (what stands behind ``test_``) with this processor's library."""
     folder = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", chosen]
     done = subprocess.run(
-        [*command, *(f"{folder}/test_cpu_{name}" for name in tests)],
+        [*command, *(f"{folder}/test_{name}" for name in tests)],
         env={**os.environ, ARM_VARIABLE: cpu},
         cwd=folder.parents[1],
         capture_output=True,
@@ -192,15 +209,19 @@ def test_some_of_the_kernels() -> None:
     run_tests("cortex-a72", SOME)
 
 
+def test_layers_of_newer_models() -> None:
+    run_tests("max", LAYERS)
+
+
 def test_ways_out_of_linear_layers() -> None:
     chosen = (
         "add_is or silu or special or strided or epilogues or rows_of_zeros or float32_rows or zero_points"
     )
-    run_tests("max", ("linear.py", "linear_quantized.py"), f"i8mm and ({chosen})")
+    run_tests("max", ("cpu_linear.py", "cpu_linear_quantized.py"), f"i8mm and ({chosen})")
 
 
 def test_row_operations() -> None:
-    run_tests("cortex-a72", ("ops.py",), "neon and not 1030")
+    run_tests("cortex-a72", ("cpu_ops.py",), "neon and not 1030")
 
 
 @pytest.mark.slow
@@ -208,4 +229,4 @@ def test_row_operations() -> None:
 @pytest.mark.parametrize("cpu", remote.PROCESSORS)
 def test_kernels(cpu: str, name: str) -> None:
     """Every test of the kernels at every level that the processor has."""
-    run_tests(cpu, (f"{name}.py",))
+    run_tests(cpu, (f"{name}.py",), "not one_text")  # that one is an engine, and there is none under qemu
