@@ -74,7 +74,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         return TorchOps(dtype, device, TorchStaticAttention())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftwise.models.loader.default_ops", ops)
+        patch.setattr("draftwise.models.self_test.default_ops", ops)
         made = Engines.__new__(Engines)
         patch.setattr("draftwise.engine.device.backend_for", lambda device: made.backend(device))
         made.__init__(tmp_path_factory.mktemp("graphs"))  # type: ignore[misc]

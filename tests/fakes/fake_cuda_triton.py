@@ -12,7 +12,10 @@ from unittest import mock
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
+from draftwise.kernels import replaced
 from draftwise.kernels.triton import attention, availability, linear, ops
+from draftwise.models import self_test
+from draftwise.runner import step_checks
 from tests.fakes.fake_cuda_device import FakeCuda
 from tests.fakes.fake_cuda_tensor import CudaTensor, DeviceError
 
@@ -147,8 +150,9 @@ def _compile_for_no_device() -> None:
 
 
 @contextmanager
-def fake_launches(device: FakeCuda, how: How) -> Iterator[Launches]:
-    """All kernels are launched as said; models take them for a device's."""
+def fake_launches(device: FakeCuda, how: How, *, tested: bool = False) -> Iterator[Launches]:
+    """All kernels are launched as said; models take them for a device's. ``tested``: engines compare them with torch
+    first, which takes the interpreter seconds."""
     launches = Launches(how)
     device.garbage = how == "interpret"
 
@@ -161,6 +165,10 @@ def fake_launches(device: FakeCuda, how: How) -> Iterator[Launches]:
         asking = (availability,) if how == "interpret" else (availability, attention, linear, ops)
         for module in asking:
             stack.enter_context(mock.patch.object(module, "interpreted", lambda: False))
+        if not tested:
+            for module in (self_test, step_checks):
+                stack.enter_context(mock.patch.object(module, "TESTED", frozenset()))
+        stack.enter_context(mock.patch.dict(replaced._replaced))
         if how == "compile":
             _compile_for_no_device()
         stack.enter_context(mock.patch.dict("os.environ", {"DRAFTWISE_KERNELS": "triton"}))

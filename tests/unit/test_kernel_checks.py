@@ -16,6 +16,7 @@ from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.checking import KernelCheck, check_kernels
 from draftwise.models.loader import load_config
+from draftwise.quantization.scheme import parse_scheme
 
 CPU = torch.device("cpu")
 CONFIG = load_config(embedded_path("target"))
@@ -105,3 +106,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main(["env", "--check-kernels", "--model", str(embedded_path("target"))]) == 1
     out = capsys.readouterr().out
     assert next(line for line in out.splitlines() if "WRONG" in line).startswith("attention, tree")
+
+
+def test_rounded_layers_and_norms_of_heads() -> None:
+    """Compared only where a model has them."""
+    scheme = parse_scheme("int8_weight_only")
+    names = {check.name for check in check_kernels(TorchOps(torch.float32, CPU), CONFIG)}
+    normed = replace(CONFIG, qk_norm=True)
+    more = check_kernels(TorchOps(torch.float32, CPU), normed, scheme)
+    assert {check.name for check in more} - names == {
+        *(f"linear, int8_weight_only, {rows} rows" for rows in (1, 7, 80)),
+        "queries, normalised, rotated",
+        "keys and values, normalised, written",
+    }
+    # plain torch does not round what it packs: that is seen
+    assert {check.kernel for check in more if not check.right} == {"linear"}

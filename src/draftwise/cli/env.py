@@ -86,20 +86,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(config: EngineConfig) -> list[KernelCheck]:
-    """The kernels of the engine's target, without `quantization`."""
+    """The kernels of the engine's target, and those between its passes; also those that the engine does without."""
     import torch
 
-    from draftwise.kernels.select import default_ops
+    from draftwise.kernels.select import default_ops, on_triton
     from draftwise.models.checking import check_kernels
     from draftwise.models.loader import load_config
+    from draftwise.quantization.scheme import parse_scheme
+    from draftwise.runner.step_checks import check_steps
 
     assert config.model is not None, "resolve_engine_config names the embedded model"
     model = load_config(config.model, config.revision, max_model_len=config.max_model_len)
     name = (model.dtype or "float32") if config.dtype == "auto" else config.dtype
+    device = torch.device(config.device)
+    scheme = parse_scheme(config.quantization, device=device.type) if config.quantization else None
     ops = default_ops(
-        getattr(torch, name), torch.device(config.device), batch_invariant=config.batch_invariant
+        getattr(torch, name), device, scheme, batch_invariant=config.batch_invariant, untested=True
     )
-    return check_kernels(ops, model)
+    checks = check_kernels(ops, model, scheme)
+    if on_triton(device, untested=True):
+        checks += check_steps(device, model.vocab_size, config.block_size)
+    return checks
 
 
 def environment() -> dict[str, Any]:

@@ -37,6 +37,7 @@ from draftwise.propose.base import Proposer, ProposerContext
 from draftwise.propose.registry import resolve_proposer
 from draftwise.propose.shared import FollowingProposer, LeadingProposer
 from draftwise.runner.local import LocalExecutor
+from draftwise.runner.step_checks import settle_steps
 from draftwise.structured.grammars import Grammars
 from draftwise.verify.rates import SyntheticAcceptance
 from draftwise.verify.select import default_rules
@@ -114,6 +115,7 @@ def build_device(
         ranks=ranks,
         experts_by_rank=config.enable_expert_parallel,
     )
+    settle_steps(device, model.config.vocab_size, config.block_size, ranks)
     if config.enable_lora:
         model = AdaptedDecoder(model)
     max_model_len = model.config.max_model_len

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
 from draftwise.kernels.select import on_triton
-from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, next_rows, sample_tokens
+from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, token_counters, uniform
 from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
@@ -254,19 +254,11 @@ class ChainLoop:
         static = first.static
         assert static is not None
         size = first.block_size
-        if self._fused:
-            where = DraftSlots(
-                static.tables, size, self._spare_slot, drafter.max_position, drafter.position_offset
-            )
-            positions, slots, context = next_rows(self._start, self._length, step, where)
-        else:
-            keys = self._start + step
-            positions = (keys + drafter.position_offset).clamp(0, drafter.max_position)
-            pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
-            slots = static.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
-            stored = (step + 1 < self._length) & (keys + drafter.position_offset <= drafter.max_position)
-            slots = slots.masked_fill(~stored, self._spare_slot)
-            context = keys.to(torch.int32)
+        where = DraftSlots(
+            static.tables, size, self._spare_slot, drafter.max_position, drafter.position_offset
+        )
+        made = next_rows if self._fused else next_rows_in_torch
+        positions, slots, context = made(self._start, self._length, step, where)
         requests = self.shape.requests
         return StepInput(
             token_ids=tokens,
@@ -290,3 +282,15 @@ class ChainLoop:
                 ),
             ),
         )
+
+
+def next_rows_in_torch(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:
+    """As `next_rows`."""
+    size = where.block_size
+    keys = start + step
+    wanted = keys + where.position_offset
+    pages = (keys // size).clamp(max=where.tables.shape[1] - 1)
+    slots = where.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
+    stored = (step + 1 < length) & (wanted <= where.max_position)
+    slots = slots.masked_fill(~stored, where.spare_slot)
+    return NextRows(wanted.clamp(0, where.max_position), slots, keys.to(torch.int32))

@@ -12,6 +12,7 @@ import torch
 from draftwise import names
 from draftwise.errors import ConfigError
 from draftwise.kernels.base import Ops
+from draftwise.kernels.replaced import STEPS, replaced_kernels
 from draftwise.kernels.split import SplitOps
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kernels.triton.availability import why_not_triton
@@ -39,6 +40,7 @@ def default_ops(
     *,
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
+    untested: bool = False,
 ) -> Ops:
     """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise; others where the environment names them
     or something is asked for that only they have.
@@ -47,6 +49,7 @@ def default_ops(
         scheme: What linear layers are rounded to as they are packed; plain torch cannot.
         batch_invariant: A row's bits may not depend on the rows that are computed with it.
         ranks: With whom a model is shared; the operations are then `SplitOps`. None: with nobody.
+        untested: Also kernels that were found wrong on this machine (`kernels.replaced`).
 
     Raises:
         ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or kernels are needed that cannot be had.
@@ -57,7 +60,8 @@ def default_ops(
     if _wanted() == "triton" or (_wanted() == "auto" and device.type == "cuda" and needed):
         without = why_not_triton(dtype, device)
         if without is None:
-            return _triton(dtype, device, scheme, batch_invariant, ranks)
+            replaced = frozenset() if untested else replaced_kernels(device.type) - {STEPS}
+            return _triton(dtype, device, scheme, batch_invariant, ranks, replaced)
         if _wanted() == "triton":
             raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
         raise ConfigError(f"{needed} needs Triton's kernels: {without}")
@@ -87,12 +91,15 @@ def _joined(ops: SplitOps, ranks: Ranks) -> Ops:
     return ops
 
 
-def on_triton(device: torch.device) -> bool:
-    """Whether what stands between passes on this device is done by Triton's kernels.
+def on_triton(device: torch.device, *, untested: bool = False) -> bool:
+    """Whether what stands between passes on this device is done by Triton's kernels. ``untested``: or would be, if all
+    were right on this machine.
 
     Raises:
         ConfigError: ``DRAFTWISE_KERNELS`` names nothing.
     """
+    if not untested and STEPS in replaced_kernels(device.type):
+        return False
     return _wanted() == "triton" and why_not_triton(torch.float32, device) is None
 
 
@@ -134,16 +141,18 @@ def _triton(
     scheme: Scheme | None,
     batch_invariant: bool,
     ranks: Ranks | None,
+    replaced: frozenset[str],
 ) -> Ops:
     from draftwise.kernels.triton.ops import TritonOps
 
-    if ranks is not None:
+    if ranks is None:
+        return TritonOps(dtype, device, scheme=scheme, batch_invariant=batch_invariant, replaced=replaced)
 
-        class SplitTritonOps(SplitOps, TritonOps):
-            """`TritonOps` of one rank of several."""
+    class SplitTritonOps(SplitOps, TritonOps):
+        """`TritonOps` of one rank of several."""
 
-        return _joined(SplitTritonOps(dtype, device, scheme=scheme, batch_invariant=batch_invariant), ranks)
-    return TritonOps(dtype, device, scheme=scheme, batch_invariant=batch_invariant)
+    split = SplitTritonOps(dtype, device, scheme=scheme, batch_invariant=batch_invariant, replaced=replaced)
+    return _joined(split, ranks)
 
 
 def _native(dtype: torch.dtype, scheme: Scheme | None, ranks: Ranks | None) -> Ops:

@@ -22,6 +22,8 @@ from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
 from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.quantization.scheme import Scheme
+from draftwise.quantization.weights import quantize, quantize_rows
 from draftwise.types import StepInput
 
 LIMITS: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -36,6 +38,7 @@ _VOCAB: Final = 8192
 """Rows of the output layer that are compared, at most: all of a large one would take gigabytes beside the model."""
 
 _BLOCK: Final = 16
+_CHUNK: Final = 40  # rows of a prompt's chunk
 _TREE: Final = (-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 6, 9, 11)
 """Parents of a tree's nodes: several at the root, forks further down, and a path of six."""
 
@@ -46,6 +49,7 @@ _Pair = tuple[Tensor, Tensor]  # what the kernel gave, and the same by plain tor
 class KernelCheck:
     """What came of one operation."""
 
+    kernel: str  # which it runs on, of `kernels.replaced`
     name: str
     apart: float  # the largest difference, in the unit of `LIMITS`; not a number if the kernel gave one
     limit: float
@@ -63,51 +67,68 @@ class KernelCheck:
 
 
 @torch.inference_mode()
-def check_kernels(ops: Ops, config: ModelConfig) -> list[KernelCheck]:
+def check_kernels(ops: Ops, config: ModelConfig, scheme: Scheme | None = None) -> list[KernelCheck]:
     """Compare every operation that ``ops`` has for a model like ``config`` with plain torch. Takes seconds.
 
-    Weights are random and not rounded to fewer bits. Attention is compared over rows that decode, a chunk of a prompt
-    and a tree, with the model's window, soft cap and sinks. Latent attention is not compared.
+    Weights are random. Attention is compared over rows that decode, a chunk of a prompt and a tree, with the model's
+    windows, soft cap and sinks. Latent attention is not compared.
+
+    Args:
+        scheme: what linear layers of ``ops`` are rounded to; they are compared with torch on the same rounded weights.
 
     Returns:
         One check per operation and kind of row, in a fixed order.
     """
-    checks = []
-    for name, compared in _cases(ops, config):
-        limit = LIMITS[ops.dtype]
-        try:
-            got, wanted = compared()
-            assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)}, not {tuple(wanted.shape)}"
-            wanted = wanted.float()
-            unit = wanted.square().mean().sqrt().clamp(min=1e-30)
-            checks.append(KernelCheck(name, float((got.float() - wanted).abs().max() / unit), limit))
-        except Exception as error:  # whatever a compiler or a driver raises is a result here
-            text = " ".join(str(error).split())[:200]
-            checks.append(KernelCheck(name, float("nan"), limit, f"{type(error).__name__}: {text}"))
-    return checks
+    return [
+        compare(kernel, name, LIMITS[ops.dtype], case) for kernel, name, case in _cases(ops, config, scheme)
+    ]
 
 
-def _cases(ops: Ops, config: ModelConfig) -> Iterator[tuple[str, Callable[[], _Pair]]]:
+def compare(kernel: str, name: str, limit: float, compared: Callable[[], _Pair]) -> KernelCheck:
+    """What comes of a pair of results, of a kernel and of plain torch; of whole numbers ``limit`` is 0."""
+    try:
+        got, wanted = compared()
+        assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)}, not {tuple(wanted.shape)}"
+        wanted = wanted.double() if limit == 0.0 else wanted.float()
+        unit = wanted.square().mean().sqrt().clamp(min=1e-30)
+        return KernelCheck(kernel, name, float((got.to(wanted.dtype) - wanted).abs().max() / unit), limit)
+    except Exception as error:  # whatever a compiler or a driver raises is a result here
+        text = " ".join(str(error).split())[:200]
+        return KernelCheck(kernel, name, float("nan"), limit, f"{type(error).__name__}: {text}")
+
+
+def _cases(
+    ops: Ops, config: ModelConfig, scheme: Scheme | None
+) -> Iterator[tuple[str, str, Callable[[], _Pair]]]:
     for rows in _ROWS:
-        yield f"norm, {rows} rows", partial(_norm, ops, config, rows)
-        yield f"linear, {rows} rows", partial(_linear, ops, config, rows)
-        yield f"gated, {rows} rows", partial(_gated, ops, config, rows)
-        yield f"logits, {rows} rows", partial(_logits, ops, config, rows)
-    yield "embedding", lambda: _embedding(ops, config)
+        yield "norm", f"norm, {rows} rows", partial(_norm, ops, config, rows)
+        yield "linear", f"linear, {rows} rows", partial(_linear, ops, config, rows)
+        if scheme is not None:
+            yield (
+                "linear",
+                f"linear, {scheme.name}, {rows} rows",
+                partial(_rounded, ops, config, rows, scheme),
+            )
+        yield "gated", f"gated, {rows} rows", partial(_gated, ops, config, rows)
+        yield "linear", f"logits, {rows} rows", partial(_logits, ops, config, rows)
+    yield "gather", "embedding", lambda: _embedding(ops, config)
     if config.latent is not None:
         return
-    yield "queries, rotated", lambda: _rotated(ops, config)[0]
-    yield "keys and values, written", lambda: _rotated(ops, config)[1]
+    for normed in (False, True) if config.qk_norm else (False,):
+        beside = ", normalised" if normed else ""
+        yield "rotation", f"queries{beside}, rotated", partial(_queries, ops, config, normed)
+        yield "rotation", f"keys and values{beside}, written", partial(_written, ops, config, normed)
     for window in dict.fromkeys(config.sliding_window):  # of several layers with the same one, the first
         behind = "" if window is None else f", window {window}"
-        yield f"attention, ragged{behind}", partial(_attention, ops, config, window, tree=False)
-        yield f"attention, tree{behind}", partial(_attention, ops, config, window, tree=True)
+        yield "attention", f"attention, ragged{behind}", partial(_attention, ops, config, window, tree=False)
+        yield "attention", f"attention, tree{behind}", partial(_attention, ops, config, window, tree=True)
 
 
 def _random(ops: Ops, *shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
-    """The same numbers on every device, rounded to the dtype of ``ops``."""
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return made.to(dtype=ops.dtype, device=ops.device)
+    """Made on the device: a large layer's numbers would take the host seconds. Rounded to the dtype of ``ops``."""
+    made = torch.empty(shape, device=ops.device)
+    made.normal_(0.0, scale, generator=torch.Generator(ops.device).manual_seed(seed))
+    return made.to(ops.dtype)
 
 
 def _norm(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
@@ -126,6 +147,18 @@ def _linear(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     x, weight = _layer(ops, config, rows, width)
     return ops.linear(x, ops.pack_exact(weight.clone())), x.float() @ weight.float().T
+
+
+def _rounded(ops: Ops, config: ModelConfig, rows: int, scheme: Scheme) -> _Pair:
+    """The same layer, rounded as it is packed; so are the rows, where the scheme says so."""
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    x, weight = _layer(ops, config, rows, width)
+    codes = quantize(weight, scheme)
+    seen = x.float()
+    if scheme.dynamic:
+        found, scales = quantize_rows(x, codes.codes.dtype if scheme.bits == 8 else torch.int8)
+        seen = found.float() * scales[:, None]
+    return ops.linear(x, ops.pack_linear(weight.clone())), seen @ codes.dequantize().float().T
 
 
 def _gated(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
@@ -154,7 +187,15 @@ def _embedding(ops: Ops, config: ModelConfig) -> _Pair:
     return ops.embedding(ids, table), table[ids]
 
 
-def _rotated(ops: Ops, config: ModelConfig) -> tuple[_Pair, _Pair]:
+def _queries(ops: Ops, config: ModelConfig, normed: bool) -> _Pair:
+    return _rotated(ops, config, normed)[0]
+
+
+def _written(ops: Ops, config: ModelConfig, normed: bool) -> _Pair:
+    return _rotated(ops, config, normed)[1]
+
+
+def _rotated(ops: Ops, config: ModelConfig, normed: bool) -> tuple[_Pair, _Pair]:
     """Queries, and what stands in the cache, after `Ops.qkv_rope_write`."""
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     batch = _batch(ops, config, tree=False)
@@ -166,7 +207,15 @@ def _rotated(ops: Ops, config: ModelConfig) -> tuple[_Pair, _Pair]:
         kv = _storage(each, config, batch)
         rope = each.pack_rope(inv_freq.to(ops.device), 1.0, int(batch.positions.max()) + 1)
         turned = each.rope_rows(rope, batch.positions)
-        q = each.qkv_rope_write(qkv.to(dtype, copy=True), heads, turned, kv.layer(0), batch.slots)
+        q_norm, k_norm = (
+            each.pack_norm(_random(ops, heads.head_dim, seed=seed).to(dtype), config.norm_eps)
+            if normed
+            else None
+            for seed in (1, 2)
+        )
+        q = each.qkv_rope_write(
+            qkv.to(dtype, copy=True), heads, turned, kv.layer(0), batch.slots, q_norm, k_norm
+        )
         results.append(
             (q.reshape(rows, heads.num_heads, heads.head_dim).clone(), kv.layer(0)[0][batch.slots])
         )
@@ -192,12 +241,12 @@ def _attention(ops: Ops, config: ModelConfig, window: int | None, *, tree: bool)
 
 
 def _batch(ops: Ops, config: ModelConfig, *, tree: bool) -> StepInput:
-    """Two requests that decode and a chunk of 40 rows, or two requests with a tree; contexts as the model reaches.
+    """Two requests that decode and a chunk, or two requests with a tree; contexts as the model reaches.
 
     Example: a model of 512 positions and trees: contexts 448 and 149, 14 rows each.
     """
     most = min(700, max(0, config.max_model_len - 64))
-    kinds = [(most, 1), (most // 3, 1), (most // 9, 40)] if not tree else [(most, 14), (most // 3, 14)]
+    kinds = [(most, 1), (most // 3, 1), (most // 9, _CHUNK)] if not tree else [(most, 14), (most // 3, 14)]
     rows, block = [], 0
     for context, own in kinds:
         blocks = -(-(context + own) // _BLOCK)

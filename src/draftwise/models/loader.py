@@ -13,7 +13,6 @@ import torch
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.ranks import Part, Ranks
-from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_json, read_rows
@@ -28,6 +27,7 @@ from draftwise.models.paths import resolve_path
 from draftwise.models.progress import told
 from draftwise.models.registry import resolve_model
 from draftwise.models.rounded import cached_checkpoint, kept_checkpoint
+from draftwise.models.self_test import settled_ops
 from draftwise.models.source import checkpoint_format, read_raw, scan
 from draftwise.models.text_part import PART_OF
 from draftwise.models.unfollowed import Watched, refuse_unfollowed
@@ -90,7 +90,7 @@ def load_model(
         batch_invariant: a row's bits may not depend on the rows computed with it; see `kernels.select.default_ops`.
         adapter: folder or hub id of a LoRA adapter that is merged into the weights; None: none.
         adapters: requests will have adapters of their own (`models.lora`).
-        ops: the kernels to run on; None: `kernels.select.default_ops`.
+        ops: the kernels to run on; None: `self_test.settled_ops`.
         ranks: with whom the model is shared: a part of it is loaded. None: with nobody.
         experts_by_rank: each of them gets some experts whole, not a part of each.
 
@@ -131,7 +131,7 @@ def _load(
         except ModelLoadError as error:
             raise ModelLoadError(f"{folder}: {error}") from error
     if ops is None:
-        ops = default_ops(chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks)
+        ops = settled_ops(config, chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks)
     part = Part() if ranks is None else ranks.part
     if part.size > 1:
         check_divisible(kept=quantization_cache is not None)

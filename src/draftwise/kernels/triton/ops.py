@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend
+from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.attending import AttendingOps
 from draftwise.kernels.base import Heads, HeadShape, Linear, Norm, Rope
-from draftwise.kernels.triton import rows
+from draftwise.kernels.triton import in_torch, rows
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
@@ -46,8 +47,12 @@ class TritonOps(AttendingOps):
 
     ``scheme``: what linear layers are rounded to as they are packed; the output layer has eight bits in all of them.
 
+    ``replaced``: kernels, of `kernels.replaced.FAMILIES`, that are not right on this machine: torch does their work.
+    Without that of products, weights are kept as floats; without that of attention, passes cannot be captured.
+
     Raises:
-        ConfigError: int4 weights with rounded rows; there is no kernel for them.
+        ConfigError: int4 weights with rounded rows, for which there is no kernel; or ``batch_invariant`` without the
+            kernel of products.
     """
 
     def __init__(
@@ -59,17 +64,31 @@ class TritonOps(AttendingOps):
         *,
         batch_invariant: bool = True,
         scheme: Scheme | None = None,
+        replaced: frozenset[str] = frozenset(),
     ) -> None:
         if scheme is not None and scheme.bits == 4 and scheme.dynamic:
             raise ConfigError(f"quantization: {scheme.name} is for CPUs; on a GPU use int4, int8 or fp8")
+        if batch_invariant and replaced & {"linear", "attention"}:
+            raise ConfigError(
+                "batch_invariant: Triton's kernels of products or attention are not right on this machine (see "
+                "draftwise env --check-kernels), and plain torch's round differently for different numbers of rows"
+            )
+        if "attention" in replaced:
+            attention = TorchGroupedAttention()
         super().__init__(dtype, device, attention or TritonAttention())
+        self._replaced = replaced
+        self._products = "linear" not in replaced
+        self._norm = in_torch.rms_norm if "norm" in replaced else rows.rms_norm
+        self._gate = in_torch.silu_mul if "gated" in replaced else rows.silu_mul
+        self._gather = in_torch.gather_rows if "gather" in replaced else rows.gather_rows
+        self._rotate = in_torch.rope_write if "rotation" in replaced else rows.rope_write
         self._tiling = tiling or LinearTiling()
         self._batch_invariant = batch_invariant
         self._scheme = scheme
 
     @property
     def same_bits(self) -> bool:
-        return self._batch_invariant and (interpreted() or SHOWN_ON_DEVICES)
+        return self._batch_invariant and not self._replaced and (interpreted() or SHOWN_ON_DEVICES)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._pack(weight, bias, self._scheme)
@@ -87,6 +106,8 @@ class TritonOps(AttendingOps):
         if scheme is None:
             return TritonLinear(weight.contiguous(), bias, self._tiling, invariant=self._batch_invariant)
         rounded = quantize(weight, scheme)
+        if not self._products:
+            return self._pack(self._floats(rounded), bias, None)
         invariant = self._batch_invariant
         return pack_quantized(
             rounded, bias, self._tiling, self._device, dynamic=scheme.dynamic, invariant=invariant
@@ -95,13 +116,15 @@ class TritonOps(AttendingOps):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        if not can_pack(weight):  # the products are those of floats
-            values = weight.dequantize(self._dtype).to(self._device)
-            return self._pack(values, bias, None)
+        if not self._products or not can_pack(weight):  # the products are those of floats
+            return self._pack(self._floats(weight), bias, None)
         # weights that have this form already, or were rounded to it before and come back from disk
         dynamic = (dynamic or (self._scheme is not None and self._scheme.dynamic)) and weight.bits == 8
         invariant = self._batch_invariant
         return pack_quantized(weight, bias, self._tiling, self._device, dynamic=dynamic, invariant=invariant)
+
+    def _floats(self, weight: QuantizedWeight) -> Tensor:
+        return weight.dequantize(self._dtype).to(self._device)
 
     def pack_exact(self, weight: Tensor) -> Linear:
         return self._pack(weight, None, None)
@@ -120,7 +143,7 @@ class TritonOps(AttendingOps):
         return TritonRope(torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1))
 
     def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
-        return rows.gather_rows(table, token_ids, out)
+        return self._gather(table, token_ids, out)
 
     def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         assert isinstance(weight, TritonLinear)
@@ -128,18 +151,18 @@ class TritonOps(AttendingOps):
 
     def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         assert isinstance(norm, TritonNorm)
-        return rows.rms_norm(x, norm.weight, norm.eps, out=out)
+        return self._norm(x, norm.weight, norm.eps, out=out)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         assert isinstance(norm, TritonNorm)
-        return rows.rms_norm(x, norm.weight, norm.eps, residual, out)
+        return self._norm(x, norm.weight, norm.eps, residual, out)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        return rows.silu_mul(gate_up, out)
+        return self._gate(gate_up, out)
 
     def rope_rows(self, rope: Rope, positions: Tensor, out: Tensor | None = None) -> Tensor:
         assert isinstance(rope, TritonRope)
-        return rows.gather_rows(rope.table, positions, out)
+        return self._gather(rope.table, positions, out)
 
     def qkv_rope_write(
         self,
@@ -152,7 +175,7 @@ class TritonOps(AttendingOps):
         k_norm: Norm | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        return rows.rope_write(qkv, heads, rope_rows, kv, slots, _parts(q_norm), _parts(k_norm), out)
+        return self._rotate(qkv, heads, rope_rows, kv, slots, _parts(q_norm), _parts(k_norm), out)
 
     def logits(self, hidden: Tensor, head: Linear, out: Tensor | None = None) -> Tensor:
         assert isinstance(head, TritonLinear)
