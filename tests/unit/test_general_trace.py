@@ -188,7 +188,7 @@ def test_rotations_that_are_none_are_refused() -> None:
     with pytest.raises(CannotAssemble, match="no frequency"):
         rotation_of(turned(halves, cos, sin), 4, POSITIONS, [(FREQUENCIES * 1.5, 1.0)])  # type: ignore[arg-type]
     swapped = turned(lambda x: torch.cat(x.chunk(2, -1)[::-1], -1), cos, sin)
-    with pytest.raises(CannotAssemble, match="no rotation"):
+    with pytest.raises(CannotAssemble, match="not a rotation"):
         rotation_of(swapped, 4, POSITIONS, [(FREQUENCIES, 1.0)])  # type: ignore[arg-type]
 
 

@@ -352,9 +352,9 @@ def test_odd_tensors_are_named(world: World, tmp_path: Path) -> None:
         ({f"{base}.lora_A.weight": torch.zeros(4, 32)}, "has only lora_A"),
         (
             {f"{base}.lora_A.weight": torch.zeros(4, 32), f"{base}.lora_B.weight": torch.zeros(32, 3)},
-            "no two parts of one product",
+            "not two parts of one product",
         ),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 61)}, "no low-rank part"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 61)}, "not a low-rank part"),
     ]
     for tensors, words in cases:
         save_file(tensors, path / "adapter_model.safetensors")

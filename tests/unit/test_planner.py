@@ -177,7 +177,7 @@ def test_a_plan_is_a_function_of_its_observations_and_survives_a_restart() -> No
     assert [c.on_tick(row) for row in rows[20:]] == whole[20:]
     with pytest.raises(ConfigError, match="pools"):
         Planner(PlannerConfig(budget=16, mode="pools"), capacity).restore(b.state())
-    with pytest.raises(ConfigError, match="no state"):
+    with pytest.raises(ConfigError, match="not the state"):
         c.restore({"lower": {"engines": []}})
 
 

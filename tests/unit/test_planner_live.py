@@ -97,7 +97,7 @@ def test_it_goes_on_after_a_restart_and_refuses_what_is_no_state(tmp_path: Path)
     again = PlannerService(planner(), observe, state=file)
     assert again.planner.state() == first.planner.state()
     file.write_text("[]")
-    with pytest.raises(ConfigError, match="no state of a planner"):
+    with pytest.raises(ConfigError, match="not the state of a planner"):
         PlannerService(planner(), observe, state=file)
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -113,8 +113,8 @@ def test_charts_are_drawn(tmp_path: Path) -> None:
         (lambda v: v.update(version=1), "version 1"),
         (lambda v: v.update(format="x"), "is not a profile"),
         (lambda v: v.pop("settings"), "damaged"),
-        (lambda v: v["settings"]["int8"]["steps"][0].update(target=math.nan), "no time"),
-        (lambda v: v["settings"]["int8"]["steps"][0].update(rows=-1), "no count"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(target=math.nan), "not a time"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(rows=-1), "not a count"),
     ],
 )
 def test_files_that_are_no_profiles(tmp_path: Path, change: Any, words: str) -> None:
@@ -191,7 +191,7 @@ def test_dynamos_files_are_written_and_read(tmp_path: Path) -> None:
     assert read_interpolation(folder).max_kv_tokens == 40_000
     with pytest.raises(ConfigError, match="cannot be read"):
         read_interpolation(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="no numbers"):
+    with pytest.raises(ConfigError, match="not numbers"):
         Interpolation({**found.fields, "z_itl": found.fields["z_itl"] * math.nan})
 
 
@@ -345,8 +345,8 @@ def test_times_are_means_and_single_steps_scatter_around_them() -> None:
     ("change", "words"),
     [
         (lambda v: v["settings"]["int8"]["prompts"][0].update(seconds=[]), "without a time"),
-        (lambda v: v["settings"]["int8"]["prompts"][0].update(behind=[math.nan]), "no time"),
-        (lambda v: v["settings"]["int8"]["steps"][0].update(targets=[-1]), "no time"),
+        (lambda v: v["settings"]["int8"]["prompts"][0].update(behind=[math.nan]), "not a time"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(targets=[-1]), "not a time"),
         (lambda v: v["settings"]["int8"]["steps"][0].update(widths=[1]), "without their rows"),
         (
             lambda v: v["accepted"]["code"]["eagle3"]["64"].update(accepted=[101, 60, 30]),

@@ -454,7 +454,7 @@ def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
         (tensors_config("pack-quantized", actorder="odd"), "actorder"),
         (tensors_config("pack-quantized", num_bits=8, symmetric=False), "8-bit weights by group"),
         (tensors_config("int-quantized", None, num_bits=8, strategy="channel"), "activations"),
-        ("gptq", "no object"),
+        ("gptq", "not an object"),
     ],
 )
 def test_what_is_not_supported_is_named(description: Any, part: str) -> None:
