@@ -280,7 +280,7 @@ def test_policies_are_compared_in_eighty_columns(tmp_path: Path, capsys: pytest.
     ("flags", "words"),
     [
         (["--polynomial", "1000"], "one of --trace and --rate"),
-        (["--rate", "1"], "one of --profile, --device and --polynomial"),
+        (["--rate", "1"], "one of --profile, --device, --interpolation and --polynomial"),
         (["--polynomial", "1000", "--rate", "nan"], "--rate"),
         (["--polynomial", "1000", "--rate", "1", "--itl", "-5"], "--itl"),
         (

@@ -18,6 +18,7 @@ from draftwise.plan.interpolation import (
     Throughput,
     of_profile,
     read_interpolation,
+    times_of,
     write_interpolation,
 )
 from draftwise.plan.operating import OperatingPoint, Sla
@@ -193,6 +194,23 @@ def test_dynamos_files_are_written_and_read(tmp_path: Path) -> None:
         read_interpolation(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not numbers"):
         Interpolation({**found.fields, "z_itl": found.fields["z_itl"] * math.nan})
+
+
+def test_dynamos_files_say_what_steps_take(tmp_path: Path) -> None:
+    profile = made()
+    write_interpolation(of_profile(profile.setting(), profile.times(), devices=2), tmp_path)
+    times, devices = times_of(read_interpolation(tmp_path))
+    assert devices == 2 and times.methods == () and times.kv_tokens == 40_000
+    wanted = profile.times()
+    for requests, context in ((1, 500), (4, 2000), (8, 8000)):
+        assert times.target_time(requests, requests, context) == pytest.approx(
+            wanted.target_time(requests, requests, context), rel=0.1
+        )
+    assert times.prompt_time(0, 1000, True) == pytest.approx(wanted.prompt_time(0, 1000, True))
+    nothing = read_interpolation(tmp_path)
+    nothing.fields["x_kv_usage"] = nothing.fields["x_kv_usage"] * 0
+    with pytest.raises(ConfigError, match="no point has tokens in the cache"):
+        times_of(nothing)
 
 
 # --------------------------------------------------------------------------------------- the real engine

@@ -58,7 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=from_zero,
         default=60.0,
         metavar="S",
-        help="seconds seconds until a new replica serves (60)",
+        help="seconds until a new replica serves (60)",
     )
     group.add_argument("--advisory", action="store_true", help="decide only, change nothing")
     group.add_argument(

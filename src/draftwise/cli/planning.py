@@ -41,12 +41,20 @@ def from_zero_int(text: str) -> int:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Options for times of steps and acceptance."""
-    group = parser.add_argument_group("what steps take (one of --profile, --device, --polynomial)")
+    group = parser.add_argument_group(
+        "what steps take (one of --profile, --device, --interpolation, --polynomial)"
+    )
     group.add_argument("--profile", type=Path, metavar="FILE", help="a file made by draftwise profile")
     group.add_argument(
         "--device",
         metavar="NAME",
         help="a device by its peaks: a100, h100, h200, b200, mi300x, epyc-2, xeon-amx-2",
+    )
+    group.add_argument(
+        "--interpolation",
+        type=Path,
+        metavar="FOLDER",
+        help="files of NVIDIA Dynamo's profiler, or of draftwise profile --dynamo: plain steps only",
     )
     group.add_argument(
         "--polynomial", type=positive, metavar="TOKENS", help="Dynamo's polynomials, with a cache of TOKENS"
@@ -129,11 +137,14 @@ class Modelled:
 
 def modelled(args: argparse.Namespace) -> Modelled:
     """Raises UsageError, ConfigError, ModelLoadError."""
-    given = [name for name in ("profile", "device", "polynomial") if getattr(args, name) is not None]
+    given = [
+        name
+        for name in ("profile", "device", "interpolation", "polynomial")
+        if getattr(args, name) is not None
+    ]
     if len(given) != 1:
-        raise UsageError(
-            f"expected one of --profile, --device and --polynomial, got {' and '.join(given) or 'none'}"
-        )
+        one_of = "--profile, --device, --interpolation and --polynomial"
+        raise UsageError(f"expected one of {one_of}, got {' and '.join(given) or 'none'}")
     from draftwise.plan.acceptance_files import read_acceptance
     from draftwise.plan.times import check_methods
 
@@ -158,6 +169,14 @@ def modelled(args: argparse.Namespace) -> Modelled:
         )
     elif kind == "device":
         times, kv_bytes, source = _roofline(args)
+    elif kind == "interpolation":
+        from draftwise.plan.interpolation import read_interpolation, times_of
+
+        for name in ("weights", "model", "method", "acceptance"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--{name}: Dynamo's files name no model and know no drafts")
+        times, args.parallel = times_of(read_interpolation(args.interpolation))
+        source = f"Dynamo's files in {args.interpolation}, {args.parallel} devices per engine"
     else:
         from draftwise.plan.times import Polynomial
 

@@ -7,6 +7,7 @@ z_itl`` (milliseconds)``, z_thpt_per_gpu, max_kv_tokens``. They know nothing of 
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from draftwise.errors import ConfigError
-from draftwise.plan.samples import Setting
+from draftwise.plan.profile import measured_times
+from draftwise.plan.samples import PromptSample, Setting, StepSample
 from draftwise.plan.times import Infeasible, Measured, OutOfRange
 
 Floats = npt.NDArray[np.float64]
@@ -128,6 +130,42 @@ def of_profile(setting: Setting, times: Measured, devices: int = 1) -> Interpola
             "max_kv_tokens": np.array([float(setting.kv_tokens)]),
         }
     )
+
+
+def setting_of(found: Interpolation) -> Setting:
+    """The points as plain steps and prompts of a profile, the inverse of `of_profile`.
+
+    Example: a cache of 40,000 tokens, used to 0.2, at contexts of 1,000 tokens: 8 requests. If a token takes 10 ms and
+    the throughput is 400 tokens/s per GPU, then 8 / 0.010 / 400 = 2 GPUs are one engine.
+    """
+    fields = found.fields
+    setting = Setting("measured", found.max_kv_tokens, block_size=16, kv_bytes=131_072.0)
+    for isl, ttft in zip(fields["prefill_isl"], fields["prefill_ttft"], strict=True):
+        setting.add_prompt(PromptSample("none", round(float(isl)), (float(ttft) / 1000,)))
+    devices = []
+    decode = (fields[name] for name in DECODE_FIELDS[:4])
+    for usage, length, itl, rate in zip(*decode, strict=True):
+        context = round(float(usage) * found.max_kv_tokens)
+        if context < 1 or length < 1 or itl <= 0:
+            continue  # an empty cache says nothing of a step
+        requests = max(round(context / float(length)), 1)
+        setting.add_step(
+            StepSample(
+                "none", 0, requests, round(float(length)), requests, context, float(itl) / 1000, 0.0, steps=1
+            )
+        )
+        if rate > 0:
+            devices.append(requests / (float(itl) / 1000) / float(rate))
+    if not setting.steps:
+        raise ConfigError("interpolation: no point has tokens in the cache and a time")
+    setting.devices = max(round(statistics.median(devices)), 1) if devices else 1
+    return setting
+
+
+def times_of(found: Interpolation) -> tuple[Measured, int]:
+    """The performance model of the points, which knows plain steps only, and how many devices one engine has."""
+    setting = setting_of(found)
+    return measured_times(setting), setting.devices
 
 
 def write_interpolation(found: Interpolation, folder: Path) -> list[Path]:

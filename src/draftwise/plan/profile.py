@@ -49,34 +49,7 @@ class Profile:
     def times(self, weights: str | None = None) -> Measured:
         """The performance model that was measured. Raises ConfigError if there is too little."""
         setting = self.setting(weights)
-        if not setting.prefill or not any(s.method == "none" for s in setting.steps):
-            raise ConfigError(
-                f"profile: of {setting.weights!r} prompts or plain steps are missing; continue measuring"
-            )
-        model = PerformanceModel()
-        for sample in setting.steps:
-            for rows, seconds in sample.by_rows():
-                model.teach_target(sample.requests, rows, sample.context, seconds)
-            if sample.draft > 0:
-                model.teach_draft(sample.method, sample.requests, sample.drafts, sample.draft)
-        return Measured(
-            model,
-            sorted(setting.prefill),
-            kv_tokens=setting.kv_tokens,
-            most_requests=max(s.requests for s in setting.steps),
-            most_rows=max(max(s.rows, *s.widths, 0) for s in setting.steps),
-            max_context=max(
-                max(s.context // s.requests for s in setting.steps), max(n for n, _ in setting.prefill)
-            ),
-            most_drafts=max((s.drafts for s in setting.steps), default=0),
-            methods=sorted({s.method for s in setting.steps if s.method != "none"}),
-            readings={s.method: setting.readings(s.method) for s in setting.steps if s.method != "none"},
-            behind=setting.behind,
-            step_factors=setting.step_factors(),
-            prompt_factors=setting.prompt_factors(),
-            rests=setting.rest_factors,
-            pause=setting.rest.pause if setting.rest is not None else 0.0,
-        )
+        return measured_times(setting)
 
     @property
     def tells(self) -> bool:
@@ -181,6 +154,38 @@ class Profile:
                 if machine[name] != self.machine.get(name)
             )
             raise ConfigError(f"profile: it was measured on another machine ({other})")
+
+
+def measured_times(setting: Setting) -> Measured:
+    """The performance model of these samples. Raises ConfigError if there are too few."""
+    if not setting.prefill or not any(s.method == "none" for s in setting.steps):
+        raise ConfigError(
+            f"profile: of {setting.weights!r} prompts or plain steps are missing; continue measuring"
+        )
+    model = PerformanceModel()
+    for sample in setting.steps:
+        for rows, seconds in sample.by_rows():
+            model.teach_target(sample.requests, rows, sample.context, seconds)
+        if sample.draft > 0:
+            model.teach_draft(sample.method, sample.requests, sample.drafts, sample.draft)
+    return Measured(
+        model,
+        sorted(setting.prefill),
+        kv_tokens=setting.kv_tokens,
+        most_requests=max(s.requests for s in setting.steps),
+        most_rows=max(max(s.rows, *s.widths, 0) for s in setting.steps),
+        max_context=max(
+            max(s.context // s.requests for s in setting.steps), max(n for n, _ in setting.prefill)
+        ),
+        most_drafts=max((s.drafts for s in setting.steps), default=0),
+        methods=sorted({s.method for s in setting.steps if s.method != "none"}),
+        readings={s.method: setting.readings(s.method) for s in setting.steps if s.method != "none"},
+        behind=setting.behind,
+        step_factors=setting.step_factors(),
+        prompt_factors=setting.prompt_factors(),
+        rests=setting.rest_factors,
+        pause=setting.rest.pause if setting.rest is not None else 0.0,
+    )
 
 
 def length_name(tokens: int) -> str:
