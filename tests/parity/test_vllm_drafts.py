@@ -24,7 +24,7 @@ from draftwise.train.heads.block import BlockDrafter, BlockForm
 from draftwise.train.heads.export import export_head
 from draftwise.train.heads.layers import HeadShape as TrainedShape
 from draftwise.train.heads.medusa import MedusaHeads
-from draftwise.train.heads.sequential import Eagle3Head, EagleHead
+from draftwise.train.heads.sequential import Eagle3Head, EagleHead, MtpHead
 from tests.fakes.head_target import as_speculator
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.medusa import random_heads, save_heads, vllm_names
@@ -181,6 +181,8 @@ def _trained(kind: str, root: Path, target: str) -> tuple[str, dict[str, Any]]:
     head: torch.nn.Module
     if kind == "eagle":
         head = EagleHead(shape, table, table, generator)
+    elif kind == "mtp":
+        head = MtpHead(shape, table, table, generator, normed=True)
     elif kind == "medusa":
         head = MedusaHeads(K, 1, table)
     else:
@@ -225,7 +227,7 @@ _FORMS = {
     "dflash, causal": BlockForm(2, K, VOCAB - 1, causal=True),
 }
 
-_TRAINED = ("eagle", "eagle3", "eagle3 of four layers", "eagle3 of all tokens", "medusa")
+_TRAINED = ("eagle", "eagle3", "eagle3 of four layers", "eagle3 of all tokens", "medusa", "mtp")
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,14 @@ def test_method_from_the_draft_folder(tmp_path: Path) -> None:
         ({"medusa_num_heads": 4}, "medusa"),
         ({"speculators_model_type": "eagle3"}, "eagle3"),
         ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "mtp"),
+        (
+            {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 0, "num_nextn_predict_layers": 1},
+            "mtp",
+        ),
+        (
+            {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 36, "num_nextn_predict_layers": 1},
+            "draft_model",
+        ),
     ]:
         assert detect_method(folder(tmp_path / "head", **config), None) == method
 

@@ -22,7 +22,7 @@ from draftwise.train.heads.block import BlockDrafter, BlockForm
 from draftwise.train.heads.export import export_head
 from draftwise.train.heads.layers import HeadShape
 from draftwise.train.heads.medusa import MedusaHeads
-from draftwise.train.heads.sequential import Eagle3Head, EagleHead
+from draftwise.train.heads.sequential import Eagle3Head, EagleHead, MtpHead
 
 HIDDEN, INNER, VOCAB, HEADS, KV, DIM = 32, 48, 61, 4, 2, 8
 SHAPE = HeadShape(
@@ -90,6 +90,28 @@ def test_eagle(tmp_path: Path) -> None:
     assert found == layer(HIDDEN, "layers.0") | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     assert config["architectures"] == ["EagleLlamaForCausalLM"] and config["num_hidden_layers"] == 1
     assert config["rope_theta"] == 5000.0
+
+
+def test_mtp(tmp_path: Path) -> None:
+    """vLLM's ``mimo_mtp.py``: Qwen2's layer, which has biases, heads of hidden_size / num_attention_heads, and a
+    projection that reads the feature first."""
+    head = MtpHead(SHAPE, *matrices(), normed=True)
+    found, config = exported(head, tmp_path, dtype=torch.float32)
+    at = "model.mtp_layers.0"
+    wanted = layer(HIDDEN, at) | {f"{at}.input_layernorm.weight": (HIDDEN,)}
+    wanted |= {
+        f"{at}.self_attn.{part}_proj.bias": (n * DIM,) for part, n in (("q", HEADS), ("k", KV), ("v", KV))
+    }
+    wanted |= {f"{at}.{part}_layernorm.weight": (HIDDEN,) for part in ("token", "hidden", "final")}
+    assert found == wanted | {f"{at}.input_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    written = load_file(tmp_path / "model.safetensors")
+    token, feature = head.eh_proj.weight.detach().chunk(2, 1)
+    assert torch.equal(written[f"{at}.input_proj.weight"], torch.cat((feature, token), 1))
+    assert not any(written[name].any() for name in written if name.endswith(".bias"))
+    assert config["architectures"] == ["MiMoForCausalLM"] and config["model_type"] == "qwen2"
+    assert (config["num_nextn_predict_layers"], config["num_hidden_layers"]) == (1, 0)
+    assert config["hidden_size"] == config["num_attention_heads"] * config["head_dim"]
+    assert config["rope_parameters"]["rope_theta"] == 5000.0 and not config["use_sliding_window"]
 
 
 def test_medusa(tmp_path: Path) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from tests.fakes.architectures import save, small
 from tests.fakes.quantized import write_pair
@@ -183,45 +180,3 @@ def test_scales_and_caps_are_lent_with_the_output_layer(
             ((what, pytest.approx(0.25 if what == "scale" else 7.0, rel=1e-5)),) if tail else ()
         )
         assert shared.embedding.shape == (256, 64)
-
-
-_MEASURE = """
-import sys, torch
-from pathlib import Path
-from draftwise.models.loader import load_model
-def status(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "quantization": sys.argv[3] or None}
-warm = load_model(sys.argv[1], **options)  # imports, buffers of torch
-del warm
-torch.ones(100, 100) @ torch.ones(100, 100)
-Path("/proc/self/clear_refs").write_text("5")
-before = status("VmRSS")
-model = load_model(sys.argv[2], **options)
-print(status("VmHWM") - before, model.weight_bytes())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
-@pytest.mark.parametrize("quantization", ["", "int8"])
-def test_the_peak_of_loading_is_the_weights_and_one_layer(quantization: str, tmp_path: Path) -> None:
-    native_or_skip()
-    sizes = {
-        "vocab_size": 2000, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "num_hidden_layers": 16, "head_dim": 96, "attention_multiplier": 0.01,
-    }  # fmt: skip
-    save(small("granite"), tmp_path / "small")
-    config = transformers.AutoConfig.for_model("granite", **sizes)
-    torch.manual_seed(1)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
-        tmp_path / "large"
-    )
-    places = [str(tmp_path / "small"), str(tmp_path / "large"), quantization]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _MEASURE, *places], capture_output=True, text=True, check=True
-    )
-    peak, weights = map(int, result.stdout.split())
-    assert weights > 300e6
-    assert peak < 1.2 * weights

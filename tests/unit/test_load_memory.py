@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
+from tests.fakes.architectures import save, small
+from tests.fakes.quantized import write_pair
 from tests.native import native_or_skip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -182,3 +188,103 @@ def test_what_is_read_is_rounded_as_what_is_there(monkeypatch: pytest.MonkeyPatc
             pieces = quantize(weight, parse_scheme(name))
         assert torch.equal(whole.codes, pieces.codes) and torch.equal(whole.scales, pieces.scales)
         assert isinstance(pieces, QuantizedWeight)
+
+
+_MEASURE = """
+import sys, torch
+from pathlib import Path
+from draftwise.models.loader import load_model
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "quantization": sys.argv[3] or None}
+warm = load_model(sys.argv[1], **options)  # imports, buffers of torch
+del warm
+torch.ones(100, 100) @ torch.ones(100, 100)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+model = load_model(sys.argv[2], **options)
+print(status("VmHWM") - before, model.weight_bytes())
+"""
+_SIZES = {
+    "vocab_size": 2000, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "head_dim": 96, "pad_token_id": None,
+}  # fmt: skip
+_GROUP = 128
+
+
+def write_large(folder: Path, kind: str, form: str, num_layers: int) -> None:
+    """28 million numbers in a layer. ``form``: "", "gptq" or "fp8 blocks"."""
+    config = transformers.AutoConfig.for_model(kind, **_SIZES, num_hidden_layers=num_layers)
+    with torch.device("meta"):
+        shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    for name, shell in shapes.items():
+        base = name.removesuffix(".weight")
+        if shell.ndim == 1:
+            tensors[name] = torch.ones(shell.shape, dtype=torch.bfloat16)
+            continue
+        outputs, inputs = shell.shape
+        if form == "gptq" and "proj" in name:
+            words = torch.empty((inputs // 8, outputs), dtype=torch.int32).random_(generator=generator)
+            tensors[f"{base}.qweight"] = words
+            tensors[f"{base}.qzeros"] = torch.full((inputs // _GROUP, outputs // 8), 0x77777777).to(
+                torch.int32
+            )
+            tensors[f"{base}.scales"] = torch.full((inputs // _GROUP, outputs), 0.004, dtype=torch.float16)
+            tensors[f"{base}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // _GROUP
+            continue
+        value = torch.empty(shell.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        if form == "fp8 blocks" and "proj" in name:
+            tensors[name] = value.mul_(1000).to(FP8)
+            tensors[f"{base}.weight_scale_inv"] = torch.full((-(-outputs // 128), -(-inputs // 128)), 1e-3)
+        else:
+            tensors[name] = value
+    name = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    settings: dict[str, Any] = config.to_dict() | {"architectures": [name]}
+    settings["dtype"] = "bfloat16"
+    if form == "gptq":
+        settings["quantization_config"] = {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": _GROUP,
+            "desc_act": False,
+        }
+    elif form:
+        settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def peak_of(tmp_path: Path, kind: str, form: str, num_layers: int) -> tuple[int, int]:
+    """Bytes that loading takes at its peak, and those of the weights; in a process of its own, which has loaded a small
+    model before."""
+    stored_as = form if form in ("gptq", "fp8 blocks") else ""
+    if stored_as:
+        first = write_pair(tmp_path / "few", kind, form).quantized
+    else:
+        first = tmp_path / "few"
+        save(small(kind), first)
+    write_large(tmp_path / "large", kind, stored_as, num_layers)
+    places = [str(first), str(tmp_path / "large"), "" if stored_as else form]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _MEASURE, *places], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    peak, weights = map(int, result.stdout.split())
+    return peak, weights
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize("form", ["", "int8", "int4", "gptq", "fp8 blocks"])
+@pytest.mark.parametrize("kind", ["granite", "llama"])
+def test_the_peak_of_loading_is_the_weights_and_one_layer(kind: str, form: str, tmp_path: Path) -> None:
+    """Of a model that is put together, and of one with code of its own."""
+    native_or_skip()
+    few_bits = form in ("int4", "gptq")  # what does not grow with a model is a larger part of these
+    peak, weights = peak_of(tmp_path, kind, form, 24 if few_bits else 14)
+    assert weights > 300e6
+    assert peak < 1.2 * weights

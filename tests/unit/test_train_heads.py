@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def make(kind: str, target: Target) -> SequentialHead:
     if kind == "eagle3":
         ids = torch.arange(0, 61, 3)
         return shaken(Eagle3Head(SHAPE, *matrices, generator, num_features=3, draft_ids=ids))  # type: ignore[no-any-return]
-    head = {"eagle": EagleHead, "mtp": MtpHead}[kind]
+    head = {"eagle": EagleHead, "mtp": MtpHead, "mtp, normed": partial(MtpHead, normed=True)}[kind]
     return shaken(head(SHAPE, *matrices, generator))  # type: ignore[no-any-return]
 
 
@@ -111,13 +112,14 @@ def engine_logits(head: HeadModel, target: Target, row: int, features: Tensor) -
     return out
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "mtp, normed"])
 def test_unrolled_training_computes_what_the_engine_drafts(kind: str, target: Target, tmp_path: Path) -> None:
     trained = make(kind, target)
     export_head(trained, tmp_path, TARGET_CONFIG, feature_layers=LAYERS, dtype=torch.float32)
-    load = {"eagle3": load_eagle3, "eagle": load_eagle, "mtp": load_mtp}[kind]
+    method = kind.split(",")[0]
+    load = {"eagle3": load_eagle3, "eagle": load_eagle, "mtp": load_mtp}[method]
     with torch.inference_mode():
-        head = load(target.context(kind, str(tmp_path)))
+        head = load(target.context(method, str(tmp_path)))
         batch = batch_of(target)
         features = target.hidden
         if kind == "eagle3":

@@ -101,6 +101,8 @@ def method_of(config: Mapping[str, Any]) -> str:
             return _METHODS_OF.get(marker, marker)
     if isinstance(config.get("dflash_config"), Mapping):
         return "dflash"
+    if config.get("num_nextn_predict_layers") and config.get("num_hidden_layers") == 0:
+        return "mtp"  # MTP layers, and no model
     if "medusa_num_heads" in config:
         return "medusa"
     if "draft_vocab_size" in config or "eagle_aux_hidden_state_layer_ids" in config:

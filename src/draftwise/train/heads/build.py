@@ -93,7 +93,7 @@ def build_head(
     if options.kind == "eagle":
         return EagleHead(shape, *matrices, generator), {}
     if options.kind == "mtp":
-        return MtpHead(shape, *matrices, generator), {}
+        return MtpHead(shape, *matrices, generator, normed=True), {}
     if options.kind == "medusa":
         heads = MedusaHeads(options.heads, options.layers or 1, teacher.lm_head)
         return heads, {"heads": options.heads, "layers": options.layers or 1}

@@ -3,16 +3,19 @@
 =======  ==========================================================================================
 eagle3   fc, midlayer.*, norm, lm_head, d2t (offsets), t2d (mask); embedding shared with the target
 eagle    fc, layers.0.* without input_layernorm; embedding and output layer shared with the target
-mtp      model.layers.{number of target layers}.* as DeepSeek-V3 names them; the rest shared
+mtp      model.mtp_layers.0.* as MiMo names them; the rest shared. Layers that hand on what they give before their last
+         norm: model.layers.{number of target layers}.* as DeepSeek-V3 names them
 medusa   {head}.{layer}.linear.weight|bias, {head}.{layers}.weight
 dflash   the speculators format: fc, hidden_norm, layers.*, norm; d2t, t2d and lm_head with a draft vocabulary; the
          embedding is shared, and without one the output layer
 dspark   the same with markov_head.* and confidence_head.*
 =======  ==========================================================================================
 
-vLLM's loaders read all but mtp as they are written here: `tests/unit/test_export_contract.py` says what they ask for,
-and `tests/parity/test_vllm_drafts.py` runs them, but for dspark, which vLLM computes on GPUs alone. Its loader of MTP
-layers knows those of published families alone, whose attention is another one: a head of method mtp is for this engine.
+vLLM's loaders read these as they are written here: `tests/unit/test_export_contract.py` says what they ask for, and
+`tests/parity/test_vllm_drafts.py` runs them, but for dspark, which vLLM computes on GPUs alone. Of its loaders of MTP
+layers, that of MiMo is the one whose layer is dense, has plain attention and nothing else: it takes heads of
+hidden_size / num_attention_heads numbers, and biases on q, k and v, which are zeros here. Layers in DeepSeek's form
+have latent attention or experts there: those are for this engine.
 """
 
 from __future__ import annotations
@@ -143,6 +146,8 @@ def _tensors(head: nn.Module, target_config: Mapping[str, Any]) -> dict[str, Ten
         return state if head.draft_ids is None else state | _vocabulary(head.draft_ids, target_config)
     if isinstance(head, EagleHead):
         return {name if name.startswith("fc.") else f"layers.0.{name}": t for name, t in state.items()}
+    if isinstance(head, MtpHead) and head.normed:
+        return _as_mimo(state, head.shape)
     if isinstance(head, MtpHead):
         prefix = f"model.layers.{target_config['num_hidden_layers']}."
         return {
@@ -150,6 +155,27 @@ def _tensors(head: nn.Module, target_config: Mapping[str, Any]) -> dict[str, Ten
         }
     assert isinstance(head, MedusaHeads)
     return state
+
+
+_MIMO = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "shared_head_norm": "final_layernorm",
+}
+
+
+def _as_mimo(state: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
+    """MiMo's projection reads the feature first: the halves of its columns change places."""
+    found = {}
+    for name, tensor in state.items():
+        part, _, rest = name.partition(".")
+        value = torch.cat(tensor.chunk(2, 1)[::-1], 1) if part == "eh_proj" else tensor
+        found[f"model.mtp_layers.0.{_MIMO.get(part, part)}.{rest}"] = value
+    for part, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
+        zeros = torch.zeros(heads * shape.head_dim)
+        found[f"model.mtp_layers.0.self_attn.{part}_proj.bias"] = zeros
+    return found
 
 
 def _vocabulary(ids: Tensor, target_config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -254,6 +280,16 @@ def _config(
             "num_hidden_layers": 1,
             "bias": False,
             **layer,
+        }
+    assert isinstance(head, MtpHead)
+    if head.normed:
+        return {
+            **layer,
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "qwen2",  # whose fields these are; what the layer is, vLLM sees by the line above
+            "num_hidden_layers": 0,  # no layers but these
+            "num_nextn_predict_layers": 1,
+            "use_sliding_window": False,
         }
     return {
         "architectures": ["DeepSeekMTPModel"],

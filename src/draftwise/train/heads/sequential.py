@@ -64,6 +64,10 @@ class SequentialHead(nn.Module):
         """
         raise NotImplementedError
 
+    def fed_back(self, output: Tensor) -> Tensor:
+        """Return the features of the next unroll, from the layer's output [.., H]."""
+        return output
+
     def hidden_for_logits(self, output: Tensor) -> Tensor:
         """Return what the output matrix reads, from the layer's output [.., H]."""
         return output
@@ -93,7 +97,9 @@ class SequentialHead(nn.Module):
             angles = self._angles(positions)
             if i > 0:
                 tokens = batch.ids[:, rows + 1 + i]
-                x, residual = self.inputs(F.embedding(tokens, self.embedding), outputs[-1], positions)
+                x, residual = self.inputs(
+                    F.embedding(tokens, self.embedding), self.fed_back(outputs[-1]), positions
+                )
                 self.self_attn.extend(past, x, angles)
             residual = residual + self.self_attn(past, x, angles, mask)
             outputs.append(residual + self.mlp(self.post_attention_layernorm(residual)))
@@ -202,13 +208,23 @@ class EagleHead(SequentialHead):
 class MtpHead(SequentialHead):
     """A multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2): normed halves, `eh_proj`, a layer.
 
-    The embedding of position 0 is zero. The layer's output before `shared_head.norm` is the next step's hidden state.
+    The embedding of position 0 is zero. The layer's output is the next step's hidden state.
+
+    Args:
+        normed: it is so behind `shared_head_norm`, as in MiMo; else before it, as DeepSeek publishes its layers.
     """
 
     def __init__(
-        self, shape: HeadShape, embedding: Tensor, lm_head: Tensor, generator: torch.Generator
+        self,
+        shape: HeadShape,
+        embedding: Tensor,
+        lm_head: Tensor,
+        generator: torch.Generator,
+        *,
+        normed: bool = False,
     ) -> None:
         super().__init__(shape, embedding, lm_head, generator)
+        self.normed = normed
         hidden = shape.hidden_size
         self.enorm = Norm(hidden, shape.norm_eps)
         self.hnorm = Norm(hidden, shape.norm_eps)
@@ -223,3 +239,6 @@ class MtpHead(SequentialHead):
 
     def hidden_for_logits(self, output: Tensor) -> Tensor:
         return self.shared_head_norm(output)  # type: ignore[no-any-return]
+
+    def fed_back(self, output: Tensor) -> Tensor:
+        return self.shared_head_norm(output) if self.normed else output
