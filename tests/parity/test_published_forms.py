@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
+from draftwise.kv.storage import KVStorage
 from draftwise.models import gpt_oss
 from draftwise.models.gpt_oss import mxfp4_codes
+from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_config, load_model
 from draftwise.models.rope import RopeConfig
+from tests.fakes.architectures import save, small
 from tests.native import native_or_skip
 from tests.parity.helpers import Driver, MakeModel, expected_logits, load, tokens_of
 
@@ -172,3 +175,31 @@ def test_orders_of_dimensions() -> None:
     neighbours = RopeConfig("default", 1e4, 4, interleaved=True)
     assert neighbours.order(8) == (0, 2, 4, 5, 1, 3, 6, 7)
     assert neighbours.order(4) == (0, 2, 1, 3)
+
+
+def test_kimi_k2_as_published(tmp_path: Path) -> None:
+    """DeepSeek-V3's layers under another ``model_type``, with code of its own that is never run."""
+    made = small("deepseek_v3")
+    save(made, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    code = "DeepseekV3ForCausalLM"
+    config |= {
+        "model_type": "kimi_k2", "architectures": [code], "rope_theta": theta, "rope_scaling": None,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config",
+                     "AutoModelForCausalLM": f"modeling_deepseek.{code}"},
+        "num_nextn_predict_layers": 0, "ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), ops=None)
+    assert model.config.architecture == code and model.config.latent is not None
+    tokens = [9, 100, 31, 7, 200, 64, 12]
+    kv = KVStorage(model.kv_layout(), 4, 4, torch.float32, torch.device("cpu"))
+    table = torch.arange(4, dtype=torch.int32).numpy()
+    rows = build_step_input([RowInput(tokens, 0, table)], 4, torch.device("cpu"))
+    assert made.model is not None
+    with torch.inference_mode():
+        found = model.forward_logits(rows, kv)[1]
+        wanted = made.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from draftwise import LLM, SamplingParams
 from draftwise.models.rope import RopeConfig
@@ -168,6 +169,32 @@ def mimo(root: Path, target: str) -> tuple[str, dict[str, Any]]:
     return folder, {"method": "mtp"}
 
 
+def exported_mtp(root: Path, target: str) -> tuple[str, dict[str, Any]]:
+    """An exported head in the checkpoint of a target with Qwen2's layers: vLLM reads MTP layers from there alone."""
+    torch.manual_seed(4)
+    base, folder = root / "base", root / "merged"
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_sizes())).save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    generator = torch.Generator().manual_seed(6)
+    table = torch.randn(VOCAB, HIDDEN, generator=generator) * 0.15
+    shape = TrainedShape(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=192, norm_eps=1e-6,
+        rope=RopeConfig(kind="default", theta=10000.0, head_dim=32),
+    )  # fmt: skip
+    head = MtpHead(shape, table, table, generator, normed=True)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.1 + (1.0 if parameter.ndim == 1 else 0.0))
+    export_head(head, root / "head", config, dtype=torch.float32)
+    folder.mkdir()
+    more = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | more))
+    tensors = load_file(base / "model.safetensors") | load_file(root / "head" / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder), {"method": "mtp"}
+
+
 def _trained(kind: str, root: Path, target: str) -> tuple[str, dict[str, Any]]:
     """A head of the trainer with random weights, as it exports it."""
     config = json.loads(Path(target, "config.json").read_text())
@@ -181,8 +208,6 @@ def _trained(kind: str, root: Path, target: str) -> tuple[str, dict[str, Any]]:
     head: torch.nn.Module
     if kind == "eagle":
         head = EagleHead(shape, table, table, generator)
-    elif kind == "mtp":
-        head = MtpHead(shape, table, table, generator, normed=True)
     elif kind == "medusa":
         head = MedusaHeads(K, 1, table)
     else:
@@ -227,13 +252,24 @@ _FORMS = {
     "dflash, causal": BlockForm(2, K, VOCAB - 1, causal=True),
 }
 
-_TRAINED = ("eagle", "eagle3", "eagle3 of four layers", "eagle3 of all tokens", "medusa", "mtp")
+_TRAINED = ("eagle", "eagle3", "eagle3 of four layers", "eagle3 of all tokens", "medusa")
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        *(eagle, eagle3, eagle3_norms, eagle31, speculators, peagle, peagle_speculators, medusa, mimo),
+        *(
+            eagle,
+            eagle3,
+            eagle3_norms,
+            eagle31,
+            speculators,
+            peagle,
+            peagle_speculators,
+            medusa,
+            mimo,
+            exported_mtp,
+        ),
         *(pytest.param(partial(_trained, kind), id=f"exported {kind}") for kind in _TRAINED),
         *(
             pytest.param(partial(_blocks, form, few), id=f"exported {name}{', draft vocabulary' * few}")

@@ -12,10 +12,11 @@ dspark   the same with markov_head.* and confidence_head.*
 =======  ==========================================================================================
 
 vLLM's loaders read these as they are written here: `tests/unit/test_export_contract.py` says what they ask for, and
-`tests/parity/test_vllm_drafts.py` runs them, but for dspark, which vLLM computes on GPUs alone. Of its loaders of MTP
-layers, that of MiMo is the one whose layer is dense, has plain attention and nothing else: it takes heads of
-hidden_size / num_attention_heads numbers, and biases on q, k and v, which are zeros here. Layers in DeepSeek's form
-have latent attention or experts there: those are for this engine.
+`tests/parity/test_vllm_drafts.py` runs them, but for dspark, which vLLM computes on GPUs alone. It reads MTP layers
+from the target's own checkpoint, not from a folder beside it. Of its loaders of them, that of MiMo is the one whose
+layer is dense, has plain attention and nothing else: it takes heads of hidden_size / num_attention_heads numbers, and
+biases on q, k and v, which are zeros here. Layers in DeepSeek's form have latent attention or experts there: those are
+for this engine.
 """
 
 from __future__ import annotations
