@@ -1,13 +1,16 @@
 """What the engine's own Python takes per step, beside model passes and kernels.
 
     python benchmarks/host_time.py [--requests 1 16 64 256] [--methods none ngram mtp eagle3:tree] [--steps 40] [--json]
-                                   [--one-by-one]
+                                   [--one-by-one] [--beside prompt|logprobs]
 
 Time of the calling thread alone (`time.thread_time`), less what it spends in the target's pass, the drafter's passes
 and the native verification: what a busy neighbour takes from the clock is not in it. The embedded model with its
 drafters, prompts of 32 tokens from its held-out text, static control, K = 4. ``METHOD:tree`` drafts a static tree of
 six nodes. Medians over steps in which every request decodes, and the quickest of them; ``per request`` is the median
 divided by the requests.
+
+``--beside prompt``: one of the requests is still having its prompt computed, a part in each step.
+``--beside logprobs``: four of them, or all if they are fewer, want log-probabilities.
 
 ``--one-by-one``: go request by request, as steps do that are not ordinary (docs/architecture.md, Columns). To compare
 two versions, run them in turns, each with its own source tree as PYTHONPATH.
@@ -29,6 +32,11 @@ from draftwise.bench.workloads import code_prompts
 
 PROMPT = 32
 WARM_STEPS = 4
+PART = 16
+LONG = 900
+"""Tokens of a prompt that is computed beside other requests, and how many rows a step has for it, at least."""
+REPORTED = 4
+"""Requests that want log-probabilities beside others."""
 K = 4
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 MOST = {"medusa": 3}
@@ -74,7 +82,7 @@ class Stopwatch:
         return timed
 
 
-def make_engine(method: str, requests: int) -> LLM:
+def make_engine(method: str, requests: int, beside: str | None = None) -> LLM:
     name, _, tree = method.partition(":")
     spec: dict[str, Any] = {"method": name}
     if tree:
@@ -85,7 +93,7 @@ def make_engine(method: str, requests: int) -> LLM:
         speculative_config=spec,
         speculation_control="static",
         max_num_seqs=requests,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=requests * (2 + K) + PART if beside == "prompt" else 8192,
         max_model_len=1024,
     )
 
@@ -118,20 +126,34 @@ def watch(llm: LLM) -> Stopwatch:
 
 
 @torch.inference_mode()  # as `LLM` steps
-def measure(llm: LLM, spent: Stopwatch, requests: int, temperature: float, steps: int) -> list[float]:
-    """Host seconds of each of ``steps`` steps with ``requests`` requests that decode."""
+def measure(
+    llm: LLM, spent: Stopwatch, requests: int, temperature: float, steps: int, beside: str | None = None
+) -> list[float]:
+    """Host seconds of each of ``steps`` steps with ``requests`` requests that decode, but who is ``beside`` them."""
     assert llm._engine is not None
     core, processor = llm._engine.core, llm._engine.processor
     tokens = (steps + WARM_STEPS) * (1 + K) + 1
     prompts = code_prompts(llm.get_tokenizer(), requests, PROMPT)
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=i)
+        reported = 1 if beside == "logprobs" and i >= requests - REPORTED else None
+        params = SamplingParams(
+            temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=i, logprobs=reported
+        )
+        if beside == "prompt" and i == requests - 1:
+            continue  # it comes when the others decode
         group = processor.group({"prompt_token_ids": list(prompt)}, params)
         for request in group.requests:
             core.add(request)
-    while core.scheduler.num_running < requests:
+    deciding = requests - (beside == "prompt")
+    while core.scheduler.num_running < deciding:
         core.step()
     for _ in range(WARM_STEPS):
+        core.step()
+    if beside == "prompt":
+        (long,) = code_prompts(llm.get_tokenizer(), 1, LONG)
+        params = SamplingParams(temperature=temperature, max_tokens=1)
+        for request in processor.group({"prompt_token_ids": list(long)}, params).requests:
+            core.add(request)
         core.step()
     found: list[float] = []
     for _ in range(steps):
@@ -139,7 +161,7 @@ def measure(llm: LLM, spent: Stopwatch, requests: int, temperature: float, steps
         start = time.thread_time()
         updates = core.step()
         seconds = time.thread_time() - start
-        assert len(updates) == requests and all(update.num_new for update in updates)
+        assert len(updates) == requests and sum(update.num_new > 0 for update in updates) == deciding
         found.append(seconds - spent.spent)
     for rid in list(core.scheduler._requests):
         core.cancel(rid)
@@ -157,16 +179,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one-by-one", action="store_true")
+    parser.add_argument("--beside", choices=["prompt", "logprobs"])
     args = parser.parse_args()
     rows = []
     for method in args.methods:
-        llm = make_engine(method, max(args.requests))
+        llm = make_engine(method, max(args.requests), args.beside)
         if args.one_by_one:
             go_one_by_one(llm)
         spent = watch(llm)
         for temperature in args.temperatures:
             for requests in args.requests:
-                found = measure(llm, spent, requests, temperature, args.steps)
+                found = measure(llm, spent, requests, temperature, args.steps, args.beside)
                 microseconds = 1e6 * statistics.median(found)
                 row = {
                     "method": method,

@@ -56,6 +56,8 @@ RESERVED_METHODS: Final = ("none", "auto", "grammar")
 """Names of methods that the engine uses itself. No other method may have them."""
 
 MODELLESS_METHODS: Final = ("early_exit", "extract_hidden_states", "ngram", "synthetic", "suffix")
+LOOK_UP_METHODS: Final = ("ngram", "suffix")
+"""Methods that find drafts in texts and draw nothing."""
 CHAIN_METHODS: Final = ("extract_hidden_states", "ngram")
 """Methods that draft chains only, and so refuse a `speculative_token_tree`."""
 STATIC_METHODS: Final = ("extract_hidden_states", "ngram", "synthetic")

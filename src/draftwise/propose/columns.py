@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,9 @@ class DraftBlock:
 
 class ColumnDrafter(ABC):
     """A proposer that can draft in columns. A subclass that overrides `Proposer.propose` is called through that."""
+
+    one_length: ClassVar[bool] = True
+    """Whether all chains of a call have to be of one length."""
 
     @abstractmethod
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:

@@ -283,8 +283,8 @@ class Drafting:
             self._propose_group(name, members)
 
     def _in_columns(self, placing: Placing, wanted: Sequence[tuple[Row, int]]) -> list[tuple[Row, int]]:
-        """Draft for many requests without a record for each: those of one method that want chains of one kind. Who is
-        left, in their order."""
+        """Draft for many requests without a record for each: those of one method that want chains, or trees, of one
+        kind. Who is left, in their order."""
         kinds = placing.kinds([row for row, _ in wanted])
         groups: dict[tuple[str, int], list[int]] = {}
         for i, (kind, (row, _)) in enumerate(zip(kinds, wanted, strict=True)):
@@ -293,21 +293,39 @@ class Drafting:
         left = {i for i, kind in enumerate(kinds) if kind == 0}
         for (name, _), members in groups.items():
             proposer: object = self._proposers[name]
+            drafted: list[int] = []
             if isinstance(proposer, ColumnDrafter) and name not in self._foreign:
-                own = wanted if len(members) == len(wanted) else [wanted[i] for i in members]
-                if self._drafted(placing, proposer, own):
-                    continue
-            left.update(members)
+                drafted = self._drafted(placing, proposer, wanted, members)
+            if len(drafted) < len(members):
+                left.update(set(members).difference(drafted))
         return [wanted[i] for i in sorted(left)]
 
-    def _drafted(self, placing: Placing, proposer: ColumnDrafter, wanted: Sequence[tuple[Row, int]]) -> bool:
-        rows = [row for row, _ in wanted]
-        columns = placing.columns(rows, [budget for _, budget in wanted])
+    def _drafted(
+        self,
+        placing: Placing,
+        proposer: ColumnDrafter,
+        wanted: Sequence[tuple[Row, int]],
+        members: list[int],
+    ) -> list[int]:
+        """For which of ``members`` the proposer drafted."""
+        rows = [wanted[i][0] for i in members]
+        columns = placing.columns(rows, [wanted[i][1] for i in members])
+        if proposer.one_length and not columns.is_tree:
+            # Near their ends requests want less: these go apart, and not the others with them.
+            lengths = columns.depths(1 << 30, self._block_size)
+            usual = lengths[0]
+            if lengths.count(usual) < len(lengths):
+                usual = max(set(lengths), key=lengths.count)
+                members = [i for i, length in zip(members, lengths, strict=True) if length == usual]
+                rows = [wanted[i][0] for i in members]
+                columns = placing.columns(rows, [wanted[i][1] for i in members])
         try:
             block = proposer.draft_columns(columns)
         except Exception:  # asked again, it says of whom
-            return False
-        return block is not None and placing.place_chains(rows, columns, block, self._vocab_size)
+            return []
+        if block is None or not placing.place_chains(rows, columns, block, self._vocab_size):
+            return []
+        return members
 
     def _propose_group(self, name: str, members: list[tuple[Row, DraftRow]]) -> None:
         rows = [draft_row for _, draft_row in members]

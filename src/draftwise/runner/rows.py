@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from draftwise.kernels.cpu.attention import address
-from draftwise.names import MAX_TREE_NODES, method_name
+from draftwise.names import LOOK_UP_METHODS, MAX_TREE_NODES, method_name
 from draftwise.sampling.draw import draws_from_q
 from draftwise.sampling.state import DRAW, SamplingState
 from draftwise.structured.cursor import Cursor
@@ -157,9 +157,15 @@ def kind_of(state: SamplingState, speculation: Speculation) -> int:
     """Requests of one number want chains, or trees of one shape, that are drawn alike (`DraftColumns`); 0: one by
     one."""
     tree, dynamic = speculation.tree, speculation.dynamic
-    if state.steers or (tree is not None and draws_from_q(state, speculation.rule)):
+    if speculation.method in LOOK_UP_METHODS and tree is None and dynamic is None:
+        # they draw nothing, and what one request says may be what the next one looks up: all go in their order
+        return _KINDS.setdefault(speculation.method, len(_KINDS) + 1)
+    sampled = draws_from_q(state, speculation.rule)
+    if state.steers or (tree is not None and sampled):
         return 0
-    key = speculation.method, speculation.rule, state.is_greedy, tree, speculation.tree_ranks, dynamic
+    # rules that draw alike, such as "rejection" and "block", go together
+    shared = not state.is_greedy and speculation.rule == "coupled"
+    key = speculation.method, state.is_greedy, sampled, shared, tree, speculation.tree_ranks, dynamic
     return _KINDS.setdefault(key, len(_KINDS) + 1)
 
 

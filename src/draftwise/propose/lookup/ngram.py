@@ -99,6 +99,7 @@ class NgramProposer(Proposer, ColumnDrafter):
 
     name: ClassVar[str] = "ngram"
     evident: ClassVar[bool] = True
+    one_length: ClassVar[bool] = False
 
     def __init__(
         self, prompt_lookup_max: int = 5, prompt_lookup_min: int = 2, *, native: bool | None = None

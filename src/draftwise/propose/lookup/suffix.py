@@ -63,6 +63,7 @@ class SuffixProposer(Proposer, ColumnDrafter):
 
     name: ClassVar[str] = "suffix"
     evident: ClassVar[bool] = True
+    one_length: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = True
     drafts_dynamic_trees: ClassVar[bool] = True
 

@@ -1,0 +1,82 @@
+"""Requests that a head keeps side by side, against the same requests one by one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftwise.propose.heads.state import Features, HeadState, joined
+from draftwise.propose.heads.steady import SteadyHeads
+
+
+def opened(known: list[int], gaps: list[int | None]) -> list[HeadState]:
+    """Requests whose rows are stored up to their last known tokens, and whose newest features came from one step."""
+    features = Features.of(torch.arange(len(known), dtype=torch.float32)[:, None])
+    found = []
+    for i, (count, gap) in enumerate(zip(known, gaps, strict=True)):
+        state = HeadState.opened(1, 0, 0, None)
+        state.gap = gap
+        track = state.tracks[0]
+        track.next = count
+        track.queue.restore((count - 2, count - 2, []))
+        track.queue.append(features, i, i + 1)
+        found.append(state)
+    return found
+
+
+def book(state: HeadState) -> tuple[Any, ...]:
+    track = state.tracks[0]
+    pieces = track.queue.of(track.queue.first, track.queue.end)
+    return track.next, track.queue.first, track.queue.end, joined(pieces)[:, 0].tolist(), state.filled
+
+
+def test_steps_side_by_side_as_one_by_one() -> None:
+    rng = random.Random(5)
+    known, gaps = [10, 7, 30], [None, 4, None]
+    rids = [3, 5, 8]
+    alone, together = opened(known, gaps), opened(known, gaps)
+    steady = SteadyHeads.of(rids, together)
+    assert steady is not None
+    for step in range(12):
+        counts = [rng.randrange(1, 5) for _ in known]
+        values = torch.arange(sum(counts), dtype=torch.float32)[:, None] + 100 * step
+        firsts = np.array(known, np.int32) - 1
+        assert steady.follows(rids, firsts)
+        assert not steady.follows(rids, firsts + 1) and not steady.follows([3, 5], firsts[:2])
+        steady.came(Features.of(values), np.array(counts, np.int32))
+        assert not steady.follows(rids, firsts), "features that came wait to be drafted from"
+        start = 0
+        given = Features.of(values)
+        rows = []
+        for state, count, before in zip(alone, counts, known, strict=True):
+            state.tracks[0].queue.append(given, start, start + count)
+            rows += state.tracks[0].queue.of(before - 1, before + count - 1)
+            start += count
+        known = [before + count for before, count in zip(known, counts, strict=True)]
+        if step == 11:
+            break  # written down before it was drafted from
+        assert steady.ready(rids, np.array(known, np.int64) + 1) is None
+        ready = steady.ready(rids, np.array(known, np.int64))
+        assert ready is not None and torch.equal(ready, joined(rows))
+        for state, count in zip(alone, known, strict=True):
+            state.tracks[0].advance(count)
+        assert steady.drafted() == [state.filled for state in alone]
+        assert steady.next_np.tolist() == [state.tracks[0].next for state in alone]
+    steady.write()
+    assert [book(state) for state in together] == [book(state) for state in alone]
+
+
+def test_requests_that_do_not_go_on_together() -> None:
+    states = opened([10, 7], [None, None])
+    states[1].tracks[0].queue.append(Features.of(torch.zeros(1, 1)), 0, 1)
+    assert SteadyHeads.of([0, 1], states) is None, "a row is to be computed"
+    states = opened([10, 7], [None, None])
+    queue = states[1].tracks[0].queue
+    queue.restore((queue.first, queue.first, []))
+    queue.append(Features.of(torch.zeros(1, 1)), 0, 1)
+    assert SteadyHeads.of([0, 1], states) is None, "features of two steps"
+    assert SteadyHeads.of([0], [HeadState.opened(2, 0, 0, None)]) is None, "two depths"
+    assert SteadyHeads.of([], []) is None
