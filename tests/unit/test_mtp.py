@@ -188,6 +188,15 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     folder = save_mtp(tmp_path / "c", shape, random_layers(shape))
     change(folder, {"model.layers.2.mlp.experts.0.up_proj.weight": torch.zeros(2)})
     refused(target.context("mtp", folder), "experts", "not supported")
+    gated = MtpShape("qwen")
+    folder = save_mtp(tmp_path / "e", gated, random_layers(gated))
+    change(folder, {"mtp.layers.0.self_attn.q_proj.weight": torch.zeros(64, 32)})
+    refused(
+        target.context("mtp", folder),
+        "an output gate",
+        "mtp.layers.0.self_attn.q_proj.weight",
+        "64 rows for 4 heads of 8",
+    )
     two = MtpShape("deepseek", layers=2)
     folder = save_mtp(tmp_path / "d", two, random_layers(two))
     heads = {

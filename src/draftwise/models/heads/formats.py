@@ -93,8 +93,8 @@ def layer_config(
         latent: layers may have latent attention, as those of heads for DeepSeek and Kimi.
 
     Raises:
-        ModelLoadError: the layers are of a kind that is not supported (experts, latent attention), or a size is
-            missing.
+        ModelLoadError: the layers are of a kind that is not supported (experts, latent attention, attention with a
+            gate), or a size is missing.
     """
     raw = {
         name: (over_text(value) or None) if name in _ROTATIONS and isinstance(value, Mapping) else value
@@ -109,6 +109,16 @@ def layer_config(
     if odd:
         kind = "latent attention" if "kv_a_proj" in odd[0] else "experts"
         raise ModelLoadError(f"a draft layer with {kind} ({tensors[odd[0]].origin}) is not supported")
+    q, heads, dim = (
+        tensors.get(first + "self_attn.q_proj.weight"),
+        raw.get("num_attention_heads"),
+        raw.get("head_dim"),
+    )
+    if q is not None and isinstance(heads, int) and isinstance(dim, int) and q.shape[0] == 2 * heads * dim:
+        raise ModelLoadError(
+            f"a draft layer whose attention has an output gate ({q.origin}: {q.shape[0]} rows for {heads} heads of "
+            f"{dim}; Qwen3-Next, Qwen3.5) is not supported"
+        )
     raw = {**raw, "num_hidden_layers": num_layers}
     if any("kv_a_proj" in name for name in tensors):
         if first + "self_attn.q_a_proj.weight" not in tensors:
