@@ -7,14 +7,10 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
-
-import torch
 
 from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
@@ -29,8 +25,9 @@ from draftwise.engine.processor import Numbers, prompt_text
 from draftwise.engine.prompts import PromptLike, one_prompt
 from draftwise.engine.readers import Readers
 from draftwise.engine.stream import RequestStream, wake
+from draftwise.engine.thread import EngineThread
 from draftwise.engine.workers import Lane, Workers
-from draftwise.errors import EngineDeadError, RequestError
+from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate, adapter_salt
 
@@ -76,14 +73,8 @@ class AsyncLLM(Absent):
         self._readers: dict[asyncio.AbstractEventLoop, Readers] = {}
         self._max_chunk_rate = max_chunk_rate
         self._observers: tuple[StepObserver, ...] = ()
-        self._between: list[tuple[Callable[[], None], Future[None]]] = []  # to be done before the next step
-        self._forgets = False  # drafters are to forget before the next step
-        self._wakeup = threading.Condition(self._engine.core.lock)
         self._workers = Workers()
-        self._closing = False
-        self._failure: BaseException | None = None
-        self._step_began: float | None = None
-        self._thread = threading.Thread(target=self._run, name="draftwise-engine", daemon=True)
+        self._thread = EngineThread(self._engine.core, self._announce, self._wake_all)
         lifetime.stop_at_exit(self)
         lifetime.survive_forks(self)
         self._thread.start()
@@ -145,14 +136,14 @@ class AsyncLLM(Absent):
         prompt = one_prompt(prompt)
         params = (sampling_params or SamplingParams()).clone()
         loop = asyncio.get_running_loop()
-        self._check_alive()
+        self._thread.check_alive()
         processor = self._engine.processor
         processor.check(prompt, params)
         # A name that no caller gives: a number could be taken by a caller that counts requests.
         name = request_id if request_id is not None else uuid.uuid4().hex
         numbers = numbers or processor.take_numbers(params.n)
         with self._wakeup:
-            self._check_alive()
+            self._thread.check_alive()
             if name in self._streams:
                 raise RequestError(f"request id {name!r} is in use")
             readers = self._readers.get(loop)
@@ -186,7 +177,7 @@ class AsyncLLM(Absent):
     def enqueue(self, stream: RequestStream, group: RequestGroup) -> None:
         """See `StreamOwner`."""
         with self._wakeup:
-            self._check_alive()
+            self._thread.check_alive()
             if stream.aborted or self._streams.get(stream.request_id) is not stream:
                 return  # the reader is gone
             for request in group.requests:
@@ -202,8 +193,8 @@ class AsyncLLM(Absent):
         """See `StreamOwner`."""
         group = stream.group
         with self._engine.core.lock:
-            if self._failure is not None and not group.finished:
-                self._check_alive()
+            if self._thread.failed and not group.finished:
+                self._thread.check_alive()
             if not stream.wants_pieces and not group.finished:
                 return None
             return group.read(stream.params.output_kind, text_only=stream.text_only)
@@ -310,63 +301,16 @@ class AsyncLLM(Absent):
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         """Run a function in the engine's thread before its next step, and wait for it."""
-        done: Future[None] = Future()
-        with self._wakeup:
-            self._check_alive()
-            self._between.append((work, done))
-            self._wakeup.notify()
-        done.result()
-
-    def _do_between(self) -> None:
-        with self._wakeup:
-            tasks, self._between = self._between, []
-        for work, done in tasks:
-            try:
-                work()
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
+        self._thread.between_steps(work).result()
 
     # ----------------------------------------------------------------------------------------- the thread
 
-    @torch.inference_mode()
-    def _run(self) -> None:
-        core = self._engine.core
-        try:
-            while True:
-                with self._wakeup:
-                    while not (core.has_work or self._closing or self._forgets or self._between):
-                        self._wakeup.wait()
-                    if self._closing:
-                        return
-                    forgets, self._forgets = self._forgets, False
-                self._do_between()
-                if forgets:  # here, because drafters belong to the thread that steps
-                    core.executor.forget()
-                    continue
-                if not core.has_work:
-                    continue
-                self._step_began = time.monotonic()
-                updates = core.step()
-                self._step_began = None
-                self._announce(updates)
-                if self._observers:
-                    self._tell(updates)
-        except lifetime.ProgramEnding:
-            pass
-        except BaseException as error:
-            logger.exception("the engine failed")
-            with self._wakeup:
-                self._failure = error
-        finally:
-            with self._wakeup:
-                streams = list(self._streams.values())
-                tasks, self._between = self._between, []
-            for _, done in tasks:
-                done.set_exception(EngineDeadError("the engine has stopped"))
-            wake(dict.fromkeys(streams, True))
+    @property
+    def _wakeup(self) -> threading.Condition:
+        return self._thread.wakeup
 
     def _announce(self, updates: Sequence[RequestUpdate]) -> None:
+        """Wake the readers of what a step changed."""
         touched: dict[RequestStream, bool] = {}
         with self._wakeup:
             for update in updates:
@@ -376,6 +320,14 @@ class AsyncLLM(Absent):
                 if stream is not None and (update.finished or stream.wants_pieces):
                     touched[stream] = update.finished or touched.get(stream, False)
         wake(touched)
+        if self._observers:
+            self._tell(updates)
+
+    def _wake_all(self) -> None:
+        """No step follows: every reader hears of it."""
+        with self._wakeup:
+            streams = list(self._streams.values())
+        wake(dict.fromkeys(streams, True))
 
     def _tell(self, updates: Sequence[RequestUpdate]) -> None:
         for observer in self._observers:
@@ -409,14 +361,13 @@ class AsyncLLM(Absent):
     @property
     def is_alive(self) -> bool:
         """Whether requests are accepted."""
-        return self._failure is None and not self._closing and self._engine.core.executor.failure is None
+        return self._thread.is_alive
 
     @property
     def in_step(self) -> float:
         """Seconds since the running step began; 0 between steps. It takes no lock, so it answers for an engine that
         hangs."""
-        began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        return self._thread.in_step
 
     def get_tokenizer(self) -> Any:
         """The Transformers tokenizer."""
@@ -436,34 +387,20 @@ class AsyncLLM(Absent):
     def reset_drafters(self) -> None:
         """Make drafters forget what they learned from past requests (method ``suffix``: their outputs), before the
         next step. Running requests go on."""
-        with self._wakeup:
-            self._check_alive()
-            self._forgets = True
-            self._wakeup.notify()
+        self._thread.between_steps(
+            self._engine.core.executor.forget
+        )  # drafters belong to the thread that steps
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the engine's books do not agree."""
         self._engine.core.check_integrity()
 
-    def _check_alive(self) -> None:
-        if isinstance(self._failure, EngineDeadError):
-            raise EngineDeadError(str(self._failure))
-        if self._failure is not None:
-            raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
-        if self._closing:
-            raise EngineDeadError("the engine was closed")
-
     # ------------------------------------------------------------------------------------------ life cycle
 
     def close(self) -> None:
         """Stop the engine. Readers of running requests get EngineDeadError. Closing twice is allowed."""
-        with self._wakeup:
-            if self._closing:
-                return
-            self._closing = True
-            if self._failure is None:
-                self._failure = EngineDeadError("the engine was closed")
-            self._wakeup.notify()
+        if not self._thread.close():
+            return
         self._workers.close()
         self._thread.join()
         self._engine.core.close()
@@ -473,12 +410,7 @@ class AsyncLLM(Absent):
 
     def ask_to_stop(self) -> None:
         """Called at the end of the program: begin no further step."""
-        self._closing = True
-        if self._wakeup.acquire(
-            timeout=1.0
-        ):  # the thread holds it for moments only, unless something has gone wrong
-            self._wakeup.notify_all()
-            self._wakeup.release()
+        self._thread.ask_to_stop()
 
     def wait_stopped(self, timeout: float) -> None:
         """See `ask_to_stop`."""
@@ -487,13 +419,8 @@ class AsyncLLM(Absent):
     def after_fork_in_child(self) -> None:
         """Called in a forked child. The thread stayed in the parent, so this copy answers with EngineDeadError."""
         self._engine.core.after_fork_in_child()
-        self._wakeup = threading.Condition(self._engine.core.lock)
+        self._thread.after_fork_in_child()
         self._workers = Workers()
-        if self._failure is None:
-            self._failure = EngineDeadError(
-                "the engine runs in the process that this one was forked from: build one here, or start processes with "
-                "spawn"
-            )
 
     async def __aenter__(self) -> Self:
         return self
