@@ -53,7 +53,8 @@ def main() -> None:
             ROWS=4,
             BLOCK_M=16,
             BLOCK_N=64,
-            PARTITION=512,
+            PARTITION=256,
+            SLOTS=32,
             WIDE=False,
         )
     for sinks in (False, True):
@@ -63,7 +64,8 @@ def main() -> None:
             HEADS=32,
             DIM=128,
             DIM_PAD=128,
-            PARTITION=512,
+            PARTITION=256,
+            SLOTS=32,
             WINDOWED=True,
             SINKS=sinks,
         )

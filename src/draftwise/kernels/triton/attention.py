@@ -1,7 +1,9 @@
 """Paged attention as Triton kernels: prefill chunks, decoding rows and trees in one launch.
 
-The context is cut by position into partitions of fixed size, and these into tiles of fixed size. Each partition is a
-program of its own (flash-decoding); a second kernel adds a row's partitions up in their order. Neither the other
+The context is cut by position into partitions of fixed size, and these into tiles of fixed size. A row has a fixed
+number of slots of partial results at most, which programs of their own make (flash-decoding); partition i is summed in
+slot i modulo their number. A second kernel adds a row's slots up in their order. So the memory of a row, and with it
+the number of launches of a pass, does not grow with the longest context that a model may have. Neither the other
 requests of a batch, nor the number of rows a request has, nor where keys stand, changes an operation that a row sees:
 a token verified in a tree has the bits of the same token decoded alone.
 """
@@ -39,6 +41,7 @@ class Tiling:
     block_m: int = 16  # lanes (rows x query heads of a group) of a program, if a group is not wider
     block_n: int = 64  # positions of a tile
     partition: int = 256  # positions of a partition
+    slots: int = 32  # of a row: with one key/value head and one request as many programs
 
     def __post_init__(self) -> None:
         assert self.block_m >= 16 and self.block_n >= 16 and self.partition % self.block_n == 0
@@ -104,15 +107,15 @@ class TritonAttention(AttentionBackend):
         group = heads // num_kv_heads
         block_m = max(tiling.block_m, 1 << (group - 1).bit_length())
         prepared = self._prepare(batch, block_m // group, q.device)
-        num_parts = -(-prepared.num_keys // tiling.partition)
+        num_slots = min(tiling.slots, -(-prepared.num_keys // tiling.partition))
         dim_pad = max(16, 1 << (dim - 1).bit_length())
-        per_row = heads * num_parts * (dim + 2) * 4
+        per_row = heads * num_slots * (dim + 2) * 4
         for begin, end in self._pieces(prepared.tasks_np, per_row):
             first = int(prepared.tasks_np[begin, 1])
             piece_rows = int(prepared.tasks_np[end - 1, 1] + prepared.tasks_np[end - 1, 2]) - first
-            acc = torch.empty((piece_rows, heads, num_parts, dim), dtype=torch.float32, device=q.device)
-            best, total = torch.empty((2, piece_rows, heads, num_parts), dtype=torch.float32, device=q.device)
-            programs = min(num_parts, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
+            acc = torch.empty((piece_rows, heads, num_slots, dim), dtype=torch.float32, device=q.device)
+            best, total = torch.empty((2, piece_rows, heads, num_slots), dtype=torch.float32, device=q.device)
+            programs = min(num_slots, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
             partial_attention[(end - begin, num_kv_heads, programs)](
                 q,
                 kv[0],
@@ -130,7 +133,7 @@ class TritonAttention(AttentionBackend):
                 q.stride(0),
                 prepared.tables.stride(0),
                 first,
-                num_parts,
+                num_slots,
                 scale,
                 softcap or 1.0,
                 window or 0,
@@ -143,6 +146,7 @@ class TritonAttention(AttentionBackend):
                 BLOCK_M=block_m,
                 BLOCK_N=tiling.block_n,
                 PARTITION=tiling.partition,
+                SLOTS=tiling.slots,
                 CAPPED=softcap is not None,
                 WINDOWED=window is not None,
                 CODES=len(kv) == 2,
@@ -158,12 +162,13 @@ class TritonAttention(AttentionBackend):
                 best if sinks is None else sinks,
                 result,
                 first,
-                num_parts,
+                num_slots,
                 window or 0,
                 HEADS=heads,
                 DIM=dim,
                 DIM_PAD=dim_pad,
                 PARTITION=tiling.partition,
+                SLOTS=tiling.slots,
                 WINDOWED=window is not None,
                 SINKS=sinks is not None,
                 num_warps=1,

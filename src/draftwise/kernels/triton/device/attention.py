@@ -27,7 +27,7 @@ def tree_rows(masks, row_request, query_start, context, is_tree, positions, path
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "row_base", "num_parts", "window"],
+    do_not_specialize=["table_stride", "row_base", "num_slots", "window"],
     do_not_specialize_on_alignment=[
         "tables",
         "tasks",
@@ -55,7 +55,7 @@ def partial_attention(
     q_stride,
     table_stride,
     row_base,
-    num_parts,
+    num_slots,
     scale,
     softcap,
     window,
@@ -68,20 +68,23 @@ def partial_attention(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTITION: tl.constexpr,
+    SLOTS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CODES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One task (up to ROWS rows of one request), one key/value head, and every so manieth partition of the positions,
-    each with a result of its own: which program does a partition changes no bit.
+    """One task (up to ROWS rows of one request), one key/value head, and every so manieth slot of partial results, each
+    of which is a sum over every SLOTS-th partition of the positions: which program does a slot changes no bit.
 
     A lane is (row, query head of the group). Keys are taken by *position*, tile by tile: what a position adds to a
-    row, and in which order, depends neither on slots, nor on the batch, nor on whether the row is a tree's. The
-    positions of a tree behind the context are other keys for every row: those tiles are done once per row, and
-    only that row's lanes keep the result. Both kinds of tile run through the same instructions.
+    row, and in which order, depends neither on where keys stand, nor on the batch, nor on whether the row is a tree's.
+    The positions of a tree behind the context are other keys for every row: those tiles are done once per row, and
+    only that row's lanes keep the result. Both kinds of tile run through the same instructions. Tiles that a row does
+    not see leave its sums as they are, so that rows of a task may end in different partitions.
 
-    Example: positions up to 1100 in partitions of 256, two programs: one does 0, 2 and 4, the other 1 and 3.
+    Example: positions up to 1100 in partitions of 256, SLOTS 4: partitions 0 and 4 are summed in slot 0, one after the
+    other, the others have slots of their own. Of two programs one does slots 0 and 2, the other 1 and 3.
     """
     task = tl.program_id(0)
     head = tl.program_id(1)
@@ -112,80 +115,86 @@ def partial_attention(
         query = query.to(tl.float32)
     offsets = tl.arange(0, BLOCK_N)
     out_row = (first_row + row - row_base).to(tl.int64)
-    at_part = (out_row * HEADS + head * GROUP + lane % GROUP) * num_parts
-    # `combine_partitions` reads a row's own partitions only
-    for part in range(first_part + tl.program_id(2), top // PARTITION + 1, tl.num_programs(2)):
-        start = part * PARTITION
-        stop = tl.minimum(start + PARTITION, top + 1)
-        begin = tl.maximum(start, floor)
-        first_tile = begin // BLOCK_N
-        num_tiles = tl.maximum((stop + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
-        shared = num_tiles
-        if tree != 0:
-            shared = tl.minimum(tl.maximum(ctx // BLOCK_N - first_tile, 0), num_tiles)
-        tail = num_tiles - shared
-        steps = shared + tail * num_rows
+    at_slot = (out_row * HEADS + head * GROUP + lane % GROUP) * num_slots
+    last_part = top // PARTITION + 1
+    for slot in range(tl.program_id(2), tl.minimum(SLOTS, last_part), tl.num_programs(2)):
         acc = tl.zeros((BLOCK_M, DIM_PAD), dtype=tl.float32)
         best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        divisor = tl.maximum(tail, 1)
-        for i in range(steps):
-            own = i >= shared
-            behind = tl.maximum(i - shared, 0)
-            which = behind // divisor  # the row whose path this is, if own
-            tile = first_tile + tl.where(own, shared + behind % divisor, i)
-            p = tile * BLOCK_N + offsets
-            limit = tl.where(own, tl.load(positions + first_row + which) + 1, stop)
-            taken = (p >= begin) & (p < tl.minimum(limit, stop))
-            # scalars choose bounds and are in no mask: the interpreter makes integers of masks that mix both
-            in_tree = taken & (p >= tl.where(own, ctx, 2147483647))
-            node = tl.load(paths + (first_row + which) * 64 + (p - ctx), mask=in_tree, other=0)
-            key = tl.where(in_tree, ctx + node, p)
-            page = tl.load(tables + r * table_stride + key // PAGE, mask=taken, other=0)
-            slot = page.to(tl.int64) * PAGE + key % PAGE
-            at = slot * (2 * KV_HEADS)
-            k = tl.load(
-                kv + (at + head)[None, :] * DIM + d[:, None], mask=taken[None, :] & in_dim[:, None], other=0
-            )
-            v = tl.load(
-                kv + (at + KV_HEADS + head)[:, None] * DIM + d[None, :],
-                mask=taken[:, None] & in_dim[None, :],
-                other=0,
-            )
-            if CODES:
-                k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
-                v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
-                k = k.to(tl.float32) * k_scale[None, :]
-                v = v.to(tl.float32) * v_scale[:, None]
-            k = k.to(query.dtype)
-            v = v.to(query.dtype)
-            scores = tl.dot(query, k, input_precision="ieee") * scale
-            if CAPPED:
-                # softcap * tanh(x / softcap): tanh(y) = 1 - 2 / (exp(2 y) + 1), y bounded where it is 1 anyway
-                y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)
-                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
-            seen = live[:, None] & taken[None, :] & (p[None, :] <= pos[:, None])
-            if WINDOWED:
-                seen = seen & (pos[:, None] - p[None, :] < window)
-            scores = tl.where(seen, scores, float("-inf"))
-            new_best = tl.maximum(best, tl.max(scores, 1))
-            safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: no -inf - -inf
-            keep = tl.exp(best - safe)
-            weights = tl.exp(scores - safe[:, None])
-            new_total = total * keep + tl.sum(weights, 1)
-            new_acc = acc * keep[:, None] + tl.dot(weights.to(query.dtype), v, input_precision="ieee")
-            mine = (row >= tl.where(own, which, 0)) & (row <= tl.where(own, which, BLOCK_M))
-            best = tl.where(mine, new_best, best)
-            total = tl.where(mine, new_total, total)
-            acc = tl.where(mine[:, None], new_acc, acc)
-        tl.store(part_max + at_part + part, best, mask=live)
-        tl.store(part_sum + at_part + part, total, mask=live)
-        at_acc = (at_part + part)[:, None] * DIM + d[None, :]
-        tl.store(part_acc + at_acc, acc, mask=live[:, None] & in_dim[None, :])
+        # the first one from `first_part` on that belongs here. Example: SLOTS 4, slot 1, first_part 6: 9
+        begin_part = first_part + (slot + SLOTS - first_part % SLOTS) % SLOTS
+        for part in range(begin_part, last_part, SLOTS):
+            start = part * PARTITION
+            stop = tl.minimum(start + PARTITION, top + 1)
+            begin = tl.maximum(start, floor)
+            first_tile = begin // BLOCK_N
+            num_tiles = tl.maximum((stop + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
+            shared = num_tiles
+            if tree != 0:
+                shared = tl.minimum(tl.maximum(ctx // BLOCK_N - first_tile, 0), num_tiles)
+            tail = num_tiles - shared
+            steps = shared + tail * num_rows
+            divisor = tl.maximum(tail, 1)
+            for i in range(steps):
+                own = i >= shared
+                behind = tl.maximum(i - shared, 0)
+                which = behind // divisor  # the row whose path this is, if own
+                tile = first_tile + tl.where(own, shared + behind % divisor, i)
+                p = tile * BLOCK_N + offsets
+                limit = tl.where(own, tl.load(positions + first_row + which) + 1, stop)
+                taken = (p >= begin) & (p < tl.minimum(limit, stop))
+                # scalars choose bounds and are in no mask: the interpreter makes integers of masks that mix both
+                in_tree = taken & (p >= tl.where(own, ctx, 2147483647))
+                node = tl.load(paths + (first_row + which) * 64 + (p - ctx), mask=in_tree, other=0)
+                key = tl.where(in_tree, ctx + node, p)
+                page = tl.load(tables + r * table_stride + key // PAGE, mask=taken, other=0)
+                entry = page.to(tl.int64) * PAGE + key % PAGE
+                at = entry * (2 * KV_HEADS)
+                k = tl.load(
+                    kv + (at + head)[None, :] * DIM + d[:, None],
+                    mask=taken[None, :] & in_dim[:, None],
+                    other=0,
+                )
+                v = tl.load(
+                    kv + (at + KV_HEADS + head)[:, None] * DIM + d[None, :],
+                    mask=taken[:, None] & in_dim[None, :],
+                    other=0,
+                )
+                if CODES:
+                    k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
+                    v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
+                    k = k.to(tl.float32) * k_scale[None, :]
+                    v = v.to(tl.float32) * v_scale[:, None]
+                k = k.to(query.dtype)
+                v = v.to(query.dtype)
+                scores = tl.dot(query, k, input_precision="ieee") * scale
+                if CAPPED:
+                    # softcap * tanh(x / softcap): tanh(y) = 1 - 2 / (exp(2 y) + 1), y bounded where it is 1 anyway
+                    y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)
+                    scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+                seen = live[:, None] & taken[None, :] & (p[None, :] <= pos[:, None])
+                if WINDOWED:
+                    seen = seen & (pos[:, None] - p[None, :] < window)
+                scores = tl.where(seen, scores, float("-inf"))
+                new_best = tl.maximum(best, tl.max(scores, 1))
+                safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: no -inf - -inf
+                keep = tl.exp(best - safe)
+                weights = tl.exp(scores - safe[:, None])
+                new_total = total * keep + tl.sum(weights, 1)
+                new_acc = acc * keep[:, None] + tl.dot(weights.to(query.dtype), v, input_precision="ieee")
+                mine = (row >= tl.where(own, which, 0)) & (row <= tl.where(own, which, BLOCK_M))
+                best = tl.where(mine, new_best, best)
+                total = tl.where(mine, new_total, total)
+                acc = tl.where(mine[:, None], new_acc, acc)
+        if begin_part < last_part:  # `combine_partitions` reads a row's own slots only
+            tl.store(part_max + at_slot + slot, best, mask=live)
+            tl.store(part_sum + at_slot + slot, total, mask=live)
+            at_acc = (at_slot + slot)[:, None] * DIM + d[None, :]
+            tl.store(part_acc + at_acc, acc, mask=live[:, None] & in_dim[None, :])
 
 
 @triton.jit(
-    do_not_specialize=["row_base", "num_parts", "window"], do_not_specialize_on_alignment=["positions"]
+    do_not_specialize=["row_base", "num_slots", "window"], do_not_specialize_on_alignment=["positions"]
 )
 def combine_partitions(
     part_acc,
@@ -195,29 +204,34 @@ def combine_partitions(
     sinks,
     out,
     row_base,
-    num_parts,
+    num_slots,
     window,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     PARTITION: tl.constexpr,
+    SLOTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One row and query head: its partitions, first to last, and the head's sink, which weighs and gives nothing."""
+    """One row and query head: the slots of its partitions, first to last, and the head's sink, which weighs and gives
+    nothing.
+
+    Example: SLOTS 4, partitions 2 to 8 of a window: slots 2, 3, 0, 1 hold them all.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     pos = tl.load(positions + row_base + row)
     first = pos * 0
     if WINDOWED:
         first = tl.maximum(pos - window + 1, 0) // PARTITION
-    last = pos // PARTITION + 1
-    base = (row.to(tl.int64) * HEADS + head) * num_parts
+    last = tl.minimum(pos // PARTITION + 1, first + SLOTS)
+    base = (row.to(tl.int64) * HEADS + head) * num_slots
     d = tl.arange(0, DIM_PAD)
     in_dim = d < DIM
-    best = tl.load(part_max + base + first)
+    best = tl.load(part_max + base + first % SLOTS)
     for part in range(first + 1, last):
-        best = tl.maximum(best, tl.load(part_max + base + part))
+        best = tl.maximum(best, tl.load(part_max + base + part % SLOTS))
     if SINKS:
         best = tl.maximum(best, tl.load(sinks + head))
     total = best * 0.0
@@ -225,8 +239,9 @@ def combine_partitions(
         total += tl.exp(tl.load(sinks + head) - best)
     acc = tl.zeros((DIM_PAD,), dtype=tl.float32)
     for part in range(first, last):
-        factor = tl.exp(tl.load(part_max + base + part) - best)
-        total += tl.load(part_sum + base + part) * factor
-        acc += tl.load(part_acc + (base + part) * DIM + d, mask=in_dim, other=0.0) * factor
+        slot = base + part % SLOTS
+        factor = tl.exp(tl.load(part_max + slot) - best)
+        total += tl.load(part_sum + slot) * factor
+        acc += tl.load(part_acc + slot * DIM + d, mask=in_dim, other=0.0) * factor
     at = ((row_base + row).to(tl.int64) * HEADS + head) * DIM
     tl.store(out + at + d, (acc / total).to(out.dtype.element_ty), mask=in_dim)
