@@ -25,14 +25,15 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 @pytest.mark.parametrize(
     ("method", "most"),
     [
-        ("none", 25),
-        ("ngram", 38),
-        ("suffix", 39),
-        ("mtp", 78),
-        ("dflash", 72),
-        ("draft_model", 42),
-        ("mtp:tree", 116),
-        ("draft_model:tree", 83),
+        ("none", 3),
+        ("ngram", 12),
+        ("suffix", 11),
+        ("mtp", 16),
+        ("dflash", 16),
+        ("medusa", 12),
+        ("draft_model", 14),
+        ("mtp:tree", 21),
+        ("draft_model:tree", 19),
     ],
 )
 def test_calls_per_request(method: str, most: int, tmp_path: Path) -> None:
