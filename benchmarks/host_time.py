@@ -34,7 +34,7 @@ PROMPT = 32
 WARM_STEPS = 4
 PART = 16
 LONG = 900
-"""Tokens of a prompt that is computed beside other requests, and how many rows a step has for it, at least."""
+"""Tokens of a prompt that is computed beside other requests, and rows of a step beyond those of the others."""
 REPORTED = 4
 """Requests that want log-probabilities beside others."""
 K = 4
@@ -93,7 +93,9 @@ def make_engine(method: str, requests: int, beside: str | None = None) -> LLM:
         speculative_config=spec,
         speculation_control="static",
         max_num_seqs=requests,
-        max_num_batched_tokens=requests * (2 + K) + PART if beside == "prompt" else 8192,
+        max_num_batched_tokens=requests * (2 if name == "none" else 2 + K) + PART
+        if beside == "prompt"
+        else 8192,
         max_model_len=1024,
     )
 
@@ -132,7 +134,7 @@ def measure(
     """Host seconds of each of ``steps`` steps with ``requests`` requests that decode, but who is ``beside`` them."""
     assert llm._engine is not None
     core, processor = llm._engine.core, llm._engine.processor
-    tokens = (steps + WARM_STEPS) * (1 + K) + 1
+    tokens = (steps + WARM_STEPS) * (1 + K) * (2 if beside == "prompt" else 1) + 1
     prompts = code_prompts(llm.get_tokenizer(), requests, PROMPT)
     for i, prompt in enumerate(prompts):
         reported = 1 if beside == "logprobs" and i >= requests - REPORTED else None
@@ -149,20 +151,24 @@ def measure(
         core.step()
     for _ in range(WARM_STEPS):
         core.step()
-    if beside == "prompt":
-        (long,) = code_prompts(llm.get_tokenizer(), 1, LONG)
-        params = SamplingParams(temperature=temperature, max_tokens=1)
-        for request in processor.group({"prompt_token_ids": list(long)}, params).requests:
-            core.add(request)
-        core.step()
+    (long,) = code_prompts(llm.get_tokenizer(), 1, LONG) if beside == "prompt" else ([],)
     found: list[float] = []
-    for _ in range(steps):
+    prompts_so_far = 0
+    while len(found) < steps:
+        if len(core.scheduler._requests) < requests:  # another prompt, of which the cache knows nothing
+            prompts_so_far += 1
+            params = SamplingParams(temperature=temperature, max_tokens=1)
+            other = [*long[prompts_so_far:], *long[:prompts_so_far]]
+            for request in processor.group({"prompt_token_ids": other}, params).requests:
+                core.add(request)
         spent.spent = 0.0
         start = time.thread_time()
         updates = core.step()
         seconds = time.thread_time() - start
-        assert len(updates) == requests and sum(update.num_new > 0 for update in updates) == deciding
-        found.append(seconds - spent.spent)
+        if len(updates) == requests and sum(update.num_new > 0 for update in updates) == deciding:
+            found.append(seconds - spent.spent)
+        else:
+            assert beside == "prompt" and len(updates) == requests  # its last part
     for rid in list(core.scheduler._requests):
         core.cancel(rid)
     core.step()
