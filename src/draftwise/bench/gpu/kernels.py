@@ -8,80 +8,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.attention.reference import ReferenceAttention
-from draftwise.bench.gpu.models import random_target
+from draftwise.bench.gpu.models import llama_config, random_target
 from draftwise.bench.gpu.report import PartReport
 from draftwise.bench.gpu.setting import BLOCK, Setting, tree_parents
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder, on_device
-from draftwise.kernels.base import HeadShape, Ops
-from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kernels.base import HeadShape
 from draftwise.kv.storage import KVLayerSpec, KVStorage
+from draftwise.models import checking
+from draftwise.models.checking import KernelCheck
 from draftwise.models.inputs import RowInput, build_step_input
-
-_LIMIT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference from the same in float32, for numbers of about 1."""
+from draftwise.models.llama import LlamaModel
+from draftwise.runner.step_checks import check_steps
 
 
 def check_kernels(setting: Setting, report: PartReport) -> None:
-    """Every operation of a model against plain torch; a small model's bits in batches, trees and graphs."""
-    device = setting.device
-    for dtype in (torch.float32, torch.bfloat16):
-        if not setting.cuda and dtype is torch.bfloat16:
-            continue
-        ops, plain = setting.ops(dtype=dtype), TorchOps(dtype, device)
-        name = str(dtype).removeprefix("torch.")
-
-        def different(
-            got: Tensor, wanted: Tensor, what: str, dtype: torch.dtype = dtype, name: str = name
-        ) -> None:
-            worst = float((got.float() - wanted.float()).abs().max())
-            report.at_most(f"{what}, {name}: largest difference", worst, _LIMIT[dtype])
-
-        x = torch.randn(33, 512, device=device).to(dtype)
-        weight = (torch.randn(256, 512, device=device) / 22).to(dtype)
-        gain = torch.rand(512, device=device).to(dtype)
-        different(
-            ops.rms_norm(x, ops.pack_norm(gain, 1e-5)), plain.rms_norm(x, plain.pack_norm(gain, 1e-5)), "norm"
-        )
-        different(ops.silu_mul(x.clone()), plain.silu_mul(x.clone()), "silu_mul")
+    """What `draftwise env --check-kernels` compares, at the benchmark's shapes; a small model's bits in batches, trees
+    and graphs."""
+    size, device = setting.size, setting.device
+    config = LlamaModel.parse(llama_config(size), "LlamaForCausalLM", size.max_len)
+    checks: dict[str, list[KernelCheck]] = {}
+    for dtype in (torch.bfloat16, torch.float32) if setting.cuda else (torch.float32,):
         for invariant in (True, False):
-            linear = setting.ops(dtype=dtype, batch_invariant=invariant)
-            wanted = (x.float() @ weight.float().T).to(dtype)
-            different(
-                linear.linear(x, linear.pack_linear(weight.clone())),
-                wanted,
-                f"linear, {'fixed tiles' if invariant else 'default'}",
-            )
-        _check_attention(setting, ops, report, dtype, name)
+            kind = f"{str(dtype).removeprefix('torch.')}, {'fixed tiles' if invariant else 'default'}"
+            checks[kind] = checking.check_kernels(setting.ops(dtype=dtype, batch_invariant=invariant), config)
+    if setting.cuda:
+        checks["whole numbers"] = check_steps(device, size.vocab, BLOCK)
+    for kind, found in checks.items():
+        for check in found:
+            report.check(f"{check.name}: {kind}", check.right, str(check))
     _check_bits(setting, report)
-
-
-def _check_attention(setting: Setting, ops: Ops, report: PartReport, dtype: torch.dtype, name: str) -> None:
-    heads = HeadShape(8, 2, 64)
-    kv = KVStorage((KVLayerSpec.dense(2, 64),), 300, BLOCK, dtype, setting.device)
-    kv.layer(0)[0].normal_()
-    parents = tree_parents(13)
-    for what, inputs in {
-        "ragged": [
-            *setting.rows(2, 1, 700),
-            RowInput([1] * 40, 60, setting.rows(3, 1, 1100)[2].block_table_np),
-        ],
-        "tree": setting.rows(2, 14, 530, parents),
-    }.items():
-        batch = build_step_input(inputs, BLOCK, setting.device)
-        q = torch.randn(batch.token_ids.shape[0], 8, 64, device=setting.device).to(dtype)
-        got = ops.attention(q, kv.layer(0), batch.attention, heads, 0.125)
-        wanted = ReferenceAttention().run(
-            q.float(),
-            tuple(part.float() for part in kv.layer(0)),
-            batch.attention,
-            num_kv_heads=2,
-            scale=0.125,
-        )
-        worst = float((got.float() - wanted).abs().max())
-        report.at_most(f"attention, {what}, {name}: largest difference", worst, _LIMIT[dtype])
 
 
 @torch.inference_mode()
