@@ -7,7 +7,7 @@ A simulated cluster of small, slow engines (Dynamo's polynomials times 20, eight
 tokens and as many out), so that an hour takes seconds. Limits: 4 s to the first token, 200 ms per token.
 Three rules per trace:
 
-- planner: ours, engines with the adaptive controller;
+- planner: ours, engines with the adaptive controller, planned for ``--goal``;
 - dynamo: its rule, engines with a fixed K = 3, planned for as if nothing were drafted, constant predictor;
 - fixed: numbers of replicas and of drafts (``--drafts``) that stay the same for the hour. Which of them is best is
   known only afterwards.
@@ -75,12 +75,12 @@ def run(trace: Trace, replicas: int, policy: Policy, planner: Planner | None) ->
     return Cluster(trace, TIMES, ACCEPTANCE, policy, engine, settings, planner=planner).run()
 
 
-def planned(trace: Trace, budget: int, dynamo: bool) -> Outcome:
-    """Ours or Dynamo's rule."""
+def planned(trace: Trace, budget: int, dynamo: bool, goal: float = 0.99) -> Outcome:
+    """Ours or Dynamo's rule. ``goal``: ours plans for this share of requests within the limits."""
     capacity = ModelCapacity(
         TIMES, ACCEPTANCE, SLA, most_requests=8, most_drafts=5, ignore_speculation=dynamo
     )
-    config = PlannerConfig(interval=INTERVAL, budget=budget, startup=45.0, dynamo=dynamo)
+    config = PlannerConfig(interval=INTERVAL, budget=budget, startup=45.0, goal=goal, dynamo=dynamo)
     return run(trace, 1, Policy("eagle3", 3) if dynamo else ADAPTIVE, Planner(config, capacity))
 
 
@@ -139,7 +139,8 @@ def main() -> None:
             args.rate, args.seconds, 100, 100, shape=shape, spread=spread, seed=args.seed + number
         )
         ours, theirs = (
-            point(name, planned(trace, args.budget, name == "dynamo")) for name in ("planner", "dynamo")
+            point(name, planned(trace, args.budget, name == "dynamo", args.goal))
+            for name in ("planner", "dynamo")
         )
         goal = max(ours.in_sla, args.goal)
         others = fixed(trace, args.drafts, max(int(ours.hours), 1), args.budget, goal)

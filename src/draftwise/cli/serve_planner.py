@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from draftwise.engine.async_llm import AsyncLLM
     from draftwise.fleet.engine import FleetEngine
     from draftwise.plan.live import PlannerService
+    from draftwise.plan.operating import Sla
     from draftwise.plan.planner import Planner, PlannerConfig
     from draftwise.plan.profile import Profile
     from draftwise.server.config import ServerConfig
@@ -95,14 +96,14 @@ def make_service(llm: AsyncLLM | FleetEngine, config: ServerConfig) -> PlannerSe
     _profile(config).check_of(model_name(engine), machine(engine.device, engine.num_threads))
     planner = _planner(config, engine)
     if isinstance(llm, AsyncLLM):
-        watch = LoadWatch(llm.stats)
+        watch = LoadWatch(llm.stats, _sla(config))
         service = watch_one(planner, watch, state)
         llm.observe(watch.observe)
         return service
     from draftwise.fleet.scaling import Scaler
     from draftwise.fleet.watching import RequestWatch
 
-    fleet, requests = llm, RequestWatch()
+    fleet, requests = llm, RequestWatch(_sla(config))
     interval = config.planner_interval
     scaler = Scaler(fleet, lambda: service.failed())
     service = PlannerService(
@@ -125,7 +126,6 @@ def _profile(config: ServerConfig) -> Profile:
 def _planner(config: ServerConfig, engine: EngineConfig) -> Planner:
     """``engine``: what each replica is made of."""
     from draftwise.plan.capacity import ModelCapacity
-    from draftwise.plan.operating import Sla
     from draftwise.plan.planner import Planner
     from draftwise.profile.report import settings_known
 
@@ -136,10 +136,15 @@ def _planner(config: ServerConfig, engine: EngineConfig) -> Planner:
     limits: dict[str, Any] = {"most_requests": engine.max_num_seqs or 256}
     if times.most_drafts is not None:
         limits["most_drafts"] = max(times.most_drafts, 1)
-    sla = Sla(*(None if ms is None else ms / 1000 for ms in (config.planner_ttft, config.planner_itl)))
     methods = [m for m in settings_known(times, acceptance) if m in loaded]
-    capacity = ModelCapacity(times, acceptance, sla, methods=methods, **limits)
+    capacity = ModelCapacity(times, acceptance, _sla(config), methods=methods, **limits)
     return Planner(_settings(config, profile.setting(weights).devices), capacity)
+
+
+def _sla(config: ServerConfig) -> Sla:
+    from draftwise.plan.operating import Sla
+
+    return Sla(*(None if ms is None else ms / 1000 for ms in (config.planner_ttft, config.planner_itl)))
 
 
 def _settings(config: ServerConfig, devices: int) -> PlannerConfig:

@@ -141,9 +141,8 @@ def add_planner_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hold",
         type=positive,
-        default=3,
         metavar="N",
-        help="intervals for which fewer replicas must suffice before some are removed (3)",
+        help="intervals for which fewer replicas must suffice before some are removed (as many as a start takes)",
     )
     group.add_argument(
         "--dynamo", action="store_true", help="Dynamo's rule instead: no queue, hysteresis, speculation"

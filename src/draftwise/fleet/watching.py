@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from draftwise.engine.outputs import EngineStats, RequestMetrics
+from draftwise.plan.operating import Sla
 from draftwise.plan.ticks import ENGINES, Observation
 
 
@@ -16,6 +17,8 @@ class _Window:
     arrived: int = 0
     isl: int = 0
     ended: int = 0
+    good: int = 0
+    timed: int = 0
     osl: float = 0.0
     ttft: float = 0.0
     num_ttft: int = 0
@@ -26,10 +29,15 @@ class _Window:
     accepted: int = 0
 
 
+_NO_LIMITS = Sla()
+
+
 class RequestWatch:
     """Told in the fleet's event loop, and asked (`take`) in the planner's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, sla: Sla = _NO_LIMITS) -> None:
+        """``sla``: the limits that requests are held to."""
+        self._sla = sla
         self._lock = threading.Lock()
         self._window = _Window()
 
@@ -47,6 +55,8 @@ class RequestWatch:
             window.osl += num_output
             if metrics is None:
                 return
+            window.timed += 1
+            window.good += self._sla.met(metrics.ttft, metrics.itl)
             if metrics.ttft is not None:
                 window.ttft += metrics.ttft
                 window.num_ttft += 1
@@ -74,6 +84,7 @@ class RequestWatch:
             draft_length=_mean(window.drafts, window.proposals),
             ready={ENGINES: ready},
             warming=warming,
+            attained=_mean(window.good, window.timed),
         )
 
 

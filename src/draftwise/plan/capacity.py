@@ -19,7 +19,8 @@ class Rates:
     what the model expects at that point, seconds. ``late``: nothing keeps to the limits; these are the nearest.
     ``known``: the model says something about such requests at all. ``curve``: (requests at once, seconds per token of
     each, with the best setting there), as far as the limit per token lets it; ``wait``: seconds that a request may wait
-    for a place among them; None: any time. Without a curve nothing is said of waiting.
+    for a place among them; None: any time. Without a curve nothing is said of waiting. ``reading``: seconds that a
+    prompt adds to a step in which others decode: less than a step of its own.
     """
 
     prompt_tokens: float
@@ -32,6 +33,7 @@ class Rates:
     known: bool = True
     curve: tuple[tuple[int, float], ...] = ()
     wait: float | None = None
+    reading: float = 0.0
 
 
 class Capacity(Protocol):
@@ -126,7 +128,8 @@ class ModelCapacity:
         prompt_tokens = length / ttft if ttft > 0 else math.inf
         if not isinstance(point, OperatingPoint):
             return Rates(prompt_tokens, 0.0, ttft, math.inf, late=True, known=False)
-        curve, wait = self._curve(settings, slower, ttft, osl)
+        reading = self._times.prompt_time(0, length, False)
+        curve, wait = self._curve(settings, slower, ttft, reading, osl)
         return Rates(
             prompt_tokens,
             point.tokens_per_second / slower,
@@ -137,10 +140,11 @@ class ModelCapacity:
             late,
             curve=() if late else curve,
             wait=wait,
+            reading=reading,
         )
 
     def _curve(
-        self, settings: Sequence[OperatingPoint], slower: float, ttft: float, osl: float
+        self, settings: Sequence[OperatingPoint], slower: float, ttft: float, reading: float, osl: float
     ) -> tuple[tuple[tuple[int, float], ...], float | None]:
         """`Rates.curve` and `Rates.wait`.
 
@@ -154,7 +158,7 @@ class ModelCapacity:
         curve: list[tuple[int, float]] = []
         for n, p in sorted(best.items()):
             # While a prompt is read nobody gets a token: of n requests, each waits for the prompts of n - 1 others.
-            users = p.itl * slower + (n - 1) * ttft / max(osl, 1.0)
+            users = p.itl * slower + (n - 1) * reading / max(osl, 1.0)
             if self._sla.itl is not None and users > self._sla.itl and curve:
                 return tuple(curve), 0.0
             curve.append((n, p.itl * slower))

@@ -20,6 +20,7 @@ from typing import Any
 
 from draftwise.engine.outputs import EngineStats
 from draftwise.errors import ConfigError
+from draftwise.plan.operating import Sla
 from draftwise.plan.planner import Planner
 from draftwise.plan.ticks import ENGINES, Decision, Observation, kind_of
 from draftwise.sched.request import RequestUpdate
@@ -35,6 +36,7 @@ class _Window:
     isl: int = 0
     ttft: float = 0.0
     ended: int = 0
+    good: int = 0
     osl: int = 0
     itl: float = 0.0
     num_itl: int = 0
@@ -43,11 +45,15 @@ class _Window:
     accepted: int = 0
 
 
+_NO_LIMITS = Sla()
+
+
 class LoadWatch:
     """An engine's work since the last call. `observe` is called in the engine's thread after every step."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], EngineStats], sla: Sla = _NO_LIMITS) -> None:
+        """``sla``: the limits that requests are held to."""
+        self._stats, self._sla = stats, sla
         self._lock = threading.Lock()
         self._window = _Window()
         self._waiting = 0  # at the end of the interval before
@@ -70,9 +76,13 @@ class LoadWatch:
                 window.drafts += request.counts.num_draft_tokens
                 window.accepted += request.counts.num_accepted_tokens
                 end = request.finished_time
+                itl = None
                 if request.num_output > 1 and first is not None and end is not None:
-                    window.itl += (end - first) / (request.num_output - 1)
+                    itl = (end - first) / (request.num_output - 1)
+                    window.itl += itl
                     window.num_itl += 1
+                waited = None if first is None else first - request.arrival_time
+                window.good += self._sla.met(waited, itl)
 
     def take(self, now: float, ready: Mapping[str, int], warming: int = 0) -> Observation:
         """The interval that ends ``now``. Who waits at its end has come in it, or before it."""
@@ -95,6 +105,7 @@ class LoadWatch:
             draft_length=window.drafts / window.proposals if window.proposals else None,
             ready=ready,
             warming=warming,
+            attained=window.good / ended if ended else None,
         )
 
 

@@ -15,8 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from draftwise.errors import ConfigError
+from draftwise.plan.attainment import Attainment
 from draftwise.plan.capacity import Capacity, Rates
 from draftwise.plan.forecast import load_ahead
+from draftwise.plan.patience import MOST_PATIENCE, Patience, most_needed
 from draftwise.plan.predictors import Predictor, predictor
 from draftwise.plan.staffing import Service, replicas_for
 from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation, Reason, known
@@ -31,8 +33,9 @@ class PlannerConfig:
     """``interval``: seconds between ticks. ``mode``: whole engines, or pools that prefill and decode. ``budget``:
     devices in all; ``devices``: of a replica of each pool (missing: 1). ``least``: replicas of each pool that are
     always there. ``margin``: share of what a replica could do that is kept free. ``hold``: ticks for which fewer
-    must have been enough before some are given up. ``most_change``: replicas added or given up in one tick, per
-    pool. ``startup``: seconds until a new replica serves: a load that grows is planned for as it will be then.
+    must have been enough before some are given up; None: as many as a new one takes to start, since one that is
+    given up and wanted back costs that. ``most_change``: replicas added or given up in one tick, per pool.
+    ``startup``: seconds until a new replica serves: a load that grows is planned for as it will be then.
     ``goal``: share of requests that are to find a place in time: they come at random times.
     ``dynamo``: the rule of Dynamo's planner: no queue, no growth, no hysteresis, no margin, no chance.
     """
@@ -44,7 +47,7 @@ class PlannerConfig:
     least: int = 1
     margin: float = 0.0
     goal: float = 0.95
-    hold: int = 3
+    hold: int | None = None
     most_change: int = 4
     startup: float = 60.0
     predictor: str = "constant"
@@ -58,7 +61,7 @@ class PlannerConfig:
             raise ConfigError(f"margin: expected a share from 0 to 1, got {self.margin:g}")
         if not 0 < self.goal < 1:
             raise ConfigError(f"goal: expected a share between 0 and 1, got {self.goal:g}")
-        if self.least < 0 or self.hold < 0 or self.most_change < 1:
+        if self.least < 0 or (self.hold or 0) < 0 or self.most_change < 1:
             raise ConfigError("expected least >= 0, hold >= 0 and most_change >= 1")
         if not 0 <= self.startup < math.inf:
             raise ConfigError(f"startup: expected seconds from 0 on, got {self.startup:g}")
@@ -72,30 +75,16 @@ class PlannerConfig:
     def pools(self) -> tuple[str, ...]:
         return (ENGINES,) if self.mode == "engines" else (PREFILL, DECODE)
 
+    @property
+    def ticks_held(self) -> int:
+        """``hold``, at least 1 unless it is given. Example: a start takes 45 s, ticks come every 30 s: 1."""
+        if self.hold is not None:
+            return self.hold
+        return min(max(int(self.startup / self.interval), 1), MOST_PATIENCE)
+
     def size(self, pool: str) -> int:
         """Devices of a replica."""
         return self.devices.get(pool, 1)
-
-
-@dataclass(slots=True)
-class _Patience:
-    """A pool's patience: for how many ticks fewer replicas must have been enough before some are given up.
-
-    It doubles when replicas that were given up are wanted back soon, and comes down again in calm times, so that a
-    load at the border between two numbers does not make the pool swing.
-    """
-
-    ticks: int
-    calm: int = 0  # ticks without a change
-    since_down: int = 1 << 20  # ticks since some were given up
-
-    def note(self, change: int, hold: int) -> None:
-        if change > 0 and self.since_down <= 4 * self.ticks:
-            self.ticks = min(2 * self.ticks, 16 * max(hold, 1))
-        self.since_down = 0 if change < 0 else min(self.since_down + 1, 1 << 20)
-        self.calm = 0 if change else self.calm + 1
-        if self.calm > 8 * self.ticks:
-            self.ticks, self.calm = max(self.ticks // 2, hold), 0
 
 
 class Planner:
@@ -111,8 +100,9 @@ class Planner:
         self._history: dict[str, list[float]] = {"rate": [], "isl": [], "osl": []}
         self._corrections = {"prefill": 1.0, "decode": 1.0}
         self._luck = 1.0
-        self._lower: dict[str, list[int]] = {pool: [] for pool in config.pools}
-        self._patience = {pool: _Patience(config.hold) for pool in config.pools}
+        self._attainment = Attainment(config.goal)
+        self._recent: dict[str, list[int]] = {pool: [] for pool in config.pools}  # needed in the last ticks
+        self._patience = {pool: Patience(config.ticks_held) for pool in config.pools}
         self._last: Decision | None = None
 
     # ------------------------------------------------------------------------------------------- a tick
@@ -132,7 +122,6 @@ class Planner:
             )
         forecast = {name: self._predictors[name].predict(values) for name, values in self._history.items()}
         isl, osl = max(forecast["isl"], 1.0), max(forecast["osl"], 1.0)
-        rate = forecast["rate"] if self.config.dynamo else self._rate_ahead(seen, forecast["rate"], reasons)
         self._correct(seen, isl, osl)
         rates = self._capacity(isl, osl, self._corrections["decode"], self._luck)
         if not rates.known:
@@ -143,6 +132,9 @@ class Planner:
                 )
             )
             return self._decide(seen, current, reasons, None)
+        rate = forecast["rate"]
+        if not self.config.dynamo:
+            rate = self._rate_ahead(seen, rate, rates.wait, reasons)
         needed = self._needed(rate, isl, osl, rates)
         replicas = ", ".join(f"{n} {pool}" for pool, n in needed.items())
         reasons.append(
@@ -161,8 +153,11 @@ class Planner:
             rate,
         )
 
-    def _rate_ahead(self, seen: Observation, forecast: float, reasons: list[str]) -> float:
-        """Requests per second to be ready for: `load_ahead`, and those who wait."""
+    def _rate_ahead(
+        self, seen: Observation, forecast: float, wait: float | None, reasons: list[str]
+    ) -> float:
+        """Requests per second to be ready for: `load_ahead`, and those who wait. ``wait``: seconds for which they may:
+        as many as come in half of it are no backlog."""
         config = self.config
         rate, growth = load_ahead(
             self._history["rate"],
@@ -173,8 +168,9 @@ class Planner:
         if growth > 0:
             slope = growth / (config.startup + config.interval)
             reasons.append(Reason("growth", f"growing by {60 * slope:.2g}/s a minute"))
-        if known(seen.queue) and seen.queue:
-            extra = min(max(seen.queue / config.interval, 0.0), _MOST_RATE)
+        usual = 0.5 * rate * (wait or 0.0)
+        if known(seen.queue) and seen.queue and seen.queue > usual:
+            extra = min((seen.queue - usual) / config.interval, _MOST_RATE)
             rate += extra
             reasons.append(Reason("queue", f"{seen.queue:.0f} wait, {extra:.2g}/s more"))
         return rate
@@ -212,6 +208,8 @@ class Planner:
 
     def _remember(self, seen: Observation) -> None:
         assert seen.requests is not None
+        if known(seen.attained) and seen.attained is not None and self._all_serve(seen):
+            self._attainment.note(min(max(seen.requests, 0.0), _MOST_RATE), seen.attained)
         self._history["rate"].append(min(max(seen.requests, 0.0) / self.config.interval, _MOST_RATE))
         for name, value in (("isl", seen.isl), ("osl", seen.osl)):
             # An interval without requests says nothing about their lengths.
@@ -221,6 +219,16 @@ class Planner:
             if len(values) > _HISTORY:
                 del values[: _HISTORY // 2]
 
+    def _all_serve(self, seen: Observation) -> bool:
+        """Whether all that were asked for served in this interval: who waits for a replica to start is not helped by
+        more places later."""
+        last = self._last
+        return (
+            last is not None
+            and not seen.warming
+            and all(seen.ready.get(pool, 0) >= n for pool, n in last.replicas.items())
+        )
+
     def _correct(self, seen: Observation, isl: float, osl: float) -> None:
         """How much slower than the model the machines are, from times of replicas that are warm, and how many more
         drafts are accepted."""
@@ -229,7 +237,7 @@ class Planner:
         expected = self._capacity(isl, osl, 1.0, self._luck)
         for name, value, model in (
             ("prefill", seen.ttft, expected.ttft),
-            ("decode", seen.itl, self._itl_expected(seen, expected, isl, osl)),
+            ("decode", seen.itl, self._itl_expected(seen, expected, osl)),
         ):
             if known(value) and value and value > 0 and 0 < model < math.inf:
                 ratio = min(max(value / model, 0.5), 2.0)
@@ -241,7 +249,7 @@ class Planner:
                 ratio = min(max((seen.accepted_length - 1) / usual, 0.0), 1.5)
                 self._luck += 0.3 * (ratio - self._luck)
 
-    def _itl_expected(self, seen: Observation, rates: Rates, isl: float, osl: float) -> float:
+    def _itl_expected(self, seen: Observation, rates: Rates, osl: float) -> float:
         """Seconds per token by the model, of as many requests at once as there were, and with the prompts that came in
         between: a replica with little to do is quick, which says nothing about a full one.
 
@@ -257,7 +265,7 @@ class Planner:
         at_once = load * osl * seen.itl
         counts, times = zip(*rates.curve, strict=True)
         itl = float(np.interp(at_once, counts, times))
-        return itl / max(1 - load * isl / rates.prompt_tokens, 0.25)
+        return itl / max(1 - load * rates.reading, 0.25)
 
     def _needed(self, rate: float, isl: float, osl: float, rates: Rates) -> dict[str, int]:
         """Replicas by pool.
@@ -272,8 +280,9 @@ class Planner:
         if config.mode == "engines":
             if config.dynamo or not rates.curve or rates.wait is None:
                 return {ENGINES: _up(prompt + output)}
-            service = Service(rates.curve, isl / rates.prompt_tokens, osl)
-            return {ENGINES: replicas_for(rate / free, service, rates.wait, config.goal)}
+            service = Service(rates.curve, rates.reading, osl)
+            late = self._attainment.may_be_late()
+            return {ENGINES: replicas_for(rate / free, service, rates.wait, 1 - late)}
         return {PREFILL: _up(prompt), DECODE: _up(output)}
 
     # ------------------------------------------------------------------------------------- what is let through
@@ -285,23 +294,21 @@ class Planner:
         wanted = self._within_budget(self._floors(needed), reasons)
         for pool in config.pools:
             now, want = current[pool], wanted[pool]
-            lower, patience = self._lower[pool], self._patience[pool]
-            if want >= now:
-                lower.clear()
-            elif not config.dynamo:
-                lower.append(want)
-                if len(lower) <= patience.ticks:
-                    waited = f"waiting ({len(lower)} of {patience.ticks})"
-                    reasons.append(Reason("patience", f"{pool}: {want} would do, {waited}"))
-                    want = now
-                else:
-                    want = max(lower)  # the most that was needed meanwhile
-                    lower.clear()
+            recent, patience = self._recent[pool], self._patience[pool]
+            recent.append(want)
+            del recent[: -MOST_PATIENCE - 1]
+            if want < now and not config.dynamo:
+                most = most_needed(recent, now, patience.ticks, config.ticks_held)
+                if most > want:
+                    reasons.append(
+                        Reason("patience", f"{pool}: {want} would do, {most} for {patience.ticks} ticks")
+                    )
+                want = most
             change = max(-config.most_change, min(config.most_change, want - now))
             if change != want - now:
                 reasons.append(Reason("most_change", f"{pool}: {change:+d} of {want - now:+d} now"))
             target[pool] = now + change
-            patience.note(change, config.hold)
+            patience.note(change, config.ticks_held)
         return self._within_budget(target, reasons)
 
     def _floors(self, replicas: Mapping[str, int]) -> dict[str, int]:
@@ -353,22 +360,24 @@ class Planner:
             "history": {name: list(values) for name, values in self._history.items()},
             "corrections": dict(self._corrections),
             "luck": self._luck,
+            "attainment": [self._attainment.late, self._attainment.ended],
             "patience": {pool: [p.ticks, p.calm, p.since_down] for pool, p in self._patience.items()},
-            "lower": {pool: list(values) for pool, values in self._lower.items()},
+            "recent": {pool: list(values) for pool, values in self._recent.items()},
             "last": None if self._last is None else self._last.as_dict(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises ConfigError if it is of another kind of deployment."""
         try:
-            if set(state["lower"]) != set(self.config.pools):
-                raise ConfigError(f"planner: its state is of pools {sorted(state['lower'])}")
+            if set(state["recent"]) != set(self.config.pools):
+                raise ConfigError(f"planner: its state is of pools {sorted(state['recent'])}")
             self._history = {n: [float(v) for v in state["history"][n]] for n in ("rate", "isl", "osl")}
             self._corrections = {n: float(state["corrections"][n]) for n in ("prefill", "decode")}
             self._luck = float(state["luck"])
-            self._lower = {pool: [int(v) for v in state["lower"][pool]] for pool in self.config.pools}
+            self._attainment = Attainment(self.config.goal, *map(float, state["attainment"]))
+            self._recent = {pool: [int(v) for v in state["recent"][pool]] for pool in self.config.pools}
             self._patience = {
-                pool: _Patience(*map(int, state["patience"][pool])) for pool in self.config.pools
+                pool: Patience(*map(int, state["patience"][pool])) for pool in self.config.pools
             }
             last = state["last"]
             self._last = None if last is None else Decision(**{**last, "reasons": tuple(last["reasons"])})

@@ -17,7 +17,8 @@ class Observation:
     ``requests``: that arrived; ``isl``, ``osl``: their mean lengths; ``ttft``, ``itl``: means of those who got tokens,
     seconds; ``queue``: requests that wait at its end; ``accepted_length``: tokens per step that drafted, of
     ``draft_length`` drafts on average (None: as many as there may be); ``ready``: replicas that serve, by pool;
-    ``warming``: replicas that have served for less than an interval, whose times say little.
+    ``warming``: replicas that have served for less than an interval, whose times say little;
+    ``attained``: share of the requests that ended which were within the limits.
     """
 
     time: float
@@ -32,6 +33,7 @@ class Observation:
     draft_length: float | None = None
     ready: Mapping[str, int] = field(default_factory=dict)
     warming: int = 0
+    attained: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

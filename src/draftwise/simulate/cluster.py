@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from draftwise.errors import ConfigError, RequestError
 from draftwise.plan.acceptance import AcceptanceModel
 from draftwise.plan.planner import Planner
@@ -21,6 +19,7 @@ from draftwise.simulate.engine import EngineSettings, Policy, SimulatedEngine, p
 from draftwise.simulate.outcome import Moment, Outcome
 from draftwise.simulate.replicas import Replica, Work, router
 from draftwise.simulate.settings import ClusterSettings, Failure, Window
+from draftwise.simulate.tally import Tally
 
 _PATIENCE = 3600.0
 """Seconds after the last arrival for which a planner without replicas is asked whether it wants some."""
@@ -48,7 +47,7 @@ class Cluster:
         """``planner``: decides the number of replicas; ``advisory``: its decisions are noted and not carried out.
         ``advance``: told the share of requests that have ended, now and then. Raises ConfigError."""
         self._trace, self._times, self._acceptance = trace, times, acceptance
-        self._policy, self._seed, self._advance = policy, seed, advance
+        self._policy, self._seed = policy, seed
         self._settings = settings or ClusterSettings()
         pooled = self._settings.pooled
         count = self._settings.prefill + self._settings.decode if pooled else self._settings.replicas
@@ -72,15 +71,7 @@ class Cluster:
         self._order = 0
         self._now = 0.0
         self._backlog: dict[str, list[Work]] = {pool: [] for pool in self._pools}
-        n = len(trace)
-        self._ttft_np, self._itl_np, self._e2e_np = (np.full(n, np.nan) for _ in range(3))
-        self._left = n
-        self._last_end = 0.0
-        self._moved = self._refused = self._proposals = self._drafts = self._accepted = 0
-        self._refusal: str | None = None
-        self._gone_steps = [0, 0, 0, 0]  # steps, rows, outside, preemptions of engines that are no more
-        self._outside: str | None = None
-        self._window = Window()
+        self._tally = Tally(trace, self._settings.sla, advance)
         self._moments: list[Moment] = []
         self._wanted: dict[str, int] = {}
         self._why = ""
@@ -103,7 +94,7 @@ class Cluster:
         arrivals = trace.times_np.tolist()
         first = 0
         total = len(arrivals)
-        while self._left:
+        while self._tally.left:
             if first < total and (not events or arrivals[first] <= events[0][0]):
                 self._now = arrivals[first]
                 self._arrive(first)
@@ -131,8 +122,7 @@ class Cluster:
             () if trace.blocks is None else tuple(trace.blocks[index]),
             "" if trace.kinds is None else trace.kinds[index],
         )
-        self._window.arrived += 1
-        self._window.isl += work.isl
+        self._tally.arrived(work)
         self._send(work, self._pools[0])
 
     def _send(self, work: Work, pool: str) -> None:
@@ -159,9 +149,7 @@ class Cluster:
         try:
             request = replica.engine.add(work.index, tokens_np, output, work.arrived, work.kind)
         except RequestError as error:
-            self._refused += 1
-            self._refusal = self._refusal or str(error)
-            self._left -= 1
+            self._tally.refused(str(error))
             return
         replica.live[work.index] = (work, request)
         replica.load += work.isl + work.osl
@@ -203,53 +191,25 @@ class Cluster:
             if update.num_new:
                 work = replica.live[update.request.rid][0]
                 if work.first_token is None:
-                    self._first(work)
+                    self._tally.first(work, self._now)
                 if update.finished:
                     self._finish(replica, work, update)
         if replica.inbox:
             self._take_in(replica)
         self._go(replica)
 
-    def _first(self, work: Work) -> None:
-        work.first_token = self._now
-        waited = self._now - work.arrived
-        self._ttft_np[work.index] = waited
-        self._window.ttft += waited
-        self._window.num_ttft += 1
-
     def _finish(self, replica: Replica, work: Work, update: RequestUpdate) -> None:
         request = update.request
         del replica.live[work.index]
         replica.load -= work.isl + work.osl
-        counts, window = request.counts, self._window
-        self._proposals += counts.num_drafts
-        self._drafts += counts.num_draft_tokens
-        self._accepted += counts.num_accepted_tokens
-        window.proposals += counts.num_drafts
-        window.drafts += counts.num_draft_tokens
-        window.accepted += counts.num_accepted_tokens
+        self._tally.drafted(request.counts)
         work.done += request.num_output
         if work.done < work.osl:  # the prompt is read: what comes is decoded elsewhere
             s = self._settings
             seconds = s.latency + (work.isl + work.done) * s.kv_bytes / s.bandwidth
             self._at(self._now + seconds, self._send, work, DECODE)
             return
-        assert work.first_token is not None and work.done == work.osl
-        self._e2e_np[work.index] = self._now - work.arrived
-        if work.osl > 1:
-            itl = (self._now - work.first_token) / (work.osl - 1)
-            self._itl_np[work.index] = itl
-            window.itl += itl
-            window.num_itl += 1
-        else:
-            itl = None
-        window.ended += 1
-        window.osl += work.osl
-        window.good += self._settings.sla.met(work.first_token - work.arrived, itl)
-        self._last_end = self._now
-        self._left -= 1
-        if self._left % 4096 == 0:
-            self._advance(1 - self._left / len(self._trace))
+        self._tally.ended(work, self._now)
 
     # ---------------------------------------------------------------------------------- replicas come and go
 
@@ -291,7 +251,7 @@ class Cluster:
             work.done += request.num_output - unseen.get(request.rid, 0)
             lost.append(work)
         lost += [work for work, _ in replica.inbox]
-        self._keep_counts(replica)
+        self._tally.engine_ended(replica.engine)
         replica.live, replica.inbox, replica.pending = {}, [], []
         replica.epoch += 1
         replica.busy, replica.load, replica.state = False, 0, "failed"
@@ -299,25 +259,15 @@ class Cluster:
         replica.engine = self._engine(replica.pool, replica.number)
         self._at(self._now + failure.down, self._serve, replica, replica.epoch)
         for work in lost:
-            work.moved += 1
-            self._moved += 1
+            self._tally.moved(work)
             # Its K/V is gone: a pool that decodes alone cannot make it anew.
             self._send(work, self._pools[0])
-
-    def _keep_counts(self, replica: Replica) -> None:
-        executor = replica.engine.executor
-        counts = (
-            executor.num_steps, executor.num_rows, executor.num_outside, replica.engine.scheduler.num_preemptions
-        )  # fmt: skip
-        for i, value in enumerate(counts):
-            self._gone_steps[i] += value
-        self._outside = self._outside or executor.outside
 
     def _end(self, replica: Replica) -> None:
         if replica.state != "gone":
             replica.state = "gone"
             replica.until = max(self._now, replica.since)
-            self._keep_counts(replica)
+            self._tally.engine_ended(replica.engine)
 
     def _scale(self, pool: str, wanted: int) -> None:
         """Start replicas, or let some drain: those that do not serve yet first, then the least loaded."""
@@ -348,7 +298,7 @@ class Cluster:
         deciding = [r for r in engines if r.pool != PREFILL]
         weights = [r.engine.scheduler.num_running for r in deciding]
         drafts = sum(r.engine.drafts_wanted * w for r, w in zip(deciding, weights, strict=True))
-        window = self._window
+        window, self._tally.window = self._tally.window, Window()
         self._moments.append(
             Moment(
                 self._now,
@@ -363,9 +313,8 @@ class Cluster:
                 self._why,
             )
         )
-        self._window = Window()
         waits = self._planner is not None and any(self._backlog.values()) and self._now < self._give_up
-        if self._left and (self._events or waits or self._now < self._trace.seconds):
+        if self._tally.left and (self._events or waits or self._now < self._trace.seconds):
             self._at(self._now + self._tick, self._look)
 
     def _note(self, decision: Decision) -> None:
@@ -380,7 +329,7 @@ class Cluster:
     def _observation(self) -> Observation:
         ready = [r for r in self._replicas if r.state == "ready"]
         used = [1 - r.engine.kv.num_free / r.engine.kv.num_blocks for r in ready]
-        return self._window.observation(
+        return self._tally.window.observation(
             self._now,
             queue=self._waiting(),
             kv_usage=sum(used) / len(used) if used else None,
@@ -389,28 +338,5 @@ class Cluster:
         )
 
     def _outcome(self) -> Outcome:
-        steps, rows, outside, preemptions = self._gone_steps
         cost = sum((r.until or self._now) - r.since for r in self._replicas)
-        return Outcome(
-            policy=self._policy.name,
-            arrived_np=self._trace.times_np,
-            ttft_np=self._ttft_np,
-            itl_np=self._itl_np,
-            e2e_np=self._e2e_np,
-            osl_np=self._trace.osl_np,
-            seconds=self._last_end,
-            device_seconds=cost * self._settings.devices,
-            sla=self._settings.sla,
-            num_steps=steps,
-            num_rows=rows,
-            num_outside=outside,
-            outside=self._outside,
-            num_drafts=self._drafts,
-            num_accepted=self._accepted,
-            num_proposals=self._proposals,
-            num_preemptions=preemptions,
-            num_moved=self._moved,
-            num_refused=self._refused,
-            refused=self._refusal,
-            moments=tuple(self._moments),
-        )
+        return self._tally.outcome(self._policy.name, cost * self._settings.devices, self._moments)

@@ -88,4 +88,5 @@ class Window:
             draft_length=self.drafts / self.proposals if self.proposals else None,
             ready=ready,
             warming=warming,
+            attained=self.good / self.ended if self.ended else None,
         )
