@@ -201,4 +201,4 @@ def test_drafts_are_for_the_load_of_a_replica() -> None:
     alone = Planner(PlannerConfig(interval=10.0), capacity)
     decision = alone.on_tick(Observation(10.0, requests=5.0, isl=100.0, osl=100.0, ready={ENGINES: 1}))
     assert (decision.method, decision.drafts) == ("model", 7)
-    assert any("is the quickest at 0.6" in reason for reason in decision.reasons)
+    assert any("is the quickest at 0.5" in reason for reason in decision.reasons)

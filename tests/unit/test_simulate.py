@@ -177,7 +177,7 @@ def test_whatever_happens_every_token_is_delivered_once(data: st.DataObject) -> 
     assert found.num_refused <= int((trace.isl_np + trace.osl_np - 1 > room).sum())
     served = np.isfinite(found.e2e_np)
     assert (found.ttft_np[served] > 0).all() and (found.ttft_np[served] <= found.e2e_np[served]).all()
-    assert found.device_seconds > 0
+    assert found.device_seconds > 0 or not served.any()
     assert once().as_dict() == found.as_dict()
 
 
