@@ -104,3 +104,30 @@ def test_a_device_says_what_torch_says(checkpoints: Checkpoints, case: str) -> N
     with fake_cuda() as device, fake_launches(device, "interpret"):
         assert checkpoints.said("cuda", config, **options) == wanted
         assert device.replays > 5
+
+
+def test_an_engine_finds_wrong_kernels_when_it_starts(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of the passes, and one between them; the text is that of right ones."""
+    from draftwise.kernels.triton import rows
+    from draftwise.models import checking
+    from draftwise.verify import triton
+
+    config = {"method": "draft_model", "num_speculative_tokens": 2, "model": checkpoints.draft}
+    monkeypatch.setenv("DRAFTWISE_KERNELS", "torch")
+    wanted = checkpoints.said("cpu", config)
+    activation, walked = rows.silu_mul, triton.walk_trees
+    monkeypatch.setattr(rows, "silu_mul", lambda *args: activation(*args).mul_(1.5))
+
+    def nothing_stays(logits: Any, batch: Any, members: Any, walk: Any, **named: Any) -> None:
+        walked(logits, batch, members, walk, **named)
+        walk.packed[:, 0].zero_()
+
+    monkeypatch.setattr(triton, "walk_trees", nothing_stays)
+    monkeypatch.setattr(checking, "_ROWS", (3,))
+    monkeypatch.setattr(checking, "_CHUNK", 5)
+    with fake_cuda() as device, fake_launches(device, "interpret", tested=True):
+        assert checkpoints.said("cuda", config) == wanted
+    said = [record.getMessage() for record in caplog.records if "plain torch instead" in record.getMessage()]
+    assert ["gated" in text for text in said] == [True, False] and "verification, greedy" in said[1]
