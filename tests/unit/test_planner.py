@@ -158,7 +158,7 @@ def test_it_does_not_flap_under_a_constant_noisy_load(seed: int, load: float, mo
         found = planner.on_tick(Observation(60.0 * i, rate, isl=3000.0, osl=150.0))
         if i >= 60:
             changes += found.changed
-    assert changes <= 2 * 16  # in two hours, with a start of one tick; a planner without patience makes up to 119
+    assert changes <= 2 * 16  # in two hours; without patience it makes up to 119
 
 
 def test_a_plan_is_a_function_of_its_observations_and_survives_a_restart() -> None:
