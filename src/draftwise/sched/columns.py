@@ -206,4 +206,4 @@ class RowColumns(Sequence[RowResult]):
         return self._firsts[place]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowColumns, (self.rids, self.numbers, self.tokens, self.nodes, self.paths, self.others)
+        return tuple, (tuple(self),)  # another process numbers methods in its own way
