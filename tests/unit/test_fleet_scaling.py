@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 from tests.unit.test_metrics import stats
 
-from draftwise.cli.serve_planner import fleet_size
 from draftwise.config import resolve_engine_config
 from draftwise.engine.outputs import RequestMetrics, SpeculationMetrics
 from draftwise.errors import ConfigError, EngineDeadError
@@ -19,6 +18,7 @@ from draftwise.plan.capacity import FixedCapacity
 from draftwise.plan.live import write_state
 from draftwise.plan.planner import Planner, PlannerConfig
 from draftwise.plan.ticks import ENGINES, Decision, Observation
+from draftwise.profile.beside import fleet_size
 from draftwise.server.config import ServerConfig
 
 
@@ -112,9 +112,9 @@ def test_a_fleet_begins_with_what_was_wanted(tmp_path: Path, monkeypatch: pytest
 
     capacity = FixedCapacity(prompt_tokens=10_000, output_tokens=100)
     made = Planner(PlannerConfig(interval=10.0, budget=64), capacity)
-    monkeypatch.setattr("draftwise.cli.serve_planner._profile", lambda config: AnyProfile())
+    monkeypatch.setattr("draftwise.profile.beside.profile_of", lambda config: AnyProfile())
     monkeypatch.setattr(
-        "draftwise.cli.serve_planner._planner",
+        "draftwise.profile.beside.planner_of",
         lambda config, engine: Planner(PlannerConfig(interval=10.0, budget=64), capacity),
     )
     state = tmp_path / "state.json"
@@ -125,7 +125,7 @@ def test_a_fleet_begins_with_what_was_wanted(tmp_path: Path, monkeypatch: pytest
             planner="p.json", planner_mode="scale", planner_budget=budget, planner_least=least,
             planner_state=str(state),
         )  # fmt: skip
-        return fleet_size(config, engine)
+        return fleet_size(config, engine, engine.data_parallel_size)
 
     assert size(9) == (2, 4) and size(9, least=3) == (3, 4)
     with pytest.raises(ConfigError, match="planner_budget: 3 devices are 1 replicas of 2"):

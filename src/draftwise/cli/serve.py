@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from draftwise.cli.errors import UsageError
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.serve_foreign import SWITCHES, add_foreign, take_server_flags, tell_server_flags
-from draftwise.cli.serve_planner import add_planner_flags, fleet_size, make_service, scales
+from draftwise.cli.serve_planner import add_planner_flags, make_service
 from draftwise.cli.serve_ray import add_ray, serve_on_ray, wants_ray
 from draftwise.config.coerce import boolean
 from draftwise.config.lora import parse_modules
@@ -212,13 +212,14 @@ def run(args: argparse.Namespace) -> int:
         from draftwise.config import resolve_engine_config
         from draftwise.engine.async_llm import AsyncLLM
         from draftwise.fleet.engine import FleetEngine
+        from draftwise.profile.beside import fleet_size, scales
         from draftwise.server.app import create_app
         from draftwise.server.run import run as run_server
 
         config = resolve_engine_config(**engine_options)
         llm: AsyncLLM | FleetEngine
         if scales(server_config):
-            begin, most = fleet_size(server_config, config)
+            begin, most = fleet_size(server_config, config, config.data_parallel_size)
             config = dataclasses.replace(config, data_parallel_size=begin)
             llm = FleetEngine(config, max_chunk_rate=server_config.chunk_rate, most=most)
         elif config.data_parallel_size > 1:

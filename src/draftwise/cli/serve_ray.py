@@ -65,7 +65,7 @@ def serve_on_ray(args: argparse.Namespace, engine: Mapping[str, Any], server: Se
         if args.num_replicas != 0 and args.num_fronts != 0
         else {"num_replicas": 0}
     )
-    plan.server_config  # noqa: B018  (says what is wrong)
+    plan.first_replicas()  # says what is wrong
     if args.write_deployment is not None:
         return _write(plan, args.write_deployment)
     if server.port == 0:
@@ -110,7 +110,10 @@ def _deploy(plan: Plan, server: ServerConfig) -> int:
         signal.signal(number, stop)
     try:
         serve.start(proxy_location="EveryNode", http_options={"host": server.host, "port": server.port})
-        serve.run(build(plan), name=_NAME, route_prefix="/", blocking=False)
+        serve.run(
+            build(plan), name=_NAME, route_prefix="/", blocking=False,
+            external_scaler_enabled=plan.is_scaled,
+        )  # fmt: skip
         host = f"[{server.host}]" if ":" in server.host else server.host
         print(f"Draftwise serves {server.model_names[0]} at http://{host}:{server.port}", flush=True)
         while not got.wait(1.0):

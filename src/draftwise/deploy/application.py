@@ -7,9 +7,12 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from draftwise.deploy import noted
@@ -19,10 +22,12 @@ from draftwise.deploy.front import Front, ReplicaGone
 from draftwise.deploy.messages import Application, Message, answered
 from draftwise.deploy.noted import Changes
 from draftwise.deploy.plan import Plan
+from draftwise.deploy.planning import Planning, RayEngines
 from draftwise.deploy.routing import PrefixRouter
 from draftwise.engine.async_llm import AsyncLLM
 from draftwise.engine.device import load_engine_tokenizer
 from draftwise.errors import EngineDeadError
+from draftwise.plan.live import LoadWatch, Work
 from draftwise.server.app import create_app
 from draftwise.server.gate import Gate
 from draftwise.types import IntArray
@@ -48,6 +53,9 @@ class Engine:
         self._app = create_app(self._llm, config, spans=spans)
         self._cache = CacheLog()
         self._llm.observe_cache(self._cache.observe)
+        self._load = LoadWatch(self._llm.stats)
+        if config.planner is not None:
+            self._llm.observe(self._load.observe)
 
     async def answer(
         self,
@@ -69,24 +77,66 @@ class Engine:
         """See `CacheLog.since`. ``only`` is for the router."""
         return await self._cache.since(number, _NEWS_WAIT)
 
+    def ping(self) -> None:
+        """Nothing: who asks wants to know which replicas there are."""
+
+    def work(self, only: str) -> Work:
+        """What was done since the planner's last call. ``only`` is for the router."""
+        return self._load.work()
+
     def __del__(self) -> None:
         llm = getattr(self, "_llm", None)
         if llm is not None:
             llm.close()
 
 
+class Scaling:
+    """The one replica of the planner."""
+
+    def __init__(self, plan: Plan, engines: Any) -> None:
+        logging.getLogger("draftwise").setLevel(plan.server_config.log_level.upper())
+        context = serve.get_replica_context()
+        set_count = functools.partial(
+            _set_count, DeploymentID(name=Engine.__name__, app_name=context.app_name)
+        )
+        names = lambda: noted.HERE.names  # noqa: E731
+        self._planning = Planning(plan, RayEngines(engines, names, set_count))
+        self._planning.start()
+
+    def about(self) -> bytes:
+        """See `Planning.about`."""
+        return self._planning.about()
+
+    def metrics(self) -> bytes:
+        """See `Planning.metrics`."""
+        return self._planning.metrics()
+
+    def __del__(self) -> None:
+        planning = getattr(self, "_planning", None)
+        if planning is not None:
+            planning.close()
+
+
+def _set_count(engines: DeploymentID, count: int) -> None:
+    """The call behind ``POST /api/v1/applications/NAME/deployments/NAME/scale`` of Ray's dashboard, which need not
+    run."""
+    controller = _get_global_client()._controller
+    ray.get(controller.update_deployment_replicas.remote(engines, count))
+
+
 @serve.ingress()
 class Fronts:
     """A replica of the fronts: an ASGI application, of which Ray takes in the requests."""
 
-    def __init__(self, plan: Plan, engines: Any) -> None:
+    def __init__(self, plan: Plan, engines: Any, planner: Any = None) -> None:
         self._plan = plan
         self._engines = engines
+        self._planner = None if planner is None else _Planner(planner)
 
     def __serve_build_asgi_app__(self) -> Application:
         """Called by Ray behind the constructor."""
         engine, config = self._plan.engine_config, self._plan.server_config
-        front = Front(_Replicas(self._engines), load_engine_tokenizer(engine), engine, config)
+        front = Front(_Replicas(self._engines), load_engine_tokenizer(engine), engine, config, self._planner)
         return Gate(front, config, lambda path, status: None)
 
 
@@ -118,6 +168,27 @@ class _Replicas:
                 messages.cancel()
 
 
+class _Planner:
+    """See `deploy.front.Planned`: over a handle of Ray."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def about(self) -> bytes:
+        try:
+            found: bytes = await self._handle.about.remote()
+        except (RayActorError, RayServeException) as error:
+            raise ReplicaGone(str(error).partition("\n")[0]) from None
+        return found
+
+    async def metrics(self) -> bytes:
+        try:
+            found: bytes = await self._handle.metrics.remote()
+        except (RayActorError, RayServeException) as error:
+            raise ReplicaGone(str(error).partition("\n")[0]) from None
+        return found
+
+
 async def _changes(engines: Any, name: str, number: int | None) -> tuple[int, Changes]:
     try:
         found: tuple[int, Changes] = await engines.cache_changes.remote(number, only=name)
@@ -145,7 +216,7 @@ def build(arguments: Mapping[str, Any] | Plan) -> Any:
     )
     engines = shared(
         Engine,
-        num_replicas=plan.num_replicas,
+        num_replicas=plan.first_replicas(),
         request_router_config=router,
         logging_config={
             "enable_access_log": False
@@ -154,4 +225,7 @@ def build(arguments: Mapping[str, Any] | Plan) -> Any:
     )
     fronts = shared(Fronts, num_replicas=plan.num_fronts, ray_actor_options={"num_cpus": 0})
     bound = engines.bind(plan)
-    return fronts.bind(plan, bound)
+    if config.planner is None:
+        return fronts.bind(plan, bound)
+    planner = serve.deployment(Scaling, num_replicas=1, ray_actor_options={"num_cpus": 0})
+    return fronts.bind(plan, bound, planner.bind(plan, bound))

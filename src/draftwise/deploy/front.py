@@ -62,13 +62,31 @@ class Replicas(Protocol):
         ...
 
 
+class Planned(Protocol):
+    """A front's way to the planner. Its methods raise `ReplicaGone` while it is lost."""
+
+    async def about(self) -> bytes:
+        """Its decisions and reasons, as JSON."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """A part of the text of ``/metrics``."""
+        ...
+
+
 class Front:
     """An ASGI application."""
 
     def __init__(
-        self, replicas: Replicas, tokenizer: Any, engine: EngineConfig, config: ServerConfig
+        self,
+        replicas: Replicas,
+        tokenizer: Any,
+        engine: EngineConfig,
+        config: ServerConfig,
+        planner: Planned | None = None,
     ) -> None:
-        """``engine``: what the replicas are made of."""
+        """``engine``: what the replicas are made of. ``planner``: one beside them."""
+        self._planner = planner
         self._replicas = replicas
         self._tokenizer = tokenizer
         self._engine = engine
@@ -80,6 +98,12 @@ class Front:
             await self._live(receive, send)
             return
         path = scope["path"]
+        if path == "/scale_elastic_ep" and self._config.planner_mode == "scale":
+            await _refuse(send, 409, "a planner says how many replicas there are (--planner-mode scale)")
+            return
+        if path == "/planner" and self._planner is not None:
+            await _say(send, await self._plans(self._planner))
+            return
         if (instead := _REFUSED.get(path)) is not None:
             await _refuse(send, 501, f"{path} is not supported on Ray Serve: {instead}")
             return
@@ -161,7 +185,26 @@ class Front:
         elif not answers:
             await _refuse(send, 503, "no replica answers")
         else:
-            await _say(send, TOGETHER[scope["path"]](answers))
+            status, kind, data = TOGETHER[scope["path"]](answers)
+            if scope["path"] == "/metrics" and self._planner is not None:
+                data += await self._planner_metrics(self._planner)
+            await _say(send, (status, kind, data))
+
+    async def _plans(self, planner: Planned) -> Whole:
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return 200, "application/json", await planner.about()
+        except (ReplicaGone, TimeoutError) as error:
+            body = APIError(503, f"the planner does not answer: {error}").body()
+            return 503, "application/json", json.dumps(body).encode()
+
+    async def _planner_metrics(self, planner: Planned) -> bytes:
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return await planner.metrics()
+        except (ReplicaGone, TimeoutError) as error:
+            logger.warning("the planner does not answer: %s", error)
+            return b""
 
     async def _prompt(self, path: str, body: bytes) -> IntArray | None:
         """The token ids by which a request is routed, int32 [n]; None: it can go anywhere."""

@@ -12,6 +12,7 @@ from draftwise.config import EngineConfig
 from draftwise.config.lora import LoRARequest
 from draftwise.config.resolve import resolve_engine_config
 from draftwise.errors import ConfigError, suggest
+from draftwise.profile.beside import fleet_size, scales
 from draftwise.server.config import ServerConfig
 
 IMPORT_PATH = "draftwise.cluster.serve:app"
@@ -21,7 +22,8 @@ IMPORT_PATH = "draftwise.cluster.serve:app"
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The arguments of the application. Whoever decides on the number of replicas writes ``num_replicas`` here and
-    deploys again: it stands nowhere else, and Ray Serve starts and drains what differs."""
+    deploys again: it stands nowhere else, and Ray Serve starts and drains what differs. A planner that scales begins
+    with this number and says then how many there are."""
 
     engine: Mapping[str, Any] = field(default_factory=dict)  # keywords of `AsyncLLM`
     server: Mapping[str, Any] = field(default_factory=dict)  # fields of `ServerConfig`
@@ -60,10 +62,6 @@ class Plan:
         if not values.get("api_keys") and (key := os.environ.get("DRAFTWISE_API_KEY")):
             values["api_keys"] = (key,)
         config = ServerConfig(**values)
-        if config.planner is not None:
-            raise ConfigError(
-                "planner: it looks at replicas of one server; Ray Serve starts its own (num_replicas)"
-            )
         if config.ssl_keyfile or config.ssl_ca_certs:
             raise ConfigError(
                 "ssl_keyfile: Ray Serve's proxies take no certificates; put a proxy with them in front"
@@ -74,6 +72,21 @@ class Plan:
     def engine_config(self) -> EngineConfig:
         """Raises ConfigError."""
         return resolve_engine_config(**self.engine)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a planner owns the number of replicas."""
+        return scales(self.server_config)
+
+    def first_replicas(self) -> int:
+        """Engines to begin with: ``num_replicas``, or as many as a planner wanted before a restart.
+
+        Raises:
+            ConfigError: the planner's profile, state or numbers cannot be used.
+        """
+        if not self.is_scaled:
+            return self.num_replicas
+        return fleet_size(self.server_config, self.engine_config, self.num_replicas)[0]
 
     def reserves(self) -> dict[str, Any]:
         """Options of Ray for each engine: what it needs of a node, or of several where its ranks are on Ray.
@@ -115,7 +128,13 @@ class Plan:
             "proxy_location": "EveryNode",
             "http_options": {"host": server.host, "port": server.port},
             "applications": [
-                {"name": "draftwise", "route_prefix": "/", "import_path": IMPORT_PATH, "args": arguments}
+                {
+                    "name": "draftwise",
+                    "route_prefix": "/",
+                    "import_path": IMPORT_PATH,
+                    **({"external_scaler_enabled": True} if self.is_scaled else {}),
+                    "args": arguments,
+                }
             ],
         }
 

@@ -95,17 +95,39 @@ class Metrics:
         several = isinstance(self._engine, Several)
         yield from _Families(self._prefix, self._model_name, books, several).all(self.http)
         for source in self._sources:
-            yield from self._others(source)
+            yield from _families_of(source, self._model_name, self._prefix)
 
-    def _others(self, source: Source) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for name, help_text, kind, labels, value in source.samples():
-            names = ["model_name", *labels]
-            if name not in families:
-                made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-                families[name] = made(self._prefix + name, help_text, labels=names)
-            families[name].add_metric([self._model_name, *labels.values()], value)
-        yield from families.values()
+
+class SourceMetrics:
+    """The numbers of one source, by themselves."""
+
+    def __init__(self, source: Source, model_name: str, prefix: str = PREFIX) -> None:
+        """See `Metrics`."""
+        self._source, self._model_name, self._prefix = source, model_name, f"{prefix}:"
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def describe(self) -> list[Metric]:
+        """As that of `Metrics`."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metric families."""
+        return _families_of(self._source, self._model_name, self._prefix)
+
+    def exposition(self) -> bytes:
+        """A part of the text that ``/metrics`` answers."""
+        return generate_latest(self._registry)
+
+
+def _families_of(source: Source, model_name: str, prefix: str) -> Iterator[Metric]:
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for name, help_text, kind, labels, value in source.samples():
+        if name not in families:
+            made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            families[name] = made(prefix + name, help_text, labels=["model_name", *labels])
+        families[name].add_metric([model_name, *labels.values()], value)
+    yield from families.values()
 
 
 class _Families:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ ADVISE = "advise"
 
 
 @dataclass(slots=True)
-class _Window:
+class Work:
+    """What an engine did in an interval: sums over requests, and what there is at its end."""
+
+    arrived: int = 0
     started: int = 0
     isl: int = 0
     ttft: float = 0.0
@@ -43,6 +46,9 @@ class _Window:
     proposals: int = 0
     drafts: int = 0
     accepted: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    num_blocks: int = 0
 
 
 _NO_LIMITS = Sla()
@@ -55,58 +61,73 @@ class LoadWatch:
         """``sla``: the limits that requests are held to."""
         self._stats, self._sla = stats, sla
         self._lock = threading.Lock()
-        self._window = _Window()
+        self._work = Work()
         self._waiting = 0  # at the end of the interval before
 
     def observe(self, updates: Sequence[RequestUpdate]) -> None:
         """Take in what a step changed."""
         with self._lock:
-            window = self._window
+            work = self._work
             for request, num_new, finished in updates:
                 first = request.first_token_time
                 if num_new and first is not None and request.num_output == num_new:
-                    window.started += 1
-                    window.isl += request.num_prompt
-                    window.ttft += first - request.arrival_time
+                    work.started += 1
+                    work.isl += request.num_prompt
+                    work.ttft += first - request.arrival_time
                 if not finished:
                     continue
-                window.ended += 1
-                window.osl += request.num_output
-                window.proposals += request.counts.num_drafts
-                window.drafts += request.counts.num_draft_tokens
-                window.accepted += request.counts.num_accepted_tokens
+                work.ended += 1
+                work.osl += request.num_output
+                work.proposals += request.counts.num_drafts
+                work.drafts += request.counts.num_draft_tokens
+                work.accepted += request.counts.num_accepted_tokens
                 end = request.finished_time
                 itl = None
                 if request.num_output > 1 and first is not None and end is not None:
                     itl = (end - first) / (request.num_output - 1)
-                    window.itl += itl
-                    window.num_itl += 1
+                    work.itl += itl
+                    work.num_itl += 1
                 waited = None if first is None else first - request.arrival_time
-                window.good += self._sla.met(waited, itl)
+                work.good += self._sla.met(waited, itl)
 
-    def take(self, now: float, ready: Mapping[str, int], warming: int = 0) -> Observation:
-        """The interval that ends ``now``. Who waits at its end has come in it, or before it."""
+    def work(self) -> Work:
+        """The interval that ends now. Who waits at its end has come in it, or before it."""
         stats = self._stats()
         with self._lock:
-            window, self._window = self._window, _Window()
-        arrived = max(window.started + stats.num_waiting - self._waiting, 0)
-        self._waiting = stats.num_waiting
-        started, ended = window.started, window.ended
-        return Observation(
-            time=now,
-            requests=float(arrived),
-            isl=window.isl / started if started else None,
-            osl=window.osl / ended if ended else None,
-            ttft=window.ttft / started if started else None,
-            itl=window.itl / window.num_itl if window.num_itl else None,
-            queue=float(stats.num_waiting),
-            kv_usage=stats.num_used_blocks / stats.num_blocks if stats.num_blocks else None,
-            accepted_length=1 + window.accepted / window.proposals if window.proposals else None,
-            draft_length=window.drafts / window.proposals if window.proposals else None,
-            ready=ready,
-            warming=warming,
-            attained=window.good / ended if ended else None,
-        )
+            work, self._work = self._work, Work()
+        work.arrived = max(work.started + stats.num_waiting - self._waiting, 0)
+        self._waiting = work.waiting = stats.num_waiting
+        work.used_blocks, work.num_blocks = stats.num_used_blocks, stats.num_blocks
+        return work
+
+    def take(self, now: float, ready: Mapping[str, int], warming: int = 0) -> Observation:
+        """The same as an observation at the time ``now``."""
+        return observed([self.work()], now, ready, warming)
+
+
+def observed(works: Sequence[Work], now: float, ready: Mapping[str, int], warming: int = 0) -> Observation:
+    """The work of several engines as one observation."""
+    sums = {f.name: sum(getattr(work, f.name) for work in works) for f in fields(Work)}
+
+    def mean(what: str, by: str) -> float | None:
+        return sums[what] / sums[by] if sums[by] else None
+
+    accepted = mean("accepted", "proposals")
+    return Observation(
+        time=now,
+        requests=float(sums["arrived"]),
+        isl=mean("isl", "started"),
+        osl=mean("osl", "ended"),
+        ttft=mean("ttft", "started"),
+        itl=mean("itl", "num_itl"),
+        queue=float(sums["waiting"]),
+        kv_usage=mean("used_blocks", "num_blocks"),
+        accepted_length=None if accepted is None else 1 + accepted,
+        draft_length=mean("drafts", "proposals"),
+        ready=ready,
+        warming=warming,
+        attained=mean("good", "ended"),
+    )
 
 
 class PlannerService:
