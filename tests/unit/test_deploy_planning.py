@@ -123,8 +123,9 @@ def test_each_replica_is_asked_and_a_lost_one_left_out() -> None:
     engines = RayEngines(handle, lambda: handle.names, counts.append)
     assert engines.works() == {"x": Work(arrived=1)}
     assert handle.called == [("ping", None), ("work", "x"), ("work", "y")]
-    engines.scale(2)
-    assert counts == [2]
+    for count in (2, 2, 3):
+        engines.scale(count)
+    assert counts == [2, 3], "Ray keeps to a number"
 
 
 class Planner:

@@ -28,6 +28,7 @@ from draftwise.engine.async_llm import AsyncLLM
 from draftwise.engine.device import load_engine_tokenizer
 from draftwise.errors import EngineDeadError
 from draftwise.plan.live import LoadWatch, Work
+from draftwise.profile.beside import sla_of
 from draftwise.server.app import create_app
 from draftwise.server.gate import Gate
 from draftwise.types import IntArray
@@ -53,7 +54,7 @@ class Engine:
         self._app = create_app(self._llm, config, spans=spans)
         self._cache = CacheLog()
         self._llm.observe_cache(self._cache.observe)
-        self._load = LoadWatch(self._llm.stats)
+        self._load = LoadWatch(self._llm.stats, sla_of(config))
         if config.planner is not None:
             self._llm.observe(self._load.observe)
 
@@ -121,7 +122,10 @@ def _set_count(engines: DeploymentID, count: int) -> None:
     """The call behind ``POST /api/v1/applications/NAME/deployments/NAME/scale`` of Ray's dashboard, which need not
     run."""
     controller = _get_global_client()._controller
-    ray.get(controller.update_deployment_replicas.remote(engines, count))
+    try:
+        ray.get(controller.update_deployment_replicas.remote(engines, count))
+    except RayActorError as error:
+        raise EngineDeadError("Ray Serve's controller is gone") from error
 
 
 @serve.ingress()

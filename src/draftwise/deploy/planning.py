@@ -133,7 +133,9 @@ class RayEngines:
     def scale(self, count: int) -> None:
         """See `Engines`."""
         with self._lock:
+            if count == self._wanted:  # Ray keeps to it, and replaces replicas that it loses
+                return
             self._set_count(count)
-            if self._wanted is not None and self._wanted != count:
+            if self._wanted is not None:
                 logger.info("replicas: %d -> %d", self._wanted, count)
             self._wanted = count

@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.engine.outputs import EngineStats
+<<<<<<< HEAD
 from draftwise.errors import ConfigError
 from draftwise.plan.operating import Sla
+=======
+from draftwise.errors import ConfigError, EngineDeadError
+>>>>>>> e9042b9 (A planner on Ray Serve says a number once, and what is gone in one line)
 from draftwise.plan.planner import Planner
 from draftwise.plan.ticks import ENGINES, Decision, Observation, kind_of
 from draftwise.sched.request import RequestUpdate
@@ -167,6 +171,11 @@ class PlannerService:
                 self._carry_out(decision)
             if self._state is not None:
                 write_state(self._state, self.planner)
+        except EngineDeadError as error:
+            logger.warning("the planner could not look, or not carry out what it decided: %s", error)
+            with self._lock:
+                self._failures += 1
+            return None
         except Exception:
             logger.exception("the planner could not look, or not carry out what it decided")
             with self._lock:
