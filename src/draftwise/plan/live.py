@@ -19,12 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.engine.outputs import EngineStats
-<<<<<<< HEAD
-from draftwise.errors import ConfigError
-from draftwise.plan.operating import Sla
-=======
 from draftwise.errors import ConfigError, EngineDeadError
->>>>>>> e9042b9 (A planner on Ray Serve says a number once, and what is gone in one line)
+from draftwise.plan.operating import Sla
 from draftwise.plan.planner import Planner
 from draftwise.plan.ticks import ENGINES, Decision, Observation, kind_of
 from draftwise.sched.request import RequestUpdate
