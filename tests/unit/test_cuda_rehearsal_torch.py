@@ -14,6 +14,7 @@ from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_familie
 from tests.fakes.fake_cuda import fake_cuda
 
 from draftwise import LLM, SamplingParams
+from draftwise.kernels.replaced import STEPS, replace_kernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a true device")
 PARAMS = [
@@ -91,7 +92,8 @@ def test_products_of_kernels_with_draws_of_torch(
     config = next(s for s in families["methods"] if s["method"] == case[0])
     config = {k: v for k, v in config.items() if k != "num_speculative_tokens"} | SHAPES[case[1]]
     with fake_cuda() as device, fake_launches(device, "skip") as launches:
-        monkeypatch.setenv("DRAFTWISE_KERNELS", "auto")
+        replace_kernels("cuda", [STEPS])  # as if the engine had found them wrong
         assert all(len(tokens) == 8 for tokens in said(target, config, "cuda", **options))
-        assert device.replays and "linear" in launches.kernels() and "walk_trees" not in launches.kernels()
+        kernels = launches.kernels()
+        assert device.replays and kernels & {"linear", "linear_codes"} and "walk_trees" not in kernels
     assert not [record for record in caplog.records if "failed" in record.getMessage()]

@@ -101,8 +101,9 @@ def _check(config: EngineConfig) -> list[KernelCheck]:
     device = torch.device(config.device)
     scheme = parse_scheme(config.quantization, device=device.type) if config.quantization else None
     ops = default_ops(
-        getattr(torch, name), device, scheme, batch_invariant=config.batch_invariant, untested=True
-    )
+        getattr(torch, name), device, scheme, batch_invariant=config.batch_invariant, untested=True,
+        latent=model.latent is not None,
+    )  # fmt: skip
     checks = check_kernels(ops, model, scheme)
     if on_triton(device, untested=True):
         checks += check_steps(device, model.vocab_size, config.block_size)

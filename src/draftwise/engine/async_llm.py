@@ -310,7 +310,9 @@ class AsyncLLM(Absent):
         return self._thread.wakeup
 
     def _announce(self, updates: Sequence[RequestUpdate]) -> None:
-        """Wake the readers of what a step changed."""
+        """Tell observers of a step, then wake the readers of what it changed: an answer that was read is counted."""
+        if self._observers:
+            self._tell(updates)
         touched: dict[RequestStream, bool] = {}
         with self._wakeup:
             for update in updates:
@@ -320,8 +322,6 @@ class AsyncLLM(Absent):
                 if stream is not None and (update.finished or stream.wants_pieces):
                     touched[stream] = update.finished or touched.get(stream, False)
         wake(touched)
-        if self._observers:
-            self._tell(updates)
 
     def _wake_all(self) -> None:
         """No step follows: every reader hears of it."""

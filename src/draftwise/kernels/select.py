@@ -26,10 +26,10 @@ logger = logging.getLogger("draftwise")
 
 KERNELS_VARIABLE: Final = names.KERNELS_VARIABLE
 """``torch`` keeps models on plain torch; ``native`` and ``triton`` insist on the native kernels or on Triton's;
-``auto`` or nothing: native on a CPU where they can be, Triton's on a CUDA device for what only they have (quantised
-weights, ``batch_invariant``), else plain torch. Otherwise Triton's are chosen by name only, until they have run on a
-device."""
+``auto`` or nothing: native on a CPU where they can be, Triton's on a CUDA device where that package is, else plain
+torch."""
 
+_NO_LATENT: Final = "latent attention has no Triton kernels"
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -41,15 +41,17 @@ def default_ops(
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
     untested: bool = False,
+    latent: bool = False,
 ) -> Ops:
-    """Native kernels on a CPU in float32 and bfloat16, plain torch otherwise; others where the environment names them
-    or something is asked for that only they have.
+    """Native kernels on a CPU in float32 and bfloat16, Triton's on a CUDA device, plain torch otherwise; others where
+    the environment names them.
 
     Args:
         scheme: What linear layers are rounded to as they are packed; plain torch cannot.
         batch_invariant: A row's bits may not depend on the rows that are computed with it.
         ranks: With whom a model is shared; the operations are then `SplitOps`. None: with nobody.
         untested: Also kernels that were found wrong on this machine (`kernels.replaced`).
+        latent: The model has latent attention, for which Triton has no kernels.
 
     Raises:
         ConfigError: ``DRAFTWISE_KERNELS`` names nothing, or kernels are needed that cannot be had.
@@ -57,14 +59,16 @@ def default_ops(
     needed = None if scheme is None else f"quantization: {scheme.name}"
     if batch_invariant and needed is None:
         needed = "batch_invariant"
-    if _wanted() == "triton" or (_wanted() == "auto" and device.type == "cuda" and needed):
-        without = why_not_triton(dtype, device)
+    if _triton_wanted(device):
+        without = _NO_LATENT if latent else why_not_triton(dtype, device)
         if without is None:
             replaced = frozenset() if untested else replaced_kernels(device.type) - {STEPS}
             return _triton(dtype, device, scheme, batch_invariant, ranks, replaced)
         if _wanted() == "triton":
             raise ConfigError(f"{KERNELS_VARIABLE}=triton: {without}")
-        raise ConfigError(f"{needed} needs Triton's kernels: {without}")
+        if needed:
+            raise ConfigError(f"{needed} needs Triton's kernels: {without}")
+        _say_once(without)
     if scheme is not None and scheme.floats:
         raise ConfigError(f"{needed} needs Triton's kernels, on a CUDA device")
     reason = native_reason(dtype, device)
@@ -100,7 +104,7 @@ def on_triton(device: torch.device, *, untested: bool = False) -> bool:
     """
     if not untested and STEPS in replaced_kernels(device.type):
         return False
-    return _wanted() == "triton" and why_not_triton(torch.float32, device) is None
+    return _triton_wanted(device) and why_not_triton(torch.float32, device) is None
 
 
 def native_reason(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -121,6 +125,10 @@ def native_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     if reason is not None:
         _say_once(reason)
     return reason
+
+
+def _triton_wanted(device: torch.device) -> bool:
+    return _wanted() == "triton" or (_wanted() == "auto" and device.type == "cuda")
 
 
 def _wanted() -> str:

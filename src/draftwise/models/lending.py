@@ -49,7 +49,7 @@ class WholeTables(WrappedDecoder):
                 "one rank; leave it out"
             )
         scheme = parse_scheme(quantization, device=self.device.type) if quantization else None
-        ops = default_ops(self.dtype, self.device, scheme)
+        ops = default_ops(self.dtype, self.device, scheme, latent=self.config.latent is not None)
         entries, names = scan(folder), cls.names
         plan = WeightPlan(self.dtype, self.device, checkpoint_format(folder), entries.keys())
         shape = (self.config.vocab_size, self.config.hidden_size)

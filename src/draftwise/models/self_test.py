@@ -43,11 +43,12 @@ def settled_ops(
         ConfigError: as `default_ops`; or ``batch_invariant`` needs a kernel that is wrong.
         ModelLoadError: a kernel has left the device unusable.
     """
+    latent = config.latent is not None
     if device.type in TESTED:
-        alone = default_ops(dtype, device, scheme, batch_invariant=batch_invariant)
+        alone = default_ops(dtype, device, scheme, batch_invariant=batch_invariant, latent=latent)
         if isinstance(alone, TritonOps):
             settle(check_kernels(alone, config, scheme), device, ranks)
-    return default_ops(dtype, device, scheme, batch_invariant=batch_invariant, ranks=ranks)
+    return default_ops(dtype, device, scheme, batch_invariant=batch_invariant, ranks=ranks, latent=latent)
 
 
 def settle(checks: Sequence[KernelCheck], device: torch.device, ranks: Ranks | None = None) -> None:
