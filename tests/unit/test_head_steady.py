@@ -63,7 +63,9 @@ def test_steps_side_by_side_as_one_by_one() -> None:
         assert ready is not None and torch.equal(ready, joined(rows))
         for state, count in zip(alone, known, strict=True):
             state.tracks[0].advance(count)
-        assert steady.drafted() == [state.filled for state in alone]
+        drafted = steady.drafting()
+        assert drafted.filled == [state.filled for state in alone]
+        steady.drafted(drafted)
         assert steady.next_np.tolist() == [state.tracks[0].next for state in alone]
     steady.write()
     assert [book(state) for state in together] == [book(state) for state in alone]

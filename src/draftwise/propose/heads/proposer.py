@@ -118,6 +118,9 @@ class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
         each."""
         self._output: TargetOutput | None = None  # of the step's target pass, until `committed`
 
+    steady_from = 8
+    """So many requests are kept side by side; calls on arrays cost a few requests more than their records do."""
+
     @classmethod
     @abstractmethod
     def load(cls, context: ProposerContext) -> HeadModel:
@@ -321,8 +324,11 @@ class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
         features = None if steady is None else steady.ready(columns.rids, np.array(columns.known, np.int64))
         answers: list[T] | None
         if steady is not None and features is not None:
+            found = steady.drafting()
+            filled = found.filled
             answers = self._loops.steady(steady, features, turns)
-            filled = [] if answers is None else steady.drafted()
+            if answers is not None:
+                steady.drafted(found)
         else:
             states = [state for rid in columns.rids if (state := self._states.get(rid)) is not None]
             if len(states) != len(columns.rids):
@@ -334,7 +340,8 @@ class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
                     return None
                 answers.append(answer)
                 filled += self._loops.filled
-            self._steady = SteadyHeads.of(columns.rids, states)
+            if len(states) >= self.steady_from:
+                self._steady = SteadyHeads.of(columns.rids, states)
         self.forward_time += self._passes.take_time()
         return None if answers is None else (answers, filled)
 

@@ -8,6 +8,7 @@ their `HeadState` when anything else has to be done with one of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,15 @@ from draftwise.propose.heads.state import Features, HeadState, Piece
 from draftwise.types import IntArray
 
 _Ints = npt.NDArray[np.int64]
+
+
+class Drafted(NamedTuple):
+    """``next_np``, ``last_np`` [R]: of `SteadyHeads`, once all rows are stored. ``filled``: of each request the number
+    of leading tokens that others may reuse (`HeadState.filled`)."""
+
+    next_np: _Ints
+    last_np: _Ints
+    filled: list[int]
 
 
 class SteadyHeads:
@@ -99,15 +109,17 @@ class SteadyHeads:
             return None
         return self._came.value
 
-    def drafted(self) -> list[int]:
-        """All rows of known tokens are stored now: of each the number of leading tokens that others may reuse
-        (`HeadState.filled`)."""
-        assert self._came is not None, "features came first"
-        self.next_np = self.next_np + self._counts_np
-        self._last_np = np.cumsum(self._counts_np) - 1
-        self._features, self._came = self._came, None
-        filled: list[int] = np.where(self._gaps_np < 0, self.next_np, self._gaps_np).tolist()
-        return filled
+    def drafting(self) -> Drafted:
+        """What `drafted` is to write. It is computed before the passes: behind them the caches are full of weights."""
+        after_np = self.next_np + self._counts_np
+        filled: list[int] = np.where(self._gaps_np < 0, after_np, self._gaps_np).tolist()
+        return Drafted(after_np, np.cumsum(self._counts_np) - 1, filled)
+
+    def drafted(self, found: Drafted) -> None:
+        """All rows of known tokens are stored now."""
+        self.next_np, self._last_np = found.next_np, found.last_np
+        if self._came is not None:
+            self._features, self._came = self._came, None
 
     def write(self) -> None:
         """Write what is known into the states."""
