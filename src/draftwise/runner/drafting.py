@@ -310,7 +310,7 @@ class Drafting:
         """For which of ``members`` the proposer drafted."""
         rows = [wanted[i][0] for i in members]
         columns = placing.columns(rows, [wanted[i][1] for i in members])
-        if proposer.one_length and not columns.is_tree:
+        if len(rows) > 1 and proposer.one_length and not columns.is_tree:
             # Near their ends requests want less: these go apart, and not the others with them.
             lengths = columns.depths(1 << 30, self._block_size)
             usual = lengths[0]
