@@ -215,7 +215,9 @@ _GROUP = 128
 
 def write_large(folder: Path, kind: str, form: str, num_layers: int) -> None:
     """28 million numbers in a layer. ``form``: "", "gptq" or "fp8 blocks"."""
-    config = transformers.AutoConfig.for_model(kind, **_SIZES, num_hidden_layers=num_layers)
+    # Granite's default scale of attention is 1: many layers of random weights are then chaotic in bfloat16.
+    more = {"attention_multiplier": _SIZES["head_dim"] ** -0.5} if kind == "granite" else {}
+    config = transformers.AutoConfig.for_model(kind, **_SIZES, **more, num_hidden_layers=num_layers)
     with torch.device("meta"):
         shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     generator = torch.Generator().manual_seed(1)
