@@ -1,10 +1,11 @@
-"""Lines over one axis, panel below panel, as SVG text without any library."""
+"""Lines over one axis, and surfaces as cells, panel below panel, as SVG text without any library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from draftwise.errors import ConfigError
@@ -119,10 +120,13 @@ def _panel(
         parts.append(f'<text x="{_LEFT + 6}" y="{up(y) - 4}" fill="#dc2626">{escape(name)}</text>')
     named: list[float] = []
     # From the lowest end up: names of lines that end close together are moved apart.
-    for colour, (name, line) in sorted(zip(COLOURS, lines, strict=False), key=lambda pair: pair[1][1][-1][1]):
+    for number, (name, line) in sorted(enumerate(lines), key=lambda pair: pair[1][1][-1][1]):
         ordered = sorted(line)
         path = " ".join(f"{across(x)},{up(y)}" for x, y in ordered)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        # The tenth line has the first one's colour again, and is dashed.
+        colour = COLOURS[number % len(COLOURS)]
+        dashes = ' stroke-dasharray="5 3"' if number >= len(COLOURS) else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
         for x, y in ordered if len(ordered) <= _DOTS else ():
             parts.append(
                 f'<circle cx="{across(x)}" cy="{up(y)}" r="3" fill="{colour}">'
@@ -134,3 +138,59 @@ def _panel(
             f'<text x="{across(ordered[-1][0]) + 8}" y="{place}" fill="{colour}">{escape(name)}</text>'
         )
     return parts
+
+
+class Cells(NamedTuple):
+    """A surface as cells: ``values[row, column]`` is a height and the words in its cell; where there is none, the cell
+    stays empty."""
+
+    title: str
+    columns: Sequence[int]
+    rows: Sequence[int]
+    values: Mapping[tuple[int, int], tuple[float, str]]
+
+
+_CELL, _LINE = 88, 28
+_LOW, _HIGH = (0xEF, 0xF6, 0xFF), (0x25, 0x63, 0xEB)
+
+
+def cells_svg(surfaces: Sequence[Cells], across: str, down: str) -> str:
+    """Surfaces one below the other; the higher a cell, the darker. ``across``, ``down``: what columns and rows are."""
+    width = _LEFT + _CELL * max(len(s.columns) for s in surfaces) + 16
+    height = sum(_TOP + _LINE * len(s.rows) + _BOTTOM for s in surfaces)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    top = 0
+    for surface in surfaces:
+        top += _TOP
+        parts.append(f'<text x="{_LEFT}" y="{top - 12}" font-size="13">{escape(surface.title)}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{top - 12}" text-anchor="end">{escape(down)}</text>')
+        heights = [height for height, _ in surface.values.values()]
+        low, high = min(heights, default=0.0), max(heights, default=0.0)
+        for i, row in enumerate(surface.rows):
+            y = top + _LINE * i
+            parts.append(f'<text x="{_LEFT - 8}" y="{y + 18}" text-anchor="end">{row}</text>')
+            for j, column in enumerate(surface.columns):
+                cell = surface.values.get((row, column))
+                if cell is None:
+                    continue
+                share = (cell[0] - low) / (high - low) if high > low else 0.0
+                fill = "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(_LOW, _HIGH, strict=True))
+                x, ink = _LEFT + _CELL * j, "white" if share > 0.6 else "#111827"
+                parts.append(
+                    f'<rect x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_LINE - 2}" rx="3" fill="#{fill}"/>'
+                    f'<text x="{x + _CELL / 2:g}" y="{y + 18}" text-anchor="middle" fill="{ink}">'
+                    f"{escape(cell[1])}</text>"
+                )
+        top += _LINE * len(surface.rows)
+        for j, column in enumerate(surface.columns):
+            parts.append(
+                f'<text x="{_LEFT + _CELL * (j + 0.5):g}" y="{top + 15}" text-anchor="middle">{column}</text>'
+            )
+        end = _LEFT + _CELL * len(surface.columns)
+        parts.append(f'<text x="{end}" y="{top + 29}" text-anchor="end">{escape(across)}</text>')
+        top += _BOTTOM
+    return "\n".join([*parts, "</svg>"]) + "\n"

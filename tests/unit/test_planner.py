@@ -266,14 +266,19 @@ def test_a_plan_is_tried_on_a_load(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_policies_are_compared_in_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "s.svg"
-    flags = ["simulate", *LOAD, "--policies", "0-2", "adaptive", "--plot", str(plot), "--ttft", "500"]
+    flags = ["simulate", *LOAD, "--policies", "0-2", "adaptive", "adaptive+plan", "--plot", str(plot)]
+    flags += ["--ttft", "500", "--interval", "10", "--startup", "5", "--budget", "3"]
     assert main([*flags, "--replicas", "2", "--fail", "20:0:10", "--fail", "25:1:9"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert [line.split()[0] for line in out.splitlines()[2:6]] == ["plain", "K=1", "K=2", "adaptive"]
+    names = ["plain", "K=1", "K=2", "adaptive", "adaptive+plan"]
+    assert [line.split()[0] for line in out.splitlines()[2:7]] == names
     assert "requests moved by failures" in out and plot.read_text().count("<polyline") > 8
     assert main([*flags, "--json", "--prefill", "1", "--decode", "1"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["results"]) == 4
+    found = {r["policy"]: r for r in json.loads(capsys.readouterr().out)["results"]}
+    assert list(found) == names
+    # A planner decides with the last one, and with no other.
+    assert [name for name, r in found.items() if any(m["why"] for m in r["timeline"])] == ["adaptive+plan"]
 
 
 @pytest.mark.parametrize(

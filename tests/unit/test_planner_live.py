@@ -84,6 +84,7 @@ def test_it_decides_says_why_and_counts() -> None:
     assert reasons["load"] == 3
     assert found["draftwise:planner_decisions"].samples[0].value == 3
     assert found["draftwise:planner_request_rate"].samples[0].value == pytest.approx(3.0, rel=0.1)
+    assert found["draftwise:planner_request_rate_seen"].samples[0].value == 3.0
 
 
 def test_it_goes_on_after_a_restart_and_refuses_what_is_no_state(tmp_path: Path) -> None:

@@ -104,8 +104,14 @@ def test_the_report_says_what_fits_or_what_comes_nearest(tmp_path: Path) -> None
 
 def test_charts_are_drawn(tmp_path: Path) -> None:
     files = draw(made(), tmp_path / "charts")
-    assert sorted(f.name for f in files) == ["pareto-int8.svg", "prefill-int8.svg", "steps-int8.svg"]
-    assert all("<polyline" in f.read_text() for f in files)
+    found = {f.stem: f.read_text() for f in files}
+    assert sorted(found) == ["best-int8", "pareto-int8", "prefill-int8", "steps-int8"]
+    assert all("<polyline" in text for name, text in found.items() if name != "best-int8")
+    # One cell per context and number of requests, in each of two surfaces: K=3 takes 12.1 ms for 1 + 0.8 + 0.6 + 0.3
+    # tokens where plain decoding takes 10.1 for one.
+    assert found["best-int8"].count('rx="3"') == 2 * 2 * 3
+    (best,) = (p for c, n, p in choices(made(), "int8") if (c, n) == (64, 1))
+    assert f"eagle3 3: {best.tokens_per_second * 0.0101006:.2f}" in found["best-int8"]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,7 @@ def test_charts_are_drawn(tmp_path: Path) -> None:
         (lambda v: v.pop("settings"), "damaged"),
         (lambda v: v["settings"]["int8"]["steps"][0].update(target=math.nan), "not a time"),
         (lambda v: v["settings"]["int8"]["steps"][0].update(rows=-1), "not a count"),
+        (lambda v: v["settings"]["int8"]["steps"][0].update(rows=math.inf), "damaged"),
     ],
 )
 def test_files_that_are_no_profiles(tmp_path: Path, change: Any, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,6 +75,13 @@ def test_a_single_request_takes_what_the_times_say() -> None:
     second = times.target_time(1, 1, 500) + times.target_time(1, 1, 501)
     assert found.ttft_np[0] == pytest.approx(first)
     assert found.e2e_np[0] == pytest.approx(first + second) and found.itl_np[0] == pytest.approx(second / 2)
+
+
+def test_who_comes_at_the_same_moment_is_read_in_the_same_step() -> None:
+    times = Polynomial(100_000)
+    found = run(make_trace([2.0] * 3, [500] * 3, [2] * 3))
+    step = times.prompt_time(0, 500, True) + 2 * times.prompt_time(0, 500, False)
+    assert found.ttft_np == pytest.approx(step) and found.num_steps == 2
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
@@ -230,12 +238,13 @@ def test_a_planner_follows_the_load_up_and_down() -> None:
     assert found.device_seconds < 0.9 * most
 
 
-def test_times_that_are_no_numbers_end_the_run_with_a_line() -> None:
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, 1e300, 0.0])
+def test_times_that_are_none_end_the_run_with_a_line(seconds: float) -> None:
     class Broken(Polynomial):
         def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
-            return math.nan
+            return seconds
 
-    with pytest.raises(ConfigError, match="a step takes nan"):
+    with pytest.raises(ConfigError, match=re.escape(f"a step takes {seconds}")):
         Cluster(make_trace([0.0], [10], [10]), Broken(1000), ACCEPTANCE, Policy(), EngineSettings()).run()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from draftwise.simulate.plots import timeline_svg
 
-        write_svg(timeline_svg([outcomes["planner"]]), args.plot)
+        write_svg(timeline_svg([replace(o, policy=name) for name, o in outcomes.items()]), args.plot)
     if args.json:
         results = {name: outcome.as_dict() for name, outcome in outcomes.items()}
         print_json({"times": found.source, "load": words, "sample": args.sample, "results": results})

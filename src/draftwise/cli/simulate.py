@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,8 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="+",
         default=["0", "adaptive"],
         metavar="K",
-        help="numbers of drafts (0: plain), ranges as 0-7, adaptive (0 adaptive)",
+        help="numbers of drafts (0: plain), ranges as 0-7, adaptive; with +plan behind it, the planner chooses the "
+        "number of replicas (0 adaptive)",
     )
     group.add_argument(
         "--most-drafts",
@@ -83,7 +85,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     group.add_argument("--price", type=from_zero, metavar="X", help="price of a device for an hour")
     add_planner_options(parser)
-    parser.add_argument("--plan", action="store_true", help="let the planner choose the number of replicas")
     group = parser.add_argument_group("output")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw the run over time into a .svg file")
     group.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -161,8 +162,8 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     outcomes: list[Outcome] = []
     with progress(_PARTS * len(policies), "simulate") as advance:
-        for policy in policies:
-            outcomes.append(_simulate(args, found, trace, policy, advance))
+        for policy, planned in policies:
+            outcomes.append(_simulate(args, found, trace, policy, planned, advance))
     seconds = time.perf_counter() - start
     if args.plot is not None:
         from draftwise.simulate.plots import timeline_svg
@@ -195,43 +196,49 @@ def adaptive_policy(found: Modelled, most: int | None) -> Policy:
     return Policy(found.method, most or known, adaptive=True)
 
 
-def _policies(args: argparse.Namespace, found: Modelled) -> list[Policy]:
+def _policies(args: argparse.Namespace, found: Modelled) -> list[tuple[Policy, bool]]:
+    """Each with whether a planner chooses the number of replicas. Raises UsageError."""
     from draftwise.simulate.engine import Policy
 
-    out: list[Policy] = []
+    out: list[tuple[Policy, bool]] = []
     for text in args.policies:
-        if text == "adaptive":
-            out.append(adaptive_policy(found, args.most_drafts))
+        how, plus, rest = text.partition("+")
+        planned = bool(plus)
+        if rest != ("plan" if plus else ""):
+            raise UsageError(f"--policies: {text!r}: only plan may follow a +")
+        if how == "adaptive":
+            out.append((adaptive_policy(found, args.most_drafts), planned))
             continue
-        low, _, high = text.partition("-")
+        low, _, high = how.partition("-")
         if not low.isdecimal() or not (high or low).isdecimal():
             raise UsageError(f"--policies: expected a number of drafts, a range or adaptive, got {text!r}")
         for drafts in range(int(low), int(high or low) + 1):
             if drafts and found.method == "none":
                 raise UsageError("--policies: no method drafts here; name one with --method")
-            out.append(Policy(found.method if drafts else "none", drafts))
+            out.append((Policy(found.method if drafts else "none", drafts), planned))
     if not out:
         raise UsageError(f"--policies: {' '.join(args.policies)} names none")
     most = found.times.most_drafts
-    for policy in out:
+    for policy, _ in out:
         if most is not None and policy.drafts > most:
             note(f"{policy.name}: {policy.drafts} drafts are beyond what was measured ({most})")
     return out
 
 
 def _simulate(
-    args: argparse.Namespace, found: Modelled, trace: Trace, policy: Policy, advance: object
+    args: argparse.Namespace, found: Modelled, trace: Trace, policy: Policy, planned: bool, advance: object
 ) -> Outcome:
     from draftwise.simulate.cluster import Cluster
     from draftwise.simulate.settings import ClusterSettings
 
     done = 0
+    name = policy.name + ("+plan" if planned else "")
 
     def moved(share: float) -> None:
         nonlocal done
         while done < int(share * _PARTS):
             done += 1
-            advance(policy.name)  # type: ignore[operator]
+            advance(name)  # type: ignore[operator]
 
     settings = ClusterSettings(
         replicas=_sampled(args.replicas, args.sample),
@@ -245,7 +252,7 @@ def _simulate(
         failures=_failures(args.fail),
         sla=sla_of(args),
     )
-    planner = make_planner(args, found, policy.adaptive or policy.drafts > 0) if args.plan else None
+    planner = make_planner(args, found, policy.adaptive or policy.drafts > 0) if planned else None
     cluster = Cluster(
         trace,
         found.times,
@@ -259,7 +266,7 @@ def _simulate(
     )
     outcome = cluster.run()
     moved(1.0)
-    return outcome
+    return replace(outcome, policy=name)
 
 
 def _sampled(count: int, share: float) -> int:

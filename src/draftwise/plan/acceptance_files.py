@@ -29,7 +29,7 @@ def read_acceptance(text: str, methods: Sequence[str] = ("model",)) -> Acceptanc
 def _of_file(path: Path) -> AcceptanceModel:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"acceptance: {str(path)!r} is neither rates (0.85,0.3,0) nor a readable JSON file: {error}"
         ) from None
@@ -45,7 +45,7 @@ def _of_file(path: Path) -> AcceptanceModel:
         rates = {
             str(k): {str(m): tuple(map(float, r)) for m, r in methods.items()} for k, methods in kinds.items()
         }
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"acceptance: {path}: expected lists of chances per method") from None
     if ANY_KIND not in rates:
         rates[ANY_KIND] = next(iter(rates.values()))
@@ -74,7 +74,7 @@ def _of_bench(value: Mapping[str, Any], path: Path) -> AcceptanceModel:
             for j, share in enumerate(survival):
                 total[j] += drafts * share
             sums[row["method"]] = count + drafts, steps + drafts / found, total
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"acceptance: {path} is not the output of bench accept --json: {error!r}") from None
     if not sums:
         raise ConfigError(f"acceptance: in {path} nothing was drafted")

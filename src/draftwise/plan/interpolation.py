@@ -195,6 +195,6 @@ def read_interpolation(folder: Path) -> Interpolation:
             else:
                 value = json.loads((place / "raw_data.json").read_text(encoding="utf-8"))
                 fields |= {key: np.atleast_1d(np.asarray(v, np.float64)) for key, v in value.items()}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"interpolation: {place} cannot be read: {error}") from None
     return Interpolation(fields)

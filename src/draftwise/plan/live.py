@@ -22,7 +22,7 @@ from draftwise.engine.outputs import EngineStats
 from draftwise.errors import ConfigError, EngineDeadError
 from draftwise.plan.operating import Sla
 from draftwise.plan.planner import Planner
-from draftwise.plan.ticks import ENGINES, Decision, Observation, kind_of
+from draftwise.plan.ticks import ENGINES, Decision, Observation, kind_of, known
 from draftwise.sched.request import RequestUpdate
 
 logger = logging.getLogger("draftwise.planner")
@@ -252,6 +252,16 @@ class PlannerService:
         for pool, wanted in decision.replicas.items():
             yield "planner_replicas", "Replicas wanted.", "gauge", {"pool": pool}, float(wanted)
         if seen is not None:
+            if known(seen.requests):
+                assert seen.requests is not None
+                rate = seen.requests / self.planner.config.interval
+                yield (
+                    "planner_request_rate_seen",
+                    "Requests per second in its last interval.",
+                    "gauge",
+                    {},
+                    rate,
+                )
             for pool, ready in seen.ready.items():
                 yield "planner_replicas_ready", "Replicas that serve.", "gauge", {"pool": pool}, float(ready)
         labels = {"method": decision.method}
@@ -288,7 +298,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """The state that `write_state` wrote. Raises ConfigError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"planner: its state {path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"planner: {path} is not the state of a planner")

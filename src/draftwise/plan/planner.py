@@ -381,7 +381,7 @@ class Planner:
             }
             last = state["last"]
             self._last = None if last is None else Decision(**{**last, "reasons": tuple(last["reasons"])})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"planner: this is not the state of a planner: {error!r}") from None

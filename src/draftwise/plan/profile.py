@@ -116,7 +116,7 @@ class Profile:
         """Read one. Raises ConfigError: no file, no profile, another version, or numbers that are none."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"profile: {path} cannot be read: {error}") from None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ConfigError(f"profile: {path} is not a profile (draftwise profile writes them)")
@@ -138,9 +138,9 @@ class Profile:
                     for kind, methods in value["accepted"].items()
                 },
                 left=_count(value["left"]),
-                seconds=float(value["seconds"]),
+                seconds=_seconds(value["seconds"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"profile: {path} is damaged: {type(error).__name__}: {error}") from None
 
     def check_of(self, model: str | None, machine: Mapping[str, Any] | None = None) -> None:
@@ -216,6 +216,13 @@ def _count(value: Any) -> int:
     return number
 
 
+def _size(value: Any) -> int:
+    number = int(value)
+    if number < 1:
+        raise ValueError(f"{number} is not a size")
+    return number
+
+
 def _seconds(value: Any) -> float:
     number = float(value)
     if not (math.isfinite(number) and number >= 0):
@@ -263,8 +270,8 @@ def _setting(raw: Mapping[str, Any]) -> Setting:
         raise ValueError("a prompt without a time")
     return Setting(
         str(raw["weights"]),
-        _count(raw["kv_tokens"]),
-        _count(raw["block_size"]),
+        _size(raw["kv_tokens"]),
+        _size(raw["block_size"]),
         _seconds(raw["kv_bytes"]),
         max(_count(raw["devices"]), 1),
         prompts,

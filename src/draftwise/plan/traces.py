@@ -135,6 +135,8 @@ def read_trace(path: str | Path) -> Trace:
         raise ConfigError(f"trace: {path} is empty")
     try:
         return _json_lines(lines) if first.lstrip().startswith("{") else _table(lines)
+    except csv.Error as error:
+        raise ConfigError(f"{path}: trace: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -180,7 +182,7 @@ def _json_lines(lines: Sequence[str]) -> Trace:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
                 raise ConfigError(f"trace: line {number} is not a JSON object")
@@ -202,7 +204,7 @@ def _rows(names: Sequence[str], rows: Iterable[tuple[int, Mapping[str, Any]]]) -
                 blocks.append([int(name) for name in row["hash_ids"]])
             if "kind" in names:
                 kinds.append(str(row["kind"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"trace: line {number}: {type(error).__name__}: {error}") from None
     if not times:
         raise ConfigError("trace: it holds no requests")

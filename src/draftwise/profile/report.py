@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from draftwise.charts import Line, lines_svg, write_svg
+from draftwise.charts import Cells, Line, cells_svg, lines_svg, write_svg
 from draftwise.plan.acceptance import AcceptanceModel
 from draftwise.plan.operating import (
     OperatingPoint,
@@ -136,6 +136,9 @@ def draw(profile: Profile, folder: Path) -> list[Path]:
             panels.append((f"step, ms, at a context of {context}", _steps(setting, context)))
         if panels:
             keep(f"steps-{weights}", lines_svg(panels, "requests at once"))
+        surfaces = _surfaces(profile, weights, times)
+        if surfaces:
+            keep(f"best-{weights}", cells_svg(surfaces, "requests at once", "context"))
         context = contexts_of(setting)[0] if contexts_of(setting) else 32
         known = settings_known(times, acceptance)
         found = list(
@@ -164,10 +167,31 @@ def draw(profile: Profile, folder: Path) -> list[Path]:
     return written
 
 
+def _surfaces(profile: Profile, weights: str, times: Measured) -> list[Cells]:
+    """The best setting by context and requests at once, what it gains over plain decoding, and how long its users wait
+    per token."""
+    gains: dict[tuple[int, int], tuple[float, str]] = {}
+    waits: dict[tuple[int, int], tuple[float, str]] = {}
+    acceptance = profile.acceptance()
+    for context, n, best in choices(profile, weights):
+        plain = operating_point(times, acceptance, "none", 0, n, context)
+        gain = best.tokens_per_second / plain.tokens_per_second
+        name = "plain" if best.method == "none" else f"{best.method} {best.drafts}"
+        gains[context, n] = (gain, f"{name}: {gain:.2f}")
+        waits[context, n] = (best.itl, f"{1000 * best.itl:.3g}")
+    if not gains:
+        return []
+    columns, rows = sorted({n for _, n in gains}), sorted({context for context, _ in gains})
+    return [
+        Cells("best setting: times the tokens per second of plain decoding", columns, rows, gains),
+        Cells("ms per token of a request with it", columns, rows, waits),
+    ]
+
+
 def _steps(setting: Setting, context: int) -> list[Line]:
     lines: dict[str, list[tuple[float, float]]] = {}
     for s in sorted(setting.steps, key=lambda s: s.requests):
         if s.length == context:
             name = "plain" if s.method == "none" else f"{s.method} K={s.drafts}"
             lines.setdefault(name, []).append((float(s.requests), 1000 * (s.target + s.draft)))
-    return list(lines.items())[:9]
+    return list(lines.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,8 @@ from draftwise.simulate.tally import Tally
 
 _PATIENCE = 3600.0
 """Seconds after the last arrival for which a planner without replicas is asked whether it wants some."""
+_LONGEST_STEP = 86_400.0
+"""Seconds beyond which the time of a step is a fault of the performance model."""
 _MOMENTS = 240
 """Moments of a run that are kept, where no planner says how often to look."""
 
@@ -138,7 +139,8 @@ class Cluster:
             self._take_in(replica)
         else:
             self._add(replica, work, tokens_np)
-        self._go(replica)
+        if not replica.busy:  # who else comes at this very moment is in the same step
+            self._at(self._now, self._go, replica)
 
     def _tokens(self, work: Work) -> Any:
         """[isl + done] the prompt and what its user has of the output."""
@@ -176,7 +178,7 @@ class Cluster:
             return
         replica.pending = replica.engine.step(self._now)
         end = replica.engine.clock.now
-        if not (math.isfinite(end) and end > self._now):
+        if not 0 < end - self._now <= _LONGEST_STEP:
             raise ConfigError(f"performance model: a step takes {end - self._now} s")
         replica.busy = True
         self._at(end, self._stepped, replica, replica.epoch)

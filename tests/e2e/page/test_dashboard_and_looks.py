@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 
+from draftwise import AsyncLLM
+from draftwise.plan.capacity import FixedCapacity
+from draftwise.plan.live import PlannerService
+from draftwise.plan.planner import Planner, PlannerConfig
+from draftwise.plan.ticks import ENGINES, Observation
 from tests.e2e.page.driving import Scripts, needs_chromium, run
 from tests.fakes.chromium import Tab
 from tests.fakes.running_server import RunningServer
@@ -50,6 +55,46 @@ def test_the_dashboard_draws_the_metrics(server: RunningServer, open_page: Calla
     before = len(tab.requested())
     tab.evaluate("new Promise(resolve => setTimeout(resolve, 1500))")
     assert not [url for url in tab.requested()[before:] if url.endswith("/metrics")]
+
+
+@needs_chromium
+def test_a_planner_says_load_replicas_and_why(llm: AsyncLLM, open_page: Callable[..., Tab]) -> None:
+    planner = Planner(PlannerConfig(interval=10.0, budget=4), FixedCapacity(10_000, output_tokens=100))
+    loads = iter([20.0, 30.0])
+    service = PlannerService(
+        planner,
+        lambda now: Observation(now, requests=next(loads), isl=100.0, osl=100.0, ready={ENGINES: 1}),
+    )
+    with RunningServer(llm, planner=service) as server:
+        tab = open_page(server, "/#dashboard")
+        tab.wait("!document.querySelector('#planner').hidden")
+        tab.wait("document.querySelector('#planner').textContent.includes('nothing was decided yet')")
+        assert not planned_charts(tab), "there is nothing to draw yet"
+        for wanted in (3, 4):
+            service.tick()
+            tab.wait(
+                f"document.querySelector('#planner-words').textContent === '{wanted} engines, plain decoding'"
+            )
+        assert "(advice)" in tab.text("#planner")
+        reasons = tab.evaluate(
+            "[...document.querySelectorAll('#planner-reasons li')].map(li => li.textContent)"
+        )
+        decision = service.as_dict()["decision"]
+        assert decision is not None and reasons == decision["reasons"]
+        assert any("requests/s of 100 + 100 tokens need 4 engines" in reason for reason in reasons)
+        tab.wait("document.querySelectorAll('.chart:not([hidden]) svg[aria-label^=Planne]').length === 2")
+        charts = planned_charts(tab)
+        assert "4 · 1" in charts["Planned replicas"] and "3.00" in charts["Planner's load"]
+
+
+def planned_charts(tab: Tab) -> dict[str, str]:
+    """Titles of the planner's charts that are shown -> the newest values."""
+    found: dict[str, str] = tab.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('.chart:not([hidden])')]"
+        ".filter(c => c.querySelector('.name')?.textContent.startsWith('Planne'))"
+        ".map(c => [c.querySelector('.name').textContent, c.querySelector('.now').textContent]))"
+    )
+    return found
 
 
 @needs_chromium

@@ -13,7 +13,7 @@ const SMOOTH = 3; // a rate is taken over so many readings, or single steps woul
 const either = (a, b) => (a === null && b === null ? null : (a ?? 0) + (b ?? 0));
 
 /** The charts that are always there; the others unfold. */
-const FIRST = ["Tokens generated per second", "Tokens per verified draft", "Drafts accepted", "Time to first token", "Planned replicas"];
+const FIRST = ["Tokens generated per second", "Tokens per verified draft", "Drafts accepted", "Time to first token", "Planner's load", "Planned replicas"];
 
 /** Charts: `values(change, reading)` gives one number or null for each series. */
 const CHARTS = [
@@ -50,6 +50,14 @@ const CHARTS = [
     series: [{ name: "draft tokens", kind: "main" }],
     format: count,
     values: (_, reading) => [reading.most("spec_decode_draft_length")],
+  },
+  {
+    title: "Planner's load",
+    hint: "planner_request_rate, planner_request_rate_seen: requests per second planned for, and in the last interval",
+    needs: "planner_request_rate_seen",
+    series: [{ name: "planned for", kind: "main" }, { name: "came", kind: "second" }],
+    format: short,
+    values: (_, reading) => [reading.sum("planner_request_rate"), reading.sum("planner_request_rate_seen")],
   },
   {
     title: "Planned replicas",
