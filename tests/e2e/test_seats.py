@@ -26,7 +26,7 @@ from tests.fakes.every_method import VOCAB, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
-METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp"]
+METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram"]
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.9},
@@ -97,8 +97,8 @@ def params_of(rule: str, method: str, **more: Any) -> list[SamplingParams]:
 
 CASES = [
     *(("greedy", method) for method in METHODS),
-    *(("coupled", method) for method in ("none", "draft_model", "eagle3")),
-    *(("rejection", method) for method in ("none", "draft_model", "eagle3", "mtp")),
+    *(("coupled", method) for method in ("none", "draft_model", "eagle3", "ngram")),
+    *(("rejection", method) for method in ("none", "draft_model", "eagle3", "mtp", "ngram")),
     *(("block", method) for method in ("draft_model", "eagle3")),
 ]
 
@@ -211,7 +211,7 @@ def test_most_steps_stay_on_the_device(engines: Engines) -> None:
     assert 12 <= found.num_steps - before[0] <= 14 and found.num_entered - before[1] == 2
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
 def test_requests_come_and_go_among_all_that_happens(engines: Engines, method: str) -> None:
     """A tight cache with preemptions, prompts in chunks, requests of other methods and kinds in between, stop tokens,
     one request that ends after the other; and a device that runs a step as late as can be."""
@@ -237,7 +237,7 @@ def test_requests_come_and_go_among_all_that_happens(engines: Engines, method: s
         "max_num_batched_tokens": 24,
         "speculative_config": used,
     }
-    for late in (True,) if method == "eagle3" else (False, True):
+    for late in (False, True) if method == "draft_model" else (True,):
         with engines.make(async_scheduling=True, **tight) as llm:
             core = llm._engine.core  # type: ignore[union-attr]
             found = seats(llm)
@@ -290,7 +290,7 @@ def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
 def test_who_leaves_a_seat_goes_on_as_it_stood(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.loop import LoopSeats
 from draftwise.graphs.seats import rows
+from draftwise.graphs.seats.lookup import LookUp, look_up
 from draftwise.graphs.seats.memory import (
     BUDGET,
     FED,
@@ -189,10 +190,20 @@ def _keep_at_rates(given: dict[str, Any]) -> None:
     walk[members] = own
 
 
+@torch.inference_mode()
+def _look_up(given: dict[str, Any]) -> None:
+    memory = _memory(given)
+    memory.answer, memory.walk = given["answer"], Walk(given["walk"], given["drafts"])
+    memory.text = given["text"]
+    look = LookUp(given["steps"], given["LONGEST"], given["SHORTEST"])
+    look_up(memory, given["programs"], given["number"], look)
+
+
 EFFECTS = {
     "begin_rows": _begin,
     "advance_rows": _advance,
     "keep_drafts": _keep,
     "keep_at_rates": _keep_at_rates,
+    "look_up": _look_up,
 }
 """Of the kernels between the passes of seats, on their arguments by name, where kernels are not run."""

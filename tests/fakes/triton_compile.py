@@ -218,6 +218,14 @@ def seat_steps() -> None:
             PAGE=16,
             BLOCK=8,
         )
+    build(
+        seats.look_up,
+        f"*i64 *i64 *i64 *i32 *i64 *i32 {'i32 ' * 7}",
+        LONGEST=5,
+        SHORTEST=2,
+        TILE=2048,
+        BLOCK=8,
+    )
     build(seats.keep_drafts, f"{'*i64 ' * 5} {'i32 ' * 7}", BLOCK=8)
     for sampled in (False, True):
         build(

@@ -20,7 +20,8 @@ from tests.fakes.fake_cuda_triton import fake_launches
 from tests.fakes.seats import EFFECTS
 
 from draftwise import LLM, SamplingParams
-from draftwise.runner.seats import Flight, Seats
+from draftwise.runner.seat_results import Flight
+from draftwise.runner.seats import Seats
 from draftwise.types import RowPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a true device")
@@ -45,7 +46,7 @@ KINDS: list[dict[str, Any]] = [
 """Each with short texts twice, so that all is captured, and then with long ones: no more is waited for."""
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle3", "ngram"])
 def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     target, families = make_target(tmp_path), make_families(tmp_path)
     options: dict[str, Any] = {
@@ -110,7 +111,7 @@ def test_a_device_that_captures_none_has_ordinary_steps(
 ) -> None:
     from draftwise.graphs.seats import step
 
-    def refused(*args: object) -> None:
+    def refused(*args: object, **named: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(step.SeatedSteps, "capture", refused)

@@ -55,7 +55,8 @@ def cache_blocks(
             block_size=config.block_size,
             block_bytes=block_bytes,
             fixed=fixed,
-            drafter_bytes=sum(p.memory_static() for p in proposers) + _seats_bytes(config, model),
+            drafter_bytes=sum(p.memory_static() for p in proposers)
+            + _seats_bytes(config, model, max_model_len),
             num_graphs=0 if graphs is None else graphs.count,
             most_blocks=useful,
         )
@@ -72,11 +73,12 @@ def bytes_of_block(config: EngineConfig, model: DecoderModel, proposers: Sequenc
     return max(target + sum(p.memory_per_block() for p in proposers), 1)  # 1: of a model without attention
 
 
-def _seats_bytes(config: EngineConfig, model: DecoderModel) -> int:
+def _seats_bytes(config: EngineConfig, model: DecoderModel, max_model_len: int) -> int:
     """Further bytes for steps that stay on a GPU."""
     if not config.async_scheduling:
         return 0
-    return seats_bytes(config.max_num_seqs or 64, step_widths(config)[-1] - 1, model.config.vocab_size)
+    widest = step_widths(config)[-1] - 1
+    return seats_bytes(config.max_num_seqs or 64, widest, model.config.vocab_size, max_model_len)
 
 
 def _free_memory(config: EngineConfig) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from draftwise.config import SpeculativeConfig
 from draftwise.graphs.seats.drafter import SeatedDrafter
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.setup import GraphSetup
 from draftwise.kernels.ranks import Ranks
 from draftwise.kv.storage import KVStorage
@@ -269,8 +270,9 @@ class Proposer(ABC):
         it is in `propose`."""
         return 0
 
-    def seated(self) -> SeatedDrafter | None:
-        """Called once, after `allocate`: the proposer's part in steps that stay on the device; None: it has none."""
+    def seated(self) -> SeatedDrafter | LookUp | None:
+        """Called once, after `allocate`: the proposer's part in steps that stay on the device; None: it has none. A
+        `LookUp` says that the device finds the drafts itself, in the text: nothing of the proposer is called then."""
         return None
 
     def allocate(self, num_blocks: int) -> None:  # noqa: B027

@@ -29,7 +29,8 @@ from draftwise.runner.ordinary import OrdinarySteps
 from draftwise.runner.outcome import Outcome, drafting, row_results
 from draftwise.runner.placing import Placing
 from draftwise.runner.rows import BlockTables, Row
-from draftwise.runner.seats import Flight, Seats
+from draftwise.runner.seat_results import Flight
+from draftwise.runner.seats import Seats
 from draftwise.runner.side_by_side import OrdinaryStep
 from draftwise.runner.verifying import Verifying
 from draftwise.sampling.params import SamplingParams

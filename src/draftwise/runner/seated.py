@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.seats.drafter import Place, SeatedDrafter
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.propose.base import Proposer
 from draftwise.runner.guard import Guard, whole_number
@@ -27,12 +28,12 @@ class Seated:
         self.most_requests = drafter.most_requests
 
     @classmethod
-    def of(cls, method: str, guard: Guard) -> Seated | None:
+    def of(cls, method: str, guard: Guard) -> Seated | LookUp | None:
         """The proposer of this name, if it can take part."""
 
-        def call(proposer: Proposer) -> Seated | None:
+        def call(proposer: Proposer) -> Seated | LookUp | None:
             drafter = proposer.seated()
-            return None if drafter is None else cls(method, drafter, guard)
+            return cls(method, drafter, guard) if isinstance(drafter, SeatedDrafter) else drafter
 
         return guard.ask(method, "seated", (), call, None)
 

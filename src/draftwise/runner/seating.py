@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from draftwise.graphs.loop import KINDS, LoopKind
 from draftwise.graphs.seats.drafter import Place
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.shaping import wants
 from draftwise.propose.base import Proposer
 from draftwise.runner.guard import Guard
@@ -27,7 +28,8 @@ class Way(NamedTuple):
 
 
 class Seating:
-    """Tells ways of requests. ``drafters``: those that can draft for seats, by method."""
+    """Tells ways of requests. ``drafters``: those that can draft for seats, by method; ``look_ups``: those whose drafts
+    the device finds in the text."""
 
     def __init__(
         self,
@@ -35,11 +37,16 @@ class Seating:
         guard: Guard,
         synthetic: SyntheticAcceptance | None,
         forced: SyntheticAcceptance | None,
+        captured: Callable[[int], bool],
     ) -> None:
-        """``forced``: what stands for rule greedy, in benchmarks."""
+        """``forced``: what stands for rule greedy, in benchmarks. ``captured``: whether there are passes of so many
+        rows per request; a drafter whose drafts need others takes no part."""
         found = {name: Seated.of(name, guard) for name in proposers}
-        self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if d is not None}
+        found = {name: d for name, d in found.items() if d is not None and captured(1 + d.steps)}
+        self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if isinstance(d, Seated)}
+        self.look_ups: dict[str, LookUp] = {n: d for n, d in found.items() if isinstance(d, LookUp)}
         self._numbers = {name: number for number, name in enumerate(self.drafters, 1)}
+        self._looking = {name: -number for number, name in enumerate(self.look_ups, 1)}
         self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
         self._forced = forced is not None
         self._synthetic = synthetic is not None and forced is None
@@ -47,13 +54,20 @@ class Seating:
         self.rates = rates.rates if rates is not None else ()
 
     def number_of(self, method: str) -> int:
-        """The number of a drafter, from 1 on; 0: plain decoding."""
+        """The number of a drafter, from 1 on; 0: plain decoding, or a look-up."""
         return self._numbers.get(method, 0)
 
     def loop_of(self, method: str, kind: LoopKind) -> int:
-        """Number of a drafter's loops of a kind, from 1 on; 0: plain decoding."""
+        """Number of a drafter's loops of a kind, from 1 on; negative: of a look-up; 0: plain decoding."""
+        if method in self._looking:
+            return self._looking[method]
         number = self.number_of(method)
         return (number - 1) * len(KINDS) + KINDS.index(kind) + 1 if number else 0
+
+    def steps_of(self, method: str) -> int:
+        """Most drafts of a method; 0: plain decoding."""
+        drafter = self.look_ups.get(method) or self.drafters.get(method)
+        return 0 if drafter is None else drafter.steps
 
     def of(self, row: Row, planned: RowPlan) -> Way | None:
         """How the request decodes behind its last known token, if the plan reaches it, and the device can do so."""
@@ -70,19 +84,22 @@ class Seating:
             return None
         if not proposal.tokens and self.decodes_plainly(row, planned):
             return Way("none", rule, "argmax", shaped)
-        drafter = self.drafters.get(speculation.method)
-        if drafter is None or row.drafting_failed or not 1 <= planned.draft_budget <= drafter.steps:
+        steps = self.steps_of(speculation.method)
+        if row.drafting_failed or not 1 <= planned.draft_budget <= steps:
             return None
         if speculation.tree is not None or speculation.dynamic is not None:
             return None
-        if row.state.steers:
-            return None  # its drafts are drawn one by one, with a look at what steers them
-        kind = drafter.kind(row)
+        kind: LoopKind | None = "argmax"
+        drafter = self.drafters.get(speculation.method)
+        if drafter is not None:
+            if row.state.steers:
+                return None  # its drafts are drawn one by one, with a look at what steers them
+            kind = drafter.kind(row)
         if kind is None:
             return None
         if proposal.tokens:
             same = proposal.method == speculation.method and proposal.is_chain
-            if not same or len(proposal) > drafter.steps or (proposal.q is not None) != (kind == "draft"):
+            if not same or len(proposal) > steps or (proposal.q is not None) != (kind == "draft"):
                 return None
         return Way(speculation.method, rule, kind, shaped)
 
@@ -92,7 +109,7 @@ class Seating:
             return False
         if way.method == "none":
             return self.decodes_plainly(row, planned)
-        return not row.drafting_failed and 1 <= planned.draft_budget <= self.drafters[way.method].steps
+        return not row.drafting_failed and 1 <= planned.draft_budget <= self.steps_of(way.method)
 
     def _rule(self, row: Row) -> str | None:
         name, greedy = row.speculation.rule, row.state.is_greedy

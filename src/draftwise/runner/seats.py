@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,45 +27,19 @@ from draftwise.graphs.buffers import PassSeats
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.seats import memory as at
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import Limits, SeatMemory
 from draftwise.graphs.seats.shaping import LOGPROBS
-from draftwise.graphs.seats.step import Entering, Landing, SeatedLoop, SeatedSteps
+from draftwise.graphs.seats.step import Entering, SeatedLoop, SeatedSteps
 from draftwise.propose.base import Proposer
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.rows import Row
-from draftwise.runner.seating import Seating, Way
-from draftwise.types import EMPTY_PROPOSAL, Proposal, RowPlan, RowResult, StepPlan, TokenLogprobs, chain
+from draftwise.runner.seat_results import Flight, Member, record
+from draftwise.runner.seating import Seating
+from draftwise.types import EMPTY_PROPOSAL, RowPlan, RowResult, StepPlan, chain
 from draftwise.verify.rates import SyntheticAcceptance
 
 logger = logging.getLogger("draftwise")
-
-_NOT_FINITE = "RequestError: the model's logits are not finite"
-
-
-@dataclass(slots=True)
-class _Member:
-    """A request in its seat. ``drafts`` wait on the device, as far as the host knows, drawn from ``source``."""
-
-    row: Row
-    seat: int
-    way: Way
-    drafts: tuple[int, ...]
-    source: int
-    fed: int
-    before: Proposal  # what waited when it came
-    started: bool = False  # it has taken part in a step
-    accepted: int = 0  # in the newest step that was read
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step on its way, or the rows that were read. ``members``: with their seats when it was launched."""
-
-    landing: Landing
-    members: list[tuple[_Member, int]]
-    rows: list[RowResult] = field(default_factory=list)
-    landed: bool = False
 
 
 class Seats:
@@ -86,20 +59,30 @@ class Seats:
         """``rows``: the executor's, by request. ``forced``: what stands for rule greedy, in benchmarks."""
         self._drafting = drafting
         self._rows = rows
-        self._seating = seating = Seating(proposers, drafting.guard, synthetic, forced)
-        drafters = seating.drafters.values()
+        self._seating = seating = Seating(
+            proposers, drafting.guard, synthetic, forced, lambda rows: bool(target.pass_seats(rows))
+        )
         # requests that draft less than others, or not at all, have padding rows
-        widths = {1, *(1 + drafter.steps for drafter in drafters)}
+        widths = {1, *(1 + seating.steps_of(method) for method in proposers)}
         self._passes = {width: target.pass_seats(width) for width in widths}
         widest = self._passes[max(widths)]
         self._count = max((seats.rows.shape.requests for seats in widest), default=0)
         if not self._count:
             return
         longest = max((seats.rows.tables.width for seats in widest), default=0)
-        limits = Limits(self._count, max(widths) - 1, longest, block_size, target.config.vocab_size)
+        limits = Limits(
+            self._count,
+            max(widths) - 1,
+            longest,
+            block_size,
+            target.config.vocab_size,
+            texts=bool(seating.look_ups),
+        )
         memory = SeatMemory(limits, target.backend.device)
-        self._steps = SeatedSteps(memory, target.backend, rates=seating.rates, num_sources=len(drafters))
-        self._members: dict[int, _Member] = {}
+        self._steps = SeatedSteps(
+            memory, target.backend, rates=seating.rates, num_sources=len(seating.drafters)
+        )
+        self._members: dict[int, Member] = {}
         self._free = list(range(self._count - 1, -1, -1))
         self._fresh: dict[int, int] = {}  # numbers of the first pages that the coming plan adds, by request
         self._without: set[tuple[str, LoopKind]] = set()  # ways for which nothing is captured
@@ -118,7 +101,7 @@ class Seats:
         """Capture steps of one request under the usual rules, so that all kernels are compiled; those for more are
         captured when they are needed, which takes milliseconds. False, and a warning: the device refuses it."""
         try:
-            for method in ("none", *self._seating.drafters):
+            for method in ("none", *self._seating.look_ups, *self._seating.drafters):
                 drafter = self._seating.drafters.get(method)
                 for rule in ("greedy", "coupled", "rejection"):
                     kind: LoopKind = (
@@ -135,14 +118,14 @@ class Seats:
     def _capture(self, method: str, kind: LoopKind, rule: str) -> None:
         found = self._shape({(method, kind): []}, 1, 0)
         if found is not None:
-            self._steps.capture(*found, [rule])
+            self._steps.capture(*found[:2], [rule], look_ups=found[2])
 
     # ------------------------------------------------------------------------------- who has a seat
 
     def leave(self, plan: StepPlan) -> None:
         """Let those go of whom a plan, which was not applied yet, wants what the device cannot do. Then, and only then,
         steps are waited for."""
-        going: list[_Member] = []
+        going: list[Member] = []
         for planned in plan.rows:
             member = self._members.get(planned.rid)
             if member is not None and not self._goes_on(member, planned):
@@ -152,7 +135,7 @@ class Seats:
         rows = self._rows
         self._fresh = {p.rid: rows[p.rid].num_blocks for p in plan.rows if p.rid in self._members}
 
-    def _goes_on(self, member: _Member, planned: RowPlan) -> bool:
+    def _goes_on(self, member: Member, planned: RowPlan) -> bool:
         if len(planned.new_block_ids) > self._steps.memory.pages:
             return False
         return self._seating.goes_on(member.way, member.row, planned)
@@ -161,7 +144,7 @@ class Seats:
         """Wait for running steps, and return all requests to the ordinary way."""
         self._give_back(list(self._members.values()))
 
-    def _give_back(self, going: Sequence[_Member]) -> None:
+    def _give_back(self, going: Sequence[Member]) -> None:
         """These go on in the ordinary way, from where they stand."""
         while self._flights:
             self._land(self._flights.popleft())
@@ -232,7 +215,7 @@ class Seats:
         self._steps.enter([(self._members[rid].seat, new) for rid, new in entering])
         return taking
 
-    def _enter(self, planned: RowPlan, entering: list[tuple[int, Entering]]) -> _Member | None:
+    def _enter(self, planned: RowPlan, entering: list[tuple[int, Entering]]) -> Member | None:
         row, seating = self._rows[planned.rid], self._seating
         way = seating.of(row, planned) if self._free and planned.num_new == 1 else None
         if way is None or (way.method, way.kind) in self._without:
@@ -246,7 +229,7 @@ class Seats:
         if source:
             self._steps.open_source(source)
         self._free.sort(reverse=True)
-        member = _Member(row, self._free.pop(), way, proposal.tokens, source, place.fed, proposal)
+        member = Member(row, self._free.pop(), way, proposal.tokens, source, place.fed, proposal)
         self._members[row.rid] = member
         new = Entering(
             known=row.num_tokens,
@@ -260,6 +243,7 @@ class Seats:
             blocks_np=row.blocks_np,
             source=source,
             q=None if proposal.q is None else proposal.q[list(proposal.q_rows)],
+            text_np=row.tokens_np[: row.num_tokens] if way.method in seating.look_ups else None,
         )
         entering.append((row.rid, new))
         self.num_entered += 1
@@ -294,7 +278,7 @@ class Seats:
             ways.setdefault((member.way.method, member.way.kind), []).append(member.row)
         shaped: frozenset[str] = frozenset().union(*(member.way.shaped for member in members))
         rules = sorted({member.way.rule for member in members}, key=at.RULES.index)
-        drafts = max((self._drafts_of(method) for method, _ in ways), default=0)
+        drafts = max((self._seating.steps_of(method) for method, _ in ways), default=0)
         reach = max(min(m.row.num_tokens + 3 * (drafts + 1), m.row.max_total + drafts) + 1 for m in members)
         found = self._shape(ways, 1 + max(member.seat for member in members), reach)
         if found is None:
@@ -327,29 +311,30 @@ class Seats:
             if first is not None:
                 for i, block in enumerate(planned.new_block_ids):
                     row_np[at.TOLD + i], row_np[at.TOLD + pages + i] = first + i, block
-        landing = self._steps.launch(*found, rules, shaped)
+        landing = self._steps.launch(*found[:2], rules, shaped, found[2])
         flight = Flight(landing, [(member, member.seat) for member in members])
         self._flights.append(flight)
         self.num_steps += 1
         return flight
 
-    def _drafts_of(self, method: str) -> int:
-        drafter = self._seating.drafters.get(method)
-        return 0 if drafter is None else drafter.steps
-
     def _shape(
         self, ways: Mapping[tuple[str, LoopKind], Sequence[Row]], seats: int, keys: int
-    ) -> tuple[PassSeats, list[SeatedLoop]] | None:
-        """The smallest pass, and loops beside it, for so many seats whose contexts reach so far."""
-        drafting = [way for way in ways if way[0] != "none"]
-        width = 1 + max((self._drafts_of(method) for method, _ in drafting), default=0)
+    ) -> tuple[PassSeats, list[SeatedLoop], list[tuple[int, LookUp]]] | None:
+        """The smallest pass, and loops and look-ups beside it, for so many seats whose contexts reach so far."""
+        seating = self._seating
+        width = 1 + max((seating.steps_of(method) for method, _ in ways), default=0)
+        drafting = [way for way in ways if way[0] in seating.drafters]
+        looking = [
+            (seating.loop_of(method, kind), seating.look_ups[method])
+            for method, kind in ways
+            if method in seating.look_ups
+        ]
         for found in self._passes[width]:
             shape = found.rows.shape
             if shape.requests < seats or shape.keys < keys or shape.requests > self._count:
                 continue
             loops: list[SeatedLoop] = []
             for method, kind in drafting:
-                seating = self._seating
                 drafter = seating.drafters[method].seats(ways[method, kind], shape.requests, keys, kind)
                 if drafter is not None:
                     number = seating.number_of(method)
@@ -357,7 +342,7 @@ class Seats:
                     if kind == "draft":
                         self._steps.open_source(number)
             if len(loops) == len(drafting):
-                return found, loops
+                return found, loops, looking
         return None
 
     def finish(self, flight: Flight) -> list[RowResult]:
@@ -373,59 +358,7 @@ class Seats:
             words = answer[seat]
             if self._rows.get(row.rid) is not row or member.failed or not words[at.RAN]:
                 continue
-            flight.rows.append(self._read(member, words, flight.landing, seat))
+            report_np = flight.landing.report[seat] if LOGPROBS in member.way.shaped else None
+            drafts = self._steps.memory.drafts
+            flight.rows.append(record(member, words, drafts, report_np, self._seating, self._drafting))
         flight.landed = True
-
-    def _read(self, member: _Member, words: list[int], landing: Landing, seat: int) -> RowResult:
-        row, drafts = member.row, self._steps.memory.drafts
-        verified, accepted = words[at.VERIFIED], words[at.ACCEPTED]
-        tokens = tuple(words[at.ANSWER : at.ANSWER + accepted + 1])
-        if tokens[-1] < 0:
-            member.failed = True
-            return RowResult(row.rid, error=_NOT_FINITE)
-        waiting = words[at.ANSWERED_WAITING]
-        first = at.ANSWER + drafts + 1
-        drafted, member.drafts = member.drafts[:verified], tuple(words[first : first + waiting])
-        row.num_computed += 1 + accepted
-        row.append(tokens)
-        row.state.commit(tokens)
-        assert row.num_tokens == words[at.ANSWERED_KNOWN], "host and device count alike"
-        member.accepted, member.fed = accepted, words[at.ANSWERED_FED]
-        method = member.way.method
-        seated = self._seating.drafters.get(method)
-        if (
-            seated is not None and not row.drafting_failed
-        ):  # a request that fails here leaves with the next plan
-            filled = seated.went_on(row, member.fed, waiting)
-            if filled is not None:
-                self._drafting.filled(method, row, *filled)
-        logprobs: tuple[TokenLogprobs, ...] | None = None
-        if LOGPROBS in member.way.shaped:
-            logprobs = _logprobs(landing.report[seat], tokens, row.state.params.logprobs or 0)
-        if not verified:
-            return RowResult(row.rid, tokens, num_proposed=waiting, logprobs=logprobs)
-        return RowResult(
-            rid=row.rid,
-            token_ids=tokens,
-            num_drafted=verified,
-            num_accepted=accepted,
-            accepted_nodes=tuple(range(accepted)),
-            draft_tokens=drafted,
-            draft_parents=tuple(range(-1, verified - 1)),
-            method=method,
-            num_proposed=waiting,
-            logprobs=logprobs,
-        )
-
-
-def _logprobs(
-    report_np: npt.NDArray[np.float32], tokens: Sequence[int], count: int
-) -> tuple[TokenLogprobs, ...]:
-    """``report_np`` [K + 1, 2 + 2 T], see `Shaping.report`; ``count``: alternatives of each token."""
-    alternatives = (report_np.shape[1] - 2) // 2
-    found = []
-    for token, row in zip(tokens, report_np.tolist(), strict=False):
-        ids = tuple(int(i) for i in row[2 : 2 + count])
-        values = tuple(row[2 + alternatives : 2 + alternatives + min(count, alternatives)])
-        found.append(TokenLogprobs(token, row[0], int(row[1]), ids[: len(values)], values))
-    return tuple(found)

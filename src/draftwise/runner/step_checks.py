@@ -18,10 +18,13 @@ from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.loop import next_rows_in_torch
 from draftwise.graphs.seats import kernels, rows
 from draftwise.graphs.seats.kernels import SeatVerification
+from draftwise.graphs.seats.lookup import LookUp, look_up
 from draftwise.graphs.seats.memory import (
+    BUDGET,
     FED,
     KNOWN,
     LIMIT,
+    LOOP,
     NODES,
     ROOT,
     STATE,
@@ -139,7 +142,7 @@ def _moved(device: torch.device) -> _Pair:
 
 
 def _seats(device: torch.device, vocab_size: int, block_size: int) -> _Pair:
-    """The rows of the target's pass, what is committed, and what the host is told."""
+    """The rows of the target's pass, what is committed, what is looked up behind it, and what the host is told."""
     found = [
         torch.cat([x.flatten().long() for x in _seated(device, vocab_size, block_size, fused)])
         for fused in (True, False)
@@ -149,14 +152,16 @@ def _seats(device: torch.device, vocab_size: int, block_size: int) -> _Pair:
 
 def _seated(device: torch.device, vocab_size: int, block_size: int, fused: bool) -> Iterator[Tensor]:
     seats, drafts, width = 4, 3, 12
-    memory = SeatMemory(Limits(seats, drafts, width, block_size, vocab_size), device)
+    memory = SeatMemory(Limits(seats, drafts, width, block_size, vocab_size, texts=True), device)
     column = torch.arange(seats, device=device)
     memory.state[:, KNOWN] = memory.state[:, FED] = 4 * block_size + column
     memory.state[:, ROOT] = column
     memory.state[:, WAITING] = column % (drafts + 1)
     memory.state[:, STATE:] = torch.arange(seats * drafts, device=device).view(seats, drafts) % vocab_size
     memory.told[:, LIMIT] = torch.where(column == 2, 0, 5 * block_size + drafts)  # seat 2 takes no part
-    memory.told[:, NODES] = drafts
+    memory.told[:, NODES] = memory.told[:, BUDGET] = drafts
+    memory.told[1::2, LOOP] = -1
+    memory.text.copy_(torch.arange(memory.text.shape[1], device=device) % 3)
     memory.told[:, TOLD : TOLD + memory.pages] = 5
     memory.told[:, TOLD + memory.pages :] = 60 + column[:, None]
     memory.tables.copy_(torch.arange(seats * width, device=device).view(seats, width))
@@ -170,8 +175,9 @@ def _seated(device: torch.device, vocab_size: int, block_size: int, fused: bool)
     memory.walk.packed[:seats, 0] = memory.now[:, 1].clamp(max=2)
     memory.walk.packed[:, 1 + drafts :] = 1
     (kernels if fused else rows).advance(memory, seats)
+    (kernels.look_up if fused else look_up)(memory, seats, -1, LookUp(drafts, 3, 1))
     yield from (batch.token_ids, batch.positions, batch.slots, rows.static_of(batch).context)
-    yield from (memory.state, memory.now, memory.tables, memory.answer)
+    yield from (memory.state, memory.now, memory.tables, memory.answer, memory.text[:, :-1])
 
 
 def _verified(device: torch.device, vocab_size: int, rule: str) -> _Pair:

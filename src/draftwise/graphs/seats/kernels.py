@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import RULE, RULES, SeatMemory
 from draftwise.graphs.seats.rows import LoopRows, static_of
 from draftwise.graphs.seats.rules import Deciding
@@ -18,6 +19,8 @@ from draftwise.kernels.triton.verify import FIELDS, DraftBatch
 from draftwise.types import StepInput
 
 _KINDS: Final = {"argmax": 0, "draft": 1, "shared": 2}
+_TILE: Final = 2048
+"""Places of a text that a program looks at together."""
 
 
 class SeatVerification:
@@ -174,5 +177,32 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
         drafted.shape[1],
         loop.number,
         BLOCK=power_of_two(drafted.shape[1]),
+        **LAUNCH,
+    )
+
+
+def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
+    """As `.lookup.look_up`."""
+    from draftwise.kernels.triton.device import seats as device
+
+    text = memory.text
+    device.look_up[(count,)](
+        memory.state,
+        memory.told,
+        memory.now,
+        memory.walk.packed,
+        memory.answer,
+        text,
+        memory.state.stride(0),
+        memory.told.stride(0),
+        memory.answer.stride(0),
+        text.stride(0),
+        memory.drafts,
+        look.steps,
+        number,
+        LONGEST=look.longest,
+        SHORTEST=look.shortest,
+        TILE=min(_TILE, power_of_two(text.shape[1])),
+        BLOCK=power_of_two(memory.drafts + 1),
         **LAUNCH,
     )

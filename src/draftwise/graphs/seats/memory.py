@@ -33,7 +33,7 @@ STATE = 16  # the drafts follow
 LIMIT = 0  # tokens at which the request ends; 0: it takes no part
 NODES = 1  # drafts to verify, at most
 BUDGET = 2  # to make
-LOOP = 3  # number of the draft loop that makes them; 0: none
+LOOP = 3  # number of the draft loop that makes them; negative: of the look-up; 0: none
 SOURCE = 4  # number of the memory with what the waiting drafts were drawn from; 0: they are point masses
 TOLD = 5  # numbers of pages of the block table follow, and then their blocks
 
@@ -60,21 +60,23 @@ def pages_of_step(drafts: int, block_size: int) -> int:
     return -(-(3 * drafts + 2) // block_size) + 1
 
 
-def seats_bytes(seats: int, drafts: int, vocab_size: int) -> int:
+def seats_bytes(seats: int, drafts: int, vocab_size: int, max_len: int) -> int:
     """Bytes on the device that seats may take, about: the target's distributions of all rows, while they are verified,
-    and those of the drafts."""
-    return 4 * vocab_size * seats * (2 * drafts + 1)
+    those of the drafts, and texts of up to ``max_len`` tokens."""
+    return 4 * seats * (vocab_size * (2 * drafts + 1) + max_len)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of the memory: seats S, most drafts K of a request, blocks of a table, tokens in a block, vocabulary V."""
+    """Sizes of the memory: seats S, most drafts K of a request, blocks of a table, tokens in a block, vocabulary V;
+    ``texts``: whether somebody looks up in the tokens."""
 
     seats: int
     drafts: int
     table_width: int
     block_size: int
     vocab_size: int
+    texts: bool = False
 
 
 class SeatMemory:
@@ -82,10 +84,11 @@ class SeatMemory:
 
     ``state`` [S, 16 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 5 + 2 P] int64, what the host says of a
     step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
-    what it commits (the last one is nobody's); ``answer`` [S, 6 + 2 K + 1] int64, what the host is told.
+    what it commits (the last one is nobody's); ``answer`` [S, 6 + 2 K + 1] int64, what the host is told; ``text``
+    [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them.
 
-    Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables`` and ``q`` the kernels of a step, and
-    the host for a request that enters, between two steps; the others the kernels of a step.
+    Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables``, ``text`` and ``q`` the kernels of a
+    step, and the host for a request that enters, between two steps; the others the kernels of a step.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
@@ -103,6 +106,8 @@ class SeatMemory:
         for column in (TEMPERATURE, TOP_P, REPETITION):
             self.number(column).fill_(1.0)
         self.tables = torch.zeros((limits.seats, limits.table_width), dtype=torch.int32, device=device)
+        tokens = limits.table_width * limits.block_size if limits.texts else 0
+        self.text = torch.zeros((limits.seats, tokens + 1), dtype=torch.int32, device=device)
         self.told = words(TOLD + 2 * self.pages)
         self.now = words(2)
         self.answer = words(ANSWER + 2 * limits.drafts + 1)
@@ -130,5 +135,5 @@ class SeatMemory:
 
     def move(self, old: int, new: int) -> None:
         """A request takes another seat."""
-        for tensor in (self.state, self.tables, *self.q.values()):
+        for tensor in (self.state, self.tables, self.text, *self.q.values()):
             tensor[new].copy_(tensor[old])

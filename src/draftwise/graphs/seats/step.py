@@ -4,16 +4,17 @@ other without the host having read anything in between.
 What is captured elsewhere, the target's pass and the draft loops, is replayed as it is; small graphs stand between
 them. So a step is one copy to the device, some replays, and one copy back, whose end an event tells::
 
-    told -> [rows] -> [target's pass] -> [process, verify] -> { [rows] -> [draft loop] -> [keep] } -> answer
+    told -> [rows] -> [pass] -> [process, verify] -> { [rows] -> [draft loop] -> [keep] } { [look up] } -> answer
 
-The braces stand for every loop that somebody drafts with; requests with other drafters, or other kinds of draws, fill
-up its rows. Small graphs are captured when a step needs them first, which takes milliseconds.
+The braces stand for every loop, and every look-up, that somebody drafts with; requests with other drafters, or other
+kinds of draws, fill up a loop's rows. Small graphs are captured when a step needs them first, which takes milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +25,9 @@ from torch import Tensor
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import PassSeats
 from draftwise.graphs.loop import ChainLoop
-from draftwise.graphs.seats import kernels, rows
+from draftwise.graphs.seats import kernels, lookup, rows
 from draftwise.graphs.seats.kernels import SeatVerification
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import RULES, STATE, TEMPERATURE, SeatMemory
 from draftwise.graphs.seats.rows import LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
@@ -73,6 +75,7 @@ class Entering:
     blocks_np: IntArray
     source: int
     q: Tensor | None  # [>= len(drafts), V] float32 over the target's vocabulary
+    text_np: IntArray | None = None  # [known] all tokens, of whoever looks up in them
 
 
 class Landing:
@@ -124,6 +127,7 @@ class SeatedSteps:
         self._answers = [backend.host_buffer(memory.answer.numel()) for _ in range(_IN_FLIGHT)]
         words = STATE + memory.drafts + (memory.limits.table_width + 1) // 2
         self._entries = [backend.host_buffer(memory.seats * words) for _ in range(_IN_FLIGHT)]
+        self._texts = [backend.host_buffer(1) for _ in range(_IN_FLIGHT)]
         self._entered = torch.zeros((memory.seats, words), dtype=torch.int64, device=memory.device)
         self._reports: list[Tensor] = []
         self._turn = 0
@@ -172,6 +176,21 @@ class SeatedSteps:
             if new.q is not None and len(new.drafts):
                 memory.q[new.source][seat, : len(new.drafts)].copy_(new.q[: len(new.drafts)])
             self.shaping.enter(seat, new.sampling)
+        self._enter_texts([(seat, new.text_np) for seat, new in entering if new.text_np is not None])
+
+    def _enter_texts(self, texts: Sequence[tuple[int, IntArray]]) -> None:
+        """Copy tokens to seats. The buffer grows with what comes at a time: most requests are short."""
+        total = sum(len(text_np) for _, text_np in texts)
+        buffer = self._texts[self._turn]
+        if total > 2 * len(buffer):
+            buffer = self._texts[self._turn] = self._backend.host_buffer(total)
+        words = buffer.view(torch.int32)
+        at = 0
+        for seat, text_np in texts:
+            own = words[at : at + len(text_np)]
+            own.numpy()[:] = text_np
+            self.memory.text[seat, : len(text_np)].copy_(own, non_blocking=True)
+            at += len(text_np)
 
     def move(self, old: int, new: int) -> None:
         """A request takes another seat, before the coming step."""
@@ -193,6 +212,7 @@ class SeatedSteps:
         loops: Sequence[SeatedLoop],
         rules: Sequence[str],
         shaped: frozenset[str] = frozenset(),
+        look_ups: Sequence[tuple[int, LookUp]] = (),
     ) -> Landing:
         """Start the step that `told` describes, behind those on their way: one at most.
 
@@ -201,18 +221,23 @@ class SeatedSteps:
             loops: those that somebody drafts with, each over R requests.
             rules: those that somebody has.
             shaped: what of `Shaping` somebody has.
+            look_ups: those that somebody drafts with, by their numbers.
         """
         memory, shape = self.memory, target.rows.shape
         memory.told.view(-1).copy_(self._told[self._turn], non_blocking=True)
-        self._replay(("begin", shape), lambda: self._begin(target))
+        self._replay(("begin", shape), partial(self._begin, target))
         target.graph.replay()
         decided = ("decide", shape, tuple(rules), shaped, tuple(memory.q))
         logits = target.logits[: shape.size]
-        self._replay(decided, lambda: self._decide(target, rules, shaped), (logits,))
+        self._replay(decided, partial(self._decide, target, rules, shaped), (logits,))
         for loop in loops:
-            self._replay(("advance", shape, id(loop.drafter.loop)), lambda: self._advance(target, loop))  # noqa: B023
+            self._replay(("advance", shape, id(loop.drafter.loop)), partial(self._advance, target, loop))
             loop.drafter.loop.replay()
-            self._replay(("finish", id(loop.drafter.loop)), lambda: self._finish(loop))  # noqa: B023
+            self._replay(("finish", id(loop.drafter.loop)), partial(self._finish, loop))
+        looking = kernels.look_up if self._fused else lookup.look_up
+        for number, look in look_ups:
+            run = partial(looking, memory, shape.requests, number, look)
+            self._replay(("look up", shape.requests, number), run)
         answer = self._answers[self._turn]
         answer.copy_(memory.answer.view(-1), non_blocking=True)
         report: Tensor | None = None
@@ -232,11 +257,12 @@ class SeatedSteps:
         loops: Sequence[SeatedLoop],
         rules: Sequence[str],
         shaped: frozenset[str] = frozenset(),
+        look_ups: Sequence[tuple[int, LookUp]] = (),
     ) -> None:
         """Capture the graphs that `launch` would need, with empty seats."""
         self.memory.told.zero_()
         self.told()[:] = 0
-        self.launch(target, loops, rules, shaped).wait()
+        self.launch(target, loops, rules, shaped, look_ups).wait()
 
     def q_of(self, seat: int, source: int, count: int) -> Tensor | None:
         """The distributions of the first ``count`` waiting drafts of a seat, [count, V], a copy; None: point masses.

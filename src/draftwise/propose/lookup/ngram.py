@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from draftwise.errors import ConfigError
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.kernels.cpu.library import native_library, why_not_native
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
@@ -102,9 +103,15 @@ class NgramProposer(Proposer, ColumnDrafter):
     one_length: ClassVar[bool] = False
 
     def __init__(
-        self, prompt_lookup_max: int = 5, prompt_lookup_min: int = 2, *, native: bool | None = None
+        self,
+        prompt_lookup_max: int = 5,
+        prompt_lookup_min: int = 2,
+        *,
+        num_drafts: int = 0,
+        native: bool | None = None,
     ) -> None:
-        """``native``: use the native index (None: where it was built).
+        """``num_drafts``: most drafts of a request whose steps stay on a device; 0: none does. ``native``: use the
+        native index (None: where it was built).
 
         Raises:
             ValueError: not 1 <= prompt_lookup_min <= prompt_lookup_max.
@@ -116,6 +123,7 @@ class NgramProposer(Proposer, ColumnDrafter):
                 f"{prompt_lookup_min} and {prompt_lookup_max}"
             )
         self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
+        self._num_drafts = num_drafts
         library = None if native is False else native_library()
         if native and library is None:
             raise ConfigError(f"ngram: {why_not_native()}")
@@ -130,12 +138,13 @@ class NgramProposer(Proposer, ColumnDrafter):
     def create(cls, context: ProposerContext) -> Self:
         """Take the lengths from the configuration; one that is not given equals the other, if that is."""
         longest, shortest = context.speculative.prompt_lookup_max, context.speculative.prompt_lookup_min
+        num_drafts = context.speculative.num_speculative_tokens
         if longest is None and shortest is None:
-            return cls()
+            return cls(num_drafts=num_drafts)
         longest = longest if longest is not None else shortest
         shortest = shortest if shortest is not None else longest
         assert longest is not None and shortest is not None
-        return cls(longest, shortest)
+        return cls(longest, shortest, num_drafts=num_drafts)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [proposal for proposal, _ in self.look_ups(rows)]
@@ -200,6 +209,11 @@ class NgramProposer(Proposer, ColumnDrafter):
 
     def remove(self, rid: int) -> None:
         self._indexes.pop(rid, None)
+
+    def seated(self) -> LookUp | None:
+        if not self._num_drafts or says_itself(self, NgramProposer.propose):
+            return None
+        return LookUp(self._num_drafts, self.sizes[0], self.sizes[-1])
 
 
 def _continuation(token_ids_np: IntArray, start: int, length: int) -> list[int]:
