@@ -54,19 +54,32 @@ def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> 
     whole = loaded(tmp_path / kind)
     expected = logits_of(whole)
 
-    def work(ranks: Ranks) -> tuple[Tensor, int, int]:
+    def work(ranks: Ranks) -> tuple[Tensor, int, int, int]:
         model = loaded(tmp_path / kind, ranks)
         inner = model.inner if isinstance(model, RecordedDecoder) else model
         assert isinstance(inner, AssembledDecoder)
-        return logits_of(model), model.weight_bytes(), kept(model)
+        table = model.shared_weights().embedding
+        assert list(ranks.tables) == [table.data_ptr()], "the made-up one is forgotten"
+        return logits_of(model), model.weight_bytes(), kept(model), len(table)
 
     check_divided(tmp_path / kind, size)
     answers = on_ranks(size, work)
-    for logits, _, _ in answers:
+    assert sum(answer[3] for answer in answers) == whole.config.vocab_size, "each has some tokens"
+    for logits, *_ in answers:
         assert torch.equal(logits, answers[0][0]), "all ranks have the same bits"
         assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
-    assert max(num_bytes for _, num_bytes, _ in answers) < 0.9 * whole.weight_bytes()
-    assert max(kv for _, _, kv in answers) < kept(whole) or kind == "olmo2"
+    assert max(answer[1] for answer in answers) < 0.9 * whole.weight_bytes()
+    assert max(answer[2] for answer in answers) < kept(whole) or kind == "olmo2"
+
+
+def test_tables_of_quantised_checkpoints_are_divided(tmp_path: Path) -> None:
+    """Floats stand in them beside layers of codes."""
+    folder = write_pair(tmp_path, "granite", "awq").quantized
+
+    def work(ranks: Ranks) -> int:
+        return len(loaded(folder, ranks).shared_weights().embedding)
+
+    assert sum(on_ranks(2, work)) == loaded(folder).config.vocab_size
 
 
 EXPERTS = [
@@ -158,7 +171,7 @@ def test_ranks_add_their_parts_of_an_adapter(
 
 
 def test_a_rank_reads_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is divided. Embeddings are read whole, as are norms and biases."""
+    """Layers, embedding and output layer. Norms and biases are read whole."""
     save(small("granite", tie_word_embeddings=False), tmp_path / "model")
     read: list[int] = []  # Transformers reads in threads of its own
     part, rows = stored.read_part, stored.read_rows
@@ -177,10 +190,10 @@ def test_a_rank_reads_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stored, "read_part", read_part)
     monkeypatch.setattr(stored, "read_rows", read_rows)
     entries = checkpoint.scan_checkpoint(tmp_path / "model")
-    layers = sum(prod(e.shape) for name, e in entries.items() if ".layers." in name and len(e.shape) == 2)
-    rest = sum(prod(e.shape) for e in entries.values()) - layers
+    matrices = sum(prod(e.shape) for e in entries.values() if len(e.shape) == 2)
+    rest = sum(prod(e.shape) for e in entries.values()) - matrices
     on_ranks(2, lambda ranks: loaded(tmp_path / "model", ranks))
-    assert layers <= sum(read) <= 1.02 * (layers + 2 * rest)
+    assert matrices <= sum(read) <= 1.02 * (matrices + 2 * rest)
 
 
 _MEASURE = """

@@ -111,7 +111,7 @@ class Arithmetic(Graph):
         if isinstance(node, Linear | LayerNorm):
             made: Node = replace(node, bias=bias if node.bias is None else node.bias.cpu() + bias)
         elif isinstance(node, Embed):
-            made = replace(node, table=node.table + bias.to(node.table.device))
+            made = replace(node, bias=bias if node.bias is None else node.bias.cpu() + bias)
         else:
             raise CannotAssemble("it adds a constant")
         return self.fresh(self.once(made, bias, of=node), x.index.shape, at)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.routing import Activation
+from draftwise.kernels.split import known_table, ranks_of
 from draftwise.models.general.assembled import AssembledParts, Pass, Run, Step
 from draftwise.models.general.attending import AttentionPlans
 from draftwise.models.general.nodes import (
@@ -88,7 +89,16 @@ class Assembler(AttentionPlans):
         return Plan(node, (), lambda: absent)
 
     def _embed(self, node: Embed) -> Plan:
-        table = node.table.detach().contiguous()
+        if isinstance(node.table, StoredLayer):
+            table = node.table.floats().to(self._ops.device)
+        else:
+            table = node.table.detach().contiguous()
+        if node.bias is not None:
+            table = table + node.bias.to(table)
+        if node.total:
+            ranks = ranks_of(self._ops)
+            assert ranks is not None, "parts are those of ranks"
+            known_table(ranks.part, self._ops, table, node.total)
         if not node.by_position:
             self.embedding = table
 
@@ -204,7 +214,8 @@ class Assembler(AttentionPlans):
     def make(self, free: Callable[[Hashable], None]) -> AssembledParts:
         """Pack everything; ``free`` is told of weights that nobody wants any more, by their `id_of`."""
         self._free = free
-        kept = {id_of(plan.node.table) for plan in self._plans if isinstance(plan.node, Embed)}
+        embeds = [plan.node for plan in self._plans if isinstance(plan.node, Embed)]
+        kept = {id_of(node.table) for node in embeds if node.bias is None}
         users: dict[Hashable, list[Linear]] = {}  # of each weight, as often as it will be packed
         for each in (*(one for plan in self._plans for one in plan.layers), self._head):
             users.setdefault(id_of(each.weight), []).append(each)

@@ -21,7 +21,7 @@ from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.check import Reference, check
 from draftwise.models.general.dividing import Dividing
 from draftwise.models.general.experts import Stack
-from draftwise.models.general.imagined import with_imagined
+from draftwise.models.general.imagined import ImaginedEmbedding, with_imagined
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.plans import id_of
 from draftwise.models.general.rotations import frequencies
@@ -78,11 +78,15 @@ def assembled(
 
     ranks = ranks_of(ops)
     if ranks is not None:
-        divided = Dividing(traced, calls, ranks.part, experts_by_rank=experts_by_rank)
+        tables = {id_of(m.table): m.layer for m in model.modules() if isinstance(m, ImaginedEmbedding)}
+        divided = Dividing(traced, calls, ranks.part, tables, experts_by_rank=experts_by_rank)
         calls = divided.calls
         logger.info("%d pairs of layers are divided among %d ranks", divided.count, ranks.part.size)
+        known = dict(ranks.tables)
         with with_imagined(divided.nodes):  # what is made up is compared: the rest of it is nowhere
             _compare(AssembledDecoder(config, ops, maker().make(lambda _: None)), reference, rounded)
+        ranks.tables.clear()  # of made-up ones
+        ranks.tables.update(known)
         gc.collect()  # what was put together holds itself, and the collector rests while models load
         release_freed_memory()
         stored.clear()

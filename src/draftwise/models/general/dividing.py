@@ -11,19 +11,20 @@ Example: down(silu(gate(x)) * up(x)) with 96 columns on 2 ranks: rank 1 has rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError, ModelLoadError
-from draftwise.kernels.ranks import Part
+from draftwise.kernels.ranks import Part, vocabulary_step
 from draftwise.models.cuts import ranges_of
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import (
     Add,
     Attend,
+    Embed,
     Linear,
     Mixture,
     Mul,
@@ -34,6 +35,7 @@ from draftwise.models.general.nodes import (
     Turn,
     Unary,
 )
+from draftwise.models.general.plans import id_of
 from draftwise.models.general.stored import StoredLayer
 from draftwise.models.general.trace import Traced
 
@@ -45,9 +47,18 @@ class Dividing:
     """Divides a graph in place; `calls` are those of the rank afterwards."""
 
     def __init__(
-        self, traced: Traced, calls: Sequence[LayerCall], part: Part, *, experts_by_rank: bool = False
+        self,
+        traced: Traced,
+        calls: Sequence[LayerCall],
+        part: Part,
+        tables: Mapping[Hashable, StoredLayer],
+        *,
+        experts_by_rank: bool = False,
     ) -> None:
         """
+        Args:
+            tables: embeddings in the checkpoint, by `id_of` what stands for them in the graph.
+
         Raises:
             ModelLoadError: nothing of it can be divided, or a part of its weights cannot be read.
             ConfigError: there are no experts that could be divided by rank.
@@ -83,6 +94,34 @@ class Dividing:
             self.count += 1
         if not self.count:
             raise ModelLoadError(f"nothing of it can be divided among {part.size} ranks")
+        self._divide_vocabulary(head, tables)
+
+    def _divide_vocabulary(self, head: Node, tables: Mapping[Hashable, StoredLayer]) -> None:
+        """The embedding and the output layer by tokens, as families with code of their own have them
+        (`kernels.split`). A layer that is both is divided once, and shared."""
+        parts: dict[StoredLayer, StoredLayer] = {}
+
+        def part_of(layer: StoredLayer) -> StoredLayer:
+            if layer not in parts:
+                parts[layer] = _part_of_vocabulary(layer, self._part)
+            return parts[layer]
+
+        for node in self.nodes:
+            if isinstance(node, Embed) and isinstance(node.table, Tensor):
+                layer = tables.get(id_of(node.table))
+                if layer is None:
+                    continue
+                if node.by_position or node.table.shape != (layer.outputs, layer.inputs):
+                    raise ModelLoadError("it looks up something else than tokens in its embedding")
+                node.table = part_of(layer)
+                node.total = 0 if node.table is layer else layer.outputs
+        if isinstance(head, Linear) and isinstance(head.weight, StoredLayer):
+            whole, own = head.weight, part_of(head.weight)
+            if own is not whole:
+                start = self._part.rank * vocabulary_step(whole.outputs, self._part.size)
+                head.weight, head.total, head.width = own, whole.outputs, own.outputs
+                if head.bias is not None:
+                    head.bias = head.bias[start : start + own.outputs].contiguous()
 
     def _region(self, layer: Linear, users: dict[Node, set[Node]], whole: set[Node]) -> set[Node] | None:
         """What stands between ``layer`` and the linear layers from which its inputs come, these included, if nobody
@@ -194,6 +233,19 @@ class Dividing:
         if node.sinks is not None:
             node.sinks = node.sinks[rank * heads : (rank + 1) * heads]
         self.calls[node.layer] = replace(call, heads=replace(call.heads, num_heads=heads, num_kv_heads=own))
+
+
+def _part_of_vocabulary(layer: StoredLayer, part: Part) -> StoredLayer:
+    """A rank's rows of a layer with a row for each token; the layer itself if some rank would have none, or rows that
+    cannot be read alone: all ranks decide alike."""
+    step, total = vocabulary_step(layer.outputs, part.size), layer.outputs
+    if (part.size - 1) * step >= total:
+        return layer
+    try:
+        parts = [layer.part(((r * step, min(total, (r + 1) * step)),)) for r in range(part.size)]
+    except ModelLoadError:
+        return layer
+    return parts[part.rank]
 
 
 def _columns(weight: Tensor | StoredLayer, own: tuple[int, int]) -> Tensor | StoredLayer:

@@ -22,7 +22,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
 from draftwise.models.general.deferred import Source, deferred
-from draftwise.models.general.imagined import ImaginedLinear
+from draftwise.models.general.imagined import ImaginedEmbedding, ImaginedLinear, imagine_embedding
 from draftwise.models.general.quiet import alone
 from draftwise.models.general.settling import settle
 from draftwise.models.general.stored import (
@@ -161,7 +161,7 @@ def _stored_layers(
                 outputs, inputs = form.shape(lambda suffix, base=base: entries[base + suffix].shape)  # type: ignore[misc]
                 found[base] = layer = QuantizedLayer(base, outputs, inputs, entries, dtype, form)
                 missing += layer.check()
-        elif all_matrices:
+        if base not in found and all_matrices:
             entry = entries.get(f"{base}.weight")
             if (
                 entry is not None
@@ -331,6 +331,8 @@ def _exchange(
         if type(child) is nn.Linear or isinstance(child, Conv1D)
     ]
     modules.sort(key=lambda found: found[2] is not head)  # the largest one first, while little else is packed
+    if kind is ImaginedLinear:
+        imagine_embedding(model, known)
     tables = {p.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     packed: dict[nn.Module, StoredLinear] = {}
     freed = Freed()
@@ -344,7 +346,8 @@ def _exchange(
             layer = TurnedLayer(layer.base, layer.inputs, layer.outputs, layer.entries, layer.dtype)
         if isinstance(layer, FloatLayer) and layer.outputs in scores:
             continue  # what chooses experts is not rounded; it is read below, too
-        if child is head and (not isinstance(layer, FloatLayer) or child.bias is not None):
+        packed_later = not isinstance(layer, FloatLayer) or child.bias is not None
+        if child is head and packed_later and kind is not ImaginedLinear:
             continue  # is packed where the model is put together
         if child not in packed:
             bias = None if child.bias is None else child.bias.detach().to(ops.device)
@@ -395,7 +398,7 @@ def restore_read(model: nn.Module) -> None:
     """Modules whose weight the model's own code reads get it back."""
     for parent in model.modules():
         for name, child in list(parent.named_children()):
-            if isinstance(child, StoredLinear) and child.was_read:
+            if isinstance(child, StoredLinear | ImaginedEmbedding) and child.was_read:
                 setattr(parent, name, child.plain())
 
 

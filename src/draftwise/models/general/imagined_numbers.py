@@ -17,11 +17,16 @@ _WINDOW = 4 << 20
 """Numbers of a matrix that are in memory at once where rows are multiplied with it."""
 
 
-def imagined(name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+def imagined(
+    name: str, outputs: int, inputs: int, dtype: torch.dtype, *, rows_of_one: bool = False
+) -> Tensor:
     """[outputs, inputs], the same numbers for the same name; of a size at which rows keep theirs. A view of
-    ``_STEP * outputs + inputs`` numbers."""
+    ``_STEP * outputs + inputs`` numbers. Their deviation is such that products of rows of deviation 1 have it, too;
+    ``rows_of_one``: they have it themselves, as an embedding whose rows are not drowned by what layers add."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    numbers = torch.randn(_STEP * outputs + inputs, generator=generator) / math.sqrt(inputs)
+    numbers = torch.randn(_STEP * outputs + inputs, generator=generator) / (
+        1.0 if rows_of_one else math.sqrt(inputs)
+    )
     return numbers.to(dtype).as_strided((outputs, inputs), (_STEP, 1))
 
 

@@ -40,21 +40,26 @@ class Given(Node):
 
 @dataclass(eq=False, slots=True)
 class Embed(Node):
-    """Rows of ``table`` [V, width]: those of the tokens or, ``by_position``, of the positions."""
+    """Rows of ``table`` [V, width]: those of the tokens or, ``by_position``, of the positions; plus ``bias`` [width].
+    ``total``: not 0 on one of several ranks whose table is a part, of so many rows in all."""
 
-    table: Tensor
+    table: Tensor | StoredLayer
     by_position: bool = False
+    bias: Tensor | None = None
+    total: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Linear(Node):
-    """``weight`` [width, x.width], ``bias`` [width]. A weight in memory is taken away once it is packed. ``summed``: on
-    one of several ranks, its result is one term of a sum (`dividing`)."""
+    """``weight`` [width, x.width], ``bias`` [width]. A weight in memory is taken away once it is packed. On one of
+    several ranks (`dividing`), ``summed``: its result is one term of a sum; ``total``: it is the rank's part of an
+    output layer of so many tokens, if not 0."""
 
     x: Node
     weight: Tensor | StoredLayer
     bias: Tensor | None = None
     summed: bool = False
+    total: int = 0
 
 
 @dataclass(eq=False, slots=True)

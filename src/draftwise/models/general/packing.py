@@ -10,7 +10,7 @@ from torch import Tensor
 from draftwise.kernels.base import Linear as PackedLinear
 from draftwise.kernels.base import Norm as PackedNorm
 from draftwise.kernels.base import Ops
-from draftwise.kernels.split import Summed
+from draftwise.kernels.split import SplitHead, Summed
 from draftwise.models.base import LinearSite, SitePart
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import (
@@ -122,6 +122,8 @@ class Packing:
     def _packed_head(self, layer: Linear, kept: Container[Hashable]) -> PackedLinear:
         """The output layer ``layer``. ``kept``: `id_of` of embeddings."""
         head, bias, ops = layer.weight, layer.bias, self._ops
+        if layer.total:
+            return SplitHead(self._packed_part(layer, kept), layer.total)
         if isinstance(head, StoredLayer):
             ready = self._stored.get(head)
             if ready is not None:
@@ -136,6 +138,17 @@ class Packing:
         if table is not None and id_of(head) in kept and head.shape == table.shape:
             return ops.pack_tied_head(table)
         return ops.pack_head(head.contiguous())
+
+    def _packed_part(self, layer: Linear, kept: Container[Hashable]) -> PackedLinear:
+        """A rank's part of the output layer. Its numbers are floats, as those of the whole layer are."""
+        ops, table = self._ops, self.embedding
+        assert isinstance(layer.weight, StoredLayer), "what is divided is read in parts"
+        if layer.bias is None and table is not None and id_of(layer.weight) in kept:
+            return ops.pack_tied_head(table)
+        weight = layer.weight.floats().to(ops.device)
+        if layer.bias is None:
+            return ops.pack_head(weight)
+        return ops.pack_linear(weight, layer.bias.detach().to(weight))
 
 
 def _whole(weight: Tensor) -> bool:
