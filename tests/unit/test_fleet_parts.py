@@ -82,6 +82,33 @@ def test_one_turn_is_one_message() -> None:
     asyncio.run(main())
 
 
+def test_what_nobody_waits_for_goes_along() -> None:
+    async def main() -> None:
+        ends = socket.socketpair()
+        batches: list[list[Any]] = []
+        sender = Channel(ends[0], lambda batch: None, lambda: None)
+        receiver = Channel(ends[1], batches.append, lambda: None)
+        sender.hold("queued")
+        await asyncio.sleep(0)
+        sender.hold("cache")
+        sender.post("token")
+        sender.hold("behind it, in the same turn")
+        while not batches:
+            await asyncio.sleep(0.001)
+        sender.hold("alone")
+        while len(batches) < 2:
+            await asyncio.sleep(0.001)
+        assert batches == [["queued", "cache", "token", "behind it, in the same turn"], ["alone"]]
+        sender.hold("dropped")
+        sender.close()
+        sender.hold("dropped")
+        await asyncio.sleep(0.01)
+        assert len(batches) == 2
+        receiver.close()
+
+    asyncio.run(main())
+
+
 def test_a_sender_waits_for_who_is_far_behind() -> None:
     async def main() -> None:
         ends = socket.socketpair()

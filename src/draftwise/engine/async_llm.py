@@ -128,13 +128,15 @@ class AsyncLLM(Absent):
         ``lora_request``: an adapter, loaded in a thread when it is first named.
         ``keep_trace``: remember the verified trees of this request (None: as the engine was built).
         ``numbers``: the numbers of its samples, for callers that number requests over several engines. They must be
-        unique within an engine.
+        unique within an engine. Such callers hand over their ``sampling_params``, which are not copied.
 
         Raises RequestError for an invalid request (nothing was queued), here or, if a thread found it, from the
         stream; EngineDeadError if the engine has failed.
         """
         prompt = one_prompt(prompt)
-        params = (sampling_params or SamplingParams()).clone()
+        params = sampling_params or SamplingParams()
+        if numbers is None:
+            params = params.clone()
         loop = asyncio.get_running_loop()
         self._thread.check_alive()
         processor = self._engine.processor

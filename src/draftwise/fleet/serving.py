@@ -149,7 +149,7 @@ class _Serving:
         channel = self._channel
         try:
             await stream.ready()
-            channel.post(Queued(number))
+            channel.hold(Queued(number))  # a first token that comes soon says as much
             finished = False
             while not finished:
                 output = await stream.next_output()
@@ -183,7 +183,7 @@ class _Serving:
             else:
                 changes.append(("0", ()))
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._channel.post, Cache(changes))
+            self._loop.call_soon_threadsafe(self._channel.hold, Cache(changes))
 
     # ----------------------------------------------------------------------------------------------- orders
 

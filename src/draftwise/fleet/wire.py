@@ -1,6 +1,8 @@
 """Messages between the server's process and a replica's: batches of tuples, pickled, over a local socket.
 
-What is to be sent in one turn of an event loop goes in one message: the tokens of all streams of a step, say.
+What is to be sent in one turn of an event loop goes in one message: the tokens of all streams of a step, say. What
+nobody waits for goes along with the next one: a message wakes the other process, and takes the interpreter from the
+engine beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from draftwise.types import IntArray
 
 _HEAD = struct.Struct("<Q")
 _READ = 1 << 18
+_HOLD = 0.003
+"""Seconds after which a message is sent that has waited for another one to go along with."""
 HIGH_WATER = 1 << 20
 """Bytes of unread messages above which a sender that can wait does so (`Channel.room`)."""
 
@@ -136,6 +140,8 @@ class Channel:
         self._receive = receive
         self._lost = lost
         self._posted: list[Any] = []
+        self._flushing: asyncio.Handle | None = None  # what will send them
+        self._hurried = False  # in this turn of the loop
         self._in = bytearray()
         self._out = bytearray()
         self._writing = False
@@ -149,9 +155,20 @@ class Channel:
         """Send with whatever else this turn of the loop posts. What is posted after the end is dropped."""
         if self._closed:
             return
-        if not self._posted:
-            self._loop.call_soon(self._flush)
         self._posted.append(message)
+        if not self._hurried:
+            self._hurried = True
+            if self._flushing is not None:
+                self._flushing.cancel()
+            self._flushing = self._loop.call_soon(self._flush)
+
+    def hold(self, message: Any) -> None:
+        """Send with what is posted next, in order, or a few milliseconds later."""
+        if self._closed:
+            return
+        self._posted.append(message)
+        if self._flushing is None:
+            self._flushing = self._loop.call_later(_HOLD, self._flush)
 
     async def room(self) -> None:
         """Wait while the other side is far behind."""
@@ -159,6 +176,7 @@ class Channel:
             await self._room.wait()
 
     def _flush(self) -> None:
+        self._flushing, self._hurried = None, False
         posted, self._posted = self._posted, []
         if self._closed or not posted:
             return

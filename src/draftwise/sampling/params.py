@@ -45,6 +45,12 @@ class _Assignable:
         for field in fields:
             object.__setattr__(self, field, getattr(checked, field))
 
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Of a pickle: every request of a fleet is one, and its values were checked where it was made."""
+        put = object.__setattr__
+        for name, value in state[1].items():
+            put(self, name, value)
+
 
 @dataclass(slots=True)
 class SamplingParams(_Assignable):
