@@ -194,8 +194,9 @@ def _keep_at_rates(given: dict[str, Any]) -> None:
 def _look_up(given: dict[str, Any]) -> None:
     memory = _memory(given)
     memory.answer, memory.walk = given["answer"], Walk(given["walk"], given["drafts"])
-    memory.text = given["text"]
-    look = LookUp(given["steps"], given["LONGEST"], given["SHORTEST"])
+    memory.text, memory.past = given["text"], given["past"]
+    limit = (given["slope"], given["height"], given["least"] if given["CUT"] else None, given["PAST"])
+    look = LookUp(given["steps"], given["longest"], given["shortest"], *limit)
     look_up(memory, given["programs"], given["number"], look)
 
 

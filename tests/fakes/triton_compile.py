@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.device import attention, draws, inputs, linear, rows, seats, verify
+from draftwise.kernels.triton.device import attention, draws, inputs, linear, lookup, rows, seats, verify
 
 
 def build(kernel: Any, signature: str, **constants: object) -> None:
@@ -218,14 +218,15 @@ def seat_steps() -> None:
             PAGE=16,
             BLOCK=8,
         )
-    build(
-        seats.look_up,
-        f"*i64 *i64 *i64 *i32 *i64 *i32 {'i32 ' * 7}",
-        LONGEST=5,
-        SHORTEST=2,
-        TILE=2048,
-        BLOCK=8,
-    )
+    for wide in (False, True):
+        build(
+            lookup.look_up,
+            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 {'i32 ' * 10} fp32 fp32 fp32",
+            PAST=wide,
+            CUT=wide,
+            TILE=1024,
+            BLOCK=8,
+        )
     build(seats.keep_drafts, f"{'*i64 ' * 5} {'i32 ' * 7}", BLOCK=8)
     for sampled in (False, True):
         build(

@@ -8,6 +8,7 @@ import torch
 from tests.fakes.seats import DRAFTS, PAGE, SEATS, VOCAB, random_memory
 from tests.unit.test_ngram import row
 
+from draftwise.graphs.backend import Rerun
 from draftwise.graphs.seats.lookup import LookUp, look_up
 from draftwise.graphs.seats.memory import (
     ANSWER,
@@ -15,18 +16,20 @@ from draftwise.graphs.seats.memory import (
     BUDGET,
     KNOWN,
     LIMIT,
-    LOOP,
+    LOOK,
+    STATE,
     WAITING,
     Limits,
     SeatMemory,
 )
+from draftwise.graphs.seats.texts import Texts, output_of
 from draftwise.propose.lookup.ngram import NgramProposer
 
 CPU = torch.device("cpu")
 
 
 def with_texts(texts: list[list[int]], budget: int = DRAFTS, room: int = 100) -> SeatMemory:
-    """Seats that draft with look-up -1, whose steps accepted nothing but the last token."""
+    """Seats that draft with look-up 1, whose steps accepted nothing but the last token."""
     limits = Limits(len(texts), DRAFTS, 16, PAGE, VOCAB, texts=True)
     memory = SeatMemory(limits, CPU)
     memory.now[:, 0] = 1
@@ -34,7 +37,7 @@ def with_texts(texts: list[list[int]], budget: int = DRAFTS, room: int = 100) ->
         memory.text[s, : len(text) - 1] = torch.tensor(text[:-1])
         memory.walk.tokens[s, 0] = text[-1]
         memory.state[s, KNOWN] = len(text)
-        memory.told[s, LOOP], memory.told[s, BUDGET], memory.told[s, LIMIT] = -1, budget, len(text) + room
+        memory.told[s, LOOK], memory.told[s, BUDGET], memory.told[s, LIMIT] = 1, budget, len(text) + room
     return memory
 
 
@@ -59,7 +62,7 @@ def test_by_hand() -> None:
             [3],
         ]
     )
-    look_up(memory, 6, -1, LookUp(DRAFTS, 2, 1))
+    look_up(memory, 6, 1, LookUp(DRAFTS, 2, 1))
     assert [drafts_of(memory, s) for s in range(6)] == [[4, 1, 2], [8, 1, 2], [7, 1, 7], [5, 6, 5], [], []]
 
 
@@ -70,9 +73,9 @@ def test_limits() -> None:
     assert drafts_of(_looked(with_texts([text], room=1)), 0) == []
     assert drafts_of(_looked(with_texts([text], budget=1)), 0) == [4]
     assert drafts_of(_looked(with_texts([text]), steps=2), 0) == [4, 1]
-    for number, live in ((0, 1), (-2, 1), (-1, 0)):
+    for number, live in ((0, 1), (2, 1), (1, 0)):
         memory = with_texts([text])
-        memory.told[0, LOOP], memory.now[0, 0] = number, live
+        memory.told[0, LOOK], memory.now[0, 0] = number, live
         memory.state[0, WAITING] = 2
         before = memory.state.clone(), memory.answer.clone(), memory.text[:, :-1].clone()
         _looked(memory)
@@ -81,7 +84,7 @@ def test_limits() -> None:
 
 
 def _looked(memory: SeatMemory, steps: int = DRAFTS) -> SeatMemory:
-    look_up(memory, memory.seats, -1, LookUp(steps, 2, 2))
+    look_up(memory, memory.seats, 1, LookUp(steps, 2, 2))
     return memory
 
 
@@ -94,7 +97,7 @@ def test_drafts_are_those_of_the_host(longest: int, shortest: int) -> None:
     hosts = NgramProposer(longest, shortest)
     found = 0
     for _ in range(10):
-        look_up(memory, SEATS, -1, LookUp(DRAFTS, longest, shortest))
+        look_up(memory, SEATS, 1, LookUp(DRAFTS, longest, shortest))
         for s, text in enumerate(texts):
             (wanted,) = hosts.propose([row(text, budget=DRAFTS, rid=s)])
             assert drafts_of(memory, s) == list(wanted.tokens)
@@ -109,8 +112,61 @@ def test_drafts_are_those_of_the_host(longest: int, shortest: int) -> None:
     assert found > 100
 
 
+SUFFIX = LookUp(DRAFTS, 8, 1, 1.0, 0.0, 0.5, past=True)
+
+
+def suffix_drafts(text: list[int], past: list[int] = [], look: LookUp = SUFFIX) -> list[int]:  # noqa: B006
+    memory = with_texts([text])
+    memory.past = torch.tensor([*past, -1], dtype=torch.int32)
+    look_up(memory, 1, 1, look)
+    return drafts_of(memory, 0)
+
+
+def test_drafts_are_as_long_as_the_match_and_the_evidence() -> None:
+    assert suffix_drafts([1, 2, 3, 4, 5, 2]) == [3], "a match of one token"
+    assert suffix_drafts([1, 2, 3, 4, 5, 1, 2]) == [3, 4]
+    assert suffix_drafts([1, 2, 3, 4, 5, 1, 2], look=SUFFIX._replace(factor=0.5)) == [3]
+    assert suffix_drafts([1, 2, 3, 4, 5, 2], look=SUFFIX._replace(offset=1.0)) == [3, 4]
+    # 1 2 stood there three times, before 5, 3 and 3; the last time before 5
+    counted = [1, 2, 3, 4, 1, 2, 3, 6, 1, 2, 5, 1, 2]
+    assert suffix_drafts(counted) == []
+    assert suffix_drafts(counted, look=SUFFIX._replace(least=0.3)) == [5, 1]
+    # 7 7: nothing is known behind the last place, although the text might go on with itself
+    assert suffix_drafts([7, 7]) == [7]
+
+
+def test_others_outputs_are_looked_up_too() -> None:
+    assert suffix_drafts([1, 2, 3], [9, 2, 3, 4, 5, 6]) == [4, 5]
+    assert suffix_drafts([2, 3, 8, 1, 2, 3], [9, 2, 3, 4, 5]) == [8, 1], "of equal matches the own one"
+    assert suffix_drafts([2, 3, 8, 1, 2, 3], [1, 2, 3, 4]) == [4], "a longer one; its output ends"
+    assert suffix_drafts([1, 2, 3], [2, 3, -1, 4, 5]) == [], "nothing is found over the end of an output"
+    assert suffix_drafts([1, 2, 3], [2, 3, 4], SUFFIX._replace(past=False)) == []
+    # 4 followed once, 5 twice, and 6 the last time
+    assert suffix_drafts([1, 2], [1, 2, 4, -1, 1, 2, 5, -1, 1, 2, 5, -1, 1, 2, 6]) == []
+
+
+def test_outputs_make_room_for_newer_ones() -> None:
+    backend = Rerun(CPU)
+    memory = SeatMemory(Limits(2, DRAFTS, 4, PAGE, VOCAB, texts=True, past=10), CPU)
+    texts = Texts(memory, backend, 2)
+
+    def ids(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return np.array(values, np.int32)
+
+    texts.take_in(0, [(1, ids(1, 2, 3))], [ids(5, 6, 7), ids(8, 9)])
+    assert memory.text[1, :4].tolist() == [1, 2, 3, 0] and not memory.text[0].any()
+    assert memory.past.tolist() == [5, 6, 7, -1, 8, 9, -1, -1, -1, -1]
+    texts.take_in(1, [], [ids(1, 2, 3, 4)])
+    assert memory.past.tolist() == [1, 2, 3, 4, -1, 9, -1, -1, -1, -1]
+    texts.take_in(0, [], [ids(*range(20))])
+    assert memory.past.tolist() == [*range(10)], "more than there is room for"
+    texts.forget()
+    assert memory.past.tolist() == [-1] * 10
+    assert output_of(np.arange(6), 4).tolist() == [4, 5]
+
+
 def test_a_kernel_finds_the_same() -> None:
-    """In Triton's interpreter, or on a device; places beside each other, and further apart than a tile."""
+    """In Triton's interpreter, or on a device; texts of several tiles."""
     pytest.importorskip("triton", reason="the package triton is not installed")
     from draftwise.graphs.seats import kernels
     from draftwise.kernels.triton.availability import interpreted
@@ -123,20 +179,29 @@ def test_a_kernel_finds_the_same() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "_TILE", 8)
             found = []
-            for seed in range(4):
+            for seed in range(6):
                 memory = random_memory(seed, device, loops=0)
                 rng = np.random.default_rng(seed)
-                memory.text = torch.from_numpy(rng.integers(0, 3, (SEATS, 60)).astype(np.int32)).to(device)
-                memory.told[:, LOOP] = -1
-                memory.told[4, LOOP] = -2
+
+                def tokens(*shape: int, least: int = 0, rng: np.random.Generator = rng) -> torch.Tensor:
+                    return torch.from_numpy(rng.integers(least, 3, shape).astype(np.int32)).to(device)
+
+                memory.text, memory.past = tokens(SEATS, 60), tokens(20, least=-1)
+                memory.told[:, LOOK] = 1
+                memory.told[4, LOOK] = 2
                 memory.now[:, 0] = torch.tensor([1, 1, 1, 0, 1, 1])
-                accepted = torch.from_numpy(rng.integers(0, DRAFTS + 1, SEATS)).to(device)
-                memory.walk.packed[:SEATS, 0] = accepted
-                memory.walk.tokens[:SEATS] = torch.from_numpy(rng.integers(0, 3, (SEATS, DRAFTS + 1))).to(
-                    device
-                )
-                find(memory, SEATS, -1, LookUp(DRAFTS, 4, 1 + seed % 2))
-                found.append([x.tolist() for x in (memory.state, memory.answer, memory.text[:, :-1])])
+                memory.walk.packed[:SEATS, 0] = tokens(SEATS)
+                memory.walk.tokens[:SEATS] = tokens(SEATS, DRAFTS + 1)
+                look = LookUp(DRAFTS, 4, 1 + seed % 2)
+                if seed > 1:
+                    look = LookUp(DRAFTS, 7, 1, 0.75, 0.5, (0.0, 0.4)[seed % 2], past=seed > 3)
+                find(memory, SEATS, 1, look)
+                drafts = [
+                    memory.waiting_drafts[s, :n].tolist() for s, n in enumerate(memory.state[:, WAITING])
+                ]
+                found.append((drafts, memory.state[:, :STATE].tolist(), memory.answer.tolist()))
+                found.append((memory.text[:, :-1].tolist(),))
             made.append(found)
     assert made[0] == made[1]
-    assert any(row[WAITING] == DRAFTS for state, *_ in made[0] for row in state)
+    lengths = {len(own) for drafts, *_ in made[0][::2] for own in drafts}
+    assert lengths == set(range(DRAFTS + 1))

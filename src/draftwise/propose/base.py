@@ -272,7 +272,7 @@ class Proposer(ABC):
 
     def seated(self) -> SeatedDrafter | LookUp | None:
         """Called once, after `allocate`: the proposer's part in steps that stay on the device; None: it has none. A
-        `LookUp` says that the device finds the drafts itself, in the text: nothing of the proposer is called then."""
+        `LookUp` says that the device finds the drafts itself, in texts: `propose` is not called then."""
         return None
 
     def allocate(self, num_blocks: int) -> None:  # noqa: B027

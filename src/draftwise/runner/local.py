@@ -304,6 +304,8 @@ class LocalExecutor(Executor):
 
     def forget(self) -> None:
         self._drafting.forget()
+        if self.seats is not None:
+            self._here(self.seats.forget)
 
     def close(self) -> None:
         if self.seats is not None:

@@ -46,7 +46,7 @@ class Seating:
         self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if isinstance(d, Seated)}
         self.look_ups: dict[str, LookUp] = {n: d for n, d in found.items() if isinstance(d, LookUp)}
         self._numbers = {name: number for number, name in enumerate(self.drafters, 1)}
-        self._looking = {name: -number for number, name in enumerate(self.look_ups, 1)}
+        self._looking = {name: number for number, name in enumerate(self.look_ups, 1)}
         self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
         self._forced = forced is not None
         self._synthetic = synthetic is not None and forced is None
@@ -58,11 +58,13 @@ class Seating:
         return self._numbers.get(method, 0)
 
     def loop_of(self, method: str, kind: LoopKind) -> int:
-        """Number of a drafter's loops of a kind, from 1 on; negative: of a look-up; 0: plain decoding."""
-        if method in self._looking:
-            return self._looking[method]
+        """Number of a drafter's loops of a kind, from 1 on; 0: plain decoding, or a look-up."""
         number = self.number_of(method)
         return (number - 1) * len(KINDS) + KINDS.index(kind) + 1 if number else 0
+
+    def look_of(self, method: str) -> int:
+        """The number of a look-up, from 1 on; 0: another method."""
+        return self._looking.get(method, 0)
 
     def steps_of(self, method: str) -> int:
         """Most drafts of a method; 0: plain decoding."""

@@ -31,12 +31,13 @@ from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import Limits, SeatMemory
 from draftwise.graphs.seats.shaping import LOGPROBS
 from draftwise.graphs.seats.step import Entering, SeatedLoop, SeatedSteps
+from draftwise.graphs.seats.texts import PAST, output_of
 from draftwise.propose.base import Proposer
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.rows import Row
 from draftwise.runner.seat_results import Flight, Member, record
 from draftwise.runner.seating import Seating
-from draftwise.types import EMPTY_PROPOSAL, RowPlan, RowResult, StepPlan, chain
+from draftwise.types import EMPTY_PROPOSAL, IntArray, RowPlan, RowResult, StepPlan, chain
 from draftwise.verify.rates import SyntheticAcceptance
 
 logger = logging.getLogger("draftwise")
@@ -77,6 +78,7 @@ class Seats:
             block_size,
             target.config.vocab_size,
             texts=bool(seating.look_ups),
+            past=PAST if any(look.past for look in seating.look_ups.values()) else 0,
         )
         memory = SeatMemory(limits, target.backend.device)
         self._steps = SeatedSteps(
@@ -87,6 +89,7 @@ class Seats:
         self._fresh: dict[int, int] = {}  # numbers of the first pages that the coming plan adds, by request
         self._without: set[tuple[str, LoopKind]] = set()  # ways for which nothing is captured
         self._flights: deque[Flight] = deque()
+        self._outputs: list[IntArray] = []  # of requests that have ended, for look-ups
         # seats that take no part get page 0 with its present content
         self._nothing_np: npt.NDArray[np.int64] = np.zeros(tuple(memory.told.shape), np.int64)
         self.num_steps = 0
@@ -176,8 +179,10 @@ class Seats:
         that nobody waits for
         what follows on it."""
         for rid in plan.removed:
-            if rid in self._members:
+            member = self._members.get(rid)
+            if member is not None:
                 self._free_seat(rid)
+                self._keep_output(member)
         found: list[RowPlan] = []
         for planned in plan.rows:
             row = self._rows[planned.rid]
@@ -187,6 +192,18 @@ class Seats:
             if way is not None and (way.method, way.kind) not in self._without:
                 found.append(planned)
         return found
+
+    def _keep_output(self, member: Member) -> None:
+        """What a request has said may be looked up by others with its method."""
+        look = self._seating.look_ups.get(member.way.method)
+        row = member.row
+        if look is not None and look.past and row.num_tokens > row.num_prompt:
+            self._outputs.append(output_of(row.tokens_np[: row.num_tokens], row.num_prompt))
+
+    def forget(self) -> None:
+        """Drop what was kept of past requests."""
+        self._outputs = []
+        self._steps.texts.forget()
 
     def caught_up(self, arriving: Sequence[RowPlan]) -> None:
         """All but their last tokens are computed: let their drafters read them."""
@@ -212,7 +229,9 @@ class Seats:
             if member is not None:
                 taking.append(planned)
         self._close_up()
-        self._steps.enter([(self._members[rid].seat, new) for rid, new in entering])
+        if taking:  # a launch follows
+            self._steps.enter([(self._members[rid].seat, new) for rid, new in entering], self._outputs)
+            self._outputs = []
         return taking
 
     def _enter(self, planned: RowPlan, entering: list[tuple[int, Entering]]) -> Member | None:
@@ -294,17 +313,18 @@ class Seats:
         for member, planned in zip(members, taking, strict=True):
             row, way = member.row, member.way
             row_np = told_np[member.seat]
-            number = self._seating.loop_of(way.method, way.kind)
-            if number:
+            number, look = self._seating.loop_of(way.method, way.kind), self._seating.look_of(way.method)
+            if number or look:
                 row_np[: at.TOLD] = (
                     row.max_total,
                     planned.num_draft,
                     planned.draft_budget,
                     number,
                     member.source,
+                    look,
                 )
             else:  # the scheduler may not know that its drafter failed
-                row_np[: at.TOLD] = (row.max_total, 0, 0, 0, 0)
+                row_np[: at.TOLD] = (row.max_total, 0, 0, 0, 0, 0)
             # no new block is said by the first page, as it is
             row_np[at.TOLD + pages :] = row.blocks_np[0]
             first = self._fresh.get(planned.rid)  # a new request has its whole table
@@ -325,8 +345,8 @@ class Seats:
         width = 1 + max((seating.steps_of(method) for method, _ in ways), default=0)
         drafting = [way for way in ways if way[0] in seating.drafters]
         looking = [
-            (seating.loop_of(method, kind), seating.look_ups[method])
-            for method, kind in ways
+            (seating.look_of(method), seating.look_ups[method])
+            for method, _ in ways
             if method in seating.look_ups
         ]
         for found in self._passes[width]:

@@ -24,7 +24,7 @@ from draftwise.graphs.seats.memory import (
     FED,
     KNOWN,
     LIMIT,
-    LOOP,
+    LOOK,
     NODES,
     ROOT,
     STATE,
@@ -152,7 +152,7 @@ def _seats(device: torch.device, vocab_size: int, block_size: int) -> _Pair:
 
 def _seated(device: torch.device, vocab_size: int, block_size: int, fused: bool) -> Iterator[Tensor]:
     seats, drafts, width = 4, 3, 12
-    memory = SeatMemory(Limits(seats, drafts, width, block_size, vocab_size, texts=True), device)
+    memory = SeatMemory(Limits(seats, drafts, width, block_size, vocab_size, texts=True, past=40), device)
     column = torch.arange(seats, device=device)
     memory.state[:, KNOWN] = memory.state[:, FED] = 4 * block_size + column
     memory.state[:, ROOT] = column
@@ -160,8 +160,9 @@ def _seated(device: torch.device, vocab_size: int, block_size: int, fused: bool)
     memory.state[:, STATE:] = torch.arange(seats * drafts, device=device).view(seats, drafts) % vocab_size
     memory.told[:, LIMIT] = torch.where(column == 2, 0, 5 * block_size + drafts)  # seat 2 takes no part
     memory.told[:, NODES] = memory.told[:, BUDGET] = drafts
-    memory.told[1::2, LOOP] = -1
+    memory.told[1::2, LOOK] = 1
     memory.text.copy_(torch.arange(memory.text.shape[1], device=device) % 3)
+    memory.past.copy_(torch.arange(40, device=device) % 5 - 1)
     memory.told[:, TOLD : TOLD + memory.pages] = 5
     memory.told[:, TOLD + memory.pages :] = 60 + column[:, None]
     memory.tables.copy_(torch.arange(seats * width, device=device).view(seats, width))
@@ -175,7 +176,7 @@ def _seated(device: torch.device, vocab_size: int, block_size: int, fused: bool)
     memory.walk.packed[:seats, 0] = memory.now[:, 1].clamp(max=2)
     memory.walk.packed[:, 1 + drafts :] = 1
     (kernels if fused else rows).advance(memory, seats)
-    (kernels.look_up if fused else look_up)(memory, seats, -1, LookUp(drafts, 3, 1))
+    (kernels.look_up if fused else look_up)(memory, seats, 1, LookUp(drafts, 9, 1, 1.0, 0.0, 0.1, past=True))
     yield from (batch.token_ids, batch.positions, batch.slots, rows.static_of(batch).context)
     yield from (memory.state, memory.now, memory.tables, memory.answer, memory.text[:, :-1])
 

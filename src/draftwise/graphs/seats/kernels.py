@@ -19,7 +19,7 @@ from draftwise.kernels.triton.verify import FIELDS, DraftBatch
 from draftwise.types import StepInput
 
 _KINDS: Final = {"argmax": 0, "draft": 1, "shared": 2}
-_TILE: Final = 2048
+_TILE: Final = 1024
 """Places of a text that a program looks at together."""
 
 
@@ -183,9 +183,10 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
 
 def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     """As `.lookup.look_up`."""
-    from draftwise.kernels.triton.device import seats as device
+    from draftwise.kernels.triton.device import lookup as device
 
-    text = memory.text
+    text, past = memory.text, memory.past
+    slope, height = look.line
     device.look_up[(count,)](
         memory.state,
         memory.told,
@@ -193,16 +194,23 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         memory.walk.packed,
         memory.answer,
         text,
+        past if look.past else text,
         memory.state.stride(0),
         memory.told.stride(0),
         memory.answer.stride(0),
         text.stride(0),
+        len(past),
         memory.drafts,
         look.steps,
         number,
-        LONGEST=look.longest,
-        SHORTEST=look.shortest,
-        TILE=min(_TILE, power_of_two(text.shape[1])),
+        look.longest,
+        look.shortest,
+        slope,
+        height,
+        look.least or 0.0,
+        PAST=look.past,
+        CUT=look.least is not None,
+        TILE=_TILE,
         BLOCK=power_of_two(memory.drafts + 1),
         **LAUNCH,
     )

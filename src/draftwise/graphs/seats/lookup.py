@@ -1,8 +1,8 @@
-"""Look-ups in steps of seats, in plain torch: what followed the last time that a request's text ended like this. The
+"""Look-ups in steps of seats, in plain torch: what followed the last time that a text ended like a request's. The
 kernel behind `graphs.seats.kernels.look_up` does the same.
 
-The tokens of whoever looks up stand on the device, and a step looks in them when it knows what it has accepted: drafts
-are those of the n-gram index on the host, although nothing goes there and back.
+The tokens of whoever looks up stand on the device, and a step looks in them when it knows what it has accepted. With
+`LookUp.past` it also looks in the newest outputs of other requests.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from draftwise.graphs.seats.memory import (
     ANSWER,
@@ -17,36 +18,61 @@ from draftwise.graphs.seats.memory import (
     BUDGET,
     KNOWN,
     LIMIT,
-    LOOP,
+    LOOK,
     WAITING,
     SeatMemory,
 )
 
 
 class LookUp(NamedTuple):
-    """A look-up's part in steps of seats: most drafts, and the longest and shortest end of a text that it looks for."""
+    """A look-up's part in steps of seats: most drafts, and the longest and shortest end of a text that it looks for.
+
+    Behind a match of m tokens there are at most floor(m * ``factor`` + ``offset``) drafts, or ``steps`` of them where
+    ``factor`` is None; a draft must have followed in a share ``least`` of the places at which the text has such a
+    match, or None: in one. ``past``: look in other requests' outputs, too.
+    """
 
     steps: int
     longest: int
     shortest: int
+    factor: float | None = None
+    offset: float = 0.0
+    least: float | None = None
+    past: bool = False
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Slope and height of the most drafts over the length of a match."""
+        return (0.0, float(self.steps)) if self.factor is None else (self.factor, self.offset + 1e-4)
+
+
+class _Places(NamedTuple):
+    """Where a text, or the past, ends like each of R texts does: ``lengths`` [R, P] of what agrees, ``best`` [R] the
+    longest of them, ``last`` [R] its last place; ``tokens`` [R, P], and how many of them there are, ``filled`` [R]."""
+
+    tokens: Tensor
+    filled: Tensor
+    lengths: Tensor
+    best: Tensor
+    last: Tensor
 
 
 def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
-    """Write down what was committed of the seats that draft with this look-up, and look for how it goes on.
+    """Write down what was committed of the seats with this look-up, and look for how it goes on.
 
     It comes behind `rows.advance`. Done twice, it does the same: the text is written where it was.
 
     Args:
         memory: see there; ``text``, drafts that wait in ``state``, and drafts in ``answer`` are written.
         count: R.
-        number: of the look-up, in column `LOOP`.
+        number: of the look-up, in column `LOOK`.
         look: see there.
 
     Example: lengths 2 down to 1, text 1 2 3 4 1 2 3, 3 drafts: the end 2 3 stood at 1..2 before, and 4 1 2 followed.
     A text 5 6 5 6 goes on with itself: 5 6 stood at 0..1, 5 6 followed, and the copy of 5 behind it.
     """
     state, told, drafts = memory.state[:count], memory.told[:count], memory.drafts
-    mine = (memory.now[:count, 0] > 0) & (told[:, LOOP] == number)
+    mine = (memory.now[:count, 0] > 0) & (told[:, LOOK] == number)
     text = memory.text[:count]
     spare = text.shape[1] - 1  # a column that nobody reads
     known = state[:, KNOWN]
@@ -55,27 +81,73 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     real = mine[:, None] & (row <= accepted[:, None])
     at = (known - 1 - accepted)[:, None] + row
     text.scatter_(1, torch.where(real, at, spare), memory.walk.tokens[:count])
-    # for each place the length of the text's end that ends there, too
-    place = torch.arange(spare, device=state.device)
-    agree = place < (known * mine - 1)[:, None]
-    length = torch.zeros(agree.shape, dtype=torch.int64, device=state.device)
-    for i in range(min(look.longest, spare)):
-        same = torch.zeros_like(agree)
-        last = text.gather(1, (known - 1 - i).clamp(min=0)[:, None])
-        same[:, i:] = text[:, : spare - i] == last
-        agree = agree & same
-        length += agree
-    # the longest one, and of those the last
-    best = torch.where(length >= look.shortest, length * (spare + 1) + place, -1).amax(1)
-    found = best >= 0
-    start = torch.where(found, best % (spare + 1) + 1, 0)
-    wanted = torch.minimum(told[:, BUDGET], told[:, LIMIT] - known - 1).clamp(0, look.steps) * found
+    back = known[:, None] - 1 - torch.arange(look.longest, device=state.device)
+    ends = torch.where(
+        back >= 0, text.gather(1, back.clamp(min=0)), -2
+    )  # the last token, the one before it, ...
+    found = _search(text[:, :spare], known * mine - 1, known, ends, look.shortest)
     draft = row[:drafts]
-    tokens = text.gather(1, start[:, None] + draft % (known - start).clamp(min=1)[:, None]).long()
+    start = found.last + 1
+    tokens = text.gather(1, start[:, None] + draft % (known - start).clamp(min=1)[:, None])
+    if look.past:
+        past = memory.past.expand(count, -1)
+        size = torch.full_like(known, past.shape[1])
+        other = _search(past, size * mine, size, ends, look.shortest)
+        better = other.best > found.best
+        at = other.last[:, None] + 1 + draft
+        theirs = torch.where(at < past.shape[1], past.gather(1, at.clamp(max=past.shape[1] - 1)), -1)
+        tokens = torch.where(better[:, None], theirs, tokens)
+    slope, height = look.line
+    allowed = (found.best.float() * slope + height).floor().long()
+    wanted = torch.minimum(told[:, BUDGET], told[:, LIMIT] - known - 1).clamp(0, look.steps)
+    if look.past:
+        longer = (other.best.float() * slope + height).floor().long()
+        allowed = torch.where(better, longer, allowed)
+    best = torch.maximum(found.best, other.best) if look.past else found.best
+    wanted = torch.where(best > 0, torch.minimum(wanted, allowed).clamp(min=0), 0)
+    wanted = torch.minimum(wanted, (tokens >= 0).long().cumprod(1).sum(1))
+    if look.least is not None:
+        kept = _frequent(found, tokens, look.least)
+        if look.past:
+            kept = torch.where(better, _frequent(other, tokens, look.least), kept)
+        wanted = torch.minimum(wanted, kept)
     state[:, WAITING].copy_(torch.where(mine, wanted, state[:, WAITING]))
-    memory.answer[:count, ANSWERED_WAITING].copy_(
-        torch.where(mine, wanted, memory.answer[:count, ANSWERED_WAITING])
-    )
+    answered = memory.answer[:count, ANSWERED_WAITING]
+    answered.copy_(torch.where(mine, wanted, answered))
     first = ANSWER + drafts + 1
-    for kept in (memory.waiting_drafts[:count], memory.answer[:count, first : first + drafts]):
-        kept.copy_(torch.where(mine[:, None] & (draft < wanted[:, None]), tokens, kept))
+    for place in (memory.waiting_drafts[:count], memory.answer[:count, first : first + drafts]):
+        place.copy_(torch.where(mine[:, None] & (draft < wanted[:, None]), tokens.long(), place))
+
+
+def _search(tokens: Tensor, stop: Tensor, filled: Tensor, ends: Tensor, shortest: int) -> _Places:
+    """Places before ``stop`` [R] of tokens [R, P] that end like ``ends`` [R, longest], which go backwards."""
+    size = tokens.shape[1]
+    place = torch.arange(size, device=tokens.device)
+    agree = place < stop[:, None]
+    lengths = torch.zeros(agree.shape, dtype=torch.int64, device=tokens.device)
+    for i in range(min(ends.shape[1], size)):
+        same = torch.zeros_like(agree)
+        same[:, i:] = tokens[:, : size - i] == ends[:, i : i + 1]
+        agree = agree & same
+        lengths += agree
+    # the longest one, and of those the last
+    score = torch.where(lengths >= shortest, lengths * size + place, -1).amax(1)
+    some = score >= 0
+    return _Places(
+        tokens, filled, lengths, torch.where(some, score // size, 0), torch.where(some, score % size, 0)
+    )
+
+
+def _frequent(found: _Places, drafts: Tensor, least: float) -> Tensor:
+    """How many of ``drafts`` [R, K] followed, one after the other, at a share ``least`` of the best places: [R]."""
+    size = found.tokens.shape[1]
+    place = torch.arange(size, device=drafts.device)
+    alive = (found.lengths == found.best[:, None]) & (found.best > 0)[:, None]
+    enough = (alive.sum(1).float() * least).clamp(min=1.0)
+    kept = torch.zeros_like(found.best)
+    for i in range(drafts.shape[1]):
+        at = place + 1 + i
+        following = found.tokens[:, at.clamp(max=size - 1)]
+        alive = alive & (at < found.filled[:, None]) & (following == drafts[:, i : i + 1])
+        kept += (kept == i) & (alive.sum(1).float() >= enough)
+    return kept

@@ -33,9 +33,10 @@ STATE = 16  # the drafts follow
 LIMIT = 0  # tokens at which the request ends; 0: it takes no part
 NODES = 1  # drafts to verify, at most
 BUDGET = 2  # to make
-LOOP = 3  # number of the draft loop that makes them; negative: of the look-up; 0: none
+LOOP = 3  # number of the draft loop that makes them; 0: none
 SOURCE = 4  # number of the memory with what the waiting drafts were drawn from; 0: they are point masses
-TOLD = 5  # numbers of pages of the block table follow, and then their blocks
+LOOK = 5  # number of the look-up that finds them; 0: none
+TOLD = 6  # numbers of pages of the block table follow, and then their blocks
 
 # columns of what a step answers
 RAN = 0  # 1: it took part
@@ -69,7 +70,7 @@ def seats_bytes(seats: int, drafts: int, vocab_size: int, max_len: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes of the memory: seats S, most drafts K of a request, blocks of a table, tokens in a block, vocabulary V;
-    ``texts``: whether somebody looks up in the tokens."""
+    ``texts``: whether somebody looks up in the tokens; ``past``: tokens of others that are looked at, too."""
 
     seats: int
     drafts: int
@@ -77,15 +78,17 @@ class Limits:
     block_size: int
     vocab_size: int
     texts: bool = False
+    past: int = 0
 
 
 class SeatMemory:
     """Tensors of S seats with up to K drafts each. They stay where they are, for graphs are captured on them.
 
-    ``state`` [S, 16 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 5 + 2 P] int64, what the host says of a
+    ``state`` [S, 16 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 6 + 2 P] int64, what the host says of a
     step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
     what it commits (the last one is nobody's); ``answer`` [S, 6 + 2 K + 1] int64, what the host is told; ``text``
-    [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them.
+    [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them; ``past`` [P] int32, outputs of
+    requests that have ended, with -1 behind each.
 
     Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables``, ``text`` and ``q`` the kernels of a
     step, and the host for a request that enters, between two steps; the others the kernels of a step.
@@ -108,6 +111,7 @@ class SeatMemory:
         self.tables = torch.zeros((limits.seats, limits.table_width), dtype=torch.int32, device=device)
         tokens = limits.table_width * limits.block_size if limits.texts else 0
         self.text = torch.zeros((limits.seats, tokens + 1), dtype=torch.int32, device=device)
+        self.past = torch.full((limits.past,), -1, dtype=torch.int32, device=device)
         self.told = words(TOLD + 2 * self.pages)
         self.now = words(2)
         self.answer = words(ANSWER + 2 * limits.drafts + 1)

@@ -101,7 +101,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     rows are tokens 5 and 8 at keys 10 and 11; a draft model, which has stored 5 and 6, reads 8 at key 11.
     """
     state, told, drafts, now = memory.state[:count], memory.told[:count], memory.drafts, memory.now[:count]
-    mine = told[:, LOOP] <= 0 if loop is None else told[:, LOOP] == loop.number
+    mine = told[:, LOOP] == (0 if loop is None else loop.number)
     live = now[:, 0].bool() & mine
     known, old_root = state[:, KNOWN].clone(), state[:, ROOT].clone()
     accepted = memory.walk.accepted[:count].long() * live

@@ -32,6 +32,7 @@ from draftwise.graphs.seats.memory import RULES, STATE, TEMPERATURE, SeatMemory
 from draftwise.graphs.seats.rows import LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.graphs.seats.shaping import LOGPROBS, Shaping, numbers_of
+from draftwise.graphs.seats.texts import Texts
 from draftwise.kernels.select import on_triton
 from draftwise.models.heads.base import HeadModel
 from draftwise.sampling.noise import token_counters
@@ -127,20 +128,29 @@ class SeatedSteps:
         self._answers = [backend.host_buffer(memory.answer.numel()) for _ in range(_IN_FLIGHT)]
         words = STATE + memory.drafts + (memory.limits.table_width + 1) // 2
         self._entries = [backend.host_buffer(memory.seats * words) for _ in range(_IN_FLIGHT)]
-        self._texts = [backend.host_buffer(1) for _ in range(_IN_FLIGHT)]
+        self.texts = Texts(memory, backend, _IN_FLIGHT)
         self._entered = torch.zeros((memory.seats, words), dtype=torch.int64, device=memory.device)
         self._reports: list[Tensor] = []
         self._turn = 0
+        self._filling = False  # requests have entered since the newest launch
 
     # -------------------------------------------------------------------------------------------- host side
 
     def told(self) -> npt.NDArray[np.int64]:
-        """[S, 5 + 2 P] for the coming step, to be filled in whole: see `memory`."""
+        """[S, 6 + 2 P] for the coming step, to be filled in whole: see `memory`."""
         told: npt.NDArray[np.int64] = self._told[self._turn].numpy().reshape(self.memory.seats, -1)
         return told
 
-    def enter(self, entering: Sequence[tuple[int, Entering]]) -> None:
-        """Let requests take seats, by their numbers, before the coming step: once between two launches."""
+    def enter(self, entering: Sequence[tuple[int, Entering]], outputs: Sequence[IntArray] = ()) -> None:
+        """Let requests take seats, by their numbers, before the coming step: once between two launches. ``outputs``:
+        see `Texts.take_in`."""
+        texts = [(seat, new.text_np) for seat, new in entering if new.text_np is not None]
+        if not entering and not outputs:
+            return
+        if self._filling:  # the launch did not come; the buffers may still be read
+            self._backend.fence().synchronize()
+        self._filling = True
+        self.texts.take_in(self._turn, texts, outputs)
         if not entering:
             return
         memory = self.memory
@@ -176,21 +186,6 @@ class SeatedSteps:
             if new.q is not None and len(new.drafts):
                 memory.q[new.source][seat, : len(new.drafts)].copy_(new.q[: len(new.drafts)])
             self.shaping.enter(seat, new.sampling)
-        self._enter_texts([(seat, new.text_np) for seat, new in entering if new.text_np is not None])
-
-    def _enter_texts(self, texts: Sequence[tuple[int, IntArray]]) -> None:
-        """Copy tokens to seats. The buffer grows with what comes at a time: most requests are short."""
-        total = sum(len(text_np) for _, text_np in texts)
-        buffer = self._texts[self._turn]
-        if total > 2 * len(buffer):
-            buffer = self._texts[self._turn] = self._backend.host_buffer(total)
-        words = buffer.view(torch.int32)
-        at = 0
-        for seat, text_np in texts:
-            own = words[at : at + len(text_np)]
-            own.numpy()[:] = text_np
-            self.memory.text[seat, : len(text_np)].copy_(own, non_blocking=True)
-            at += len(text_np)
 
     def move(self, old: int, new: int) -> None:
         """A request takes another seat, before the coming step."""
@@ -249,6 +244,7 @@ class SeatedSteps:
             report = self._reports[self._turn].view(torch.float32)[: made.numel()].view(made.shape)
             report.copy_(made, non_blocking=True)
         self._turn = (self._turn + 1) % _IN_FLIGHT
+        self._filling = False
         return Landing(answer, report, self._backend.fence(), memory.seats)
 
     def capture(

@@ -70,8 +70,8 @@ def begin_rows(
     live = known < tl.load(said)
     i = tl.arange(0, FRESH_PAD)
     new = i < tl.where(live, FRESH, 0)
-    fresh = tl.load(said + 5 + i, mask=new, other=0)
-    block = tl.load(said + 5 + FRESH + i, mask=new, other=0).to(tl.int32)
+    fresh = tl.load(said + 6 + i, mask=new, other=0)
+    block = tl.load(said + 6 + FRESH + i, mask=new, other=0).to(tl.int32)
     tl.store(table + s * table_stride + fresh, block, mask=new)
     tl.debug_barrier()  # the table is read by every thread
     nodes = tl.where(live, tl.minimum(tl.minimum(tl.load(said + 1), tl.load(own + 2)), rows - 1), 0)
@@ -184,8 +184,6 @@ def advance_rows(
     said = told + s * told_stride
     out = walk + s * (2 * drafts + 2)
     mine = tl.load(said + 3) == number
-    if DRAFTER == 0:
-        mine = tl.load(said + 3) <= 0  # look-ups come later
     live = (tl.load(now + 2 * s) != 0) & mine
     known = tl.load(own)
     old_root = tl.load(own + 1)
@@ -302,79 +300,6 @@ def keep_drafts(
     token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
     tl.store(state + s * state_stride + 16 + j, token, mask=own)
     tl.store(answer + s * answer_stride + 7 + drafts + j, token, mask=own)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "state_stride",
-        "told_stride",
-        "answer_stride",
-        "text_stride",
-        "drafts",
-        "steps",
-        "number",
-    ],
-    do_not_specialize_on_alignment=["state", "told", "now", "walk", "answer", "text"],
-)
-def look_up(
-    state,
-    told,
-    now,
-    walk,
-    answer,
-    text,
-    state_stride,
-    told_stride,
-    answer_stride,
-    text_stride,
-    drafts,
-    steps,
-    number,
-    LONGEST: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One seat that drafts with look-up ``number``: its text with what was committed, and what followed the last time
-    that it ended like this."""
-    s = tl.program_id(0).to(tl.int64)
-    own = state + s * state_stride
-    said = told + s * told_stride
-    line = text + s * text_stride
-    out = walk + s * (2 * drafts + 2)
-    mine = (tl.load(said + 3) == number) & (tl.load(now + 2 * s) != 0)
-    known = tl.load(own)
-    accepted = tl.load(out).to(tl.int64)
-    j = tl.arange(0, BLOCK)
-    real = j < tl.where(mine, accepted + 1, 0)
-    committed = tl.load(out + 1 + drafts + j, mask=real, other=0)
-    tl.store(line + known - 1 - accepted + j, committed, mask=real)
-    tl.debug_barrier()  # the text is read by every thread
-    end = tl.where(mine, known - 1, 0)
-    best = known * 0 - 1
-    for base in range(0, end, TILE):
-        place = base + tl.arange(0, TILE).to(tl.int64)
-        agree = place < end
-        length = place * 0
-        for i in tl.static_range(LONGEST):
-            agree = agree & (place >= i)
-            last = tl.load(line + tl.maximum(known - 1 - i, 0))
-            agree = agree & (tl.load(line + place - i, mask=agree, other=0) == last)
-            length += tl.where(agree, 1, 0)
-        # the longest one, and of those the last
-        score = tl.where(length >= SHORTEST, (length << 32) + place, -1)
-        best = tl.maximum(best, tl.max(score, 0))
-    start = (best & 0xFFFFFFFF) + 1
-    wanted = tl.minimum(tl.minimum(tl.load(said + 2), tl.load(said) - known - 1), steps)
-    wanted = tl.where(best >= 0, tl.maximum(wanted, 0), 0)
-    period = tl.maximum(known - start, 1)
-    filled = j < tl.where(mine, wanted, 0)
-    token = tl.load(line + start + j % period, mask=filled, other=0).to(tl.int64)
-    tl.store(own + 16 + j, token, mask=filled)
-    tl.store(answer + s * answer_stride + 7 + drafts + j, token, mask=filled)
-    if tl.where(mine, 1, 0) == 1:
-        tl.store(own + 2, wanted)
-        tl.store(answer + s * answer_stride + 4, wanted)
 
 
 @triton.jit

@@ -1,0 +1,149 @@
+"""Look-ups of steps of seats. Launched by `graphs.seats.kernels`; columns of ``state``, ``told`` and ``answer`` are
+numbered in `graphs.seats.memory`, and `graphs.seats.lookup` is the reference."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def alike(places, base, stop, line, known, longest, TILE: tl.constexpr):
+    """Places from ``base`` on, and how many tokens up to each of them are those at the end of the text ``line``."""
+    place = base + tl.arange(0, TILE).to(tl.int64)
+    agree = place < stop
+    length = place * 0
+    for i in range(longest):
+        agree = agree & (place >= i)
+        last = tl.load(line + known - 1 - i)
+        agree = agree & (tl.load(places + place - i, mask=agree, other=-2) == last)
+        length += tl.where(agree, 1, 0)
+    return place, length
+
+
+@triton.jit
+def longest_match(places, stop, line, known, longest, shortest, TILE: tl.constexpr):
+    """The length of the longest match before ``stop`` in the upper half of a word, its last place in the lower; -1."""
+    best = known * 0 - 1
+    for base in range(0, stop, TILE):
+        place, length = alike(places, base, stop, line, known, longest, TILE)
+        best = tl.maximum(best, tl.max(tl.where(length >= shortest, (length << 32) + place, -1), 0))
+    return best
+
+
+@triton.jit
+def followers(places, stop, filled, line, known, longest, match, drafts, wanted, j, TILE: tl.constexpr):
+    """At how many places there is a match of this length; and draft by draft, at how many of them all up to it
+    followed."""
+    whole = known * 0
+    counts = j.to(tl.int64) * 0
+    for base in range(0, stop, TILE):
+        place, length = alike(places, base, stop, line, known, longest, TILE)
+        alive = length == match
+        whole += tl.sum(alive.to(tl.int64), 0)
+        for i in range(wanted):
+            at = place + 1 + i
+            alive = alive & (at < filled)
+            alive = alive & (tl.load(places + at, mask=alive, other=-2).to(tl.int64) == tl.load(drafts + i))
+            counts += tl.where(j == i, tl.sum(alive.to(tl.int64), 0), 0)
+    return whole, counts
+
+
+@triton.jit(
+    do_not_specialize=[
+        "state_stride",
+        "told_stride",
+        "answer_stride",
+        "text_stride",
+        "num_past",
+        "drafts",
+        "steps",
+        "number",
+        "longest",
+        "shortest",
+        "slope",
+        "height",
+        "least",
+    ],
+    do_not_specialize_on_alignment=["state", "told", "now", "walk", "answer", "text", "past"],
+)
+def look_up(
+    state,
+    told,
+    now,
+    walk,
+    answer,
+    text,
+    past,
+    state_stride,
+    told_stride,
+    answer_stride,
+    text_stride,
+    num_past,
+    drafts,
+    steps,
+    number,
+    longest,
+    shortest,
+    slope,
+    height,
+    least,
+    PAST: tl.constexpr,
+    CUT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One seat with look-up ``number``: its text with what was committed, and what followed the last time that a text
+    ended like this. PAST: others' outputs are looked at, too; CUT: drafts must have followed often enough."""
+    s = tl.program_id(0).to(tl.int64)
+    own = state + s * state_stride
+    said = told + s * told_stride
+    line = text + s * text_stride
+    out = walk + s * (2 * drafts + 2)
+    mine = (tl.load(said + 5) == number) & (tl.load(now + 2 * s) != 0)
+    known = tl.load(own)
+    accepted = tl.load(out).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    real = j < tl.where(mine, accepted + 1, 0)
+    committed = tl.load(out + 1 + drafts + j, mask=real, other=0)
+    tl.store(line + known - 1 - accepted + j, committed, mask=real)
+    tl.debug_barrier()  # the text is read by every thread
+    stop = tl.where(mine, known - 1, 0)
+    longest = tl.minimum(known, longest)
+    best = longest_match(line, stop, line, known, longest, shortest, TILE)
+    others = known * 0  # places of others that are looked at
+    if PAST:
+        others += tl.where(mine, num_past, 0)
+        found = longest_match(past, others, line, known, longest, shortest, TILE)
+        others = tl.where((found >> 32) > (best >> 32), others, 0)
+        best = tl.where(others > 0, found, best)
+    start = (best & 0xFFFFFFFF) + 1
+    match = best >> 32
+    allowed = tl.floor(match.to(tl.float32) * slope + height).to(tl.int64)
+    wanted = tl.minimum(tl.minimum(tl.load(said + 2), tl.load(said) - known - 1), tl.minimum(steps, allowed))
+    wanted = tl.where(best >= 0, tl.maximum(wanted, 0), 0)
+    period = tl.maximum(known - start, 1)
+    token = tl.load(line + start + j % period, mask=j < tl.where(others > 0, 0, wanted), other=0).to(tl.int64)
+    if PAST:
+        theirs = j < tl.where(others > 0, wanted, 0)
+        copied = tl.load(past + start + j, mask=theirs & (start + j < num_past), other=-1).to(tl.int64)
+        token = tl.where(theirs, copied, token)
+        # an output ends there
+        wanted = tl.minimum(wanted, tl.min(tl.where(theirs & (token < 0), j, BLOCK), 0))
+    tl.store(own + 16 + j, token, mask=j < wanted)
+    if CUT:
+        tl.debug_barrier()  # every thread reads them
+        whole, counts = followers(
+            line, tl.where(others > 0, 0, stop), known, line, known, longest, match, own + 16, wanted, j, TILE
+        )
+        if PAST:
+            more, follow = followers(
+                past, others, num_past, line, known, longest, match, own + 16, wanted, j, TILE
+            )
+            whole += more
+            counts += follow
+        enough = tl.maximum(whole.to(tl.float32) * least, 1.0)
+        wanted = tl.minimum(wanted, tl.min(tl.where(counts.to(tl.float32) >= enough, BLOCK, j), 0))
+    told_back = answer + s * answer_stride
+    tl.store(told_back + 7 + drafts + j, token, mask=j < wanted)
+    if tl.where(mine, 1, 0) == 1:
+        tl.store(own + 2, wanted)
+        tl.store(told_back + 4, wanted)
