@@ -19,3 +19,11 @@ def to_device(
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def parts_to_device(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Int32 copies on the device, [len(part)] each, in one transfer."""
+    joined = torch.from_numpy(np.concatenate([part.astype(np.int32, copy=False) for part in parts]))
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    return list(torch.split(joined.to(device, non_blocking=True), [len(part) for part in parts]))

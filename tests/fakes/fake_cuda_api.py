@@ -220,6 +220,7 @@ def patches(device: FakeCuda) -> list[tuple[Any, str, Any]]:
         "set_sync_debug_mode": api.set_sync_debug_mode,
     }
     changes = [(torch.cuda, name, value) for name, value in cuda.items()]
+    changes.append((torch.backends.cuda, "is_flash_attention_available", lambda: True))
     return changes + _functions(device)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.fakes.fake_cuda_tensor import CudaTensor, DeviceError, Life, Memory, spoil
+from tests.fakes.flash import flash_forward
 
 TOTAL = 1 << 30
 """Bytes that the device says it has."""
@@ -30,10 +31,10 @@ _UNFILLED = {
 
 
 class FakeCuda:
-    """The device. ``waits``: how often the host has waited for it."""
+    """The device. ``waits``: how often the host has waited for it; ``flashes``: calls of flash attention."""
 
     def __init__(self) -> None:
-        self.waits = self.time = 0
+        self.waits = self.time = self.flashes = 0
         self.allocated = self.peak = 0
         self.recording: Any = None  # of `fake_cuda_graphs`
         self.recording_thread: int | None = None
@@ -201,6 +202,9 @@ class FakeCuda:
             return self.to_host(args[0], bool(kwargs.get("non_blocking")))
         if name in _READS:
             self.wait(name)
+        if name == "aten::_flash_attention_forward":  # has no CPU form
+            self.flashes += 1
+            return (self.run(name, flash_forward, args, kwargs),)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": None if kwargs["device"] is None else torch.device("cpu")}
         if kwargs.get("pin_memory"):

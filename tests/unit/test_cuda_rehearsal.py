@@ -234,6 +234,32 @@ def test_an_engine_runs_with_options(
     assert not said()
 
 
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
+def test_long_prompts_go_through_flash_attention(
+    launches: Launches,
+    device: FakeCuda,
+    checkpoints: Checkpoints,
+    said: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    """Between the pieces of captured passes, and in passes that are not captured; it is no wait for the device."""
+    options = {"dtype": "bfloat16", "num_kv_blocks": None, "gpu_memory_utilization": 0.9}
+    options |= {"compilation_config": {"cudagraph_mode": mode}}
+    waits, flashes = [], []
+    for least in (100, 12):
+        monkeypatch.setattr("draftwise.kernels.triton.ops.PROMPT_ROWS", least)
+        with checkpoints.engine(("methods", "eagle3", "chain"), **options) as llm:
+            run(llm, checkpoints.prompts)
+            before = device.waits, device.flashes
+            llm.generate([{"prompt_token_ids": [5] * 30}], PARAMS[0])
+            waits.append(device.waits - before[0])
+            flashes.append(device.flashes - before[1])
+            layers = llm._engine.model.config.num_layers  # type: ignore[union-attr]
+    assert flashes == [0, layers + 1], "of the target, and of the head's one"
+    assert waits[0] == waits[1] and not said()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_step_waits_for_its_verification_and_for_its_drafts(
     launches: Launches, device: FakeCuda, checkpoints: Checkpoints, temperature: float

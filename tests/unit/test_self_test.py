@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from tests.fakes.flash import flash_forward
+
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError, ModelLoadError
@@ -18,7 +20,8 @@ from draftwise.kernels import replaced
 from draftwise.kernels.replaced import FAMILIES, replaced_kernels
 from draftwise.kernels.select import default_ops, on_triton
 from draftwise.kernels.torch_ops import TorchOps
-from draftwise.kernels.triton import availability, inputs, rows
+from draftwise.kernels.triton import availability, inputs, prompts, rows
+from draftwise.kernels.triton import ops as triton_ops
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.ops import TritonOps
 from draftwise.models import checking, self_test
@@ -100,7 +103,7 @@ def test_no_compiler(
         monkeypatch.setattr(rows, name, breaks)
     monkeypatch.setattr(TritonAttention, "run", breaks)
     ops = settled_ops(CONFIG, dtype, CPU)
-    assert replaced_kernels("cpu") == {*FAMILIES} - {"linear"}, "products of floats are torch's"
+    assert replaced_kernels("cpu") == {*FAMILIES} - {"linear", "prompts"}, "products of floats are torch's"
     assert isinstance(ops, TritonOps) and isinstance(ops._attention, TorchGroupedAttention)
     assert not ops.capturable
     assert all(check.right for check in check_kernels(ops, CONFIG))
@@ -120,6 +123,26 @@ def test_trees_alone_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "run", blind)
     settled_ops(CONFIG, torch.float32, CPU)
     assert replaced_kernels("cpu") == {"attention"}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_flash_attention_is_compared_by_itself(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    """Where it is wrong, chunks of prompts have the kernel of all other rows."""
+    called = []
+
+    def flash(*args: Any, **named: Any) -> Any:
+        called.append(len(args[0]))
+        return flash_forward(*args, **named) * (0.9 if wrong else 1.0)
+
+    monkeypatch.setattr(triton_ops, "PROMPT_ROWS", 8)
+    monkeypatch.setattr(checking, "_LONG", 9)
+    monkeypatch.setattr(prompts, "has_flash", lambda device: True)
+    monkeypatch.setattr(prompts, "flash", flash)
+    ops = settled_ops(CONFIG, torch.float16, CPU)
+    assert replaced_kernels("cpu") == ({"prompts"} if wrong else set())
+    called.clear()
+    assert all(check.right for check in check_kernels(ops, CONFIG))
+    assert called == ([] if wrong else [9])
 
 
 def test_rounded_weights_without_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

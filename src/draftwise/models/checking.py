@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -39,10 +39,12 @@ _VOCAB: Final = 8192
 
 _BLOCK: Final = 16
 _CHUNK: Final = 40  # rows of a prompt's chunk
+_LONG: Final = 160  # rows of one that may be computed in another way
 _TREE: Final = (-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 6, 9, 11)
 """Parents of a tree's nodes: several at the root, forks further down, and a path of six."""
 
 _Pair = tuple[Tensor, Tensor]  # what the kernel gave, and the same by plain torch
+_Kind = Literal["ragged", "tree", "long"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,14 @@ def _cases(
         yield "rotation", f"keys and values{beside}, written", partial(_written, ops, config, normed)
     for window in dict.fromkeys(config.sliding_window):  # of several layers with the same one, the first
         behind = "" if window is None else f", window {window}"
-        yield "attention", f"attention, ragged{behind}", partial(_attention, ops, config, window, tree=False)
-        yield "attention", f"attention, tree{behind}", partial(_attention, ops, config, window, tree=True)
+        yield "attention", f"attention, ragged{behind}", partial(_attention, ops, config, window, "ragged")
+        yield "attention", f"attention, tree{behind}", partial(_attention, ops, config, window, "tree")
+        if config.max_model_len > _LONG:
+            yield (
+                "prompts",
+                f"attention, long chunk{behind}",
+                partial(_attention, ops, config, window, "long"),
+            )
 
 
 def _random(ops: Ops, *shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -198,7 +206,7 @@ def _written(ops: Ops, config: ModelConfig, normed: bool) -> _Pair:
 def _rotated(ops: Ops, config: ModelConfig, normed: bool) -> tuple[_Pair, _Pair]:
     """Queries, and what stands in the cache, after `Ops.qkv_rope_write`."""
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    batch = _batch(ops, config, tree=False)
+    batch = _batch(ops, config, "ragged")
     rows = len(batch.positions)
     qkv = _random(ops, rows, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     inv_freq = 1e4 ** -(torch.arange(0, heads.head_dim, 2, dtype=torch.float32) / heads.head_dim)
@@ -223,10 +231,10 @@ def _rotated(ops: Ops, config: ModelConfig, normed: bool) -> tuple[_Pair, _Pair]
     return (q, wanted_q), (stored, wanted_stored)
 
 
-def _attention(ops: Ops, config: ModelConfig, window: int | None, *, tree: bool) -> _Pair:
+def _attention(ops: Ops, config: ModelConfig, window: int | None, kind: _Kind) -> _Pair:
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-    batch = _batch(ops, config, tree=tree)
+    batch = _batch(ops, config, kind)
     kv = _storage(ops, config, batch)
     layer = kv.layer(0)
     layer[0].copy_(_random(ops, *layer[0].shape, seed=1))
@@ -240,13 +248,19 @@ def _attention(ops: Ops, config: ModelConfig, window: int | None, *, tree: bool)
     return got, wanted
 
 
-def _batch(ops: Ops, config: ModelConfig, *, tree: bool) -> StepInput:
-    """Two requests that decode and a chunk, or two requests with a tree; contexts as the model reaches.
+def _batch(ops: Ops, config: ModelConfig, kind: _Kind) -> StepInput:
+    """Two requests that decode and a chunk, one and a long chunk, or two requests with a tree; contexts as the model
+    reaches.
 
     Example: a model of 512 positions and trees: contexts 448 and 149, 14 rows each.
     """
     most = min(700, max(0, config.max_model_len - 64))
-    kinds = [(most, 1), (most // 3, 1), (most // 9, _CHUNK)] if not tree else [(most, 14), (most // 3, 14)]
+    kinds = {
+        "ragged": [(most, 1), (most // 3, 1), (most // 9, _CHUNK)],
+        "long": [(most, 1), (most // 9, _LONG)],
+        "tree": [(most, 14), (most // 3, 14)],
+    }[kind]
+    tree = kind == "tree"
     rows, block = [], 0
     for context, own in kinds:
         blocks = -(-(context + own) // _BLOCK)

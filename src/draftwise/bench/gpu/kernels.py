@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ def compare_attention(setting: Setting, report: PartReport) -> None:
             compiled.append((name, ours, dense, k, v, context))
     if not setting.cuda:
         return
+    _compare_prompts(setting, report)
     for name, ours, dense, k, v, context in compiled:  # last: compiling takes long
         try:
             other = _flex(setting, dense, k, v, context)
@@ -169,6 +171,25 @@ def _ours(
         return ops.attention(q, kv.layer(0), buffers.batch.attention, heads, size.head_dim**-0.5)
 
     return setting.time_captured(run)
+
+
+def _compare_prompts(setting: Setting, report: PartReport) -> None:
+    """From how many rows on it pays to gather a chunk's keys for flash attention (`triton.prompts.PROMPT_ROWS`)."""
+    from draftwise.kernels.triton.attention import TritonAttention
+
+    size, context = setting.size, setting.size.context
+    for rows in (32, 64, 128, 256, 512):
+        batch = build_step_input(setting.rows(1, rows, context), BLOCK, setting.device).attention
+        kv = torch.randn(-(-(context + rows) // BLOCK) * BLOCK, 2 * size.kv_heads, size.head_dim)
+        q = torch.randn(rows, size.heads, size.head_dim).to(setting.device, setting.dtype)
+        layer = (kv.to(setting.device, setting.dtype),)
+        times: list[float] = []
+        for least in (None, 1):
+            run = TritonAttention(prompt_rows=least).run
+            times.append(setting.time(partial(run, q, layer, batch, num_kv_heads=size.kv_heads, scale=0.1)))
+        name = f"chunk of {rows}, context {context}"
+        report.add(f"{name}: gathered for flash attention", times[1] * 1e6, "us")
+        report.add(f"{name}: the kernel of decoding rows / flash attention", times[0] / times[1], "x")
 
 
 def _mask(setting: Setting, rows: int, context: int, parents: tuple[int, ...] | None) -> Tensor | None:

@@ -10,8 +10,9 @@ a token verified in a tree has the bits of the same token decoded alone.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,9 @@ from torch import Tensor
 
 from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
+from draftwise.kernels.triton.prompts import flash_serves, prompt_attention, prompt_requests, prompt_runs
+from draftwise.transfer import parts_to_device
 from draftwise.types import AttentionBatch, StaticRows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _CACHE_KEY: Final = "triton"
 _WORKSPACE_BYTES: Final = 64 << 20
@@ -51,7 +51,7 @@ class Tiling:
 class _Prepared:
     """Data on the device that depends only on the batch; all int32."""
 
-    tasks: Tensor  # [N, 3] request, first row, rows
+    tasks: Tensor  # [N, 3] request, first row, rows; not of those that flash attention does
     tasks_np: npt.NDArray[np.int32]
     context: Tensor  # [R]
     first_key: Tensor  # [R]
@@ -73,13 +73,24 @@ class _Layout:
 
 
 class TritonAttention(AttentionBackend):
-    """On a CUDA device, or on the CPU in Triton's interpreter."""
+    """On a CUDA device, or on the CPU in Triton's interpreter.
+
+    ``prompt_rows``: chunks of prompts of so many rows and more go through torch's flash attention where it serves
+    (`triton.prompts`); their bits then depend on how a prompt is cut. None: no chunk does.
+    """
 
     reads_static = True
 
-    def __init__(self, tiling: Tiling | None = None, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
+    def __init__(
+        self,
+        tiling: Tiling | None = None,
+        workspace_bytes: int = _WORKSPACE_BYTES,
+        *,
+        prompt_rows: int | None = None,
+    ) -> None:
         self._tiling = tiling or Tiling()
         self._workspace_bytes = workspace_bytes
+        self._prompt_rows = prompt_rows
         # Of static batches, by (requests, rows, rows of a task, device): made before anything is captured, and kept.
         self._layouts: dict[tuple[int, int, int, torch.device], _Layout] = {}
 
@@ -106,7 +117,10 @@ class TritonAttention(AttentionBackend):
         tiling = self._tiling
         group = heads // num_kv_heads
         block_m = max(tiling.block_m, 1 << (group - 1).bit_length())
-        prepared = self._prepare(batch, block_m // group, q.device)
+        flash = self._prompt_rows
+        if flash is not None and (batch.static is not None or not flash_serves(q, kv, softcap, sinks)):
+            flash = None
+        prepared = self._prepare(batch, block_m // group, q.device, flash)
         num_slots = min(tiling.slots, -(-prepared.num_keys // tiling.partition))
         dim_pad = max(16, 1 << (dim - 1).bit_length())
         per_row = heads * num_slots * (dim + 2) * 4
@@ -174,11 +188,16 @@ class TritonAttention(AttentionBackend):
                 num_warps=1,
                 **LAUNCH,
             )
+        if flash is not None:
+            for run in prompt_runs(batch, flash, window, q.device):
+                prompt_attention(q, kv[0], run, num_kv_heads, scale, window, result)
         return result
 
-    def _prepare(self, batch: AttentionBatch, rows_per_task: int, device: torch.device) -> _Prepared:
-        """One copy to the device and one small kernel per pass."""
-        key = f"{_CACHE_KEY}/{rows_per_task}"
+    def _prepare(
+        self, batch: AttentionBatch, rows_per_task: int, device: torch.device, flash: int | None
+    ) -> _Prepared:
+        """One copy to the device and one small kernel per pass. ``flash``: without chunks of so many rows and more."""
+        key = f"{_CACHE_KEY}/{rows_per_task}/{flash}"
         found = batch.cache.get(key)
         if isinstance(found, _Prepared):
             return found
@@ -193,7 +212,10 @@ class TritonAttention(AttentionBackend):
         requests, rows = len(counts), int(starts[-1])
         stored = np.zeros(requests, np.int32) if batch.tree_start_np is None else batch.tree_start_np
         assert not batch.is_tree_np.any() or (counts + stored)[batch.is_tree_np].max() <= MAX_TREE_ROWS
-        tasks = _tasks(counts, starts, rows_per_task)
+        own = (
+            counts if flash is None else np.where(prompt_requests(batch, flash), 0, counts)
+        )  # rows that are ours
+        tasks = _tasks(own, starts, rows_per_task)
         masks = np.zeros(rows, np.uint64) if batch.ancestors_np is None else batch.ancestors_np
         tables = batch.block_tables_np
         parts = [
@@ -206,7 +228,7 @@ class TritonAttention(AttentionBackend):
             tables.reshape(-1),
             tasks.reshape(-1),
         ]
-        device_parts = _to_device(parts, device)
+        device_parts = parts_to_device(parts, device)
         words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks = device_parts
         positions = torch.empty(rows, dtype=torch.int32, device=device)
         paths = torch.empty((rows, 64), dtype=torch.int32, device=device)
@@ -230,7 +252,7 @@ class TritonAttention(AttentionBackend):
             tables=flat_tables.view(tables.shape),
             positions=positions,
             paths=paths,
-            num_keys=int((batch.context_len_np + stored + counts)[counts > 0].max()),
+            num_keys=int((batch.context_len_np + stored + counts)[own > 0].max(initial=1)),
         )
         batch.cache[key] = made
         return made
@@ -276,13 +298,15 @@ class TritonAttention(AttentionBackend):
         )
 
     def _pieces(self, tasks: npt.NDArray[np.int32], bytes_per_row: int) -> list[tuple[int, int]]:
-        """Runs of tasks whose partial results fit the workspace."""
+        """Runs of tasks whose rows stand one behind the other and whose partial results fit the workspace."""
         most = max(1, self._workspace_bytes // bytes_per_row)
         ends = tasks[:, 1] + tasks[:, 2]  # ascending
+        gaps = [*(np.flatnonzero(tasks[1:, 1] != ends[:-1]) + 1).tolist(), len(tasks)]
         pieces = []
         begin = 0
         while begin < len(tasks):
             end = int(np.searchsorted(ends, tasks[begin, 1] + most, side="right"))
+            end = min(end, gaps[bisect_right(gaps, begin)])
             end = max(end, begin + 1)
             pieces.append((begin, end))
             begin = end
@@ -303,11 +327,3 @@ def _tasks(
     offset = nth * rows_per_task
     size = np.minimum(rows_per_task, counts[request] - offset)
     return np.stack((request, starts[request] + offset, size), axis=1).astype(np.int32)
-
-
-def _to_device(parts: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """Int32 copies on the device, [len(part)] each, in one transfer."""
-    joined = torch.from_numpy(np.concatenate([part.astype(np.int32, copy=False) for part in parts]))
-    if device.type == "cuda":
-        joined = joined.pin_memory()
-    return list(torch.split(joined.to(device, non_blocking=True), [len(part) for part in parts]))

@@ -16,6 +16,7 @@ from draftwise.kernels.triton import in_torch, rows
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
+from draftwise.kernels.triton.prompts import PROMPT_ROWS
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
 
@@ -43,7 +44,8 @@ class TritonOps(AttendingOps):
     """On a CUDA device, or on the CPU in Triton's interpreter.
 
     ``batch_invariant``: no result depends on what else is in a batch. Else products of floats are torch's (cuBLAS),
-    those of fp8 too where the device has them; everything else is as it is.
+    those of fp8 too where the device has them, and long chunks of prompts go through its flash attention; everything
+    else is as it is.
 
     ``scheme``: what linear layers are rounded to as they are packed; the output layer has eight bits in all of them.
 
@@ -75,7 +77,8 @@ class TritonOps(AttendingOps):
             )
         if "attention" in replaced:
             attention = TorchGroupedAttention()
-        super().__init__(dtype, device, attention or TritonAttention())
+        prompt_rows = None if batch_invariant or "prompts" in replaced else PROMPT_ROWS
+        super().__init__(dtype, device, attention or TritonAttention(prompt_rows=prompt_rows))
         self._replaced = replaced
         self._products = "linear" not in replaced
         self._norm = in_torch.rms_norm if "norm" in replaced else rows.rms_norm
