@@ -156,11 +156,13 @@ struct Pass {
   int tasks;
   Tiles tiles;
   const uint8_t* after = nullptr;  // what is read when a task is done
+  int threads = 0;                 // which take tasks one after the other; 0: each has its own
 };
 
 std::atomic<uint64_t> g_pass{0};
 thread_local Scratch t_rows, t_shared_rows, t_sums;
 thread_local uint64_t t_rows_pass = 0;  // whose rows t_rows holds
+thread_local const uint8_t* t_prefetched = nullptr;  // weights that the last task's tiles have prefetched
 
 PackedRows packed_rows(const Pass& pass) {
   const LinearCall& c = *pass.call;
@@ -236,6 +238,12 @@ void run_panels(void* raw, int task, int) {
   void (*kernel)(const Tile&) = kernels.tile[w.format];
   const int64_t stride = w.panel_bytes(), steps = steps_per_unit(w.format), row_dwords = row_steps(kernels, w);
   const bool plain = kernels.plain_rows[w.format];
+  // Threads mostly take turns. Another one's task in its place costs a little bandwidth.
+  const uint8_t* after = pass.after;
+  if (pass.threads > 0 && task + pass.threads < pass.tasks)
+    after = w.weights + w.panels * (task + pass.threads) / pass.tasks * stride;
+  bool cold = t_prefetched != w.weights + first * stride;
+  t_prefetched = tiles.count > 1 ? after : nullptr;
 
   for (int64_t g = first; g < last; g += group) {
     int64_t group_end = std::min(g + group, last);
@@ -262,8 +270,15 @@ void run_panels(void* raw, int task, int) {
         else if (group_end < last)
           t.next_w = w.weights + group_end * stride;
         else
-          t.next_w = pass.after;
+          t.next_w = after;
+        // Memory is to be busy all the time, although the first tile alone reads these weights from there: all tiles share the
+        // prefetching of the next ones. Where nobody has prefetched these, the first tile does.
+        const int begin = cold ? 1 : 0;
+        cold = false;
         for (int tile = 0; tile < tiles.count; ++tile) {
+          const bool shared = tiles.count > 1 && tile >= begin && t.next_w != nullptr;
+          t.share = tile - begin;
+          t.shares = shared ? tiles.count - begin : 0;
           int64_t row = tiles.begin(tile);
           int rows = int(tiles.begin(tile + 1) - row);
           t.rows = rows;
@@ -349,7 +364,7 @@ void linear_run(Pool* pool, const LinearCall* call) {
   if (tasks < pool_threads(pool)) tasks = call->rows * bytes >= 4 * kTaskBytes ? pool_threads(pool) : tasks;
   tasks = std::clamp<int64_t>(tasks, 1, w.panels);
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
-            Tiles(call->rows, kernels.tile_rows[w.format])};
+            Tiles(call->rows, kernels.tile_rows[w.format]), nullptr, pool_threads(pool)};
   if (one_row_as_it_is(kernels, call)) {
     pass.packed = const_cast<void*>(call->x);
   } else if (call->rows >= kSharedRows) {

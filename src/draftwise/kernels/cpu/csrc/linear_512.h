@@ -14,22 +14,44 @@ constexpr int64_t kAhead = 128;  // units (128 bytes each) that are prefetched a
 // the second to the first level the processor's own prefetcher is enough.
 constexpr auto kInto = _MM_HINT_T2;
 
-// Where weights come from: read at `w`, prefetched ahead of it, in the end from what will be read after this tile.
+// Where weights come from: read at `w`, with prefetches of what Tile::share says: of these weights, some units ahead, and in the end
+// of the next ones; or of a part of the next ones alone, spread over the whole tile.
+// Example: 128 units, the second of two tiles: `ahead` begins in the middle of the next panel's 128 units and goes half a unit
+// with each unit of `w`.
 template <int P>
 struct Stream {
   static constexpr int64_t kDistance = kAhead / P * kUnitBytes;
   const uint8_t* w;
-  const uint8_t* edge;   // from here on, what is prefetched lies in what comes next
-  int64_t near, far;     // distance of the prefetch before and after the edge
+  const uint8_t* ahead;       // what is prefetched
+  int64_t step, header_step;  // how far it goes with a unit, and with 64 bytes of a header
+  const uint8_t* edge;        // from here on, it is `far` further: in what comes next
+  int64_t far;
+  int64_t left;  // units from `w` on
 
-  explicit Stream(const Tile& t) : w(t.w), edge(t.w + t.bytes - kDistance), near(kDistance) {
-    far = t.next_w != nullptr ? t.next_w - edge : 0;
+  explicit Stream(const Tile& t)
+      : w(t.w), ahead(t.w + kDistance), step(kUnitBytes), header_step(kHeader), edge(t.w + t.bytes - kDistance),
+        left(t.units) {
+    far = (t.next_w != nullptr ? t.next_w : w) - (edge + kDistance);
+    if (t.shares == 0) return;
+    far = 0;
+    ahead = t.next_w + t.bytes * t.share / t.shares;
+    step = (kUnitBytes + t.shares - 1) / t.shares;
+    header_step = (kHeader + t.shares - 1) / t.shares;
   }
-  void prefetch(int64_t stride, int bytes) const {
-    const uint8_t* ahead = w + (w < edge ? near : far);
+  void prefetch(int64_t stride, int bytes = kUnitBytes) const {
+    const uint8_t* at = ahead + (w < edge ? 0 : far);  // no branch: with one, GCC copies all accumulators in every turn
     for (int p = 0; p < P; ++p)
-      for (int i = 0; i < bytes; i += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + p * stride + i), kInto);
+      for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(at + p * stride + i), kInto);
+  }
+  bool next_unit() {  // whether there is one
+    w += kUnitBytes;
+    ahead += step;
+    return --left > 0;
+  }
+  void skip_header(int64_t stride, int bytes) {  // to the first unit of the group
+    prefetch(stride, bytes);
+    w += bytes;
+    ahead += bytes / kHeader * header_step;
   }
 };
 
@@ -83,15 +105,13 @@ void tile(const Tile& t) {
   Stream<P> s(t);
   const uint32_t* x = t.x;
   const int64_t stride = t.panel_stride;
-  int64_t left = t.units;
   do {
     __m512i w[2 * P];
     for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * stride + v % 2 * 64);
-    s.prefetch(stride, kUnitBytes);
+    s.prefetch(stride);
     add_steps<R, P, kBf16>(acc, w, x);
-    s.w += kUnitBytes;
     x += R;
-  } while (--left > 0);
+  } while (s.next_unit());
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
@@ -106,41 +126,42 @@ void tile_i8_dynamic(const Tile& t) {
       acc[r][v] = t.load ? _mm512_loadu_si512(t.sums + (r * P * 2 + v) * 16) : _mm512_set1_epi32(x_sums[r]);
   Stream<P> s(t);
   const uint32_t* x = t.x;
-  int64_t left = t.units;
   do {  // at least once: a loop that may not run makes the compiler spill
     __m512i w[2 * P];
     for (int v = 0; v < 2 * P; ++v) w[v] = load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64);
-    s.prefetch(t.panel_stride, kUnitBytes);
+    s.prefetch(t.panel_stride);
     add_steps<R, P>(acc, w, x);
-    s.w += kUnitBytes;
     x += R;
-  } while (--left > 0);
+  } while (s.next_unit());
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_si512(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
 
 // Ends a group: total += scale * group (+ shift * sum of the row's values), for all rows and vectors of 16 outputs. `header`
-// points at the first panel's scales; `x_sums` are read only where groups have zero points, where shift = -scale * zero point.
-template <bool kZeros, int R, int P>
-inline void end_group(float* sums, const uint8_t* header, int64_t stride, const __m512 (&group)[R][2 * P],
-                      const float (&x_sums)[R]) {
-#pragma GCC unroll 4
-  for (int v = 0; v < 2 * P; ++v) {  // unrolled, or all accumulators go through memory
+// points at the first panel's scales; value(r, v) is the group's sum; `x_sums` are read only where groups have zero points, where
+// shift = -scale * zero point.
+template <bool kZeros, int R, int P, class Value>
+inline void end_group(float* sums, const uint8_t* header, int64_t stride, const Value& value, const float (&x_sums)[R]) {
+  __m512 scale[2 * P], shift[2 * P];
+  for (int v = 0; v < 2 * P; ++v) {
     const uint8_t* at = header + v / 2 * stride;
-    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + v % 2 * 32)));
-    __m512 shift = _mm512_setzero_ps();
-    if (kZeros) {
-      __m128i z = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + kHeader + v % 2 * 16));
-      shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), scale), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(z)));
-    }
+    scale[v] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + v % 2 * 32)));
+    if (!kZeros) continue;
+    __m128i z = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + kHeader + v % 2 * 16));
+    shift[v] = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), scale[v]), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(z)));
+  }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < R; ++r)  // unrolled, or all accumulators go through memory
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * P; ++v) {
       float* to = sums + (r * P * 2 + v) * 16;
-      __m512 total = _mm512_fmadd_ps(group[r][v], scale, _mm512_loadu_ps(to));
-      if (kZeros) total = _mm512_fmadd_ps(shift, _mm512_set1_ps(x_sums[r]), total);
+      __m512 total = _mm512_fmadd_ps(value(r, v), scale[v], _mm512_loadu_ps(to));
+      if (kZeros) total = _mm512_fmadd_ps(shift[v], _mm512_set1_ps(x_sums[r]), total);
       _mm512_storeu_ps(to, total);
     }
-  }
+  // The totals stay in memory: GCC would keep as many as it can in registers from group to group, and spill what the loop over
+  // units needs. Measured with eight rows: a fifth slower.
+  __asm__ volatile("" ::: "memory");
 }
 
 // Totals of a tile that does not go on from earlier ones.
@@ -165,14 +186,12 @@ void tile_i4_dynamic_groups(const Tile& t) {
   do {
     const uint8_t* group = s.w;
     __m512i acc[R][2 * P];
-    // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_set1_epi32(x_sums[r]);
-    s.prefetch(stride, header);
-    s.w += header;
+      for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_setzero_si512();
+    s.skip_header(stride, header);
     int u = group_units;
     do {
-      s.prefetch(stride, kUnitBytes);
+      s.prefetch(stride);
       __m512i first[2 * P], second[2 * P];
       for (int v = 0; v < 2 * P; ++v) {
         __m512i w = load_w(s.w + v / 2 * stride + v % 2 * 64);
@@ -181,16 +200,18 @@ void tile_i4_dynamic_groups(const Tile& t) {
       }
       add_steps<R, P>(acc, first, x);
       add_steps<R, P>(acc, second, x + R);
-      s.w += kUnitBytes;
+      s.next_unit();
       x += 2 * R;
     } while (--u > 0);
-    __m512 values[R][2 * P];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2 * P; ++v) values[r][v] = _mm512_cvtepi32_ps(acc[r][v]);
     float x_sum[R];
     if (kZeros)
       for (int r = 0; r < R; ++r) x_sum[r] = float(x_sums[r]) * -0.125f;
-    end_group<kZeros, R, P>(sums, group, stride, values, x_sum);
+    // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold. Here rather than at the
+    // beginning, where these vectors would have to be made for nothing else.
+    const auto value = [&](int r, int v) {
+      return _mm512_cvtepi32_ps(_mm512_add_epi32(acc[r][v], _mm512_set1_epi32(x_sums[r])));
+    };
+    end_group<kZeros, R, P>(sums, group, stride, value, x_sum);
     x_sums += R;
   } while (--groups > 0);
 }

@@ -13,18 +13,16 @@ void tile_i8(const Tile& t) {
       acc[r][v] = t.load ? _mm512_loadu_ps(t.sums + (r * P * 2 + v) * 16) : _mm512_setzero_ps();
   Stream<P> s(t);
   const uint32_t* x = t.x;
-  int64_t left = t.units;
   do {
-    s.prefetch(t.panel_stride, kUnitBytes);
+    s.prefetch(t.panel_stride);
     __m512i first[2 * P], second[2 * P];
     for (int v = 0; v < 2 * P; ++v) {
       widen_bytes(load_w(s.w + v / 2 * t.panel_stride + v % 2 * 64), first[v], second[v]);
     }
     add_steps<R, P, true>(acc, first, x);
     add_steps<R, P, true>(acc, second, x + R);
-    s.w += kUnitBytes;
     x += 2 * R;
-  } while (--left > 0);
+  } while (s.next_unit());
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2 * P; ++v) _mm512_storeu_ps(t.sums + (r * P * 2 + v) * 16, acc[r][v]);
 }
@@ -43,14 +41,13 @@ void tile_i4_groups(const Tile& t) {
   float* sums = t.sums;
   do {
     const uint8_t* group = s.w;
-    s.prefetch(stride, header);
     __m512 acc[R][2 * P];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2 * P; ++v) acc[r][v] = _mm512_setzero_ps();
-    s.w += header;
+    s.skip_header(stride, header);
     int u = group_units;
     do {  // at least once: a loop that may not run makes the compiler spill
-      s.prefetch(stride, kUnitBytes);
+      s.prefetch(stride);
       for (int half = 0; half < 2; ++half) {
         __m512i first[2 * P], second[2 * P];
         for (int v = 0; v < 2 * P; ++v) {
@@ -59,13 +56,14 @@ void tile_i4_groups(const Tile& t) {
         add_steps<R, P, true>(acc, first, x + 2 * half * R);
         add_steps<R, P, true>(acc, second, x + (2 * half + 1) * R);
       }
-      s.w += kUnitBytes;
+      s.next_unit();
       x += 4 * R;
     } while (--u > 0);
     float x_sum[R];
     if (kZeros)
       for (int r = 0; r < R; ++r) x_sum[r] = x_sums[r];
-    end_group<kZeros, R, P>(sums, group, stride, acc, x_sum);
+    end_group<kZeros, R, P>(
+        sums, group, stride, [&](int r, int v) { return acc[r][v]; }, x_sum);
     x_sums += R;
   } while (--groups > 0);
 }
@@ -90,7 +88,7 @@ const LinearKernels linear_avx512 = {
      DW_ROWS(DW_I4_DYN_TILE)},
     finish,
     quantize,
-    {12, 12, 8, 12, 8, 8},  // what registers hold next to the tables of the widening formats
+    {12, 12, 8, 12, 8, 12},  // what registers hold next to the tables of the widening formats
     {6, 0, 0, 0, 0, 0},  // weights that come from memory are read faster in one stream than in two
     {},
     nullptr};

@@ -31,7 +31,7 @@ const LinearKernels linear_avx512vnni = {
      DW_ROWS(DW_I4_DYN_TILE)},
     finish,
     quantize,
-    {12, 12, 10, 12, 10, 8},
+    {12, 12, 10, 12, 10, 12},
     {6, 0, 0, 0, 0, 0},
     {},
     nullptr};

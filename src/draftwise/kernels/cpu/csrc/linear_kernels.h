@@ -50,7 +50,10 @@ struct Tile {
   int64_t panel_stride;   // bytes from a panel to the next
   int64_t units;
   int64_t bytes;          // of one panel over these units
-  const uint8_t* next_w;  // what will be read after this (prefetched towards the end), or null
+  const uint8_t* next_w;  // what will be read after these weights, by this tile and all the others, or null
+  // What is prefetched. `shares` 0: these weights, some way ahead, and towards the end `next_w`. Else they have been prefetched,
+  // and while this tile runs, the `share`-th of as many parts of what begins at `next_w` and has `bytes` bytes.
+  int share, shares;
   float* sums;            // [rows][32 * panels]: float32, or int32 for W_I8_DYN
   bool load;              // go on from `sums` rather than from zero
   int rows;
