@@ -22,7 +22,7 @@ from draftwise.engine.outputs import EngineStats
 from draftwise.errors import ConfigError, EngineDeadError
 from draftwise.plan.operating import Sla
 from draftwise.plan.planner import Planner
-from draftwise.plan.ticks import ENGINES, Decision, Observation, kind_of, known
+from draftwise.plan.ticks import ENGINES, Decision, Observation, counted, kind_of, known
 from draftwise.sched.request import RequestUpdate
 
 logger = logging.getLogger("draftwise.planner")
@@ -287,11 +287,8 @@ def _wanted(decision: Decision) -> tuple[Mapping[str, int], str, int]:
 
 def words(decision: Decision) -> str:
     """Example: "2 engines, eagle3 K=4"."""
-    counts = ", ".join(
-        f"{n} {pool[:-1] if n == 1 and pool == ENGINES else pool}" for pool, n in decision.replicas.items()
-    )
     how = "plain decoding" if decision.method == "none" else f"{decision.method} K={decision.drafts}"
-    return f"{counts}, {how}"
+    return f"{counted(decision.replicas)}, {how}"
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from draftwise.plan.forecast import load_ahead
 from draftwise.plan.patience import MOST_PATIENCE, Patience, most_needed
 from draftwise.plan.predictors import Predictor, predictor
 from draftwise.plan.staffing import Service, replicas_for
-from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation, Reason, known
+from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation, Reason, counted, known
 
 _HISTORY = 4096
 _MOST_RATE, _MOST_TOKENS = 1e9, float(1 << 24)
@@ -136,7 +136,7 @@ class Planner:
         if not self.config.dynamo:
             rate = self._rate_ahead(seen, rate, rates.wait, reasons)
         needed = self._needed(rate, isl, osl, rates)
-        replicas = ", ".join(f"{n} {pool}" for pool, n in needed.items())
+        replicas = counted(needed)
         reasons.append(
             Reason("load", f"{rate:.3g} requests/s of {isl:.0f} + {osl:.0f} tokens need {replicas}")
         )

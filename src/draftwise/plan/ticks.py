@@ -79,6 +79,13 @@ def kind_of(reason: str) -> str:
     return reason.kind if isinstance(reason, Reason) else "restored"
 
 
+def counted(replicas: Mapping[str, int]) -> str:
+    """Replicas by pool in words. Example: "1 engine", "2 prefill, 3 decode"."""
+    return ", ".join(
+        f"{n} {pool[:-1] if n == 1 and pool == ENGINES else pool}" for pool, n in replicas.items()
+    )
+
+
 def known(value: float | None) -> bool:
     """Whether a number was observed."""
     return value is not None and math.isfinite(value)

@@ -178,7 +178,7 @@ def _surfaces(profile: Profile, weights: str, times: Measured) -> list[Cells]:
         gain = best.tokens_per_second / plain.tokens_per_second
         name = "plain" if best.method == "none" else f"{best.method} {best.drafts}"
         gains[context, n] = (gain, f"{name}: {gain:.2f}")
-        waits[context, n] = (best.itl, f"{1000 * best.itl:.3g}")
+        waits[context, n] = (best.itl, f"{1000 * best.itl:.3g}" if best.itl < 1 else f"{1000 * best.itl:.0f}")
     if not gains:
         return []
     columns, rows = sorted({n for _, n in gains}), sorted({context for context, _ in gains})
