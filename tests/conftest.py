@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Property tests look at the same examples every time, however slow the machine is.
+settings.register_profile(
+    "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 # Before transformers or tokenizers are imported: no test reaches for the network or forks a tokenizer pool.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -102,7 +102,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return path, body
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=bodies())
 def test_no_body_is_an_internal_error(server: RunningServer, case: tuple[str, dict[str, Any]]) -> None:
     path, body = case
@@ -116,7 +116,7 @@ def test_no_body_is_an_internal_error(server: RunningServer, case: tuple[str, di
         assert b'"code":"internal' not in answer and b"internal error" not in answer
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from([*KINDS, "/reset_prefix_cache", "/ping"]), data=st.binary(max_size=60))
 def test_no_bytes_are_an_internal_error(server: RunningServer, path: str, data: bytes) -> None:
     assert server.request("POST", path, data)[0] in (200, 400, 404)

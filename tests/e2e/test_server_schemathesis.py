@@ -40,7 +40,7 @@ def test_never_a_500(server: RunningServer, mode: str) -> None:
             continue  # nothing to break in a request without a body
 
         @settings(
-            max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+            max_examples=60, derandomize=True, database=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         @given(operation.as_strategy(generation_mode=generation))

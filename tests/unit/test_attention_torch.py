@@ -145,7 +145,7 @@ requests_strategy = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=requests_strategy,
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),

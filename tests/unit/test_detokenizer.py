@@ -91,7 +91,6 @@ def run(pieces: list[str], **options: object) -> tuple[IncrementalDetokenizer, l
 
 
 @given(st.data(), st.booleans())
-@settings(deadline=None)
 def test_any_tokens_of_a_byte_level_tokenizer(data: st.DataObject, skip: bool) -> None:
     tokenizer = byte_level()
     size = tokenizer.get_vocab_size()
@@ -125,7 +124,6 @@ def test_the_alphabet_is_the_tokenizers_library_s() -> None:
 
 
 @given(st.text(max_size=30))
-@settings(deadline=None)
 def test_no_character_is_ever_split(text: str) -> None:
     tokenizer = byte_level()
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -148,7 +146,6 @@ def test_half_a_character_is_held_back_and_shown_as_such_only_at_the_end() -> No
 
 
 @given(st.text("abcdefgh .,eé漢😀", max_size=30), st.text("abc é😀", max_size=12))
-@settings(deadline=None)
 def test_sentencepiece_text_goes_on_from_the_prompt(text: str, prompt: str) -> None:
     tokenizer = sentencepiece_like()
     before = tokenizer.encode(prompt, add_special_tokens=False).ids

@@ -422,7 +422,7 @@ class KVMachine(RuleBasedStateMachine):
             assert self.kv.num_free == BLOCKS
 
 
-KVMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+KVMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestKVMachine = KVMachine.TestCase
 
 

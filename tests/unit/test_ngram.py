@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.native import native_or_skip
 
@@ -170,7 +170,6 @@ def test_the_cost_of_a_step_does_not_grow_with_the_context() -> None:
     assert long < 500e-6
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=4),
     st.integers(1, 5),

@@ -115,7 +115,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(*[numbers] * 9, st.just({}), st.just(0), numbers), min_size=1, max_size=12),
     st.integers(2, 40),
@@ -146,7 +146,7 @@ def test_never_beyond_the_budget_never_below_the_floor_never_an_error(
     assert "need" in last.reasons[0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.floats(0.05, 3.0), st.sampled_from(["engines", "pools"]))
 def test_it_does_not_flap_under_a_constant_noisy_load(seed: int, load: float, mode: Any) -> None:
     """Whatever replicas the mean needs, noise of 10 % changes the number a few times an hour at most."""

@@ -122,7 +122,7 @@ def random_row(draw: st.DrawFn) -> LogitsRow:
     return row_of(random_params(draw), tuple(draw(ids)), draw(ids) or [0], draw(ids), mask, stop)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(random_row(), min_size=1, max_size=6), st.integers(0, 2**31))
 def test_a_mixed_batch_equals_the_plain_reimplementation(rows: list[LogitsRow], seed: int) -> None:
     logits = torch.randn(len(rows), V, generator=torch.Generator().manual_seed(seed)) * 2

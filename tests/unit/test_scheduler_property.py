@@ -133,5 +133,5 @@ class Engine(RuleBasedStateMachine):
                 assert request.finish_reason == "length" and request.num_tokens == request.max_total
 
 
-Engine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+Engine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestEngine = Engine.TestCase

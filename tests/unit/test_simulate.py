@@ -136,7 +136,7 @@ def test_a_failed_replica_loses_no_request_and_no_token() -> None:
     assert found.e2e_np.mean() > quiet.e2e_np.mean()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_whatever_happens_every_token_is_delivered_once(data: st.DataObject) -> None:
     """Little caches, failures, pools, routers, a planner that starts and drains replicas: all requests end with all

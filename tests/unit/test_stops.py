@@ -25,7 +25,7 @@ def naive_held(stops: list[str], text: str) -> int:
 
 
 @given(STOPS, st.lists(st.text("abc", max_size=8), max_size=8), st.lists(st.booleans(), min_size=8))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_matches_and_what_is_held_against_a_look_at_every_character(
     stops: list[str], pieces: list[str], ignored: list[bool]
 ) -> None:

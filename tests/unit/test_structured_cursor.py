@@ -45,7 +45,7 @@ def tokens_of(mask: torch.Tensor) -> set[int]:
     return set(mask.nonzero().flatten().tolist())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(words, st.lists(trees, min_size=1, max_size=4), st.booleans(), st.randoms(use_true_random=False))
 def test_masks_prune_and_commit_agree_with_the_words(language, proposals, ignore_eos, rng) -> None:  # type: ignore[no-untyped-def]
     cursor = cursor_over(language, VOCAB, EOS, ignore_eos=ignore_eos)

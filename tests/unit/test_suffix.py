@@ -256,7 +256,7 @@ def test_other_integer_types_mean_the_same(native: bool) -> None:
 # ------------------------------------------------------------------------------------------ native = Python
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_both_ways_propose_the_same(seed: int) -> None:
     """Requests of a few tokens' vocabulary that come, leave, return and repeat each other; small caches."""

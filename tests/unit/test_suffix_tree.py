@@ -193,7 +193,7 @@ def random_stream(seed: int) -> int:
     return drafts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32))
 def test_native_tree_equals_the_definition(seed: int) -> None:
     random_stream(seed)

@@ -68,7 +68,7 @@ def eagle2(
     return [path for _, path in candidates[:nodes]], fed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     top_k=st.integers(1, 8),
