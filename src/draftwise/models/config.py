@@ -56,6 +56,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # per-head RMSNorm on queries and keys before the rotation
     wide_qk_norm: bool = False  # the same over all heads at once
+    attn_gate: bool = False  # the q projection also gives a gate, see `models.gates`
     activation: Activation = SILU  # of gated MLPs
     experts: ExpertsConfig | None = None  # mixtures of experts in place of MLPs
     attn_softcap: float | None = None  # attention scores become cap * tanh(score / cap)

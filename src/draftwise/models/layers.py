@@ -16,6 +16,7 @@ from draftwise.kernels.split import summed
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.config import ModelConfig
 from draftwise.models.cuts import BY_INPUTS, Run, Split, by_outputs
+from draftwise.models.gates import gated_orders
 from draftwise.models.mlp import (
     EXPERT_NAMES,
     DenseWeights,
@@ -134,6 +135,7 @@ class DenseLayer:
     after_attention: Norm | None = None  # of what attention gives, before it is added
     after_mlp: Norm | None = None
     whole: bool = False  # rows see those behind them, too (`Ops.attention`)
+    gate: Linear | None = None  # [Hq * D, H], of `models.gates`
 
 
 class LayerWeights:
@@ -156,6 +158,7 @@ class LayerWeights:
         (`SplitKv`); ``sparse``: how experts are kept."""
         hidden, dim = config.hidden_size, config.head_dim
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
+        rows_in = 2 * rows_q if config.attn_gate else rows_q  # of the q projection, as it is stored
 
         def name(pattern: str) -> str:
             return pattern.format(i=i)
@@ -165,14 +168,18 @@ class LayerWeights:
             return declare_linear(plan, named, columns, bias, split)
 
         self.input_norm = plan.tensor(name(names.input_norm), (hidden,)) if input_norm else None
-        columns, parts = qkv_inputs or hidden, [(names.q, rows_q), (names.k, rows_kv), (names.v, rows_kv)]
+        columns, parts = qkv_inputs or hidden, [(names.q, rows_in), (names.k, rows_kv), (names.v, rows_kv)]
         kv = Run(rows_kv, config.kv_copies)
-        split = Split(((Run(rows_q),), (kv,), (kv,)))
+        split = Split(((Run(rows_in),), (kv,), (kv,)))
         if names.qkv is not None:
             parts, split = [(names.qkv, rows_q + 2 * rows_kv)], Split(((Run(rows_q), kv, kv),))
         order = config.rope.order(dim)
         self._dims = None if order is None else torch.tensor(order)
         self._order = orders_of(order, rows_q, rows_kv)[2]
+        self._gate_order: Tensor | None = None
+        if config.attn_gate:
+            assert names.qkv is None and not split_kv and not config.wide_qk_norm, "no family has both"
+            self._order, self._gate_order = gated_orders(order, config.num_heads, config.num_kv_heads, dim)
         self._offset = config.norm_offset
         self.wide_norm = config.wide_qk_norm
         assert not (self.wide_norm and order is not None), "no family has both"
@@ -243,6 +250,13 @@ class LayerWeights:
             weight, bias = self.__dict__.pop(name)
             return load_linear(ops, plan, weight, bias, order=order)
 
+        gate: Linear | None = None
+        if self._gate_order is not None:
+            weight, bias = self.qkv
+            assert isinstance(weight, Tensor), "no draft layer is quantised in its checkpoint"
+            gate = load_linear(ops, plan, weight, bias, order=self._gate_order)
+            del weight, bias
+
         post_norm, q_norm, k_norm = norm("post_norm"), norm("q_norm", self._dims), norm("k_norm", self._dims)
         assert post_norm is not None
         qkv: Linear | SplitQkv | SplitKv
@@ -268,6 +282,7 @@ class LayerWeights:
             sinks=None if self.sinks is None else self.sinks.float(),
             after_attention=norm("after_attention"),
             after_mlp=norm("after_mlp"),
+            gate=gate,
         )
 
 
@@ -350,6 +365,8 @@ class LayerPass:
             layer.sinks,
             whole=layer.whole,
         )
+        if layer.gate is not None:
+            attended = ops.mul(attended, ops.unary(ops.linear(hidden, layer.gate), "sigmoid"))
         behind = layer.o
         added = ops.linear(attended, behind) if isinstance(behind, Linear) else behind.run(ops, attended)
         if layer.after_attention is not None:

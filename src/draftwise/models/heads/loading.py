@@ -39,6 +39,7 @@ from draftwise.models.heads.formats import (
 )
 from draftwise.models.heads.medusa import MedusaHeads, medusa_shape, rename_medusa
 from draftwise.models.heads.mtp import MtpHead
+from draftwise.models.heads.mtp_gated import gated_layers, unstacked
 from draftwise.models.heads.mtp_names import mtp_form, renamer
 from draftwise.models.heads.tensors import HeadTensors, scan_head
 from draftwise.models.layers import LayerWeights
@@ -250,14 +251,14 @@ def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
     if not own:  # a folder of their own may bring embedding and output layer under their usual names
         usual = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
         names |= {name: f"0.{part}.weight" for part, name in usual.items() if name in found}
-    tensors = found.renamed(names.get)
+    tensors = unstacked(found.renamed(names.get))
     with _named(folder):
         check_target(raw, link)
         count = number_of_layers(tensors)
-        config, experts, weights = sparse_layers(raw, tensors, count) or (
-            layer_config(raw, tensors, count),
-            None,
-            LayerWeights,
+        config, experts, weights = (
+            gated_layers(raw, tensors, count)
+            or sparse_layers(raw, tensors, count)
+            or (layer_config(raw, tensors, count), None, LayerWeights)
         )
         if config.latent is not None:  # DeepSeek's own layers
             form = replace(form, normed_feature=True)

@@ -108,7 +108,9 @@ class MtpHead(HeadModel):
         for weights in self._norms:
             for weight in weights:
                 plan.fill(weight)
-            norms.append([ops.pack_norm(weight, config.norm_eps) for weight in weights])
+            norms.append(
+                [ops.pack_norm(_shifted(weight, config.norm_offset), config.norm_eps) for weight in weights]
+            )
         projections = [load_linear(ops, plan, projection) for projection in self._projections]
         layers = []
         for i, loaded in enumerate(self._loaded):
@@ -154,3 +156,8 @@ class MtpHead(HeadModel):
 
     def weight_bytes(self) -> int:
         return self._weight_bytes
+
+
+def _shifted(weight: Tensor, offset: float) -> Tensor:
+    """A norm's weight [H] as it multiplies; families that multiply by 1 + w store w."""
+    return weight.float() + offset if offset else weight
