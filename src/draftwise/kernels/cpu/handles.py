@@ -65,9 +65,17 @@ def result_of(out: Tensor | None, shape: tuple[int, ...] | torch.Size, dtype: to
     return out
 
 
-def norm_parts(norm: Norm | None) -> tuple[Tensor | None, float]:
-    """Its weight and epsilon."""
-    if norm is None:
-        return None, 0.0
-    assert isinstance(norm, NativeNorm)
-    return norm.weight, norm.eps
+def norms_of(q_norm: Norm | None, k_norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """The weights of the norms of queries and of keys, and their epsilon.
+
+    Raises:
+        ValueError: They have different ones.
+    """
+    weights: list[Tensor | None] = []
+    found: list[float] = []
+    for norm in (q_norm, k_norm):
+        assert norm is None or isinstance(norm, NativeNorm)
+        weights.append(None if norm is None else norm.weight)
+        found += [] if norm is None else [norm.eps]
+    require(len(set(found)) <= 1, "one epsilon for both norms")
+    return weights[0], weights[1], found[0] if found else 0.0
