@@ -296,8 +296,53 @@ def test_parallel_sizes_of_files(options: dict[str, Any], engine: dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    ("text", "engine", "server"),
+    [
+        (  # as TensorRT-LLM's guides of deployment write them
+            """
+cuda_graph_config: {enable_padding: true, max_batch_size: 720}
+enable_attention_dp: false
+moe_config: {backend: TRTLLM}
+stream_interval: 20
+num_postprocess_workers: 4
+enable_autotuner: false
+kv_cache_config: {dtype: auto, enable_block_reuse: false, free_gpu_memory_fraction: 0.6}
+""",
+            {"kv_cache_dtype": "auto", "enable_prefix_caching": False, "gpu_memory_utilization": 0.6},
+            {},
+        ),
+        (  # as vLLM's
+            """
+model: M
+host: 127.0.0.1
+port: 6379
+uvicorn-log-level: info
+load-format: auto
+tensor-parallel-size: 2
+no-enable-prefix-caching: true
+enable-auto-tool-choice: true
+tool-call-parser: openai
+stream-interval: 20
+""",
+            {"model": "M", "load_format": "auto", "tensor_parallel_size": 2, "enable_prefix_caching": False},
+            {"host": "127.0.0.1", "port": 6379, "log_level": "info", "tool_call_parser": "openai"},
+        ),
+    ],
+)
+def test_files_of_other_engines_as_they_are(
+    text: str, engine: dict[str, Any], server: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert read_config_file(str(file)) == (engine, server)
+    resolve_engine_config(**{"model": "M", "device": "cpu", **engine})
+    assert settings(arguments("--extra_llm_api_options", str(file)))[1].port == server.get("port", 8000)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"uds": "/tmp/socket"}, "it listens at an address"),
         (
             {"tensor_parallel_size": 4, "moe_expert_parallel_size": 2},
             "moe_expert_parallel_size: 2 .*only 1 or 4",

@@ -48,6 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="local folder or hub id")
     parser.add_argument("--config", metavar="FILE", help="YAML with these options, or with TensorRT-LLM's")
+    parser.add_argument("--extra-llm-api-options", dest="config", metavar="FILE", help=argparse.SUPPRESS)
     group = parser.add_argument_group("server")
 
     def add(name: str, text: str, kind: Any = str, **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""``--config FILE``: YAML with the options of ``draftwise serve``, or with those of TensorRT-LLM."""
+"""``--config FILE``: YAML with the options of ``draftwise serve``, with vLLM's, or with those of TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from draftwise.config.engine import ENGINE_OPTIONS
-from draftwise.config.foreign import HARMLESS
+from draftwise.config.foreign import FOREIGN, HARMLESS
+from draftwise.config.foreign_server import SERVER_FLAGS, check_server_flag
 from draftwise.config.resolve import ALIASES, OLD_SPECULATIVE
 from draftwise.errors import ConfigError, suggest
 from draftwise.server.config import ServerConfig
 
 _SERVER_NAMES = ({f.name for f in fields(ServerConfig)} | {"api_key"}) - {"model_names", "api_keys"}
-_ENGINE_NAMES = {*ENGINE_OPTIONS, *ALIASES, *HARMLESS, *OLD_SPECULATIVE, "speculative_config"}
+_ENGINE_NAMES = {*ENGINE_OPTIONS, *ALIASES, *HARMLESS, *FOREIGN, *OLD_SPECULATIVE, "speculative_config"}
 
 _RENAMED = {
     "max_batch_size": "max_num_seqs",
@@ -27,8 +28,20 @@ _RENAMED = {
     "cuda_graph_config": None,
     "scheduler_config": None,
     "enable_iter_perf_stats": None,
+    "enable_iter_req_stats": None,
+    "return_perf_metrics": None,
+    "moe_config": None,
+    "attn_backend": None,
+    "attention_dp_config": None,
+    "enable_autotuner": None,
+    "torch_compile_config": None,
+    "allreduce_strategy": None,
+    "num_postprocess_workers": None,
 }
-"""TensorRT-LLM's names and ours; None: no effect here (graphs, its own loops, its logs)."""
+"""TensorRT-LLM's names and ours; None: no effect here (kernels, graphs, its own loops, its logs)."""
+_SERVER_RENAMED = {"uvicorn_log_level": "log_level"}
+_OF_COURSE = ("enable_auto_tool_choice",)
+"""Switches of vLLM for what happens anyway."""
 _MUST_BE = {"moe_cluster_parallel_size": 1, "context_parallel_size": 1, "enable_attention_dp": False}
 """TensorRT-LLM's names of what is not there, and the values that switch it off."""
 _EXPERTS = ("moe_expert_parallel_size", "moe_tensor_parallel_size")
@@ -95,6 +108,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     for name, value in options.items():
         if value is None:
             continue
+        name, value = _as_said(name, value)
         if name == "kv_cache_config":
             for inner, translated in _kv_cache(value).items():
                 put(inner, translated)
@@ -109,6 +123,10 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         elif name in _RENAMED:
             if (target := _RENAMED[name]) is not None:
                 put(target, value)
+        elif name in SERVER_FLAGS:
+            check_server_flag(name, value)
+        elif name in _OF_COURSE:
+            continue
         elif name in _SERVER_NAMES:
             server[name] = _server_value(name, value)
         elif name in _ENGINE_NAMES:
@@ -117,6 +135,14 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             valid = {*_SERVER_NAMES, *_ENGINE_NAMES, *_RENAMED, *_EXPERTS, *_MUST_BE, "kv_cache_config"}
             raise ConfigError(f"config: unknown option {name!r}{suggest(name, valid)}")
     return engine, server
+
+
+def _as_said(name: str, value: Any) -> tuple[str, Any]:
+    """An option under its own name. Example: ``no_enable_prefix_caching: true`` is ``enable_prefix_caching: false``."""
+    positive = name.removeprefix("no_")
+    if positive != name and isinstance(value, bool) and positive in _ENGINE_NAMES | _SERVER_NAMES:
+        return positive, not value
+    return _SERVER_RENAMED.get(name, name), value
 
 
 def _by_rank(options: Mapping[str, Any], name: str, value: Any) -> bool:
@@ -161,15 +187,14 @@ def _kv_cache(value: Any) -> dict[str, Any]:
         "enable_block_reuse": "enable_prefix_caching",
         "tokens_per_block": "block_size",
         "max_gpu_total_bytes": "kv_cache_memory",
+        "dtype": "kv_cache_dtype",
     }
     out: dict[str, Any] = {}
     for name, inner in value.items():
         if inner is None:
             continue
-        if name == "dtype" and inner == "auto":
-            continue
-        if name == "enable_partial_reuse":  # how finely it shares; blocks are shared whole here
-            continue
+        if name in ("enable_partial_reuse", "event_buffer_max_size"):
+            continue  # how finely it shares: blocks are shared whole here; events are never held back
         if name not in names:
             hint = suggest(str(name), names)
             raise ConfigError(f"config: kv_cache_config.{name} is not supported{hint}")
