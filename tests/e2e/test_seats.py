@@ -26,7 +26,7 @@ from tests.fakes.every_method import VOCAB, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
-METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix"]
+METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa"]
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.9},
@@ -97,9 +97,9 @@ def params_of(rule: str, method: str, **more: Any) -> list[SamplingParams]:
 
 CASES = [
     *(("greedy", method) for method in METHODS),
-    *(("coupled", method) for method in ("none", "draft_model", "eagle3", "ngram", "suffix")),
-    *(("rejection", method) for method in ("none", "draft_model", "eagle3", "mtp", "ngram")),
-    *(("block", method) for method in ("draft_model", "eagle3")),
+    *(("coupled", method) for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa")),
+    *(("rejection", method) for method in ("none", "draft_model", "eagle3", "mtp", "ngram", "medusa")),
+    *(("block", method) for method in ("draft_model", "eagle3", "medusa")),
 ]
 
 
@@ -151,11 +151,12 @@ KINDS: list[dict[str, Any]] = [
 
 def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> None:
     """Drafters, rules, and all that shapes a distribution, in the same steps: nobody's text is another one's."""
+    beside = ["none", "draft_model", "eagle", "eagle3", "mtp", "medusa", "suffix", "ngram"]
     # what a drafter makes of top_p depends on whether its loop fits, and so does what rejection draws then
     rules = ["greedy", "coupled", "coupled", "coupled", "rejection", "", "greedy", "block"]
     params = []
     for i, (kind, rule) in enumerate(zip(KINDS, rules, strict=True)):
-        method = METHODS[i % len(METHODS)]
+        method = beside[i]
         own: dict[str, Any] = {"method": method}
         if rule not in ("", "greedy"):
             own["rule"] = rule
@@ -231,7 +232,7 @@ def test_most_steps_stay_on_the_device(engines: Engines) -> None:
     assert 12 <= found.num_steps - before[0] <= 14 and found.num_entered - before[1] == 2
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "suffix"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "suffix", "medusa"])
 def test_requests_come_and_go_among_all_that_happens(engines: Engines, method: str) -> None:
     """A tight cache with preemptions, prompts in chunks, requests of other methods and kinds in between, stop tokens,
     one request that ends after the other; and a device that runs a step as late as can be."""
@@ -310,7 +311,7 @@ def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "medusa"])
 def test_who_leaves_a_seat_goes_on_as_it_stood(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

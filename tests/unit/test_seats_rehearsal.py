@@ -46,7 +46,7 @@ KINDS: list[dict[str, Any]] = [
 """Each with short texts twice, so that all is captured, and then with long ones: no more is waited for."""
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle3", "ngram", "suffix"])
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle3", "ngram", "suffix", "medusa"])
 def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     target, families = make_target(tmp_path), make_families(tmp_path)
     options: dict[str, Any] = {

@@ -60,7 +60,7 @@ def test_rows_of_the_targets_pass(width: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["argmax", "draft", "shared"])
-@pytest.mark.parametrize("drafter", ["none", "model", "head"])
+@pytest.mark.parametrize("drafter", ["none", "model", "head", "without storage"])
 @torch.inference_mode()
 def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) -> None:
     """Two loops, of which the second drafts less; each concerns its own seats alone."""
@@ -80,7 +80,8 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
         found = []
         for number in (1, 2):
             steps = DRAFTS + 1 - number
-            first = pass_rows(2 if drafter == "model" else steps + 1, DEVICE)
+            widths = {"model": 2, "head": steps + 1, "without storage": 1}
+            first = pass_rows(widths[drafter], DEVICE)
             ends = torch.zeros(first.shape.size, dtype=torch.int64, device=DEVICE)
             seats, batch = loop_seats(DEVICE, steps), first.batch
             head = drafter == "head"

@@ -51,11 +51,13 @@ class LoopSeats(NamedTuple):
 class Drafter:
     """The model that a loop calls.
 
+    ``advance``: None: there are no passes, and ``logits`` makes all at once, [R, F] -> [steps, R, Vd] float32, of the
+    target's hidden state.
     ``position_offset``: from a row's key to its position, -1 for heads. ``target_ids`` [Vd] int64: the target's id of
     each of its tokens; None: they are the same.
     """
 
-    advance: Advance
+    advance: Advance | None
     logits: Callable[[Tensor], Tensor]
     vocab_size: int
     max_position: int
@@ -208,6 +210,11 @@ class ChainLoop:
 
     def _run(self) -> None:
         self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
+        if self.drafter.advance is None:
+            assert self._features is not None
+            for step, logits in enumerate(self.drafter.logits(self._features)):
+                self._tokens[:, step].copy_(self._draw(logits, step))
+            return
         hidden, features = self.drafter.advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
         if features is not None:

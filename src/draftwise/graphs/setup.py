@@ -15,10 +15,12 @@ from draftwise.graphs.buffers import Shape
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.head import GraphedHead
+from draftwise.graphs.medusa import GraphedMedusa
 from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
 from draftwise.graphs.trees import TreePlan
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
+from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.types import TreeShape
 
 
@@ -93,12 +95,27 @@ class GraphSetup:
 
     def head(self, head: HeadModel, steps: int, tree: TreePlan | None = None) -> HeadModel:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
+        if not head.capturable:
+            return head
         rows = 1 + (steps if tree is None else levels(tree))
         captures = self._loops(rows, steps, tree)
         if head.num_depths > 1 or head.mask_token is not None:
             captures = Captures(())  # drafts in one pass, or with another layer each time
         self._plan(f"head {type(head).__name__}", captures)
         return GraphedHead(head, captures, self.block_size, self.backend)
+
+    def medusa(
+        self, heads: MedusaHeads, steps: int, hidden_size: int, dtype: torch.dtype
+    ) -> GraphedMedusa | None:
+        """Medusa heads, for steps that stay on the device; None: they cannot be captured. Their loops are captured
+        once for every number of requests, since no context matters to them."""
+        if not heads.capturable:
+            return None
+        captures = self._loops(1, steps)
+        reach = captures.max_keys
+        captures = replace(captures, loops=tuple(s for s in captures.loops if s.keys == reach))
+        self._plan("Medusa heads", captures)
+        return GraphedMedusa(heads, hidden_size, dtype, captures, self.block_size, self.backend)
 
     def tree_of(self, config: SpeculativeConfig) -> TreePlan | None:
         """See `tree_plan`."""

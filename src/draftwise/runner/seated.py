@@ -52,9 +52,11 @@ class Seated:
         )
 
     def catch_up(self, row: Row) -> int | None:
-        """Let the drafter read what the target has read of a request's prompt: the tokens that it has then."""
+        """Let the drafter read what the target has read of a request's prompt: the tokens that it has then; None: it
+        failed, or has no storage."""
         fill = row.fill.get(self._method)
-        assert fill is not None, "drafters of seats have storage"
+        if fill is None:
+            return None
         known, filled = row.num_tokens, fill.tokens
         known_np = row.tokens_np[:known]
 
@@ -66,9 +68,10 @@ class Seated:
 
     def place(self, row: Row) -> Place | None:
         """Where a request stands; None: it cannot have a seat yet."""
-        fill = row.fill.get(self._method)
-        assert fill is not None, "drafters of seats have storage"
         known, waiting = row.num_tokens, len(row.proposal)
+        fill = row.fill.get(self._method)
+        if fill is None:  # it has no storage
+            return Place(known, 0, 0)
 
         def call(_: Proposer) -> Place | None:
             place = self._drafter.place(row.rid, known, fill.tokens, fill.drafts, waiting)
@@ -103,7 +106,10 @@ class Seated:
         return self._guard.ask(self._method, "seated_prepare", rows, call, False)
 
     def went_on(self, row: Row, fed: int, waiting: int) -> tuple[int, int] | None:
-        """A step was read: the tokens and the drafts behind them that the drafter has now."""
+        """A step was read: the tokens and the drafts behind them that the drafter has now; None: it failed, or has no
+        storage."""
+        if self._method not in row.fill:
+            return None
 
         def call(_: Proposer) -> tuple[int, int]:
             tokens, drafts = self._drafter.went_on(row.rid, fed, waiting)

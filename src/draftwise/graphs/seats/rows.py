@@ -126,12 +126,13 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
             fed = torch.where(live & (fed == known), after - (~drafts_on).long(), fed)
         else:
             fed = fed + torch.minimum(accepted, state[:, STORED]) * live
-            first = torch.minimum(fed, after - 1)
+            # one row: of a drafter that has no storage
+            first = after - 1 if width == 1 else torch.minimum(fed, after - 1)
             count_of = (after - first) * drafts_on
             # the token before the root: the last accepted draft, or the root of before
             before = memory.waiting_drafts[:count].gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
             before = torch.where(accepted > 0, before, old_root)
-            rows = torch.stack((torch.where(count_of == 2, before, root), root), dim=1)
+            rows = torch.stack((torch.where(count_of == 2, before, root), root), dim=1)[:, :width]
             fed = torch.where(drafts_on, after, fed)
         row = torch.arange(width, device=state.device)
         real = live[:, None] & (row < count_of[:, None])

@@ -44,7 +44,8 @@ _IN_FLIGHT = 2
 
 class DrafterSeats(NamedTuple):
     """A drafter's captured loop. Of a head also itself, and where features of blocks' last tokens are kept,
-    [blocks + 1, depths, F], the last one for rows that are none."""
+    [blocks + 1, depths, F], the last one for rows that are none. One with features and without a head drafts from the
+    target's hidden states."""
 
     loop: ChainLoop
     max_len: int  # no token at this position or later is fed to it
@@ -351,6 +352,9 @@ class SeatedSteps:
             combined = combined.view(count, shape.rows, -1)[:, :width]
             seats.features.view(count, width, -1).copy_(combined)
             self._keep_features(seated, combined)
+        elif seats.features is not None:
+            newest = memory.numbers[:count] * shape.rows + memory.walk.accepted[:count].long()
+            seats.features.copy_(target.output.hidden.index_select(0, newest))
         (kernels if self._fused else rows).advance(memory, count, self._loop_rows(seated, ends))
         if ends is not None:
             assert seats.features is not None and kept is not None

@@ -74,6 +74,8 @@ class HeadModel(ABC):
     """Whether a row's results are the same bits in any batch, chunk or tree."""
     pads: bool = False
     """As `DecoderModel.pads`."""
+    capturable: bool = True
+    """Whether its passes over captured rows read nothing of the host."""
     feature_size: int
     """F: width of a feature."""
     feature_layers: tuple[int, ...] | None = None

@@ -61,6 +61,7 @@ class EagleHead(HeadModel):
         self.options = options
         self.dtype = ops.dtype
         self.device = ops.device
+        self.capturable = ops.capturable
         hidden = config.hidden_size
         self.feature_size = hidden
         self.draft_vocab_size = link.vocab_size

@@ -48,6 +48,7 @@ class LayeredHead(HeadModel):
         self.config = config
         self.dtype = ops.dtype
         self.device = ops.device
+        self.capturable = ops.capturable
         self.feature_size = config.hidden_size
         self.feature_layers = feature_layers
         self.draft_vocab_size = draft_vocab_size or link.vocab_size

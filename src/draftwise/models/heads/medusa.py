@@ -203,6 +203,11 @@ class MedusaHeads:
                 self._ops.logits(states[i], self._heads[i], out=out[i])
         return finish_logits(self._ops, out, self._tail)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether `logits` can be captured as a graph."""
+        return self._ops.capturable
+
     def weight_bytes(self) -> int:
         """Bytes of the heads' own parameters."""
         return self._weight_bytes

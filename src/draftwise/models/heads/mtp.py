@@ -75,6 +75,7 @@ class MtpHead(HeadModel):
         self.form = form
         self.dtype = ops.dtype
         self.device = ops.device
+        self.capturable = ops.capturable and experts is None  # rows are grouped by expert on the host
         hidden = config.hidden_size
         self.feature_size = hidden
         self.num_depths = config.num_layers

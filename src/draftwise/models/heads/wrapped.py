@@ -17,6 +17,7 @@ class WrappedHead(HeadModel):
         self.dtype = inner.dtype
         self.device = inner.device
         self.same_bits = inner.same_bits
+        self.capturable = inner.capturable
         self.feature_size = inner.feature_size
         self.feature_layers = inner.feature_layers
         self.num_passes = inner.num_passes

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from draftwise.errors import ConfigError
+from draftwise.graphs.medusa import GraphedMedusa
+from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import ChainDraft, draw_next
@@ -23,6 +25,7 @@ from draftwise.propose.columns import (
     ReadColumns,
     says_itself,
 )
+from draftwise.propose.heads.seated_medusa import SeatedMedusa
 from draftwise.propose.trees.expansion import TreeModel, draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeLevel, TreeTask
 from draftwise.propose.trees.native import cut_shape
@@ -55,10 +58,17 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
     drafts_dynamic_trees: ClassVar[bool] = True
 
     def __init__(
-        self, heads: MedusaHeads, *, max_model_len: int, sample_method: DraftSampleMethod = "probabilistic"
+        self,
+        heads: MedusaHeads,
+        *,
+        max_model_len: int,
+        sample_method: DraftSampleMethod = "probabilistic",
+        graphed: GraphedMedusa | None = None,
     ) -> None:
         """``max_model_len``: no draft stands at this position or behind it. ``sample_method``: "probabilistic" draws
-        from the heads' distributions, "greedy" takes their most likely tokens."""
+        from the heads' distributions, "greedy" takes their most likely tokens. ``graphed``: for steps that stay on
+        the device."""
+        self._graphed = graphed
         self._heads = heads
         self._max_len = max_model_len
         self._sample_method = sample_method
@@ -92,10 +102,16 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
                 f"speculative_config.{name}: reaches {depth} tokens ahead, {config.model!r} has {heads.num_heads} "
                 "Medusa heads, one for each"
             )
+        graphed: GraphedMedusa | None = None
+        if context.graphs is not None and tree is None and config.speculative_dynamic_tree is None:
+            graphed = context.graphs.medusa(
+                heads, config.num_speculative_tokens, context.target_config.hidden_size, context.dtype
+            )
         return cls(
             heads,
             max_model_len=context.max_draft_len,
             sample_method=context.sample_method,
+            graphed=graphed,
         )
 
     # ------------------------------------------------------------------------------ after the target's pass
@@ -125,6 +141,20 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
 
     def remove(self, rid: int) -> None:
         self._newest.pop(rid, None)
+
+    # --------------------------------------------------------------------------- steps that stay on the device
+
+    def memory_static(self) -> int:
+        return 0 if self._graphed is None else self._graphed.static_bytes()
+
+    def allocate(self, num_blocks: int) -> None:
+        if self._graphed is not None:
+            self._graphed.prepare()
+
+    def seated(self) -> SeatedDrafter | None:
+        if self._graphed is None or not self._graphed.chains or says_itself(self, MedusaProposer.propose):
+            return None
+        return SeatedMedusa(self._graphed.chains, self._max_len, self._sample_method)
 
     # -------------------------------------------------------------------------------------------- propose
 

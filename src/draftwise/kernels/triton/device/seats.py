@@ -216,6 +216,8 @@ def advance_rows(
         else:
             fed += tl.where(live, tl.minimum(accepted, stored), 0)
             first = tl.minimum(fed, after - 1)
+            if ROWS == 1:  # of a drafter that has no storage
+                first = after - 1
             count = tl.where(drafting, after - first, 0)
             # the token before the root: the last accepted draft, or the root of before
             before = tl.load(own + 16 + tl.maximum(accepted - 1, 0), mask=accepted > 0, other=0)
