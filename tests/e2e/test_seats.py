@@ -151,7 +151,7 @@ KINDS: list[dict[str, Any]] = [
 
 def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> None:
     """Drafters, rules, and all that shapes a distribution, in the same steps: nobody's text is another one's."""
-    beside = ["none", "draft_model", "eagle", "eagle3", "mtp", "medusa", "suffix", "ngram"]
+    beside = ["medusa", "draft_model", "eagle", "eagle3", "mtp", "none", "suffix", "ngram"]
     # what a drafter makes of top_p depends on whether its loop fits, and so does what rejection draws then
     rules = ["greedy", "coupled", "coupled", "coupled", "rejection", "", "greedy", "block"]
     params = []

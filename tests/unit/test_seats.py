@@ -276,7 +276,7 @@ def test_steps_by_hand() -> None:
     steps.enter([(0, entering(10, 11, (12, 13, 14), [3, 1, 2, 5, 6]))])
     told_np = steps.told()
     told_np[:] = 0
-    told_np[0, :TOLD] = (30, 3, 3, 1, 0)
+    told_np[0, :TOLD] = (30, 3, 3, 1, 0, 0)
     told_np[0, TOLD + pages :] = 3  # the first page, as it is
     model.fed = []
     answer = launch()
@@ -300,14 +300,14 @@ def test_steps_by_hand() -> None:
     steps.enter([(1, entering(5, 20, (), [7, 8]))])
     told_np = steps.told()
     told_np[:] = 0
-    told_np[1, :TOLD] = (9, 0, 3, 1, 0)
+    told_np[1, :TOLD] = (9, 0, 3, 1, 0, 0)
     told_np[1, TOLD + pages :] = 7
     answer = launch()
     assert answer[0][RAN] == 0 and answer[1][ANSWER] == 21 and answer[1][ANSWERED_WAITING] == 2
     # 7 is wrong; a page is added; and the request ends with 16 tokens, so that one draft is left to make
     told_np = steps.told()
     told_np[:] = 0
-    told_np[0, :TOLD] = (17, 3, 3, 1, 0)
+    told_np[0, :TOLD] = (17, 3, 3, 1, 0, 0)
     told_np[0, TOLD], told_np[0, TOLD + pages :] = 5, 3
     told_np[0, TOLD + pages] = 9
     row = launch()[0]
@@ -317,7 +317,7 @@ def test_steps_by_hand() -> None:
     steps.move(1, 0)
     told_np = steps.told()
     told_np[:] = 0
-    told_np[0, :TOLD] = (9, 3, 3, 1, 0)
+    told_np[0, :TOLD] = (9, 3, 3, 1, 0, 0)
     told_np[0, TOLD + pages :] = 7
     assert launch()[0][ANSWER : ANSWER + 3] == [22, 23, 24]
 

@@ -16,6 +16,9 @@ from draftwise.types import IntArray
 PAST: Final = 32_768
 """Tokens of others' outputs that a look-up reads in every step, at most: 128 KB, which stays in a device's cache."""
 
+_AT_FIRST: Final = 1 << 17
+"""Tokens that a buffer has room for in the beginning: pinning more memory makes the device wait."""
+
 
 class Texts:
     """Copies tokens to `SeatMemory.text` and `SeatMemory.past`. ``turns``: steps that may be on their way."""
@@ -23,7 +26,8 @@ class Texts:
     def __init__(self, memory: SeatMemory, backend: GraphBackend, turns: int) -> None:
         self._memory = memory
         self._backend = backend
-        self._buffers = [backend.host_buffer(1) for _ in range(turns)]
+        tokens = min(memory.text.numel() + len(memory.past), _AT_FIRST)
+        self._buffers = [backend.host_buffer(tokens // 2 + 1) for _ in range(turns)]
         self._next = 0  # place of the next output among the past ones
 
     def take_in(
