@@ -85,6 +85,8 @@ class TreeLoop:
         """``features`` [R * N, F]: of the first pass's rows, if the drafter is a head."""
         self.shape, self.plan = shape, plan
         self._drafter, self._rows, self._features = drafter, rows, features
+        assert drafter.advance is not None, "a tree grows level by level"
+        self._advance = drafter.advance
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
         self._host = backend.host_buffer(4 * requests)
@@ -182,7 +184,7 @@ class TreeLoop:
 
     def _run(self) -> None:
         self._rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        hidden, features = self._drafter.advance(self._rows.batch, self._features)
+        hidden, features = self._advance(self._rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
         if features is not None:
             features = features.index_select(0, self._last)
@@ -207,7 +209,7 @@ class TreeLoop:
             if features is not None:
                 wide = features.view(requests, -1, features.shape[1])
                 features = wide.index_select(1, level.parents).flatten(0, 1)
-            hidden, features = self._drafter.advance(self._batch(i, level, tokens, masks), features)
+            hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
 
     def _run_dynamic(self, hidden: Tensor, features: Tensor | None) -> None:
         requests, k = self.shape.requests, self.plan.top_k
@@ -220,7 +222,7 @@ class TreeLoop:
         first = 0  # candidate of the latest level
         for i, level in enumerate(self._levels):
             masks = masks | level.bits
-            hidden, features = self._drafter.advance(self._batch(i, level, tokens, masks), features)
+            hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
             below, ids = self._best_children(hidden, k)
             totals = (scores[:, :, None] + below.view(requests, k, k)).flatten(1)
             parents = (first + place)[:, :, None].expand(requests, k, k).flatten(1)
