@@ -209,6 +209,15 @@ def test_verification_and_seats_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     assert wrong == {"verification, greedy", "verification, coupled", "seats", "accepted paths, moved"}
 
 
+def test_look_ups_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, for it stands behind all else of a step."""
+    from draftwise.graphs.seats import kernels
+
+    monkeypatch.setattr(kernels, "look_up", lambda *_: None)
+    wrong = {check.name for check in check_steps(CPU, 24, 16) if not check.right}
+    assert wrong == {"seats"}
+
+
 def test_ranks_agree(caplog: pytest.LogCaptureFixture) -> None:
     """What is wrong on another rank alone is replaced here, too."""
 

@@ -106,6 +106,7 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     best = torch.maximum(found.best, other.best) if look.past else found.best
     wanted = torch.where(best > 0, torch.minimum(wanted, allowed).clamp(min=0), 0)
     wanted = torch.minimum(wanted, (tokens >= 0).long().cumprod(1).sum(1))
+    copied = wanted  # all of them are written down, and the last ones do not count
     if look.least is not None:
         kept = _frequent(found, tokens, look.least)
         if look.past:
@@ -115,8 +116,9 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     answered = memory.answer[:count, ANSWERED_WAITING]
     answered.copy_(torch.where(mine, wanted, answered))
     first = ANSWER + drafts + 1
-    for place in (memory.waiting_drafts[:count], memory.answer[:count, first : first + drafts]):
-        place.copy_(torch.where(mine[:, None] & (draft < wanted[:, None]), tokens.long(), place))
+    told_back = memory.answer[:count, first : first + drafts]
+    for place, length in ((memory.waiting_drafts[:count], copied), (told_back, wanted)):
+        place.copy_(torch.where(mine[:, None] & (draft < length[:, None]), tokens.long(), place))
 
 
 def _search(tokens: Tensor, stop: Tensor, filled: Tensor, ends: Tensor, shortest: int) -> _Places:
