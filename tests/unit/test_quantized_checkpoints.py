@@ -17,12 +17,15 @@ from torch import Tensor
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.cpu.linear import _say_slow
+from draftwise.kernels.ranks import Part
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
+from draftwise.models.cuts import BY_INPUTS
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.llama import LlamaModel
 from draftwise.models.loader import load_model
+from draftwise.models.weights import WeightPlan
 from draftwise.quantization.parsing import parse_checkpoint_format
 
 CPU = torch.device("cpu")
@@ -83,6 +86,20 @@ def awq(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str
         ".qweight": pack_words(codes.t(), order=order),
         ".qzeros": pack_words(zeros.t(), order=order),
         ".scales": scales.t().contiguous(),
+    }
+    return tensors, (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+
+
+def awq_gemv(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """Rows of zero points and scales filled up to 4 words of 8, with what nobody may read."""
+    groups = inputs // GROUP
+    assert GROUP == 32
+    codes, zeros, scales = draw(outputs, inputs, groups, generator)
+    width = -(-groups // 32) * 32
+    tensors = {
+        ".qweight": pack_words(codes),
+        ".qzeros": pack_words(torch.nn.functional.pad(zeros, (0, width - groups), value=5)),
+        ".scales": torch.nn.functional.pad(scales, (0, width - groups), value=9.0),
     }
     return tensors, (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
 
@@ -285,6 +302,10 @@ CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
         awq,
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     ),
+    "awq gemv": (
+        awq_gemv,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemv"},
+    ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
     "w4a16": (packed_4, tensors_config("pack-quantized")),
     "w4a16 with zeros": (packed_4_zeros, tensors_config("pack-quantized", symmetric=False)),
@@ -443,7 +464,7 @@ def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
     ("description", "part"),
     [
         ({"quant_method": "awq", "bits": 3}, "bits"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "gemv_fast"),
         ({"quant_method": "gptq", "bits": 3}, "bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
@@ -460,6 +481,30 @@ def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
 def test_what_is_not_supported_is_named(description: Any, part: str) -> None:
     with pytest.raises(ModelLoadError, match=part):
         parse_checkpoint_format(description)
+
+
+def test_gemv_of_groups_that_no_writer_has_and_of_ranks_that_cut_what_is_filled_up() -> None:
+    odd = parse_checkpoint_format({"quant_method": "awq", "bits": 4, "version": "gemv", "group_size": 16})
+    with pytest.raises(ModelLoadError, match="groups of 16 in layout gemv"):
+        odd.tensors(8, 64)
+    layout = parse_checkpoint_format({"quant_method": "awq", "bits": 4, "version": "GEMV", "group_size": 64})
+    assert {n: t.shape for n, t in layout.tensors(8, 1088).items()} == {
+        ".qweight": (8, 136), ".qzeros": (8, 4), ".scales": (8, 32),  # 17 groups: 3 words, an even number
+    }  # fmt: skip
+    assert layout.pads(1088) and not layout.pads(1024)
+    names = {"o.qweight", "o.qzeros", "o.scales"}
+    for inputs, refused in (
+        (544, True),
+        (512, True),
+        (1024, False),
+    ):  # of two ranks: 8.5, 8 and 16 groups each
+        plan = WeightPlan(torch.float32, CPU, layout, names, Part(1, 2))
+        if refused:
+            with pytest.raises(ModelLoadError, match=r"o: awq, 4 bits, gemv fills up|groups of 64"):
+                plan.linear([("o.weight", 8)], inputs, BY_INPUTS)
+        else:
+            plan.linear([("o.weight", 8)], inputs, BY_INPUTS)
+            assert plan.cuts["o.scales"].ranges == (((0, 8),), ((16, 32),))
 
 
 def test_errors_of_a_folder_name_it(tmp_path: Path) -> None:
@@ -518,7 +563,7 @@ def as_general(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["awq", "gptq desc_act", "w4a16 with zeros", "w8a8", "fp8 blocks", "two forms"]
+    "name", ["awq", "awq gemv", "gptq desc_act", "w4a16 with zeros", "w8a8", "fp8 blocks", "two forms"]
 )
 def test_models_of_transformers_take_the_same_numbers(tmp_path: Path, name: str) -> None:
     quantized, plain = (as_general(folder) for folder in write(tmp_path, name))

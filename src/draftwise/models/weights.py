@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftwise.errors import ModelLoadError
 from draftwise.kernels.ranks import Part
 from draftwise.models.cuts import Cut, Split, axis_cut, raw_cuts, vocabulary_cut
 from draftwise.quantization.checkpoint import CheckpointFormat
@@ -272,6 +273,10 @@ class WeightPlan:
         """
         outputs, rows = split.outputs(self.part, index, own[0])
         inputs, columns = split.columns(self.part, own[1])
+        if split.inputs and (layout.pads(inputs) or layout.pads(own[1])):
+            raise ModelLoadError(
+                f"{base}: {layout.name} fills up the scales of {inputs} inputs, which ranks cannot divide"
+            )
         whole, mine = (_shapes(layout, *sizes) for sizes in ((outputs, inputs), own))
         size, ranges = (inputs, columns) if split.inputs else (outputs, rows)
         cuts, first_group = raw_cuts(whole, mine, size, ranges, split.inputs, base)

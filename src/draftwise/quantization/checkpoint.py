@@ -65,6 +65,10 @@ class CheckpointFormat(ABC):
         outputs, inputs = stored(".weight")
         return outputs, inputs
 
+    def pads(self, inputs: int) -> bool:
+        """Whether rows of scales are filled up to a width: those of a part of the inputs are then no part of them."""
+        return False
+
     optional: tuple[str, ...] = ()
     """Suffixes of tensors that may be missing or stand there without being needed."""
 
@@ -189,6 +193,56 @@ class AwqFormat(CheckpointFormat):
 
     def _group(self, inputs: int) -> int:
         return inputs if self.group_size == -1 else self.group_size
+
+
+@dataclass(frozen=True)
+class AwqGemvFormat(CheckpointFormat):
+    """AutoAWQ, 4 bits, layout "gemv": rows of outputs, nibbles in order. Rows of zero points are filled up to whole
+    words, of 64 inputs in a group to 2 words, of 32 to 4; rows of scales to as many numbers.
+
+    Example: 96 inputs in groups of 32 have 3 groups: 4 words of zero points, of which 3 nibbles count, and 32 scales,
+    of which 3 do.
+    """
+
+    group_size: int  # -1: all inputs
+    bits = 4
+    name = "awq, 4 bits, gemv"
+    marker = ".qweight"
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        if inputs % 8 != 0:
+            raise ModelLoadError(f"{inputs} inputs are not a multiple of 8")
+        words = self._words(inputs)
+        return {
+            ".qweight": RawTensor((outputs, inputs // 8), torch.int32, _INT32),
+            ".qzeros": RawTensor((outputs, words), torch.int32, _INT32),
+            ".scales": RawTensor((outputs, 8 * words), torch.float32, _SCALES),
+        }
+
+    def shape(self, stored: Callable[[str], tuple[int, ...]]) -> tuple[int, int]:
+        outputs, words = stored(".qweight")
+        return outputs, 8 * words
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        group = self._group(inputs)
+        groups = _groups(inputs, group)
+        codes = _nibbles(raw[".qweight"]).view(outputs, inputs)
+        zeros = _nibbles(raw[".qzeros"]).view(outputs, -1)[:, :groups]
+        return _grouped(codes, raw[".scales"][:, :groups], zeros, group)
+
+    def pads(self, inputs: int) -> bool:
+        return 8 * self._words(inputs) != _groups(inputs, self._group(inputs))
+
+    def _group(self, inputs: int) -> int:
+        return inputs if self.group_size == -1 else self.group_size
+
+    def _words(self, inputs: int) -> int:
+        """Words of zero points of an output."""
+        group = self._group(inputs)
+        step = 1 if group >= 128 else {64: 2, 32: 4}.get(group)
+        if step is None:
+            raise ModelLoadError(f"awq: groups of {group} in layout gemv are not supported")
+        return -(-_groups(inputs, group) // (8 * step)) * step
 
 
 @dataclass(frozen=True)

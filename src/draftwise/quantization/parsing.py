@@ -9,6 +9,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.quantization.bitsandbytes import Bnb4Format, BnbInt8Format
 from draftwise.quantization.checkpoint import (
     AwqFormat,
+    AwqGemvFormat,
     CheckpointFormat,
     Fp8Format,
     GptqFormat,
@@ -30,8 +31,11 @@ def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
     method = str(raw.get("quant_method", "unknown"))
     if method == "awq":
         _expect(raw, method, "bits", 4)
+        group = _integer(raw, method, "group_size", 128)
+        if str(raw.get("version", "gemm")).lower() == "gemv":
+            return AwqGemvFormat(group)
         _expect(raw, method, "version", "gemm", default="gemm")
-        return AwqFormat(_integer(raw, method, "group_size", 128))
+        return AwqFormat(group)
     if method == "gptq":
         bits = raw.get("bits")
         if bits not in (4, 8):
