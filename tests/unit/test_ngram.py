@@ -143,6 +143,7 @@ def test_create_takes_the_lengths_from_the_configuration(
 ) -> None:
     class Speculative:
         prompt_lookup_max, prompt_lookup_min = longest, shortest
+        num_speculative_tokens = 3
 
     class Context:
         speculative = Speculative()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Tables
 from draftwise.graphs.capture import Captures, capture_loops
 from draftwise.graphs.loop import ChainLoop, Drafter
-from draftwise.models.heads.medusa import MedusaHeads
+
+if TYPE_CHECKING:  # it reads files with safetensors, which `bench gpu` does without
+    from draftwise.models.heads.medusa import MedusaHeads
 
 
 class GraphedMedusa:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +21,10 @@ from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
 from draftwise.graphs.trees import TreePlan
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
-from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.types import TreeShape
+
+if TYPE_CHECKING:  # it reads files with safetensors, which `bench gpu` does without
+    from draftwise.models.heads.medusa import MedusaHeads
 
 
 def backend_for(device: torch.device) -> GraphBackend | None:
