@@ -15,7 +15,6 @@ from draftwise.adapt.acceptance import (
     RequestAcceptance,
     after,
     expected,
-    is_chain,
     outcome,
     size_class,
 )
@@ -94,11 +93,6 @@ def test_sizes_of_evident_proposals() -> None:
     for _ in range(300):
         group.add_size(0)
     assert group.sizes[0][0] < 260 and group.sizes[2][0] <= 1.0
-
-
-def test_chains_are_told_from_trees() -> None:
-    assert is_chain(()) and is_chain((-1,)) and is_chain((-1, 0, 1))
-    assert not is_chain((-1, -1)) and not is_chain((-1, 0, 0))
 
 
 # ------------------------------------------------------------------------------------------ the proposal before

@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from draftwise.adapt.outcomes import outcomes
 from draftwise.names import method_number
 from draftwise.sched.columns import NUMBERS, PROPOSED, PlanColumns, RowColumns
 from draftwise.types import RowPlan, RowResult, TokenLogprobs, chain_parents
@@ -71,3 +72,7 @@ def test_results_in_columns_are_their_rows() -> None:
         columns.tokens[numbers[1 + 6 * count] : numbers[1 + 6 * count] + 2].tolist(),
     ]
     assert taken == [[1, 1, 1, method_number("ngram"), 3, 2], [8, 1]]
+    # The request that failed has drafts in the columns alone; nobody learns from them.
+    told = [[outcome for outcome in outcomes(given) if outcome[5]] for given in (columns, rows)]
+    assert told[0] == told[1] and len(told[0]) == 4
+    assert told[0][0] == (5, 4, 2, 2, 4, 3), "four drafts of depth 2 are a tree"

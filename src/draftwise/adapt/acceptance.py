@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from draftwise.types import chain_parents
-
 TREE = -1
 """The size class of proposals that are not chains."""
 ANY = 0
@@ -58,11 +56,6 @@ def outcome(verified: int, accepted: int) -> int:
 def after(before: int) -> int:
     """The size class of chains behind a proposal of which this came."""
     return _AFTER + before
-
-
-def is_chain(parents: Sequence[int]) -> bool:
-    """Whether node i hangs below node i - 1, for all i."""
-    return tuple(parents) == chain_parents(len(parents))
 
 
 class Counts:

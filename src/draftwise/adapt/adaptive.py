@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from draftwise.adapt.choice import Drafter, Group, Prices
@@ -12,6 +12,7 @@ from draftwise.adapt.drafting_time import DraftingTime
 from draftwise.adapt.explore import Explorer
 from draftwise.adapt.following import Following
 from draftwise.adapt.ledger import Ledger
+from draftwise.adapt.outcomes import outcomes
 from draftwise.adapt.performance import PerformanceModel, bucket
 from draftwise.adapt.roster import Planned, Roster, record
 from draftwise.adapt.settings import AdaptiveSettings
@@ -183,13 +184,7 @@ class AdaptiveController(Controller):
             if seconds is not None and (step < 64 or step % 8 == 0):
                 self.model.observe_target(shape, seconds - result.draft_time)
             return
-        tokens = drafted = 0
-        for row in result.rows:
-            tokens += len(row.token_ids)
-            drafted += row.num_drafted
-            drafter = self._drafters.get(row.rid)
-            if drafter is not None:
-                self._observe_row(drafter, row, planned)
+        tokens, drafted = self._observe_rows(result.rows, planned)
         if seconds is None:
             return
         if self._ahead and not shape.prompt_rows:  # what was planned is the most that could be
@@ -231,24 +226,48 @@ class AdaptiveController(Controller):
                 self._account(shape, tokens, min(seconds, 1.25 * usual), weight)
         self._earn(seconds)
 
-    def _observe_row(self, drafter: Drafter, row: RowResult, planned: Planned) -> None:
-        group, drafted = drafter.group, row.num_drafted
-        if drafted and drafter.ready > planned.step:
+    def _observe_rows(self, rows: Sequence[RowResult], planned: Planned) -> tuple[int, int]:
+        """Take in what became of every request's proposal. Answers how many tokens there were, and drafts verified."""
+        tokens = total = 0
+        drafters, asked, before = self._drafters, planned.asked, planned.before
+        for place, (rid, drafted, accepted, depth, proposed, size) in enumerate(outcomes(rows)):
+            tokens += size
+            drafter = drafters.get(rid)
+            if drafted and size:  # without tokens: the request failed
+                total += drafted
+                if drafter is not None:
+                    # A group that once drafted trees counts by the nodes of paths.
+                    trees = depth != drafted or drafter.group.trees
+                    path = rows[place].accepted_nodes if trees else None
+                    self._judge(drafter, drafted, accepted, before.get(rid), path, planned.step)
+            if drafter is None:
+                continue
+            drafter.waiting = proposed
+            if rid in asked and size:
+                if drafter.group.evident:
+                    drafter.group.acceptance.add_size(proposed)
+                if drafter.probe:
+                    self._explorer.take_proposal(drafter, proposed)
+        return tokens, total
+
+    def _judge(
+        self,
+        drafter: Drafter,
+        drafted: int,
+        accepted: int,
+        before: int | None,
+        path: Sequence[int] | None,
+        step: int,
+    ) -> None:
+        """A proposal of a request was verified (`record`)."""
+        if drafter.ready > step:
             drafter.probe = drafter.streak = (
                 0  # drafted to see what it takes: its drafter had seen next to nothing
             )
-        elif drafted:
-            record(drafter, row, planned.before.get(row.rid))
-            explorer, accepted = self._explorer, row.num_accepted
-            if drafter.probe and explorer.take_outcome(drafter, drafted, accepted, self._decisions.prices):
-                self._decisions.decide_by(self._step + 2)
-        proposed = drafter.waiting = row.num_proposed
-        if row.rid not in planned.asked or not row.token_ids:
             return
-        if group.evident:
-            group.acceptance.add_size(proposed)
-        if drafter.probe:
-            self._explorer.take_proposal(drafter, proposed)
+        record(drafter, drafted, accepted, before, path)
+        if drafter.probe and self._explorer.take_outcome(drafter, drafted, accepted, self._decisions.prices):
+            self._decisions.decide_by(self._step + 2)
 
     def _book_reading(self, seconds: float) -> None:
         """Drafters have read what others decoded, or prompts."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from draftwise.adapt.acceptance import after, is_chain, outcome
+from draftwise.adapt.acceptance import after, outcome
 from draftwise.adapt.choice import Drafter, Group
 from draftwise.adapt.controller import Tables, most_nodes
-from draftwise.types import RowResult, Speculation
+from draftwise.types import Speculation
 
 _CROWD = 8
 _PIONEERS = 8
@@ -123,18 +123,21 @@ class Roster:
         return list(found.values())
 
 
-def record(drafter: Drafter, row: RowResult, before: int | None) -> None:
-    """Take in how much of a request's proposal was accepted. ``before``: `Planned.before`."""
-    group, drafted = drafter.group, row.num_drafted
-    drafter.before = outcome(drafted, row.num_accepted)
+def record(
+    drafter: Drafter, drafted: int, accepted: int, before: int | None, path: Sequence[int] | None
+) -> None:
+    """Take in how much of a request's proposal was accepted. ``before``: `Planned.before`; ``path``: the accepted nodes
+    of a tree, None for a chain."""
+    group = drafter.group
+    drafter.before = outcome(drafted, accepted)
     group.num_drafts += 1
-    group.num_accepted += row.num_accepted
+    group.num_accepted += accepted
     for counts in (group.acceptance.counts, drafter.history.counts):
-        if group.trees or not is_chain(row.draft_parents):
+        if path is not None:
             group.trees = True
-            counts.add_tree(drafted, row.accepted_nodes)
+            counts.add_tree(drafted, path)
         else:
             kind = group.class_of(drafter.verified if group.cuts else drafted)
-            counts.add_chain(kind, drafted, row.num_accepted)
+            counts.add_chain(kind, drafted, accepted)
     if before is not None and not group.trees and not group.evident:
-        group.acceptance.counts.add_chain(after(before), drafted, row.num_accepted)
+        group.acceptance.counts.add_chain(after(before), drafted, accepted)

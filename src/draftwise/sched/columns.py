@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Self, overload
 
@@ -194,6 +194,19 @@ class RowColumns(Sequence[RowResult]):
                 None,
                 None,
             ),
+        )
+
+    def outcomes(self) -> Iterable[tuple[int, int, int, int, int, int]]:
+        """What a controller learns from (`adapt.outcomes.Outcome`), without making a record for each request."""
+        n, numbers = len(self.rids), self.numbers
+        return zip(
+            self.rids,
+            numbers[:n],
+            numbers[n : 2 * n],
+            numbers[2 * n : 3 * n],
+            numbers[4 * n : 5 * n],
+            numbers[5 * n : 6 * n],
+            strict=True,
         )
 
     def _node(self, place: int) -> int:
