@@ -74,7 +74,7 @@ def test_streams_agree_with_the_synchronous_engine(tiny: TinyModels, make_llm: C
                 if kinds[i % 3] == "delta":
                     pieces = [o.outputs[0].token_ids for o in outputs]
                     assert tuple(t for piece in pieces for t in piece) == wanted[i]
-                    assert len(pieces) > 1  # a slow reader gets fewer, larger ones
+                    assert all(pieces)  # a slow reader gets fewer, larger ones, down to one
                 else:
                     assert outputs[-1].outputs[0].token_ids == wanted[i]
                     lengths = [len(o.outputs[0].token_ids) for o in outputs]

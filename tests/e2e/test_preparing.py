@@ -15,6 +15,7 @@ import pytest
 
 from draftwise import AsyncLLM, RequestError, SamplingParams
 from draftwise.engine import processor as processors
+from draftwise.engine import tokenizing
 from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.workers import Lane
 from draftwise.errors import EngineDeadError, LimitError
@@ -219,7 +220,7 @@ def test_outputs_with_many_log_probabilities_are_made_in_a_thread(monkeypatch: p
             output = await last(llm.generate(SHORT, many))
             assert [name.startswith("draftwise-output") for name in threads] == [True]
             logprobs = output.outputs[0].logprobs
-            assert logprobs is not None and len(logprobs[0]) > processors._FEW_CHARS
+            assert logprobs is not None and len(logprobs[0]) > tokenizing._FEW_CHARS
 
     asyncio.run(main())
 

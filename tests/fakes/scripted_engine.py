@@ -8,7 +8,7 @@ from typing import Any
 
 from draftwise.adapt.controller import ControlStats
 from draftwise.config import EngineConfig, resolve_engine_config
-from draftwise.engine.llm import chat_prompt
+from draftwise.engine.chats import chat_prompt
 from draftwise.engine.outputs import (
     CompletionOutput,
     EngineStats,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftwise.config.limits import RequestLimits
-from draftwise.engine.llm import chat_prompt
+from draftwise.engine.chats import chat_prompt
 from draftwise.errors import RequestError
 
 

@@ -20,7 +20,7 @@ from draftwise.config import EngineConfig
 from draftwise.deploy.everyone import TOGETHER, Whole
 from draftwise.deploy.messages import Message, Receive, Scope, Send, portable, whole_body
 from draftwise.encoding import encode_text
-from draftwise.engine.llm import chat_prompt
+from draftwise.engine.chats import chat_prompt
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import DraftwiseError
 from draftwise.server.config import ServerConfig

@@ -17,15 +17,17 @@ from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.absent import Absent
 from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
+from draftwise.engine.chats import chat_prompt
 from draftwise.engine.core import CacheListener
 from draftwise.engine.group import Reading, RequestGroup
-from draftwise.engine.llm import chat_prompt, engine_stats
+from draftwise.engine.llm import engine_stats
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
-from draftwise.engine.processor import Numbers, prompt_text
+from draftwise.engine.processor import Numbers
 from draftwise.engine.prompts import PromptLike, one_prompt
 from draftwise.engine.readers import Readers
 from draftwise.engine.stream import RequestStream, wake
 from draftwise.engine.thread import EngineThread
+from draftwise.engine.tokenizing import prompt_text
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams

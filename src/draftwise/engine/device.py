@@ -21,8 +21,8 @@ from draftwise.config.extraction import transfer_folder
 from draftwise.cpus import default_threads
 from draftwise.engine.cache_size import bytes_of_block, cache_blocks, kv_dtype, state_memory, step_widths
 from draftwise.engine.facts import DeviceFacts, Traits
-from draftwise.engine.processor import end_tokens
 from draftwise.engine.states import check_drafters, plan_states
+from draftwise.engine.tokenizing import end_tokens
 from draftwise.errors import ConfigError
 from draftwise.graphs.setup import GraphSetup, backend_for, capturable
 from draftwise.kernels.ranks import Ranks

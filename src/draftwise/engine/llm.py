@@ -10,19 +10,19 @@ from typing import Any, Self
 import torch
 
 from draftwise import lifetime
-from draftwise.config import EngineConfig, RequestLimits, resolve_engine_config
+from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.config.lora import LoRARequest
-from draftwise.encoding import encode_text
 from draftwise.engine.absent import Absent
 from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
+from draftwise.engine.chats import chat_prompt
 from draftwise.engine.defaults import default_params
 from draftwise.engine.group import RequestGroup, speculation_metrics
 from draftwise.engine.interrupts import WholeSteps
-from draftwise.engine.limits import check_messages, check_prompt
 from draftwise.engine.metric_list import Metric, metric_list
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
+from draftwise.engine.progress import RequestProgress
 from draftwise.engine.prompts import PromptLike, all_prompts
-from draftwise.errors import DraftwiseError, EngineDeadError, RequestError, shown
+from draftwise.errors import DraftwiseError, EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
 
 
@@ -97,7 +97,7 @@ class LLM(Absent):
         engine = self._alive()
         requests = [request for group in groups for request in group.requests]
         open_rids = {request.rid for request in requests}
-        progress = _Progress(len(requests)) if show_progress else None
+        progress = RequestProgress(len(requests)) if show_progress else None
         try:
             with WholeSteps() as steps, torch.inference_mode():
                 for request in requests:
@@ -273,115 +273,6 @@ def _one_each(
     if len(found) != count:
         raise RequestError(f"{count} prompts but {len(found)} lora_requests")
     return found
-
-
-class _Progress:
-    """Requests done and tokens per second, on stderr."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._progress = Progress(
-            TextColumn("requests"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]}"),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("requests", total=total, rate="")
-        self._tokens = 0
-        self._progress.start()
-
-    def update(self, tokens: int, finished: bool) -> None:
-        self._tokens += tokens
-        if finished:
-            elapsed = self._progress.tasks[0].elapsed or 1e-9
-            self._progress.update(self._task, advance=1, rate=f"{self._tokens / elapsed:.0f} tokens/s")
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-
-
-def _flat(content: object) -> object:
-    """Content as templates expect it: a list of text parts becomes their texts, a line each; anything else stays.
-
-    Raises RequestError for a part that is no text, because the model would not see the image that a template
-    mentions.
-
-    >>> _flat([{"type": "text", "text": "what is"}, "this"])
-    'what is\\nthis'
-    """
-    if not isinstance(content, list):
-        return content
-    texts: list[str] = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, Mapping):
-            raise RequestError(f"messages: a part of content is a text or a mapping, got {shown(part)}")
-        kind = part.get("type", "text")
-        if kind not in _TEXT_PARTS:
-            raise RequestError(f"messages: content of type {shown(kind)} is not supported, only text")
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise RequestError("messages: a part of content of type text needs text")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def chat_prompt(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    limits: RequestLimits,
-    max_model_len: int,
-    chat_template: str | None,
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_options: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Messages -> ``{"prompt": text, "prompt_token_ids": ids}`` through a chat template. Raises RequestError; its
-    `LimitError` before the template is rendered, or before the text is tokenized.
-
-    ``template_options``: further variables of the template, such as ``enable_thinking``.
-    """
-    if not messages:
-        raise RequestError("a conversation needs at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise RequestError(f"a message is a mapping with 'role' and 'content', got {shown(message)}")
-    check_messages(limits, messages, tools, max_model_len)
-    messages = [
-        {**m, "content": _flat(m["content"])} if isinstance(m.get("content"), list) else dict(m)
-        for m in messages
-    ]
-    if chat_template is None and not getattr(tokenizer, "chat_template", None):
-        raise RequestError(
-            "this model has no chat template (it is a base model): use generate with a plain prompt, or pass "
-            "chat_template"
-        )
-    import jinja2
-
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=None if tools is None else [dict(t) for t in tools],
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            **(template_options or {}),
-        )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        raise RequestError(f"the chat template refused the messages: {error}") from None
-    check_prompt(limits, text, max_model_len, "messages")
-    ids = encode_text(tokenizer, text, "messages", False)  # the template wrote the special tokens itself
-    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def engine_stats(engine: Engine) -> EngineStats:

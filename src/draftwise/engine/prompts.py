@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from draftwise.engine.processor import Prompt
+from draftwise.engine.tokenizing import Prompt
 
 
 class TextPrompt(TypedDict):

@@ -16,12 +16,13 @@ from typing import Any
 from draftwise import lifetime
 from draftwise.config import EngineConfig
 from draftwise.config.lora import LoRARequest
+from draftwise.engine.chats import chat_prompt
 from draftwise.engine.device import load_engine_tokenizer
 from draftwise.engine.limits import check_params, check_portable, check_prompt
-from draftwise.engine.llm import chat_prompt
 from draftwise.engine.outputs import EngineStats, Guarantees
-from draftwise.engine.processor import Numbers, is_quick, prompt_text, tokenize_prompt
+from draftwise.engine.processor import Numbers
 from draftwise.engine.prompts import PromptLike, one_prompt
+from draftwise.engine.tokenizing import is_quick, prompt_text, tokenize_prompt
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import ConfigError, EngineDeadError, ReplicaLostError, RequestError
 from draftwise.fleet.books import total
