@@ -1,23 +1,29 @@
-"""An engine without a model whose steps take simulated time: acceptance and costs are scripted, scheduler, cache and
-controller are real."""
+"""An engine without a model whose steps take simulated time: acceptance and costs are scripted. The device is that of
+`draftwise simulate`, with a scripted world behind it; scheduler, cache and controller are real."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
 from draftwise.adapt.controller import Controller
 from draftwise.engine.core import EngineCore
 from draftwise.kv.manager import KVManager
-from draftwise.runner.executor import Executor
+from draftwise.plan.times import StepTimes
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request
 from draftwise.sched.scheduler import Scheduler, SchedulerConfig
-from draftwise.types import RowResult, Speculation, StepPlan, StepResult
+from draftwise.simulate import executor as simulate
+from draftwise.types import RowPlan, Speculation, StepPlan, StepResult
 from tests.fakes.fake_executor import LateExecutor
+
+_POSITIONS = 64
 
 
 @dataclass
@@ -25,9 +31,9 @@ class World:
     """Costs in milliseconds. ``target(requests, rows)``: a step's target part; ``draft(method, requests, nodes)``;
     ``prompt``: per prompt token. ``chance(rid, method, position, time)``: of acceptance, given the positions before.
     ``sizes(method, random)``: size of an evident proposal, None: as many nodes as allowed. ``noise(random)``: factor
-    of a step's time. ``follow``: per token that a drafter is told of (see `Following`); if it is not 0, drafts behind a
-    gap are accepted rarely for 64 tokens. ``catch_up``: per token that a drafter has not seen when it drafts.
-    ``timed``: whether a step says what part of it was drafting."""
+    of a step's time. ``follow``: per token that a drafter is told of; if it is not 0, drafts behind a gap are accepted
+    rarely for 64 tokens. ``catch_up``: per token that a drafter has not seen when it drafts. ``timed``: whether a step
+    says what part of it was drafting."""
 
     target: Callable[[int, int], float]
     draft: Callable[[str, int, int], float]
@@ -38,18 +44,6 @@ class World:
     follow: float = 0.0
     catch_up: float = 0.0
     timed: bool = True
-
-
-@dataclass
-class _Row:
-    speculation: Speculation
-    num_tokens: int
-    num_computed: int
-    max_total: int
-    waiting: int = 0
-    whole: bool = True  # the drafter was told of every token
-    told: int = 0  # of so many in a row up to the newest one
-    drafted: int = 0  # tokens known when it drafted last
 
 
 @dataclass
@@ -66,109 +60,144 @@ class Step:
     clean: float = 0.0  # seconds without noise
 
 
-class SimulatedExecutor(Executor):
+class _Times(StepTimes):
+    """A world's costs in seconds, and what was asked of them in this step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.requests = self.rows = 0
+        self.plain = self.clean = 0.0
+
+    def target_time(self, requests: int, rows: int, context: int, sampled: bool = False) -> float:
+        self.requests, self.rows = requests, rows
+        self.plain += self.world.target(requests, requests) / 1000
+        return self._kept(self.world.target(requests, rows))
+
+    def draft_time(
+        self, method: str, requests: int, nodes: int, catch_up: int = 0, sampled: bool = False
+    ) -> float:
+        return self._kept(self.world.draft(method, requests, nodes) + self.world.catch_up * catch_up)
+
+    def prompt_time(self, start: int, end: int, alone: bool) -> float:
+        self.plain += self.world.prompt * (end - start) / 1000
+        return self._kept(self.world.prompt * (end - start))
+
+    def _kept(self, ms: float) -> float:
+        self.clean += ms / 1000
+        return ms / 1000
+
+
+class _Told:
+    """What a request's drafter was told of."""
+
+    def __init__(self) -> None:
+        self.whole = True  # every token
+        self.in_a_row = 0  # so many up to the newest one
+
+    def note(self, tokens: int, follow: bool) -> None:
+        self.in_a_row = self.in_a_row + tokens if follow else 0
+        self.whole = self.whole and follow
+
+
+class _Draws:
+    """The draws of one request: a world's chances may change from step to step."""
+
+    until = math.inf
+
+    def __init__(self, of: SimulatedExecutor, rid: int, method: str) -> None:
+        self._of, self._rid, self._method = of, rid, method
+
+    @property
+    def survival(self) -> Iterable[float]:
+        of, told = self._of, self._of.told[self._rid]
+        factor = 0.4 if of.world.follow and not told.whole and told.in_a_row < 64 else 1.0
+        chances = (
+            factor * of.world.chance(self._rid, self._method, j, of.clock()) for j in range(_POSITIONS)
+        )
+        return list(accumulate(chances, mul))
+
+    @property
+    def offered(self) -> Sequence[float] | None:
+        size = self._of.world.sizes(self._method, self._of.random)
+        return None if size is None else [1.0] * size + [0.0] * _POSITIONS
+
+
+class _Acceptance:
+    """A world's chances, as the simulated device asks for them: a request's kind is its number."""
+
+    def __init__(self, of: SimulatedExecutor) -> None:
+        self._of = of
+
+    def draws(self, method: str, kind: str, context: int) -> _Draws:
+        return _Draws(self._of, int(kind), method)
+
+
+class SimulatedExecutor(simulate.SimulatedExecutor):
+    """Keeps what each step did. Told of tokens (``follow``), planned ahead or with noise: the rest is the device's."""
+
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         self.random = random.Random(seed)
-        self.now = 0.0
-        self.rows: dict[int, _Row] = {}
+        self.clock = simulate.Clock()
+        self.costs = _Times(world)
+        self.told: dict[int, _Told] = {}
         self.steps: list[Step] = []
-
-    def clock(self) -> float:
-        return self.now
+        self._most: dict[int, int] = {}  # tokens at which a request ends
+        super().__init__(self.costs, _Acceptance(self), self.clock, seed)  # type: ignore[arg-type]
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for rid in plan.removed:
-            self.rows.pop(rid, None)
         for new in plan.new:
-            self.rows[new.rid] = _Row(new.speculation, len(new.token_ids_np), new.num_computed, new.max_total)
-        world, start = self.world, self.now
-        results: list[RowResult] = []
-        drafting: dict[str, list[int]] = {}
-        decoding = verified = prompt = told = late = 0
-        for planned in plan.rows:
-            row = self.rows[planned.rid]
-            if row.num_tokens >= row.max_total:
-                continue  # ahead, the scheduler did not know
-            num_draft = min(planned.num_draft, row.waiting)
-            if planned.num_new == 1:
-                decoding += 1
-                verified += 1 + num_draft
-            else:
-                prompt += planned.num_new
-            results.append(self._row(planned.rid, row, planned.num_new, num_draft, planned.draft_budget))
-            told += self._tell(row, planned.num_new + results[-1].num_accepted, planned.follow)
-            if planned.draft_budget and results[-1].token_ids:
-                drafting.setdefault(row.speculation.method, []).append(planned.draft_budget)
-                late += max(row.num_tokens - row.drafted - results[-1].num_accepted - 1, 0)
-                row.drafted = row.num_tokens
-        noise = world.noise(self.random)
-        target = (world.target(decoding, verified) if decoding else 0.0) + world.prompt * prompt
-        extra = sum(world.draft(m, len(n), max(n)) for m, n in drafting.items())
-        extra += world.follow * told + world.catch_up * late
-        forward, draft = target * noise / 1000, extra * noise / 1000
-        self.now += forward + draft
-        budgets = {p.rid: p.draft_budget for p in plan.rows}
-        tokens = sum(len(r.token_ids) for r in results)
-        plain = ((world.target(decoding, decoding) if decoding else 0.0) + world.prompt * prompt) / 1000
+            self.kinds[new.rid] = str(new.rid)
+            self._most[new.rid] = new.max_total
+            self.told[new.rid] = _Told()
+        world, start = self.world, self.clock.now
+        self.slowdown = world.noise(self.random)
+        self.costs.begin()
+        rows = [found for row in plan.rows if (found := self._possible(row)) is not None]
+        result = super().execute(replace(plan, rows=rows))
+        told = sum(
+            self._tell(row, row.num_new + found.num_accepted)
+            for row, found in zip(rows, result.rows, strict=True)
+        )
+        following = world.follow * told / 1000
+        self.clock.now += following * self.slowdown
+        costs = self.costs
         self.steps.append(
             Step(
-                self.now,
-                self.now - start,
-                tokens,
-                decoding,
-                verified,
-                budgets,
-                plain,
-                (target + extra) / 1000,
+                self.clock.now,
+                self.clock.now - start,
+                sum(len(found.token_ids) for found in result.rows),
+                costs.requests,
+                costs.rows,
+                {row.rid: row.draft_budget for row in plan.rows},
+                costs.plain,
+                costs.clean + following,
             )
         )
         if not world.timed:
-            forward = draft = 0.0
-        return StepResult(plan.step, tuple(results), forward_time=forward, draft_time=draft)
+            return replace(result, forward_time=0.0, draft_time=0.0)
+        return replace(result, draft_time=result.draft_time + following * self.slowdown)
 
-    def _tell(self, row: _Row, tokens: int, follow: bool) -> int:
+    def _possible(self, planned: RowPlan) -> RowPlan | None:
+        """A step that was planned ahead assumes tokens and drafts that may not have come; None: the request has
+        ended."""
+        row = self._rows.get(planned.rid)
+        if row is None:  # it is new
+            return planned
+        if row.known >= self._most[planned.rid]:
+            return None
+        return planned._replace(num_draft=min(planned.num_draft, row.waiting))
+
+    def _tell(self, planned: RowPlan, tokens: int) -> int:
         """The drafter is told of these tokens, or not: how many it has to take in."""
-        if row.speculation.method == "none" or not self.world.follow:
+        if self._rows[planned.rid].method == "none" or not self.world.follow:
             return 0
-        row.told = row.told + tokens if follow else 0
-        row.whole = row.whole and follow
-        return tokens if follow else 0
-
-    def _row(self, rid: int, row: _Row, num_new: int, num_draft: int, budget: int) -> RowResult:
-        if row.num_computed + num_new < row.num_tokens:
-            row.num_computed += num_new
-            row.waiting = 0
-            return RowResult(rid)
-        method = row.speculation.method
-        accepted = 0
-        while accepted < num_draft:
-            chance = self.world.chance(rid, method, accepted, self.now)
-            if self.world.follow and not row.whole and row.told < 64:
-                chance *= 0.4
-            if self.random.random() >= chance:
-                break
-            accepted += 1
-        row.num_computed += num_new + accepted
-        row.num_tokens += accepted + 1
-        row.waiting = 0
-        if budget:
-            size = self.world.sizes(method, self.random)
-            row.waiting = budget if size is None else min(size, budget)
-        return RowResult(
-            rid,
-            token_ids=(1,) * (accepted + 1),
-            num_drafted=num_draft,
-            num_accepted=accepted,
-            accepted_nodes=tuple(range(accepted)),
-            draft_tokens=(1,) * num_draft,
-            draft_parents=tuple(range(-1, num_draft - 1)),
-            method=method if num_draft else "none",
-            num_proposed=row.waiting,
-        )
-
-    def close(self) -> None:
-        self.rows.clear()
+        self.told[planned.rid].note(tokens, planned.follow)
+        return tokens if planned.follow else 0
 
 
 class Simulation:
@@ -185,14 +214,12 @@ class Simulation:
     ) -> None:
         self.executor = SimulatedExecutor(world, seed)
         self.controller = controller
+        clock = self.executor.clock
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs, 2048),
-            KVManager(1 << 16, 16, False),
-            controller,
-            self.executor.clock,
+            SchedulerConfig(max_num_seqs, 2048), KVManager(1 << 16, 16, False), controller, clock
         )
         executor = LateExecutor(self.executor) if ahead else self.executor
-        self.core = EngineCore(scheduler, executor, self.executor.clock, ahead=ahead)
+        self.core = EngineCore(scheduler, executor, clock, ahead=ahead)
         self._next = 0
 
     def add(
@@ -210,7 +237,7 @@ class Simulation:
                 speculation,
                 max_total=8 + min(tokens, 12_000),
                 seed=0,
-                arrival_time=self.executor.now,
+                arrival_time=self.executor.clock.now,
             )
             self.core.add(request)
             rids.append(rid)

@@ -41,7 +41,12 @@ def bursts() -> Callable[[random.Random], float]:
 
 
 def make(
-    accept: float | Callable[[], float], *, ahead: bool = False, noisy: bool = True, **costs: float
+    accept: float | Callable[[], float],
+    *,
+    ahead: bool = False,
+    noisy: bool = True,
+    seed: int = 0,
+    **costs: float,
 ) -> Simulation:
     """``costs``: of `World`. With ``follow``, drafters look at what the target computes."""
     chance = accept if callable(accept) else lambda: accept
@@ -50,7 +55,7 @@ def make(
         target, drafter, lambda rid, method, position, time: chance(), prompt=PROMPT, **more, **costs
     )  # type: ignore[arg-type]
     observing = {"model"} if costs.get("follow") else ()
-    return Simulation(world, AdaptiveController(observing=observing, ahead=ahead), ahead=ahead)
+    return Simulation(world, AdaptiveController(observing=observing, ahead=ahead), seed=seed, ahead=ahead)
 
 
 def serve(simulation: Simulation, n: int, tokens: int) -> list[Step]:
@@ -78,10 +83,15 @@ COSTS = {"": {}, "follow": {"follow": 0.002}, "catch up": {"catch_up": 0.003}}
 def test_the_loss_is_bounded_where_nothing_is_accepted(
     n: int, tokens: int, ahead: bool, costs: dict[str, float]
 ) -> None:
-    simulation = make(0.0, ahead=ahead, **costs)
-    gains = [gain(simulation, n, tokens) for _ in range(5)]
-    assert gains[0] > 0.94, "what it takes to find out, once"
-    assert 5 / sum(1 / g for g in gains) > 0.98
+    firsts, wholes = [], []
+    for seed in range(5):
+        simulation = make(0.0, ahead=ahead, seed=seed, **costs)
+        gains = [gain(simulation, n, tokens) for _ in range(5)]
+        firsts.append(gains[0])
+        wholes.append(5 / sum(1 / g for g in gains))
+    # The middle one of five: a fourfold change at the wrong moment deceives it in one run of six.
+    assert sorted(firsts)[2] > 0.94, "what it takes to find out, once"
+    assert sorted(wholes)[2] > 0.98
 
 
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
@@ -172,7 +182,7 @@ def test_ahead_a_step_that_follows_on_none_has_no_time() -> None:
 
     controller.observe = spy  # type: ignore[method-assign]
     for _ in range(2):
-        simulation.executor.now += 100.0
+        simulation.executor.clock.now += 100.0
         serve(simulation, 2, 12)
     assert seen.count(None) == 2
     assert all(seconds < 0.1 for seconds in seen if seconds is not None)

@@ -279,31 +279,3 @@ def test_policies_are_compared_in_eighty_columns(tmp_path: Path, capsys: pytest.
     assert list(found) == names
     # A planner decides with the last one, and with no other.
     assert [name for name, r in found.items() if any(m["why"] for m in r["timeline"])] == ["adaptive+plan"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--polynomial", "1000"], "one of --trace and --rate"),
-        (["--rate", "1"], "one of --profile, --device, --interpolation and --polynomial"),
-        (["--polynomial", "1000", "--rate", "nan"], "--rate"),
-        (["--polynomial", "1000", "--rate", "1", "--itl", "-5"], "--itl"),
-        (
-            ["--polynomial", "1000", "--rate", "1", "--method", "model", "--acceptance", "2"],
-            "chances from 0 to 1",
-        ),
-        (["--polynomial", "1000", "--trace", "/nowhere.csv"], "cannot be read"),
-        (["--profile", "/nowhere.json", "--rate", "1"], "cannot be read"),
-        (["--device", "h101", "--model", "llama-8b", "--rate", "1"], "did you mean"),
-        (["--device", "h100", "--rate", "1"], "--model"),
-        (["--polynomial", "1000", "--rate", "1", "--shape", "hill"], "unknown shape"),
-        (["--polynomial", "1000", "--rate", "1", "--plot", "/tmp/x.pdf"], ".svg"),
-    ],
-)
-@pytest.mark.parametrize("command", ["simulate", "plan"])
-def test_bad_input_is_one_line_and_exit_code_2(
-    command: str, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, *flags]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1

@@ -186,7 +186,7 @@ def modelled(args: argparse.Namespace) -> Modelled:
         source = f"Dynamo's polynomials, {args.polynomial} tokens of cache"
     if acceptance is None:
         methods = times.methods or ("model",)
-        acceptance = read_acceptance(args.acceptance or "0.85,0.3,0", methods)
+        acceptance = read_acceptance("0.85,0.3,0" if args.acceptance is None else args.acceptance, methods)
     method = args.method or next((m for m in times.methods if m in acceptance.methods), "none")
     check_methods(times, [method])
     if method != "none":

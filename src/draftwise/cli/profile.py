@@ -114,7 +114,14 @@ def run(args: argparse.Namespace) -> int:
     from draftwise.plan.profile import Profile
 
     sla = Sla(*(None if limit is None else limit / 1000 for limit in (args.ttft, args.itl)))
-    profile = Profile.load(args.output) if args.report else _measure(args)
+    for flag, folder in (("--plots", args.plots), ("--dynamo", args.dynamo)):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UsageError(f"{flag}: {folder} is not a folder")
+    if args.report:
+        profile = Profile.load(args.output)
+        profile.check_of(args.model_name or engine_kwargs(args).get("model"))
+    else:
+        profile = _measure(args)
     if not profile.tells:
         if args.report:
             raise UsageError(f"--report: {args.output} holds too little for a report; continue measuring")
@@ -165,6 +172,10 @@ def _measure(args: argparse.Namespace) -> Profile:
             size = config.tensor_parallel_size
             configs[weights if size == 1 else f"{weights}/{size}"] = config
     first = next(iter(configs.values()))
+    known = {d.method for d in first.drafters}
+    for method in args.methods or ():
+        if method not in known:
+            raise UsageError(f"--methods: {method!r} is not loaded; there are {', '.join(sorted(known))}")
     here, model = machine(first.device, first.num_threads), model_name(first)
     if args.output.exists():
         profile = Profile.load(args.output)
@@ -175,10 +186,6 @@ def _measure(args: argparse.Namespace) -> Profile:
     else:
         profile = Profile(here, model)
         profile.save(args.output)
-    known = {d.method for d in first.drafters}
-    for method in args.methods or ():
-        if method not in known:
-            raise UsageError(f"--methods: {method!r} is not loaded; there are {', '.join(sorted(known))}")
     settings = ProfileSettings(
         args.output,
         sorted(set(args.drafts)),

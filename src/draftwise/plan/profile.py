@@ -18,6 +18,8 @@ from draftwise.plan.samples import REST_PARTS, PromptSample, RestSample, Setting
 from draftwise.plan.times import Measured
 
 FORMAT, VERSION = "draftwise-profile", 3
+_MOST = 1 << 48
+"""Counts and sizes beyond this value are those of a damaged file."""
 _FEW_STEPS = 48
 """Steps below which nothing is said of a length of its own."""
 
@@ -211,14 +213,14 @@ def _counts(raw: Mapping[str, Any]) -> AcceptanceCounts:
 
 def _count(value: Any) -> int:
     number = int(value)
-    if number < 0:
+    if not 0 <= number <= _MOST:
         raise ValueError(f"{number} is not a count")
     return number
 
 
 def _size(value: Any) -> int:
     number = int(value)
-    if number < 1:
+    if not 1 <= number <= _MOST:
         raise ValueError(f"{number} is not a size")
     return number
 

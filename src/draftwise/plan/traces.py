@@ -21,6 +21,8 @@ Ints = npt.NDArray[np.int32]
 MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's ``hash_ids`` names."""
 _MOST_TOKENS = 1 << 24
+_MOST_REQUESTS = 100_000_000
+"""Made-up requests; more do not fit into the memory of a machine of today, and would take days."""
 _DAY = 86_400.0
 
 
@@ -265,6 +267,10 @@ def poisson_trace(
         ([0.0], np.cumsum(np.maximum(SHAPES[shape]((grid_np[1:] + grid_np[:-1]) / 2), 0.0)))
     )
     passed_np *= rate * seconds / passed_np[-1]
+    if passed_np[-1] > _MOST_REQUESTS:
+        raise ConfigError(
+            f"load: {rate:g} requests/s in {seconds:g} s are more than {_MOST_REQUESTS:,} requests; take a sample"
+        )
     count = int(rng.poisson(passed_np[-1]))
     if count == 0:
         raise ConfigError(f"load: no request arrives at {rate:g} requests/s in {seconds:g} s")

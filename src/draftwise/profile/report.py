@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftwise.charts import Cells, Line, cells_svg, lines_svg, write_svg
+from draftwise.errors import ConfigError
 from draftwise.plan.acceptance import AcceptanceModel
 from draftwise.plan.operating import (
     OperatingPoint,
@@ -112,7 +113,10 @@ def choices(profile: Profile, weights: str) -> list[tuple[int, int, OperatingPoi
 
 def draw(profile: Profile, folder: Path) -> list[Path]:
     """Write charts per format of weights into a folder; the files. Raises ConfigError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--plots {folder}: no folder can be made there: {error.strerror}") from None
     written: list[Path] = []
 
     def keep(name: str, text: str) -> None:

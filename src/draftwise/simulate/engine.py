@@ -21,6 +21,8 @@ from draftwise.types import IntArray, Speculation
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 ADAPTIVE = "adaptive"
+_MOST_BLOCKS = 1 << 22
+"""Each block takes some 40 bytes in each simulated engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,19 @@ class EngineSettings:
             )
 
     def blocks(self, times: StepTimes) -> int:
-        """Blocks of the cache. Raises ConfigError if their number is not given."""
-        if self.num_kv_blocks is not None:
-            return self.num_kv_blocks
-        if times.kv_tokens is None:
-            raise ConfigError("num_kv_blocks: the performance model does not say how much the cache holds")
-        return max(times.kv_tokens // self.block_size, 1)
+        """Blocks of the cache. Raises ConfigError if their number is not given, or is too large to simulate."""
+        found = self.num_kv_blocks
+        if found is None:
+            if times.kv_tokens is None:
+                raise ConfigError(
+                    "num_kv_blocks: the performance model does not say how much the cache holds"
+                )
+            found = max(times.kv_tokens // self.block_size, 1)
+        if found > _MOST_BLOCKS:
+            raise ConfigError(
+                f"num_kv_blocks: at most {_MOST_BLOCKS:,} blocks can be simulated, got {found:,}"
+            )
+        return found
 
 
 class SimulatedEngine:
