@@ -13,7 +13,7 @@ import pytest
 from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu import attention, blocks, build, experts, handles, library, program, trees
+from draftwise.kernels.cpu import attention, blocks, build, draws, experts, handles, library, program, trees
 from draftwise.kernels.cpu.records import check_record
 from draftwise.kv.manager import TableBook
 from draftwise.propose.lookup import suffix_native
@@ -26,7 +26,7 @@ MIRRORS = {
     "BlockPlan": ctypes.sizeof(blocks.BlockPlan),
     "Correction": ctypes.sizeof(blocks.CorrectionStruct),
     "BatchView": ctypes.sizeof(attention.BatchView),
-    "ChainKey": program._CHAIN_KEY.size,
+    "ChainKey": draws._CHAIN_KEY.size,
     "ChainOutput": ctypes.sizeof(program.ChainOutput),
     "ExpertsSetting": ctypes.sizeof(experts.Setting),
     "FillBook": ctypes.sizeof(DrafterFill),

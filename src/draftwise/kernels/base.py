@@ -14,12 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight, ReadRows
-from draftwise.types import AttentionBatch
+from draftwise.types import AttentionBatch, ChainDraws
 
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -103,6 +105,9 @@ class HeadShape:
 
 class Ops(ABC):
     """Operations on one device and dtype. Norms, softmax and logits are float32 inside whatever the dtype."""
+
+    draws_chains = False
+    """Whether `draw_chains` may be called."""
 
     # ------------------------------------------------------------------------------------ weights, at load
 
@@ -254,6 +259,21 @@ class Ops(ABC):
     def heads(self, x: Tensor, weight: Heads, out: Tensor | None = None) -> Tensor:
         """``x`` [T, heads * in], each head times its own layer -> [T, heads * out]."""
         raise NotImplementedError(f"{type(self).__name__} has no layers by head")
+
+    def draw_chains(
+        self, logits: Tensor, draws: ChainDraws, target_ids: Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
+        """Draw a chain for each request from logits that are all there, all in one call. Not recorded.
+
+        Args:
+            logits: [steps, R, Vd] float32, dense: step by step those of all requests.
+            draws: How, with a key per request.
+            target_ids: [Vd] int64, the token that each drawn id stands for; None: itself.
+
+        Returns:
+            Tokens [R, steps] int64, and with stream "draft" what they were drawn from, [R, steps, Vd] float32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} draws no chains")
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         """``x`` [T, W] -> a copy of columns ``start .. start + count - 1``, [T, count]."""

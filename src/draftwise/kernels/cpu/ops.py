@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Experts, Heads, HeadShape, LayerNorm, Linear, Norm, Ops, Rope
 from draftwise.kernels.cpu.attention import DTYPES, NativeAttention
 from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.draws import DrawKernels
 from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
 from draftwise.kernels.cpu.handles import NativeNorm, NativeRope, norms_of
 from draftwise.kernels.cpu.heads import HeadsKernels, NativeHeads
@@ -27,7 +30,7 @@ from draftwise.kernels.cpu.rows import RowKernels
 from draftwise.kernels.cpu.tape import Symbol
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight
-from draftwise.types import AttentionBatch
+from draftwise.types import AttentionBatch, ChainDraws
 
 _PTR, _INT, _I64, _F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
@@ -38,6 +41,8 @@ class NativeOps(Ops):
     Differences from plain torch, all towards more precision: norms round once (not before the weight as well),
     rotations are float32, logits are not rounded to the model's dtype.
     """
+
+    draws_chains = True
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool, dtype: torch.dtype) -> None:
         require(dtype in DTYPES, "float32 or bfloat16")
@@ -50,6 +55,7 @@ class NativeOps(Ops):
         self._experts = ExpertsKernels(library, pool)
         self._heads = HeadsKernels(library, pool)
         self._join = JoinKernel(library, pool)
+        self._draws = DrawKernels(library, pool)
         self._rows = RowKernels(library, pool, dtype)
 
     @property
@@ -148,6 +154,11 @@ class NativeOps(Ops):
         if isinstance(x, Symbol):
             return recording_of(x).heads(x, weight)
         return self._heads.run(x, weight, out)
+
+    def draw_chains(
+        self, logits: Tensor, draws: ChainDraws, target_ids: Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
+        return self._draws.chains(logits, draws, target_ids)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         if isinstance(x, Symbol):

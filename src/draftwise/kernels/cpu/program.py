@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from draftwise.kernels.cpu.attention import BatchView, address, fill_view
 from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.draws import STREAMS, pack_keys
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
-from draftwise.names import DRAFT, SHARED
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -87,11 +86,7 @@ class ChainOutput(ctypes.Structure):
     )
 
 
-_CHAIN_KEY = struct.Struct("=QIiiffid")
-"""``dw::ChainKey`` of ``csrc/sample.h``."""
-_WORD = (1 << 64) - 1
 _NO_NOISE = -1
-_STREAMS = {"shared": SHARED, "draft": DRAFT}
 
 
 def fill_draws(out: ChainOutput, draws: ChainDraws | None, requests: int) -> Tensor | None:
@@ -101,8 +96,8 @@ def fill_draws(out: ChainOutput, draws: ChainDraws | None, requests: int) -> Ten
     if draws is None:
         return None
     require(len(draws.keys) == requests, "a key per request")
-    out.stream = _STREAMS[draws.stream]
-    out.keys = b"".join([_CHAIN_KEY.pack(key[0] & _WORD, *key[1:]) for key in draws.keys])
+    out.stream = STREAMS[draws.stream]
+    out.keys = pack_keys(draws)
     if draws.stream != "draft":
         return None
     q = torch.empty((requests, out.steps, out.vocab))

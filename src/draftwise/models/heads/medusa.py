@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from draftwise.models.heads.base import TargetLink, logits_tail
 from draftwise.models.heads.tensors import HeadTensors
 from draftwise.models.heads.vocabulary import check_target_ids
 from draftwise.models.weights import WeightPlan
+from draftwise.types import ChainDraws
 
 _PREFIX = re.compile(r"^(medusa_heads?\.)?(.*)$")
 _AUTHORS_LAYER = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -202,6 +205,15 @@ class MedusaHeads:
             for i in range(count):
                 self._ops.logits(states[i], self._heads[i], out=out[i])
         return finish_logits(self._ops, out, self._tail)
+
+    @property
+    def draws(self) -> bool:
+        """Whether `draw` may be called."""
+        return self._ops.draws_chains
+
+    def draw(self, logits: Tensor, draws: ChainDraws) -> tuple[npt.NDArray[np.int64], Tensor | None]:
+        """See `Ops.draw_chains`: ``logits`` [count, R, Vd] of `logits`."""
+        return self._ops.draw_chains(logits, draws, self.target_ids)
 
     @property
     def capturable(self) -> bool:

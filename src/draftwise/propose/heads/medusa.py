@@ -16,7 +16,15 @@ from draftwise.graphs.medusa import GraphedMedusa
 from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
-from draftwise.propose.chains import ChainDraft, draw_next
+from draftwise.propose.chains import (
+    ChainDraft,
+    ChainKind,
+    chain_kind,
+    column_draws,
+    draw_next,
+    kind_of_columns,
+    loop_draws,
+)
 from draftwise.propose.columns import (
     ColumnDrafter,
     ColumnFollower,
@@ -175,29 +183,34 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
-        """Where nothing but the most likely tokens is asked for, in chains and static trees."""
+        """Chains of one kind, and static trees of the most likely tokens."""
         told, speculation = self._told, columns.speculation
         if (
             told is None
-            or columns.sampling
+            or (columns.sampling and columns.is_tree)
             or speculation.dynamic is not None
             or list(told[0]) != columns.rids
             or says_itself(self, MedusaProposer.propose)
-            or any(state.needs_processing for state in columns.states())
+            or any(state.adjusts for state in columns.states())
         ):
             return None
         # draft d, from 1, stands at position num_tokens - 1 + d
-        cuts = {
+        cuts = [
             min(depth, self._max_len - known, self._heads.num_heads)
             for depth, known in zip(columns.max_depths, columns.known, strict=True)
-        }
-        budgets = set(columns.budgets)
-        if len(cuts) > 1 or len(budgets) > 1:
+        ]
+        if columns.is_tree:
+            if len(set(cuts)) > 1 or len(set(columns.budgets)) > 1:
+                return None
+        else:  # near their ends requests want less
+            cuts = list(map(min, cuts, columns.budgets))
+        depth, budget = max(cuts), columns.budgets[0]
+        if min(cuts) < 1:
             return None
-        depth, budget = cuts.pop(), budgets.pop()
-        if not columns.is_tree:
-            depth = min(depth, budget)
-        if depth < 1:
+        sizes = None if min(cuts) == depth else cuts
+        kind = kind_of_columns(columns, self._sample_method)
+        draws = column_draws(columns, kind)
+        if draws is not None and not self._can_draw(kind):
             return None
         begun = time.perf_counter()
         assert self._hidden is not None, "observe comes before propose"
@@ -206,10 +219,13 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
         if logits.device.type != "cpu" or logits.dtype is not torch.float32:
             return None
         ids = self._heads.target_ids
+        if draws is not None:
+            tokens, q = self._heads.draw(logits, draws)
+            return DraftBlock(tokens.astype(np.int32), sizes, None if q is None else q.flatten(0, 1))
         if speculation.tree is None:
             best = logits.numpy().argmax(axis=-1)
             tokens = best if ids is None else ids.numpy()[best]
-            return DraftBlock(np.ascontiguousarray(tokens.T, np.int32))
+            return DraftBlock(np.ascontiguousarray(tokens.T, np.int32), sizes)
         shape = cut_shape(speculation.tree, speculation.tree_ranks, budget, depth)
         levels = [above - 1 for above in Proposal(parents=shape.parents).depths()]
         top = top_rows(logits.flatten(0, 1), min(max(shape.ranks) + 1, logits.shape[2]))
@@ -254,6 +270,9 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
                     logits = self._logits[depth, [draft.index for draft in level]]
                     draw_next(level, logits, self._sample_method, self._heads.target_ids)
             return
+        drafts = self._draw_together(drafts)
+        if not drafts:
+            return
         positions = [
             (draft, d) for d in range(deepest) for draft in drafts if len(draft.forced) <= d < draft.length
         ]
@@ -273,6 +292,30 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
         )
         for i, ((draft, _), token) in enumerate(zip(positions, tokens, strict=True)):
             draft.take([token], None if q is None else q[i : i + 1])
+
+    def _draw_together(self, drafts: Sequence[_Draft]) -> list[_Draft]:
+        """Draw for those whose draws one call can make, as `draft_columns` does: the same bits. Who is left."""
+        groups: dict[ChainKind, list[_Draft]] = {}
+        left = []
+        for draft in drafts:
+            kind = chain_kind(draft.row, self._sample_method)
+            if draft.forced or draft.row.sampling.adjusts or not self._can_draw(kind):
+                left.append(draft)
+            else:
+                groups.setdefault(kind, []).append(draft)
+        for kind, group in groups.items():
+            draws = loop_draws([draft.row for draft in group], kind)
+            assert draws is not None, "tokens that are drawn"
+            logits = self._logits[: max(draft.length for draft in group), [draft.index for draft in group]]
+            tokens, q = self._heads.draw(logits, draws)
+            for i, draft in enumerate(group):
+                draft.take(tokens[i, : draft.length].tolist(), None if q is None else q[i, : draft.length])
+        return left
+
+    def _can_draw(self, kind: ChainKind) -> bool:
+        """Whether one call can draw chains of this kind; q has to be over the target's tokens."""
+        mapped = kind == "sampled" and self._heads.target_ids is not None
+        return kind != "argmax" and self._heads.draws and not mapped
 
     # ---------------------------------------------------------------------------------------------- trees
 
