@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,33 @@ class Pair:
         assert llm.stats().num_preemptions > before
         llm.check_integrity()
 
-    def draw(self, method: str) -> None:
-        """Rejection draws what it draws on both ranks: a digest that differs would end the engine."""
-        speculation = {"method": method, "num_speculative_tokens": 3, "rule": "rejection"}
-        params = SamplingParams(
-            temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, speculation=speculation
-        )
-        outputs = self.llm.generate(self.prompts[:3], params)
-        assert [len(ids) for ids in token_ids(outputs)] == [24] * 3
-        assert sum(len(step.draft_tokens) for o in outputs for step in o.outputs[0].trace or ()) > 9
+    def draw(self, method: str, shape: str) -> None:
+        """Rejection draws on ranks what it draws in one process: q's rows reach the rank that verifies, and the noise
+        is keyed. Text depends on what was drafted here, so that plain decoding is no measure; a digest that differs
+        between ranks would end the engine."""
+        speculation = {"method": method, "rule": "rejection", **SHAPES[shape]}
+        asked = [
+            SamplingParams(temperature=0.9, seed=i, max_tokens=16, ignore_eos=True, speculation=speculation)
+            for i in range(len(self.prompts))
+        ]
+        said = []
+        for llm in (self.one_process, self.llm):
+            llm.reset_prefix_cache()
+            llm.reset_drafters()
+            outputs = llm.generate(self.prompts, asked)
+            drafted = [tuple(step.draft_tokens) for o in outputs for step in o.outputs[0].trace or ()]
+            said.append((token_ids(outputs), drafted))
+            assert sum(map(len, drafted)) > 9 and not llm.stats().drafter_failures
+        assert said[0] == said[1]
+        self.llm.check_integrity()
+
+    @functools.cached_property
+    def one_process(self) -> LLM:
+        """The same target and drafters without ranks."""
+        return LLM(self.target, speculative_config=self.family, keep_trace=True, **OPTIONS)
+
+    def close(self) -> None:
+        """End both engines."""
+        self.llm.close()
+        if "one_process" in self.__dict__:
+            self.one_process.close()

@@ -28,19 +28,24 @@ from tests.fakes.tiny import save_llama
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp("ranks"))
-    with made.llm:
-        yield made
+    yield made
+    made.close()
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c[0] == "methods"], ids=case_id)
+METHODS = [case for case in CASES if case[0] == "methods"]
+
+
+@pytest.mark.parametrize("case", METHODS, ids=case_id)
 def test_every_method_says_what_plain_decoding_says(pair: Pair, case: tuple[str, str, str]) -> None:
     _, method, shape = case
     pair.check(method, shape)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "dflash", "suffix"])
-def test_sampled_drafts_keep_ranks_together(pair: Pair, method: str) -> None:
-    pair.draw(method)
+# Tokens of "synthetic" go with a request's number, which is another one in each engine.
+@pytest.mark.parametrize("case", [case for case in METHODS if case[1] != "synthetic"], ids=case_id)
+def test_rejection_draws_what_one_process_draws(pair: Pair, case: tuple[str, str, str]) -> None:
+    _, method, shape = case
+    pair.draw(method, shape)
 
 
 @pytest.fixture(scope="module")
