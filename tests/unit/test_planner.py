@@ -107,7 +107,7 @@ def test_a_load_that_grows_is_planned_for_as_it_will_be_when_a_replica_serves() 
         3,
         4,
     )  # 20/s in a minute, 35/s a quarter of an hour later
-    assert any("growing by 1.1/s a minute" in reason for reason in b.reasons)
+    assert any("growing by 0.99/s a minute" in reason for reason in b.reasons)
 
 
 numbers = st.one_of(

@@ -1,75 +1,133 @@
-"""The load to prepare for: the forecast until new replicas serve."""
+"""The load to prepare for: what is known of it now, and until new replicas serve."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
 
 _RECENT = 8
 """Intervals that are looked at."""
 _FEW = 4
-"""Intervals below which nothing is said of a trend."""
-_CHANCE = 1.0
-"""Standard deviations by which a single interval's load is more than usual by chance alone."""
-_SURE = 1.0
-"""Standard errors that are added to a load that grows: who was not asked for in time is missing for a whole start."""
+"""Intervals below which the newest alone counts, and nothing is said of how fast loads change."""
+_FADE, _FADE_SCATTER = 0.9, 0.97
+"""What an interval counts for in the next one: of how fast loads change, and of how they scatter, which changes less
+and of which eight intervals say little."""
+_LEAST_CHANGE = 0.03
+"""Share by which loads are taken to change from one interval to the next, at least."""
+
+
+class Load(NamedTuple):
+    """Requests per second that are expected, and the standard error of that."""
+
+    rate: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How the load behaves, learned from it. ``change``: mean square of the share by which it changes from one interval
+    to the next; ``scatter``: variance of what an interval counts, in multiples of what requests have that come each for
+    itself (Poisson's: their number)."""
+
+    change: float = 0.05**2
+    scatter: float = 1.0
+
+    @property
+    def noise(self) -> float:
+        """``scatter``; never less than that of requests that come each for itself."""
+        return max(self.scatter, 1.0)
+
+    def after(self, rates: Sequence[float], interval: float) -> Habits:
+        """With the newest of ``rates`` seen. What chance explains of a slope and of a scatter is no habit."""
+        recent_np = np.array(rates[-_RECENT:])
+        n = len(recent_np)
+        mean = max(float(recent_np.mean()), 1 / interval)
+        if n < _FEW:
+            return self
+        at_np = np.arange(n) - (n - 1) / 2
+        width = float(at_np @ at_np)
+        slope = float(at_np @ recent_np) / width
+        rest = float(((recent_np - recent_np.mean() - slope * at_np) ** 2).sum()) / (n - 2)
+        alone = mean / interval
+        found = max(slope**2 - self.noise * alone / width, 0.0) / mean**2
+        return Habits(
+            max(_FADE * self.change + (1 - _FADE) * min(found, 1.0), _LEAST_CHANGE**2),
+            _FADE_SCATTER * self.scatter + (1 - _FADE_SCATTER) * min(rest / alone, 100.0),
+        )
+
+    @classmethod
+    def of(cls, state: Mapping[str, float]) -> Habits:
+        """From a planner's state. Raises TypeError, ValueError."""
+        found = replace(cls(), **{name: float(value) for name, value in state.items()})
+        if not (_LEAST_CHANGE**2 <= found.change < math.inf and 0 <= found.scatter < math.inf):
+            raise ValueError(f"expected finite habits of a load, got {found}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A line through the recent values. ``level``: at the newest; ``slope``: per interval, as far as chance does not
-    explain it; ``error``: standard error of the line where it was asked for, as much of it as of the slope."""
+    """A line through the recent values: ``level`` at the newest, ``slope`` per interval, and the variances of both and
+    their covariance."""
 
     level: float
     slope: float
-    error: float = 0.0
+    level_var: float
+    slope_var: float
+    both: float
+
+    def ahead(self, intervals: float) -> Load:
+        """The line and its standard error after the newest value. Example: level 8 and slope 1 are 11 after three."""
+        t = intervals
+        return Load(
+            self.level + t * self.slope,
+            math.sqrt(max(self.level_var + 2 * t * self.both + t * t * self.slope_var, 0.0)),
+        )
 
 
-def trend(values: Sequence[float], ahead: float = 0.0, chance: float = 0.0) -> Trend:
-    """By least squares. ``ahead``: intervals after the newest for which the error is wanted; ``chance``: by how much
-    values scatter at least.
+def trend(rates: Sequence[float], interval: float, habits: Habits) -> Trend:
+    """By least squares, with what is known before: slopes are as large as loads usually change. So a slope that chance
+    may have made is believed in part, and what is not known of it is in the error.
 
-    A slope of up to two standard errors is chance; of a steeper one a share is believed that grows with it: 1 - (2
-    errors / slope)^2, as James and Stein shrink means (1961).
-
-    Example: 1, 2, 3, 4 has the level 4 and the slope 1; 5, 1, 4, 2 has the level 3 and none.
+    Example: rates that rise by one per interval, of thousands of requests each: a slope of nearly 1.
     """
-    recent = list(values[-_RECENT:])
-    n = len(recent)
-    if n < _FEW:
-        return Trend(recent[-1], 0.0)
-    mean = math.fsum(recent) / n
-    middle, width = (n - 1) / 2, n * (n * n - 1) / 12
-    slope = math.fsum((i - middle) * (v - mean) for i, v in enumerate(recent)) / width
-    rest = math.fsum((v - mean - slope * (i - middle)) ** 2 for i, v in enumerate(recent))
-    spread = max(math.sqrt(rest / (n - 2)), chance)
-    least = 2 * spread / math.sqrt(width)
-    if abs(slope) <= least:
-        return Trend(mean, 0.0)
-    share = 1 - (least / slope) ** 2
-    error = spread * math.sqrt(1 / n + (middle + ahead) ** 2 / width)
-    return Trend(mean + share * slope * middle, share * slope, share * error)
+    recent_np = np.array(rates[-_RECENT:] if len(rates) >= _FEW else rates[-1:])
+    n = len(recent_np)
+    mean = max(float(recent_np.mean()), 1 / interval)
+    at_np = np.arange(n) - (n - 1.0)
+    noise = habits.noise * mean / interval  # variance of a value
+    # Normal equations with a prior of variance change * mean^2 for the slope, solved by hand: 2 x 2.
+    a, b = n / noise, float(at_np.sum()) / noise
+    c = float(at_np @ at_np) / noise + 1 / (habits.change * mean**2)
+    p, q = float(recent_np.sum()) / noise, float(at_np @ recent_np) / noise
+    whole = a * c - b * b
+    return Trend((c * p - b * q) / whole, (a * q - b * p) / whole, c / whole, a / whole, -b / whole)
 
 
-def load_ahead(
-    rates: Sequence[float], interval: float, startup: float, forecast: float | None
-) -> tuple[float, float]:
-    """(requests per second to be ready for, of these by growth). ``rates``: of the intervals before, oldest first;
+def loads_ahead(
+    rates: Sequence[float], interval: float, startup: float, forecast: float | None, habits: Habits
+) -> tuple[Load, Load, Trend]:
+    """(the load of the next interval, that when a replica serves that is asked for now, the trend behind them). There
+    have to be enough replicas for both: none can be added until then. ``rates``: of the intervals before, oldest first;
     ``forecast``: of the next interval, by a predictor; None: it goes on as it is, or as it grows.
 
-    A replica that is asked for now serves after ``startup`` seconds, and until then nothing can be added: what counts
-    is the load from then on. Replicas that are not needed go at once, so a load that shrinks is that of the next
-    interval. The newest rate is that of the middle of the interval before. That requests came is certain: the newest
-    rate counts, less what chance may have added; and a load from which so few would hardly have come has gone.
+    The newest rate is that of the middle of the interval before. That requests came is certain: the newest rate counts,
+    less what chance may have added; and a load from which so few would hardly have come has gone.
     """
-    ahead = startup / interval + 1
-    # Requests that come each for itself scatter by the square root of their number.
-    mean = math.fsum(rates[-_RECENT:]) / len(rates[-_RECENT:])
-    found = trend(rates, ahead, math.sqrt(max(mean, 0.0) / interval))
+    found = trend(rates, interval, habits)
     newest = max(rates[-1], 0.0)
-    growth = found.slope * ahead + _SURE * found.error if found.slope > 0 else 0.5 * found.slope
+    certain = newest - math.sqrt(habits.noise * newest / interval)
     most = newest + 3 * math.sqrt(newest * interval + 4) / interval  # a load that has gone is not waited for
-    expected = (min(found.level, most) if forecast is None else forecast) + growth
-    certain = newest - _CHANCE * math.sqrt(newest / interval)
-    return max(expected, certain, 0.0), growth
+
+    def at(intervals: float) -> Load:
+        rate, error = found.ahead(intervals)
+        if forecast is not None:
+            rate = forecast + found.slope * max(intervals - 1.0, 0.0)
+        else:
+            rate = min(rate, most + max(found.slope, 0.0) * intervals)
+        return Load(max(rate, certain, 0.0), error)
+
+    return at(0.5), at(startup / interval + 1), found

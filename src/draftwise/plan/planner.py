@@ -8,8 +8,8 @@ formulas for replicas are NVIDIA Dynamo's; what is drafted and what is accepted 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -17,13 +17,13 @@ import numpy as np
 from draftwise.errors import ConfigError
 from draftwise.plan.attainment import Attainment
 from draftwise.plan.capacity import Capacity, Rates
-from draftwise.plan.forecast import load_ahead
-from draftwise.plan.patience import MOST_PATIENCE, Patience, most_needed
-from draftwise.plan.predictors import Predictor, predictor
+from draftwise.plan.forecast import Habits, Load, loads_ahead
+from draftwise.plan.predictors import Constant, Predictor, Recent, predictor
 from draftwise.plan.staffing import Service, replicas_for
 from draftwise.plan.ticks import DECODE, ENGINES, PREFILL, Decision, Observation, Reason, counted, known
 
 _HISTORY = 4096
+_MOST_HELD = 256
 _MOST_RATE, _MOST_TOKENS = 1e9, float(1 << 24)
 """Observations beyond this value are faults of the observer."""
 
@@ -80,7 +80,7 @@ class PlannerConfig:
         """``hold``, at least 1 unless it is given. Example: a start takes 45 s, ticks come every 30 s: 1."""
         if self.hold is not None:
             return self.hold
-        return min(max(int(self.startup / self.interval), 1), MOST_PATIENCE)
+        return min(max(int(self.startup / self.interval), 1), _MOST_HELD)
 
     def size(self, pool: str) -> int:
         """Devices of a replica."""
@@ -93,16 +93,18 @@ class Planner:
     def __init__(self, config: PlannerConfig, capacity: Capacity) -> None:
         self.config = config
         self._capacity = capacity
+        length = Constant() if config.dynamo else Recent()
         self._predictors: dict[str, Predictor] = {
-            name: predictor(config.predictor if name == "rate" else "constant", config.period)
-            for name in ("rate", "isl", "osl")
+            "rate": predictor(config.predictor, config.period),
+            "isl": length,
+            "osl": length,
         }
+        self._habits = Habits()
         self._history: dict[str, list[float]] = {"rate": [], "isl": [], "osl": []}
         self._corrections = {"prefill": 1.0, "decode": 1.0}
         self._luck = 1.0
         self._attainment = Attainment(config.goal)
         self._recent: dict[str, list[int]] = {pool: [] for pool in config.pools}  # needed in the last ticks
-        self._patience = {pool: Patience(config.ticks_held) for pool in config.pools}
         self._last: Decision | None = None
 
     # ------------------------------------------------------------------------------------------- a tick
@@ -132,10 +134,11 @@ class Planner:
                 )
             )
             return self._decide(seen, current, reasons, None)
-        rate = forecast["rate"]
+        loads = (Load(forecast["rate"], 0.0),)
         if not self.config.dynamo:
-            rate = self._rate_ahead(seen, rate, rates.wait, reasons)
-        needed = self._needed(rate, isl, osl, rates)
+            loads = self._loads_ahead(seen, forecast["rate"], rates.wait, reasons)
+        rate = max(load.rate for load in loads)
+        needed = self._needed(loads, isl, osl, rates)
         replicas = counted(needed)
         reasons.append(
             Reason("load", f"{rate:.3g} requests/s of {isl:.0f} + {osl:.0f} tokens need {replicas}")
@@ -153,27 +156,28 @@ class Planner:
             rate,
         )
 
-    def _rate_ahead(
+    def _loads_ahead(
         self, seen: Observation, forecast: float, wait: float | None, reasons: list[str]
-    ) -> float:
-        """Requests per second to be ready for: `load_ahead`, and those who wait. ``wait``: seconds for which they may:
-        as many as come in half of it are no backlog."""
+    ) -> tuple[Load, ...]:
+        """Loads to be ready for: `loads_ahead`, and those who wait. ``wait``: seconds for which they may: as many as
+        come in half of it are no backlog."""
         config = self.config
-        rate, growth = load_ahead(
+        *loads, found = loads_ahead(
             self._history["rate"],
             config.interval,
             config.startup,
             None if config.predictor == "constant" else forecast,
+            self._habits,
         )
-        if growth > 0:
-            slope = growth / (config.startup + config.interval)
-            reasons.append(Reason("growth", f"growing by {60 * slope:.2g}/s a minute"))
-        usual = 0.5 * rate * (wait or 0.0)
+        if found.slope > math.sqrt(found.slope_var):
+            slope = 60 * found.slope / config.interval
+            reasons.append(Reason("growth", f"growing by {slope:.2g}/s a minute"))
+        usual = 0.5 * max(load.rate for load in loads) * (wait or 0.0)
+        extra = 0.0
         if known(seen.queue) and seen.queue and seen.queue > usual:
             extra = min((seen.queue - usual) / config.interval, _MOST_RATE)
-            rate += extra
             reasons.append(Reason("queue", f"{seen.queue:.0f} wait, {extra:.2g}/s more"))
-        return rate
+        return tuple(Load(load.rate + extra, load.error) for load in loads)
 
     def _serving(self, seen: Observation, target: Mapping[str, int]) -> int:
         """Replicas that decode from now on: those that are there share the load until more have come."""
@@ -215,6 +219,7 @@ class Planner:
             # An interval without requests says nothing about their lengths.
             if known(value) and value and value > 0:
                 self._history[name].append(min(value, _MOST_TOKENS))
+        self._habits = self._habits.after(self._history["rate"], self.config.interval)
         for values in self._history.values():
             if len(values) > _HISTORY:
                 del values[: _HISTORY // 2]
@@ -267,14 +272,15 @@ class Planner:
         itl = float(np.interp(at_once, counts, times))
         return itl / max(1 - load * rates.reading, 0.25)
 
-    def _needed(self, rate: float, isl: float, osl: float, rates: Rates) -> dict[str, int]:
-        """Replicas by pool.
+    def _needed(self, loads: Sequence[Load], isl: float, osl: float, rates: Rates) -> dict[str, int]:
+        """Replicas by pool, enough for each of the loads.
 
         Example: 500 requests in 60 s of 3000 + 150 tokens, 40,000 prompt and 1,000 output tokens/s: 25,000 / 40,000
         -> 1 and 1,250 / 1,000 -> 2.
         """
         config = self.config
         free = 1.0 if config.dynamo else 1.0 - config.margin
+        rate = max(load.rate + load.error for load in loads)  # where no queue is reckoned out
         prompt = rate * isl * min(1.0, self._corrections["prefill"]) / (rates.prompt_tokens * free)
         output = rate * osl / (rates.output_tokens * free) if rates.output_tokens > 0 else 0.0
         if config.mode == "engines":
@@ -282,7 +288,12 @@ class Planner:
                 return {ENGINES: _up(prompt + output)}
             service = Service(rates.curve, rates.reading, osl)
             late = self._attainment.may_be_late()
-            return {ENGINES: replicas_for(rate / free, service, rates.wait, 1 - late)}
+            horizon = config.startup + config.interval
+            found = (
+                replicas_for(rate / free, service, rates.wait, 1 - late, error=error / free, horizon=horizon)
+                for rate, error in loads
+            )
+            return {ENGINES: max(found)}
         return {PREFILL: _up(prompt), DECODE: _up(output)}
 
     # ------------------------------------------------------------------------------------- what is let through
@@ -294,21 +305,18 @@ class Planner:
         wanted = self._within_budget(self._floors(needed), reasons)
         for pool in config.pools:
             now, want = current[pool], wanted[pool]
-            recent, patience = self._recent[pool], self._patience[pool]
+            recent, held = self._recent[pool], config.ticks_held
             recent.append(want)
-            del recent[: -MOST_PATIENCE - 1]
+            del recent[: -held - 1]
             if want < now and not config.dynamo:
-                most = most_needed(recent, now, patience.ticks, config.ticks_held)
+                most = min(max(recent), now) if len(recent) > held else now
                 if most > want:
-                    reasons.append(
-                        Reason("patience", f"{pool}: {want} would do, {most} for {patience.ticks} ticks")
-                    )
+                    reasons.append(Reason("patience", f"{pool}: {want} would do, {most} for {held} ticks"))
                 want = most
             change = max(-config.most_change, min(config.most_change, want - now))
             if change != want - now:
                 reasons.append(Reason("most_change", f"{pool}: {change:+d} of {want - now:+d} now"))
             target[pool] = now + change
-            patience.note(change, config.ticks_held)
         return self._within_budget(target, reasons)
 
     def _floors(self, replicas: Mapping[str, int]) -> dict[str, int]:
@@ -360,8 +368,8 @@ class Planner:
             "history": {name: list(values) for name, values in self._history.items()},
             "corrections": dict(self._corrections),
             "luck": self._luck,
+            "habits": asdict(self._habits),
             "attainment": [self._attainment.late, self._attainment.ended],
-            "patience": {pool: [p.ticks, p.calm, p.since_down] for pool, p in self._patience.items()},
             "recent": {pool: list(values) for pool, values in self._recent.items()},
             "last": None if self._last is None else self._last.as_dict(),
         }
@@ -374,11 +382,9 @@ class Planner:
             self._history = {n: [float(v) for v in state["history"][n]] for n in ("rate", "isl", "osl")}
             self._corrections = {n: float(state["corrections"][n]) for n in ("prefill", "decode")}
             self._luck = float(state["luck"])
+            self._habits = Habits.of(state.get("habits", {}))  # older files have none
             self._attainment = Attainment(self.config.goal, *map(float, state["attainment"]))
             self._recent = {pool: [int(v) for v in state["recent"][pool]] for pool in self.config.pools}
-            self._patience = {
-                pool: Patience(*map(int, state["patience"][pool])) for pool in self.config.pools
-            }
             last = state["last"]
             self._last = None if last is None else Decision(**{**last, "reasons": tuple(last["reasons"])})
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -12,6 +12,8 @@ from draftwise.errors import ConfigError, install, suggest
 
 _FEW = 12
 """Values below which a model has nothing to be fitted to: the newest value stands."""
+_FEW_LENGTHS = 8
+"""Intervals whose lengths of requests count."""
 _REFIT = 24
 """Intervals between two fits of a model's parameters; between them it takes in what is new."""
 _WINDOW = 96
@@ -33,6 +35,13 @@ class Constant(Predictor):
 
     def predict(self, values: Sequence[float]) -> float:
         return max(values[-1], 0.0)
+
+
+class Recent(Predictor):
+    """The mean of the last values: of lengths, of which a few say little."""
+
+    def predict(self, values: Sequence[float]) -> float:
+        return max(math.fsum(values[-_FEW_LENGTHS:]) / len(values[-_FEW_LENGTHS:]), 0.0)
 
 
 class _Fitted(Predictor):

@@ -15,8 +15,13 @@ import numpy.typing as npt
 _EVEN = 4 / 3
 """How much quicker a queue is served than if the work of requests were exponentially distributed, with a standard
 deviation as large as its mean: outputs differ less (2 / (1 + c^2), with a squared coefficient of variation of 0.5)."""
-_MOST_PLACES = 1 << 14
+_MOST_PLACES = 1 << 11
 """Places up to which the queue is reckoned out; beyond, chance hardly matters, and a normal distribution will do."""
+_POINTS = [
+    (float(z), float(weight) / math.sqrt(2 * math.pi))
+    for z, weight in zip(*np.polynomial.hermite_e.hermegauss(7), strict=True)
+]
+"""Seven points of the normal distribution and their weights (Gauss and Hermite): what a function is on average."""
 
 
 class Service:
@@ -38,8 +43,12 @@ class Service:
         return np.interp(at_work_np, self._at_np, self._rates_np)
 
 
-def share_waiting(load: float, replicas: int, service: Service, wait: float) -> float:
-    """Share of requests that wait longer than ``wait`` seconds for a place, at ``load`` requests per second.
+def share_waiting(
+    load: float, replicas: int, service: Service, wait: float, horizon: float = math.inf
+) -> float:
+    """Share of requests that wait longer than ``wait`` seconds for a place, at ``load`` requests per second that have
+    come for ``horizon`` seconds: until then nobody waited. More than can be served make a queue that grows, and it
+    takes its time until anybody waits too long.
 
     Example: one replica with one place that ends 1 request per second, at 0.5 per second: half of the requests find it
     taken, and of these a share of exp(-0.5 * 4 / 3) waits longer than a second: 26 %.
@@ -50,16 +59,43 @@ def share_waiting(load: float, replicas: int, service: Service, wait: float) -> 
     ends_np = replicas * service.rates(np.arange(1, places + 1) / replicas)
     full = load / float(ends_np[-1])
     if full >= 1:
-        return 1.0
+        return _grown(load, float(ends_np[-1]), wait, horizon)
     logs_np = np.concatenate(([0.0], np.cumsum(np.log(load / ends_np))))
     chances_np = np.exp(logs_np - logs_np.max())
     waiting = float(chances_np[-1]) / (1 - full)  # all places taken, whoever waits besides
     whole = float(chances_np[:-1].sum()) + waiting
-    return waiting / whole * math.exp(-(float(ends_np[-1]) - load) * wait * _EVEN)
+    return waiting / whole * _grown(load, float(ends_np[-1]), wait, horizon)
 
 
-def replicas_for(load: float, service: Service, wait: float, goal: float) -> int:
+def _grown(load: float, ends: float, wait: float, horizon: float) -> float:
+    """Chance that a queue that was empty ``horizon`` seconds ago is longer than what ``ends`` requests per second take
+    ``wait`` seconds for: a Brownian motion with drift that does not fall below zero (Harrison, Brownian Motion and
+    Stochastic Flow Systems, 1985, section 3.6). After a long time: exp(-(ends - load) * wait * 4 / 3).
+
+    Example: 1.1 requests come for each that ends: 10 s longer to wait after 100 s, in half of the cases.
+    """
+    if horizon == math.inf:
+        return 1.0 if load >= ends else math.exp(-(ends - load) * wait * _EVEN)
+    drift, length = load - ends, ends * wait
+    spread = math.sqrt(2 * ends / _EVEN * max(horizon, 1e-9))
+    tail = _normal((drift * horizon - length) / spread)
+    exponent = drift * wait * _EVEN
+    if exponent < 50:  # beyond, the other factor is smaller still
+        tail += math.exp(exponent) * _normal((-length - drift * horizon) / spread)
+    return min(tail, 1.0)
+
+
+def _normal(z: float) -> float:
+    """Chance that a normally distributed number is below ``z`` standard deviations."""
+    return 0.5 * math.erfc(-z / math.sqrt(2))
+
+
+def replicas_for(
+    load: float, service: Service, wait: float, goal: float, *, error: float = 0.0, horizon: float = math.inf
+) -> int:
     """Replicas with which at least a share ``goal`` of the requests waits no longer than ``wait`` seconds for a place.
+    ``error``: standard error of ``load``: the share is that of all loads that may be, on average. ``horizon``: as
+    `share_waiting` takes it.
 
     Example: 2.5 requests per second and replicas that end 1 each, with 8 places: 3 replicas do the work, and with 24
     places few wait; with one place each it takes 6.
@@ -67,10 +103,16 @@ def replicas_for(load: float, service: Service, wait: float, goal: float) -> int
     if load <= 0:
         return 0
     needed = load / service.most
-    if needed * service.places > _MOST_PLACES:
-        taken = needed * service.places
+    taken = (needed + 2 * error / service.most) * service.places
+    if taken > _MOST_PLACES:
         return math.ceil((taken + 3 * math.sqrt(taken)) / service.places)
     replicas = max(math.ceil(needed - 1e-6), 1)
-    while share_waiting(load, replicas, service, wait) > 1 - goal:
+    points = _POINTS if error > 0 else [(0.0, 1.0)]
+    while (
+        sum(
+            weight * share_waiting(load + z * error, replicas, service, wait, horizon) for z, weight in points
+        )
+        > 1 - goal
+    ):
         replicas += 1
     return replicas
