@@ -280,7 +280,7 @@ class Planner:
         """
         config = self.config
         free = 1.0 if config.dynamo else 1.0 - config.margin
-        rate = max(load.rate + load.error for load in loads)  # where no queue is reckoned out
+        rate = max(load.rate for load in loads)
         prompt = rate * isl * min(1.0, self._corrections["prefill"]) / (rates.prompt_tokens * free)
         output = rate * osl / (rates.output_tokens * free) if rates.output_tokens > 0 else 0.0
         if config.mode == "engines":
