@@ -134,7 +134,7 @@ class Planner:
                 )
             )
             return self._decide(seen, current, reasons, None)
-        loads = (Load(forecast["rate"], 0.0),)
+        loads: Sequence[Load] = (Load(forecast["rate"], 0.0),)
         if not self.config.dynamo:
             loads = self._loads_ahead(seen, forecast["rate"], rates.wait, reasons)
         rate = max(load.rate for load in loads)
