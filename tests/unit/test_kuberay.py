@@ -12,39 +12,43 @@ from draftwise.deploy.plan import IMPORT_PATH, Plan
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kuberay"
 
-# Fields of ray.io/v1 that are used, as KubeRay's raycluster_types.go and rayservice_types.go name them, and of pods;
-# a mapping: fields within; a list: of such; None: a value.
+# Fields of ray.io/v1 that are used, as KubeRay's raycluster_types.go and rayservice_types.go name and type them, and of
+# pods; a mapping: fields within, those with "!" are needed; a list: of such; a type or several: a value of it.
 TEXTS: Any = {}  # any names
-RESOURCES = {"requests": TEXTS, "limits": TEXTS}
+TEXT, NUMBER, SWITCH = (str,), (int,), (bool,)
+QUANTITY = (str, int)
+RESOURCES = {
+    "requests": {"cpu": QUANTITY, "memory": QUANTITY},
+    "limits": {"cpu": QUANTITY, "memory": QUANTITY},
+}
 CONTAINER = {
-    "name": None,
-    "image": None,
-    "ports": [{"containerPort": None, "name": None}],
-    "env": [{"name": None, "value": None,
-             "valueFrom": {"secretKeyRef": {"name": None, "key": None, "optional": None}}}],
+    "name!": TEXT,
+    "image": TEXT,
+    "ports": [{"containerPort!": NUMBER, "name": TEXT}],
+    "env": [{"name!": TEXT, "value": TEXT,
+             "valueFrom": {"secretKeyRef": {"name": TEXT, "key!": TEXT, "optional": SWITCH}}}],
     "resources": RESOURCES,
-    "volumeMounts": [{"name": None, "mountPath": None, "readOnly": None}],
+    "volumeMounts": [{"name!": TEXT, "mountPath!": TEXT, "readOnly": SWITCH}],
 }  # fmt: skip
 POD = {
     "metadata": {"labels": TEXTS, "annotations": TEXTS},
     "spec": {
-        "containers": [CONTAINER],
-        "volumes": [{"name": None, "emptyDir": {"medium": None, "sizeLimit": None}}],
+        "containers!": [CONTAINER],
+        "volumes": [{"name!": TEXT, "emptyDir": {"medium": TEXT, "sizeLimit": QUANTITY}}],
         "nodeSelector": TEXTS,
     },
 }
-HEAD = {"serviceType": None, "enableIngress": None, "rayStartParams": TEXTS, "template": POD}
+HEAD = {"serviceType": TEXT, "enableIngress": SWITCH, "rayStartParams!": TEXTS, "template!": POD}
 WORKERS = {
-    "groupName": None, "replicas": None, "minReplicas": None, "maxReplicas": None, "numOfHosts": None,
-    "rayStartParams": TEXTS, "template": POD, "scaleStrategy": {"workersToDelete": [None]},
+    "groupName!": TEXT, "replicas": NUMBER, "minReplicas!": NUMBER, "maxReplicas!": NUMBER, "numOfHosts": NUMBER,
+    "rayStartParams!": TEXTS, "template!": POD, "scaleStrategy": {"workersToDelete": [TEXT]},
 }  # fmt: skip
 CLUSTER = {
-    "headGroupSpec": HEAD, "workerGroupSpecs": [WORKERS], "rayVersion": None, "enableInTreeAutoscaling": None,
-    "autoscalerOptions": {"idleTimeoutSeconds": None, "upscalingMode": None}, "suspend": None,
+    "headGroupSpec!": HEAD, "workerGroupSpecs": [WORKERS], "rayVersion": TEXT, "enableInTreeAutoscaling": SWITCH,
+    "autoscalerOptions": {"idleTimeoutSeconds": NUMBER, "upscalingMode": TEXT}, "suspend": SWITCH,
 }  # fmt: skip
-SERVICE = {"serveConfigV2": None, "rayClusterConfig": CLUSTER}
+SERVICE = {"serveConfigV2": TEXT, "rayClusterConfig": CLUSTER}
 KINDS = {"RayCluster": CLUSTER, "RayService": SERVICE}
-NEEDED = ("rayStartParams", "template")
 
 
 def check(value: Any, schema: Any, where: str) -> None:
@@ -58,11 +62,14 @@ def check(value: Any, schema: Any, where: str) -> None:
         if not schema:
             assert all(isinstance(one, str) for one in value.values()), f"{where}: all are texts"
             return
+        fields = {name.rstrip("!"): kind for name, kind in schema.items()}
         for name, one in value.items():
-            assert name in schema, f"{where}.{name} is no field of the resource"
-            check(one, schema[name], f"{where}.{name}")
+            assert name in fields, f"{where}.{name} is no field of the resource"
+            check(one, fields[name], f"{where}.{name}")
+        for name in schema:
+            assert not name.endswith("!") or name[:-1] in value, f"{where} lacks {name[:-1]}"
     else:
-        assert not isinstance(value, dict | list), where
+        assert type(value) in schema, f"{where}: {value!r} is of another type"
 
 
 @pytest.mark.parametrize("name", ["rayservice.yaml", "raycluster.yaml"])
@@ -72,7 +79,6 @@ def test_fields_are_those_of_the_resource(name: str) -> None:
     check(found["spec"], KINDS[found["kind"]], name)
     cluster = found["spec"].get("rayClusterConfig", found["spec"])
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        assert all(field in group for field in NEEDED)
         mounts = [
             m["name"] for c in group["template"]["spec"]["containers"] for m in c.get("volumeMounts", ())
         ]
@@ -83,9 +89,28 @@ def test_fields_are_those_of_the_resource(name: str) -> None:
     )
 
 
-def test_a_field_that_there_is_not_is_found() -> None:
-    with pytest.raises(AssertionError, match="numOfHost is no field"):
-        check({"workerGroupSpecs": [{"numOfHost": 2}]}, CLUSTER, "spec")
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("spec", "workerGroupSpecs", 0, "numOfHost"), 2, "numOfHost is no field"),
+        (("spec", "workerGroupSpecs", 0, "replicas"), "2", "replicas: '2' is of another type"),
+        (("spec", "workerGroupSpecs", 0, "groupName"), None, r"workerGroupSpecs\[0\] lacks groupName"),
+        (("spec", "headGroupSpec", "rayStartParams", "num-cpus"), 0, "rayStartParams: all are texts"),
+        (("spec", "headGroupSpec", "enableIngress"), 1, "enableIngress: 1 is of another type"),
+    ],
+)
+def test_what_the_operator_would_refuse_is_found(path: tuple[Any, ...], value: Any, message: str) -> None:
+    """None: the field is taken out."""
+    file = yaml.safe_load((FOLDER / "raycluster.yaml").read_text())
+    holder = file
+    for step in path[:-1]:
+        holder = holder[step]
+    if value is None:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    with pytest.raises(AssertionError, match=message):
+        check(file["spec"], CLUSTER, "spec")
 
 
 def test_the_service_deploys_what_fits_into_its_cluster() -> None:
