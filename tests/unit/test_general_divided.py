@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from tests.fakes.architectures import save, small
+from tests.fakes.gguf import convert
 from tests.fakes.lora import save_adapter
 from tests.fakes.quantized import write_pair
 from tests.fakes.ranks import on_ranks
@@ -70,6 +71,35 @@ def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> 
         assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
     assert max(answer[1] for answer in answers) < 0.9 * whole.weight_bytes()
     assert max(answer[2] for answer in answers) < kept(whole) or kind == "olmo2"
+
+
+@pytest.mark.parametrize(("kind", "width"), [("F32", 96), ("Q8_0", 128), ("Q4_0", 128), ("Q4_0", 96)])
+def test_gguf_files_that_are_put_together_are_divided(tmp_path: Path, kind: str, width: int) -> None:
+    """By whole blocks of 32 inputs: an MLP of three blocks stays whole on both ranks."""
+    sizes = {
+        "intermediate_size": width,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    save(small("starcoder2", sliding_window=None, **sizes), tmp_path / "model")
+    more = {"starcoder2.rope.freq_base": 10000.0}
+    convert(tmp_path / "model", tmp_path / "m.gguf", "starcoder2", kind, more)
+    whole = loaded(tmp_path / "m.gguf")
+    expected = logits_of(whole)
+
+    def work(ranks: Ranks) -> tuple[Tensor, int]:
+        model = loaded(tmp_path / "m.gguf", ranks)
+        assert isinstance(model.inner if isinstance(model, RecordedDecoder) else model, AssembledDecoder)
+        return logits_of(model), model.weight_bytes()
+
+    answers = on_ranks(2, work)
+    assert torch.equal(answers[0][0], answers[1][0])
+    # activations of rounded layers are rounded, too: a sum that is split elsewhere may round to the next code
+    tolerance = 1e-4 if kind == "F32" else 2e-2
+    assert (answers[0][0] - expected).abs().max() < tolerance * max(1.0, float(expected.abs().max()))
+    halved = (kind, width) != ("Q4_0", 96)
+    assert (answers[0][1] < 0.6 * whole.weight_bytes()) == halved
 
 
 def test_tables_of_quantised_checkpoints_are_divided(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.fakes.gguf import convert
 from tests.fakes.ranks import on_ranks
 from torch import Tensor
 
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.ranks import Part, Ranks
 from draftwise.kv.storage import KVStorage
 from draftwise.models import checkpoint
@@ -287,3 +287,13 @@ def test_gguf_files_are_divided(tmp_path: Path, kind: str) -> None:
     convert(tmp_path / "model", tmp_path / "gguf" / "model.gguf", "llama", kind)
     # activations of rounded layers are rounded, too: a sum that is split elsewhere may round to the next code
     compare(tmp_path / "gguf", 2, tolerance=1e-4 if kind == "F16" else 2e-2)
+
+
+def test_ranks_that_would_cut_blocks_of_a_gguf_file_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save(small("llama", **sizes), tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "model.gguf", "llama", "Q8_0")
+    with pytest.raises(
+        ModelLoadError, match=r"model.gguf: 48 inputs are not a multiple of 32, the block of Q8_0"
+    ):
+        on_ranks(2, lambda ranks: loaded(tmp_path / "model.gguf", ranks))

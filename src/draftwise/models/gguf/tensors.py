@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.models.checkpoint import TensorEntry
 from draftwise.models.gguf.blocks import BLOCK, FLOATS, KEPT, BlockType, block_type, codes_of, values_of
 from draftwise.models.gguf.names import Mapped, mapped
@@ -162,6 +162,10 @@ class KeptFormat(CheckpointFormat):
         return self._marker
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        if inputs % BLOCK:
+            raise ModelLoadError(
+                f"{inputs} inputs are not a multiple of {BLOCK}, the block of {self._kind.name}"
+            )
         size = inputs // BLOCK * self._kind.size
         return {self._marker: RawTensor((outputs, size), torch.uint8, ("U8",))}
 
