@@ -168,7 +168,9 @@ _LOW, _HIGH = (0xEF, 0xF6, 0xFF), (0x25, 0x63, 0xEB)
 
 def cells_svg(surfaces: Sequence[Cells], across: str, down: str) -> str:
     """Surfaces one below the other; the higher a cell, the darker. ``across``, ``down``: what columns and rows are."""
-    widest = max(max(_CELL * len(s.columns), 7 * len(s.title)) for s in surfaces)
+    longest = max((len(words) for s in surfaces for _, words in s.values.values()), default=0)
+    size = max(_CELL, 6 * longest + 20)  # words have some air on both sides
+    widest = max(max(size * len(s.columns), 7 * len(s.title)) for s in surfaces)
     width = _LEFT + widest + 16
     height = sum(_TOP + _LINE * len(s.rows) + _BOTTOM for s in surfaces)
     parts = [
@@ -192,18 +194,18 @@ def cells_svg(surfaces: Sequence[Cells], across: str, down: str) -> str:
                     continue
                 share = (cell[0] - low) / (high - low) if high > low else 0.0
                 fill = "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(_LOW, _HIGH, strict=True))
-                x, ink = _LEFT + _CELL * j, "white" if share > 0.6 else "#111827"
+                x, ink = _LEFT + size * j, "white" if share > 0.6 else "#111827"
                 parts.append(
-                    f'<rect x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_LINE - 2}" rx="3" fill="#{fill}"/>'
-                    f'<text x="{x + _CELL / 2:g}" y="{y + 18}" text-anchor="middle" fill="{ink}">'
+                    f'<rect x="{x + 1}" y="{y + 1}" width="{size - 2}" height="{_LINE - 2}" rx="3" fill="#{fill}"/>'
+                    f'<text x="{x + size / 2:g}" y="{y + 18}" text-anchor="middle" fill="{ink}">'
                     f"{escape(cell[1])}</text>"
                 )
         top += _LINE * len(surface.rows)
         for j, column in enumerate(surface.columns):
             parts.append(
-                f'<text x="{_LEFT + _CELL * (j + 0.5):g}" y="{top + 15}" text-anchor="middle">{column}</text>'
+                f'<text x="{_LEFT + size * (j + 0.5):g}" y="{top + 15}" text-anchor="middle">{column}</text>'
             )
-        end = _LEFT + _CELL * len(surface.columns)
+        end = _LEFT + size * len(surface.columns)
         parts.append(f'<text x="{end}" y="{top + 29}" text-anchor="end">{escape(across)}</text>')
         top += _BOTTOM
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftwise.charts import Cells, cells_svg
 from draftwise.errors import ConfigError
 from draftwise.plan.acceptance import AcceptanceCounts, AcceptanceModel
 from draftwise.plan.interpolation import (
@@ -112,6 +113,8 @@ def test_charts_are_drawn(tmp_path: Path) -> None:
     assert found["best-int8"].count('rx="3"') == 2 * 2 * 3
     (best,) = (p for c, n, p in choices(made(), "int8") if (c, n) == (64, 1))
     assert f"eagle3 3: {best.tokens_per_second * 0.0101006:.2f}" in found["best-int8"]
+    cells = cells_svg([Cells("t", [1], [1], {(1, 1): (1.0, "w" * 30)})], "", "")
+    assert 'width="198"' in cells  # of 30 letters, with some air on both sides
 
 
 @pytest.mark.parametrize(
