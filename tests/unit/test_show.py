@@ -186,6 +186,42 @@ def test_what_stands_behind_windows_is_said(tmp_path: Path, capsys: pytest.Captu
     assert show(capsys, str(tmp_path / "all"))["cache_bytes_behind_windows"] == {}
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe", "starcoder2"])
+def test_a_config_alone_tells_sizes(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before gigabytes are fetched: the same numbers as with the weights."""
+    save(small(kind), tmp_path / "whole")
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "generation_config.json"):
+        if (tmp_path / "whole" / name).exists():
+            (tmp_path / "bare" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    whole, bare = describe(tmp_path / "whole"), describe(tmp_path / "bare")
+    assert bare.refused is None and bare.way == whole.way == ("general" if kind == "starcoder2" else "own")
+    assert whole.parameters is not None and bare.parameters is not None
+    assert bare.parameters.total == whole.parameters.total
+    assert bare.cache_bytes() == whole.cache_bytes() != {}
+    for name, wanted in whole.weight_bytes().items():
+        assert bare.weight_bytes()[name] == pytest.approx(wanted, rel=0.02), name
+    assert main.main(["show", str(tmp_path / "bare")]) == 0
+    assert "none in this folder: sizes are reckoned from config.json" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    # Weights of a kind that is not read, or that are half there, are no config alone.
+    (tmp_path / "bare" / "pytorch_model.bin").write_bytes(b"")
+    assert main.main(["show", str(tmp_path / "bare")]) == 2
+    assert "has no safetensors, only pytorch_model.bin" in capsys.readouterr().err
+
+
+def test_a_quantised_config_alone_says_its_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(save_llama(tmp_path, seed=1))
+    (folder / "model.safetensors").unlink()
+    raw = json.loads((folder / "config.json").read_text())
+    written = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": written}))
+    found = show(capsys, str(folder))
+    assert found["refused"] is None and found["quantized"] and found["weight_bytes"] == {}
+    assert found["cache_bytes_per_token"]
+
+
 def test_missing_tensors_are_seen(tmp_path: Path) -> None:
     folder = Path(save_llama(tmp_path, seed=1))
     raw = json.loads((folder / "config.json").read_text())

@@ -156,7 +156,10 @@ def lines(report: dict[str, Any]) -> list[str]:
         rows.append(("parameters", _count(report["parameters"])))
     stored = ", ".join(sorted(report["stored"], key=report["stored"].get, reverse=True))
     form = f", {report['quantized']}" if report["quantized"] else ""
-    rows.append(("stored as", f"{size(report['stored_bytes'])} ({stored}{form})"))
+    if stored:
+        rows.append(("stored as", f"{size(report['stored_bytes'])} ({stored}{form})"))
+    else:
+        rows.append(("weights", f"none in this folder{form}: sizes are reckoned from config.json"))
     if report["weight_bytes"]:
         rows.append(("memory", _sizes(report["weight_bytes"])))
     rows += _cache(report)

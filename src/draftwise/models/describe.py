@@ -90,7 +90,7 @@ class RankFacts:
 
 def _weight_bytes(parameters: Parameters | None, quantized: str | None, stored: int) -> dict[str, int]:
     if quantized is not None:
-        return {quantized: stored}
+        return {quantized: stored} if stored else {}
     if parameters is None:
         return {}
     out = {}
@@ -155,13 +155,16 @@ class ModelFacts:
 
 def describe(path: str | Path, revision: str | None = None, max_model_len: int | None = None) -> ModelFacts:
     """The description of a model before it is loaded. A model that cannot be served is described, too (`refused`).
+    Of a folder that has a config.json and no weights, sizes are those of the model that it describes; then ``stored``
+    is empty.
 
     Raises:
         ModelLoadError: there is no such model, or its config.json or weights cannot be read at all.
     """
     folder = resolve_path(path, revision, weights=False)
     raw = read_raw(folder)
-    entries = _headers(folder, str(path), revision)
+    bare = _has_no_weights(folder) and Path(path).expanduser().exists()
+    entries = {} if bare else _headers(folder, str(path), revision)
     stored: dict[str, int] = {}
     for entry in entries.values():
         stored[entry.dtype] = stored.get(entry.dtype, 0) + prod(entry.shape)
@@ -183,7 +186,10 @@ def describe(path: str | Path, revision: str | None = None, max_model_len: int |
         found["config"] = config
         layout = checkpoint_format(folder)
         found["quantized"] = None if layout is None else layout.name
-        found |= _of_general(raw, config) if general else _of_own(folder, config, cls, entries)
+        if general or bare:
+            found |= _of_general(raw, config, experts=not general)
+        else:
+            found |= _of_own(folder, config, cls, entries)
         found.pop("read_bytes", None)
         found["lends_to_heads"] = cls.shared_weights is not DecoderModel.shared_weights
         found["cuts"] = cls.first_layers is not DecoderModel.first_layers
@@ -219,6 +225,15 @@ def describe_ranks(facts: ModelFacts, size: int, *, experts_by_rank: bool = Fals
             RankFacts(rank, *heads, own["parameters"], own["layout"], own["read_bytes"], facts.quantized)
         )
     return found
+
+
+def _has_no_weights(folder: Path) -> bool:
+    """Whether nothing in a folder could be weights, in any form: somebody has fetched its small files alone."""
+    if not folder.is_dir():
+        return False
+    kinds = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf")
+    files = [file.name for file in folder.iterdir() if file.suffix in kinds]
+    return not any(name.endswith(".index.json") or not name.endswith(".json") for name in files)
 
 
 def _headers(folder: Path, path: str, revision: str | None) -> Mapping[str, TensorEntry]:
@@ -275,9 +290,10 @@ def _of_own(
     }
 
 
-def _of_general(raw: RawConfig, config: ModelConfig) -> dict[str, Any]:
+def _of_general(raw: RawConfig, config: ModelConfig, *, experts: bool = False) -> dict[str, Any]:
     """A model of Transformers without memory behind it: its modules are counted, and the shapes of its layers' calls of
-    attention are looked at. Where its code wants numbers to look at, sizes of config.json are taken."""
+    attention are looked at. Where its code wants numbers to look at, sizes of config.json are taken.
+    ``experts``: stacked ones [E, out, in] are linear layers, too, as in a family of ours."""
     model = empty_model(raw)
     shapes: tuple[KVLayerSpec, ...] | None = None
     with contextlib.suppress(Exception):  # a model's code on tensors without values: whatever it raises
@@ -294,11 +310,13 @@ def _of_general(raw: RawConfig, config: ModelConfig) -> dict[str, Any]:
         m for m in model.modules() if type(m) is torch.nn.Linear and m is not head and m.weight is not table
     ]
     linear = sum(m.weight.numel() for m in linears)
+    stacks = [p for p in model.parameters() if experts and p.dim() == 3]
+    linear += sum(p.numel() for p in stacks)
     total = sum(p.numel() for p in model.parameters())
     own_head = 0 if head is None or tied else head.weight.numel()
     counts = Parameters(
         linear=linear,
-        linear_outputs=sum(m.out_features for m in linears),
+        linear_outputs=sum(m.out_features for m in linears) + sum(p.shape[0] * p.shape[1] for p in stacks),
         head=table.numel() if tied else own_head,
         head_outputs=config.vocab_size,
         table=table.numel(),
