@@ -253,6 +253,14 @@ def test_folder_that_is_no_model(tmp_path: Path) -> None:
 def test_paths_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails(lambda: load(tmp_path / "nowhere"), "does not exist")
     fails(lambda: resolve_path("./nowhere"), "does not exist")
+    with (
+        monkeypatch.context() as patched
+    ):  # permissions do not bind root, so a file that cannot be opened is pretended
+        patched.setattr(
+            Path, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+        )
+        (tmp_path / "secret").touch()
+        fails(lambda: resolve_path(tmp_path / "secret"), "secret cannot be read: Permission denied")
     fails(lambda: resolve_path(""), "empty")
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"")

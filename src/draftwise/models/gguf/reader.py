@@ -85,13 +85,16 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file, by its name or its first bytes."""
+    """Whether a path names a GGUF file, by its name or its first bytes. Raises ModelLoadError if they cannot be read."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
         return True
-    with path.open("rb") as handle:
-        return handle.read(4) == MAGIC
+    try:
+        with path.open("rb") as handle:
+            return handle.read(4) == MAGIC
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def read_gguf(path: Path) -> GgufFile:
