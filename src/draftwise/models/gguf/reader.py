@@ -85,7 +85,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file, by its name or its first bytes. Raises ModelLoadError if they cannot be read."""
+    """Whether a path names a GGUF file, by its name or its first bytes. Raises ModelLoadError if it cannot be read."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
