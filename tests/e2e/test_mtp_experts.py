@@ -1,7 +1,9 @@
-"""MTP layers with experts, as GLM-4.5 and DeepSeek-V3 carry them: drafts of the very layers, the text of the target."""
+"""MTP layers with experts, as GLM-4.5 and DeepSeek-V3 carry them, in floats and in fp8 by blocks, as DeepSeek publishes
+them: drafts of the very layers, the text of the target."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from draftwise import LLM, SamplingParams
+from tests.unit.test_quantized_checkpoints import CASES
 
 SIZES = {
     "vocab_size": 61,
@@ -69,6 +72,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
     return target
 
 
+@pytest.fixture(scope="module", params=["float32", "fp8 blocks"])
+def served(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """The folder that is served, and one of the floats that it stands for. Of the fp8 one, all linear layers are
+    codes, those of experts and of the MTP layer, too; routers, embedding and output layer are not."""
+    if request.param == "float32":
+        return folder, folder
+    writer, description = CASES[request.param]
+    codes, plain = load_file(folder / "model.safetensors"), load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if tensor.ndim == 2 and not any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.")):
+            written, weight = writer(*tensor.shape, generator)
+            del codes[name]
+            codes |= {name.removesuffix(".weight") + suffix: value for suffix, value in written.items()}
+            plain[name] = weight.float().contiguous()
+    assert "model.layers.2.eh_proj.weight_scale_inv" in codes
+    assert "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv" in codes
+    config = json.loads((folder / "config.json").read_text())
+    made = []
+    for tensors, more in ((codes, {"quantization_config": description}), (plain, {})):
+        made.append(tmp_path_factory.mktemp("served"))
+        (made[-1] / "config.json").write_text(json.dumps({**config, **more}))
+        save_file(tensors, made[-1] / "model.safetensors", {"format": "pt"})
+    return made[0], made[1]
+
+
 def mtp_drafts(family: str, folder: Path, tokens: list[int], count: int) -> list[int]:
     """What the layer drafts behind a text, computed over the whole text each time with Transformers' modules. The
     feature of the next row is DeepSeek's after the last norm, GLM's before it."""
@@ -113,7 +144,8 @@ def mtp_drafts(family: str, folder: Path, tokens: list[int], count: int) -> list
     return drafts
 
 
-def test_the_text_is_the_targets_and_drafts_are_the_layers(family: str, folder: Path) -> None:
+def test_the_text_is_the_targets_and_drafts_are_the_layers(family: str, served: tuple[Path, Path]) -> None:
+    folder, plain_folder = served
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     prompt = [(5 + 11 * i) % 61 for i in range(14)]
     with LLM(
@@ -131,7 +163,7 @@ def test_the_text_is_the_targets_and_drafts_are_the_layers(family: str, folder: 
         known, steps = len(prompt), 0
         for step in runs["mtp"].outputs[0].trace or ():
             if step.draft_tokens:
-                wanted = mtp_drafts(family, folder, [*prompt, *drafted][:known], len(step.draft_tokens))
+                wanted = mtp_drafts(family, plain_folder, [*prompt, *drafted][:known], len(step.draft_tokens))
                 assert list(step.draft_tokens) == wanted
                 steps += 1
             known += len(step.token_ids)

@@ -31,7 +31,7 @@ from draftwise.models.self_test import settled_ops
 from draftwise.models.source import checkpoint_format, read_raw, scan
 from draftwise.models.text_part import PART_OF
 from draftwise.models.unfollowed import Watched, refuse_unfollowed
-from draftwise.models.weights import WeightPlan, freed_at_once
+from draftwise.models.weights import WeightPlan, freed_at_once, same_shape
 from draftwise.models.words import shorten
 from draftwise.quantization.scheme import Scheme, parse_scheme
 
@@ -345,7 +345,7 @@ def _check(
     wrong = [
         f"{name} has shape {list(entries[name].shape)}, expected {list(target.dest.shape)}"
         for name, target in targets.items()
-        if not _same_shape(entries[name].shape, tuple(target.dest.shape))
+        if not same_shape(entries[name].shape, tuple(target.dest.shape))
     ]
     if wrong:
         raise ModelLoadError(f"{folder}: {'; '.join(wrong[:4])}")
@@ -353,11 +353,6 @@ def _check(
     if odd:
         kinds = ", ".join(sorted({entries[name].dtype for name in odd}))
         raise ModelLoadError(f"{folder}: tensors stored as {kinds} are not supported: {shorten(odd)}")
-
-
-def _same_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """One number is one, with dimensions or without."""
-    return stored == wanted or prod(stored) == prod(wanted) == 1
 
 
 def _adds_nothing(entries: Mapping[str, TensorEntry], name: str) -> bool:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -323,6 +324,11 @@ class WeightPlan:
         assert name not in self.targets, f"{name} is declared twice"
         self.targets[name] = WeightTarget(dest, stored)
         self._declared.append(name)
+
+
+def same_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """One number is one, with dimensions or without."""
+    return stored == wanted or prod(stored) == prod(wanted) == 1
 
 
 def _shapes(layout: CheckpointFormat, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:

@@ -69,6 +69,10 @@ class CheckpointFormat(ABC):
         """Whether rows of scales are filled up to a width: those of a part of the inputs are then no part of them."""
         return False
 
+    def renamed(self, origins: Mapping[str, str]) -> CheckpointFormat:
+        """The format for layers that go by other names: ``origins`` maps these to the checkpoint's, without suffix."""
+        return self
+
     optional: tuple[str, ...] = ()
     """Suffixes of tensors that may be missing or stand there without being needed."""
 

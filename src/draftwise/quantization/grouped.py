@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class GroupsFormat(CheckpointFormat):
     name, a pattern for it (``re:...``), or, failing these, its class (``Linear``)."""
 
     groups: tuple[tuple[tuple[str, ...], CheckpointFormat], ...]
+    origins: Mapping[str, str] = field(default_factory=dict)
     bits = None
     marker = ""
 
@@ -37,7 +38,11 @@ class GroupsFormat(CheckpointFormat):
         form = next(iter(forms))
         return None if form is None else form.of(bases, names)
 
+    def renamed(self, origins: Mapping[str, str]) -> CheckpointFormat:
+        return replace(self, origins=origins)
+
     def _form_of(self, base: str) -> CheckpointFormat | None:
+        base = self.origins.get(base, base)
         for targets, form in self.groups:
             for target in targets:
                 pattern = target.removeprefix("re:")

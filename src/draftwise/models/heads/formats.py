@@ -110,14 +110,15 @@ def layer_config(
         kind = "latent attention" if "kv_a_proj" in odd[0] else "experts"
         raise ModelLoadError(f"a draft layer with {kind} ({tensors[odd[0]].origin}) is not supported")
     q, heads, dim = (
-        tensors.get(first + "self_attn.q_proj.weight"),
+        tensors.linear_shape(first + "self_attn.q_proj"),
         raw.get("num_attention_heads"),
         raw.get("head_dim"),
     )
-    if q is not None and isinstance(heads, int) and isinstance(dim, int) and q.shape[0] == 2 * heads * dim:
+    if q is not None and isinstance(heads, int) and isinstance(dim, int) and q[0] == 2 * heads * dim:
+        query = next(t.origin for name, t in tensors.items() if name.startswith(first + "self_attn.q_proj."))
         raise ModelLoadError(
-            f"a draft layer whose attention has an output gate ({q.origin}: {q.shape[0]} rows for {heads} heads of "
-            f"{dim}; Qwen3-Next, Qwen3.5) is not supported"
+            f"a draft layer whose attention has an output gate ({query}: {q[0]} rows for {heads} heads of {dim}; "
+            "Qwen3-Next, Qwen3.5) is not supported"
         )
     raw = {**raw, "num_hidden_layers": num_layers}
     if any("kv_a_proj" in name for name in tensors):
@@ -199,10 +200,10 @@ def sparse_layers(
 def _head_dim(raw: RawConfig, tensors: HeadTensors) -> int | None:
     """When the settings do not give it: families whose default is not hidden_size / num_attention_heads."""
     heads = raw.get("num_attention_heads")
-    q = tensors.get("layers.0.self_attn.q_proj.weight")
+    q = tensors.linear_shape("layers.0.self_attn.q_proj")
     if raw.get("head_dim") is not None or q is None or not isinstance(heads, int) or heads < 1:
         return None
-    return q.shape[0] // heads
+    return q[0] // heads
 
 
 def check_target(raw: RawConfig, link: TargetLink) -> None:

@@ -171,12 +171,12 @@ def load_eagle(context: HeadContext) -> HeadModel:
 def declare_eagle(context: HeadContext) -> DeclaredHead:
     """`load_eagle` as far as headers of files tell. Raises as that does."""
     folder, raw, link, ops = _opened(context)
-    tensors = scan_head(folder).renamed(rename_eagle)
     with _named(folder):
+        tensors = scan_head(folder).renamed(rename_eagle).stored()
         check_target(raw, link)
         config = layer_config(raw, tensors, number_of_layers(tensors))
         config = replace(config, sliding_window=head_windows(raw, config.num_layers))
-        plan = WeightPlan(ops.dtype, ops.device)
+        plan = _plan(tensors, ops, context)
         head = EagleHead(config, eagle_options(raw, tensors), link, ops, plan)
     return DeclaredHead(head, plan, tensors, ops)
 
@@ -190,12 +190,12 @@ def load_eagle3(context: HeadContext) -> HeadModel:
 def declare_eagle3(context: HeadContext) -> DeclaredHead:
     """`load_eagle3` as far as headers of files tell. Raises as that does."""
     folder, raw, link, ops = _opened(context)
-    tensors = scan_head(folder).renamed(rename_eagle)
     with _named(folder):
+        tensors = scan_head(folder).renamed(rename_eagle).stored()
         check_target(raw, link)
         config = layer_config(raw, tensors, number_of_layers(tensors), latent=True)
         config = replace(config, sliding_window=head_windows(raw, config.num_layers))
-        plan = WeightPlan(ops.dtype, ops.device)
+        plan = _plan(tensors, ops, context)
         options = eagle3_options(raw, tensors, link)
         mask_shape: tuple[int, ...] = ()
         if context.speculative.parallel_drafting:
@@ -214,13 +214,13 @@ def declare_block(context: HeadContext) -> DeclaredHead:
     """`load_block` as far as headers of files tell. Raises as that does."""
     folder, raw, link, ops = _opened(context)
     with _named(folder):
-        tensors = scan_head(folder).renamed(rename_block)
+        tensors = scan_head(folder).renamed(rename_block).stored()
         options = block_options(raw, tensors, link)
         check_target(raw, link)
         config = layer_config(raw, tensors, number_of_layers(tensors))
         windows, causal = block_windows(raw, config.num_layers)
         config = replace(config, sliding_window=windows)
-        plan = WeightPlan(ops.dtype, ops.device)
+        plan = _plan(tensors, ops, context)
         head = BlockHead(config, replace(options, causal=causal), link, ops, plan, draft_ids(tensors))
     unread = frozenset(name for name in tensors if name.startswith(("confidence_head.", "verifier_")))
     return DeclaredHead(head, plan, tensors, ops, unread)
@@ -251,8 +251,8 @@ def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
     if not own:  # a folder of their own may bring embedding and output layer under their usual names
         usual = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
         names |= {name: f"0.{part}.weight" for part, name in usual.items() if name in found}
-    tensors = unstacked(found.renamed(names.get))
     with _named(folder):
+        tensors = unstacked(found.renamed(names.get).stored())
         check_target(raw, link)
         count = number_of_layers(tensors)
         config, experts, weights = (
@@ -265,7 +265,7 @@ def declare_mtp(context: HeadContext, *, compare: bool = True) -> DeclaredHead:
         lent = {
             part for part in ("embed_tokens", "lm_head") if compare and own and _is_copy(found, tensors, part)
         }
-        plan = WeightPlan(ops.dtype, ops.device)
+        plan = _plan(tensors, ops, context)
         brought = {part for part in ("embed_tokens", "lm_head") if f"0.{part}.weight" in tensors} - lent
         head = MtpHead(
             config,
@@ -319,6 +319,15 @@ def _opened(context: HeadContext) -> tuple[Path, RawConfig, TargetLink, Ops]:
         context.target_model, context.max_model_len, context.dtype, context.device, spec.quantization
     )
     return folder, raw, link, ops
+
+
+def _plan(tensors: HeadTensors, ops: Ops, context: HeadContext) -> WeightPlan:
+    """A plan for a head's parameters. Raises ModelLoadError if ``speculative_config.quantization`` asks for other codes
+    than the folder has."""
+    name = context.speculative.quantization
+    if tensors.layout is not None and name is not None:
+        tensors.layout.check_scheme(parse_scheme(name, device=ops.device.type), name)
+    return tensors.plan(ops.dtype, ops.device)
 
 
 @contextmanager

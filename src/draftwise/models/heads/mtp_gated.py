@@ -66,8 +66,8 @@ def gated_layers(
         experts=experts,
         rope=parse_rope(own, dim, positions, None, partial=True),
     )
-    q = tensors.get(f"{_PREFIX}q_proj.weight")
-    gated = q is not None and q.shape[0] == 2 * heads * dim
+    q = tensors.linear_shape(f"{_PREFIX}q_proj")
+    gated = q is not None and q[0] == 2 * heads * dim
     names = None
     if experts is not None:
         theirs = {field.name: getattr(EXPERT_NAMES, field.name) for field in fields(EXPERT_NAMES)}
@@ -107,7 +107,7 @@ def unstacked(tensors: HeadTensors) -> HeadTensors:
         for e in range(count):
             for i, single in enumerate(parts):
                 out[f"{start}.mlp.experts.{e}.{single}.weight"] = _one(tensor, e, i * rows, (rows, inputs))
-    return HeadTensors(tensors.folder, out)
+    return HeadTensors(tensors.folder, out, tensors.layout)
 
 
 def _one(tensor: HeadTensor, expert: int, first: int, shape: tuple[int, int]) -> HeadTensor:

@@ -23,19 +23,22 @@ _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(.+)$")
 _MIMO = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
 _QWEN = re.compile(r"^mtp\.(?:layers\.(\d+)\.)?(.+)$")
 _PARTS = {
-    "enorm.weight": "enorm",
-    "hnorm.weight": "hnorm",
-    "eh_proj.weight": "proj",
-    "shared_head.norm.weight": "norm",
-    "token_layernorm.weight": "enorm",
-    "hidden_layernorm.weight": "hnorm",
-    "input_proj.weight": "proj",
-    "final_layernorm.weight": "norm",
-    "pre_fc_norm_embedding.weight": "enorm",
-    "pre_fc_norm_hidden.weight": "hnorm",
-    "fc.weight": "proj",
-    "norm.weight": "norm",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "proj",
+    "shared_head.norm": "norm",
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "proj",
+    "final_layernorm": "norm",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "fc": "proj",
+    "norm": "norm",
+    "embed_tokens": "embed_tokens",
+    "shared_head.head": "lm_head",
 }
+_BROUGHT = ("embed_tokens", "lm_head")  # parts that a layer may have of its own, whatever is shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,12 @@ def mtp_form(names: Collection[str], speculators: bool) -> MtpForm | None:
     ``speculators``: the folder is in that project's format, which means something else by MiMo's names.
     """
     for name in names:
-        if name.startswith("mtp.") and name.endswith("fc.weight"):
+        base = name.rpartition(".")[0]  # .weight, or what a quantised layer has in its place
+        if name.startswith("mtp.") and base.endswith(".fc"):
             return QWEN
-        if _MIMO.match(name) and name.endswith("input_proj.weight"):
+        if _MIMO.match(name) and base.endswith(".input_proj"):
             return SPECULATORS if speculators else MIMO
-        if _LAYER.match(name) and name.endswith("eh_proj.weight"):
+        if _LAYER.match(name) and base.endswith(".eh_proj"):
             return DEEPSEEK
     return None
 
@@ -76,13 +80,14 @@ def renamer(names: Collection[str], form: MtpForm) -> dict[str, str]:
     ``lm_head.weight`` where a layer has its own (DeepSeek's naming; ``{i}.`` before them).
 
     Example: model.layers.61.eh_proj.weight -> 0.proj.weight, model.layers.61.mlp.up_proj.weight ->
-    layers.0.mlp.up_proj.weight, model.layers.61.shared_head.head.weight -> 0.lm_head.weight.
+    layers.0.mlp.up_proj.weight, model.layers.61.shared_head.head.weight -> 0.lm_head.weight. Tensors of quantised
+    layers keep their suffix: model.layers.61.eh_proj.weight_scale_inv -> 0.proj.weight_scale_inv.
     """
     pattern = {"DeepSeek-V3": _LAYER, "Qwen3-Next": _QWEN}.get(form.name, _MIMO)
     found = [(name, match) for name in names if (match := pattern.match(name))]
     numbers = sorted({int(m.group(1)) for _, m in found if m.group(1) is not None})
     if form is DEEPSEEK:  # other layers are the target's
-        numbers = sorted({int(m.group(1)) for _, m in found if m.group(2) == "eh_proj.weight"})
+        numbers = sorted({int(m.group(1)) for _, m in found if m.group(2).startswith("eh_proj.")})
     index = {number: i for i, number in enumerate(numbers)}
     out: dict[str, str] = {}
     for name, match in found:
@@ -93,12 +98,10 @@ def renamer(names: Collection[str], form: MtpForm) -> dict[str, str]:
             i = index[int(match.group(1))]
         else:
             continue
-        if rest in _PARTS and (match.group(1) is None) == form.shared:
-            out[name] = f"{i}.{_PARTS[rest]}.weight"
-        elif rest == "embed_tokens.weight":
-            out[name] = f"{i}.embed_tokens.weight"
-        elif rest == "shared_head.head.weight":
-            out[name] = f"{i}.lm_head.weight"
+        base, _, suffix = rest.rpartition(".")
+        part = _PARTS.get(base)
+        if part is not None and (part in _BROUGHT or (match.group(1) is None) == form.shared):
+            out[name] = f"{i}.{part}.{suffix}"
         elif not rest.endswith("rotary_emb.inv_freq"):
             out[name] = f"layers.{i}.{rest}"
     return out

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.bitsandbytes import bitsandbytes_tensors
 from draftwise.models.checkpoint import (
     TensorEntry,
     copy_tensors,
@@ -19,12 +20,15 @@ from draftwise.models.checkpoint import (
     scan_checkpoint,
     scan_file,
 )
-from draftwise.models.weights import WeightPlan
+from draftwise.models.weights import WeightPlan, same_shape
 from draftwise.models.words import shorten
+from draftwise.quantization.checkpoint import CheckpointFormat
+from draftwise.quantization.parsing import parse_checkpoint_format
 
 logger = logging.getLogger("draftwise")
 
 _FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
+_OTHERS = frozenset({"I64", "BOOL"})  # tables of ids
 _TORCH_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,8 +56,12 @@ class HeadTensor:
 class HeadTensors(Mapping[str, HeadTensor]):
     """Name -> tensor. Only headers are read until `copy` or `read`."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, HeadTensor]) -> None:
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, HeadTensor], layout: CheckpointFormat | None = None
+    ) -> None:
+        """``layout``: how quantised linear layers are stored; None: there are none."""
         self.folder = folder
+        self.layout = layout
         self._tensors = dict(tensors)
 
     def __getitem__(self, name: str) -> HeadTensor:
@@ -83,6 +91,36 @@ class HeadTensors(Mapping[str, HeadTensor]):
             out[new] = tensor
         return HeadTensors(self.folder, out)
 
+    def stored(self) -> HeadTensors:
+        """The same tensors, read as the folder's ``quantization_config`` says, where some of them are codes.
+
+        Raises:
+            ModelLoadError: a form that is not supported.
+        """
+        written = _quantization(self.folder)
+        floats = all(tensor.dtype in _FLOATS | _OTHERS for tensor in self._tensors.values())
+        if written is None or (floats and not _is_bitsandbytes(written)):  # that may give numbers for codes
+            return self
+        origins = {
+            new.rpartition(".")[0]: tensor.origin.rpartition(".")[0] for new, tensor in self._tensors.items()
+        }
+        return HeadTensors(self.folder, self._tensors, parse_checkpoint_format(written).renamed(origins))
+
+    def plan(self, dtype: torch.dtype, device: torch.device) -> WeightPlan:
+        """A plan for parameters that are filled from here."""
+        return WeightPlan(dtype, device, self.layout, self.keys())
+
+    def linear_shape(self, base: str) -> tuple[int, int] | None:
+        """Outputs and inputs of a linear layer, quantised or not; None: it is not here.
+
+        Example: ``layers.0.self_attn.q_proj``, whose tensors are ``.weight``, or ``.qweight``, ``.qzeros``, ...
+        """
+        form = None if self.layout is None else self.layout.of([base], self.keys())
+        if form is not None:
+            return form.shape(lambda suffix: self[base + suffix].shape)
+        found = self.get(f"{base}.weight")
+        return None if found is None else (found.shape[0], found.shape[1])
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, as it is stored."""
         tensor = self._tensors[name]
@@ -95,13 +133,13 @@ class HeadTensors(Mapping[str, HeadTensor]):
         return value
 
     def copy(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill ``targets[name]`` (equal shapes), converting dtype and device."""
+        """Fill ``targets[name]`` (`same_shape`), converting dtype and device."""
         entries: dict[str, TensorEntry] = {}
         places: dict[str, Tensor] = {}
         for name, dest in targets.items():
             tensor = self._tensors[name]
             if isinstance(tensor.source, Tensor):
-                dest.copy_(tensor.source)
+                dest.copy_(tensor.source.reshape(dest.shape))
             else:
                 entries[tensor.origin], places[tensor.origin] = tensor.source, dest
         copy_tensors(entries, places)
@@ -123,18 +161,35 @@ class HeadTensors(Mapping[str, HeadTensor]):
         wrong = [
             f"{self[name].origin} has shape {list(self[name].shape)}, expected {list(target.dest.shape)}"
             for name, target in plan.targets.items()
-            if self[name].shape != tuple(target.dest.shape)
+            if not same_shape(self[name].shape, tuple(target.dest.shape))
         ]
         if wrong:
             raise ModelLoadError(f"{self.folder}: {'; '.join(wrong[:4])}")
-        odd = sorted(self[name].origin for name in plan.targets if self[name].dtype not in _FLOATS)
+        odd = sorted(
+            self[name].origin
+            for name, target in plan.targets.items()
+            if self[name].dtype not in (target.stored or _FLOATS)
+        )
         if odd:
-            raise ModelLoadError(f"{self.folder}: quantised tensors are not supported: {shorten(odd)}")
+            raise ModelLoadError(
+                f"{self.folder}: quantised tensors need a quantization_config in config.json, and Medusa heads may have "
+                f"none: {shorten(odd)}"
+            )
 
     def note_unused(self, used: Iterator[str] | set[str]) -> None:
-        """Log unused tensors, once."""
+        """Log unused tensors, once.
+
+        Raises:
+            ModelLoadError: codes of a layer that is read as floats only, such as an output layer, are among them.
+        """
         names = set(used)
-        left = sorted(tensor.origin for name, tensor in self._tensors.items() if name not in names)
+        unused = [tensor for name, tensor in self._tensors.items() if name not in names]
+        codes = sorted(tensor.origin for tensor in unused if tensor.dtype not in _FLOATS | _OTHERS)
+        if codes:
+            raise ModelLoadError(
+                f"{self.folder}: these are quantised, and read as floats only: {shorten(codes)}"
+            )
+        left = sorted(tensor.origin for tensor in unused)
         if left:
             logger.warning("%s: tensors that are not used: %s", self.folder, shorten(left))
 
@@ -184,7 +239,23 @@ def _scan_one(folder: Path, file: Path) -> HeadTensors:
     return HeadTensors(folder, _scan_pickle(file))
 
 
+def _quantization(folder: Path) -> object:
+    """``quantization_config`` of a folder's config.json, of its text part if it is there; None: it has none."""
+    path = folder / "config.json"
+    raw = read_json(path) if path.is_file() else {}
+    text = raw.get("text_config")
+    return raw.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
+    )
+
+
+def _is_bitsandbytes(written: object) -> bool:
+    return isinstance(written, Mapping) and written.get("quant_method") == "bitsandbytes"
+
+
 def _from_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> HeadTensors:
+    if _is_bitsandbytes(_quantization(folder)):
+        entries = bitsandbytes_tensors(entries)
     return HeadTensors(folder, {n: HeadTensor(n, e.shape, e.dtype, e) for n, e in entries.items()})
 
 
