@@ -193,4 +193,4 @@ def test_groups_are_found_by_the_checkpoints_names(tmp_path: Path) -> None:
         wanted = logits_of(load_eagle3(target.context("eagle3", str(tmp_path / "plain"))), target)
         got = logits_of(load_eagle3(target.context("eagle3", str(folder))), target)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    assert GROUP == four["weights"]["group_size"]
+    assert four["weights"]["group_size"] == GROUP
