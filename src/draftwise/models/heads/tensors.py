@@ -172,8 +172,8 @@ class HeadTensors(Mapping[str, HeadTensor]):
         )
         if odd:
             raise ModelLoadError(
-                f"{self.folder}: quantised tensors need a quantization_config in config.json, and Medusa heads may have "
-                f"none: {shorten(odd)}"
+                f"{self.folder}: quantised tensors need a quantization_config in config.json, and Medusa heads "
+                f"may have none: {shorten(odd)}"
             )
 
     def note_unused(self, used: Iterator[str] | set[str]) -> None:
