@@ -25,7 +25,7 @@ from draftwise.kernels.cpu.library import Isa, NativeLibrary, native_library, wh
 from draftwise.kernels.cpu.linear import Epilogue, LinearKernels
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kv.storage import KVLayerSpec, KVStorage, quantized
+from draftwise.kv.storage import LARGEST, KVLayerSpec, KVStorage, quantized
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from draftwise.models.recorded import RecordedDecoder
@@ -39,7 +39,7 @@ from tests.unit.test_cpu_verify import make_step
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-CACHES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+CACHES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 SCHEMES = ("int8_weight_only", "int8_dynamic", "int4_weight_only", "int4_weight_only_g32", "int4_dynamic")
 PARTS = [
     Part(1, 1),
@@ -74,7 +74,7 @@ def attention_cases(library: NativeLibrary, pool: ThreadPool) -> Iterator[Case]:
     rows = int(batch.query_start_np[-1])
     for dtype, cache, (heads, kv_heads, dim) in itertools.product(DTYPES, CACHES, ((4, 2, 64), (6, 2, 12))):
         q, entries = random(rows, heads, dim, dtype=dtype), random(slots, 2 * kv_heads, dim, seed=1)
-        kv = quantized(entries) if cache is torch.int8 else (entries.to(cache),)
+        kv = quantized(entries, cache) if cache in LARGEST else (entries.to(cache),)
         for window, softcap in ((None, None), (100, 2.5)):
             name = f"attention {dtype} {cache} {heads}/{kv_heads}x{dim} window {window} softcap {softcap}"
             run = partial(native.run, q, kv, batch, num_kv_heads=kv_heads, scale=0.3)

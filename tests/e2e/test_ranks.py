@@ -186,6 +186,7 @@ SLOW: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("", {"quantization": "int4_weight_only", "dtype": "bfloat16"}),
     "steps planned ahead": ("", {"async_scheduling": True}),
     "an int8 cache": ("", {"kv_cache_dtype": "int8"}),
+    "an fp8 cache": ("", {"kv_cache_dtype": "fp8"}),
     "experts": ("mixtral", {}),
     "experts by rank": (
         "mixtral",

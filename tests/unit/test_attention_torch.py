@@ -23,7 +23,7 @@ from draftwise.attention.base import (
 )
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_grouped import TorchGroupedAttention
-from draftwise.kv.storage import quantized
+from draftwise.kv.storage import LARGEST, quantized
 from draftwise.types import AttentionBatch
 
 CPU = torch.device("cpu")
@@ -115,8 +115,8 @@ def run_both(
     # queries as a strided view, as the packed q/k/v buffer gives them
     q = torch.randn((rows, heads + 2 * kv_heads, dim), generator=generator).to(dtype)[:, :heads]
     entries: tuple[torch.Tensor, ...] = (kv if cache is None else kv.to(cache),)
-    if cache is torch.int8:
-        entries = quantized(kv)
+    if cache in LARGEST:
+        entries = quantized(kv, cache)
     backend = TorchGroupedAttention()
 
     def run(which: AttentionBackend, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -228,7 +228,9 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "cache", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn], ids=str
+)
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("in_a_row", [False, True])
 def test_caches_of_other_types_and_soft_caps(

@@ -15,7 +15,7 @@ from draftwise.attention.reference import ReferenceAttention
 from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kv.storage import quantized
+from draftwise.kv.storage import LARGEST, quantized
 
 SHAPES = [(4, 2, 64), (6, 2, 12), (8, 1, 128), (4, 4, 80), (40, 2, 16), (3, 3, 2)]  # Hq, Hkv, D
 TREE = (-1, -1, 0, 0, 1, 4, -1, 5)
@@ -89,15 +89,17 @@ KINDS = [
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
     (torch.float32, torch.int8),
+    (torch.float32, torch.float8_e4m3fn),
     (torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.float16),
     (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.float8_e4m3fn),
 ]
 """Rows, cache."""
 
 
 def cast(kv: Tensor, cache: torch.dtype) -> tuple[Tensor, ...]:
-    return quantized(kv) if cache is torch.int8 else (kv.to(cache),)
+    return quantized(kv, cache) if cache in LARGEST else (kv.to(cache),)
 
 
 @pytest.mark.parametrize(("dtype", "cache"), KINDS, ids=str)
@@ -120,7 +122,7 @@ def test_caches_of_other_types(
         torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("cache", [torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("cache", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_same_bits_over_caches_of_other_types(dtype: torch.dtype, cache: torch.dtype) -> None:
     """One by one, in chunks beside another request, and as nodes of a tree stored in two passes."""

@@ -14,7 +14,7 @@ from draftwise.attention.reference import ReferenceAttention
 from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kv.storage import quantized
+from draftwise.kv.storage import LARGEST, quantized
 
 NAN = float("nan")
 SHAPES = [(2, 2, 32), (3, 1, 40), (8, 2, 64), (7, 1, 80), (20, 1, 96), (8, 1, 128), (40, 1, 32), (2, 1, 256)]
@@ -159,12 +159,14 @@ def test_keys_behind_the_window_are_never_read() -> None:
 
 
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cache", [torch.float32, torch.float16, torch.int8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "cache", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.bfloat16], ids=str
+)
 def test_other_types_are_computed_on_vectors(rows: torch.dtype, cache: torch.dtype) -> None:
     """The bits of the level that the other kernels run on; only bfloat16 over bfloat16 has bits of its own."""
     batch, slots = make_batch([Part(300, 5)])
     q, entries = made(5, slots, (4, 2, 64))
-    kv = quantized(entries.float()) if cache is torch.int8 else (entries.to(cache),)
+    kv = quantized(entries.float(), cache) if cache in LARGEST else (entries.to(cache),)
 
     def result() -> Tensor:
         attention = NativeAttention(native_or_skip(), ThreadPool(native_or_skip(), 1))

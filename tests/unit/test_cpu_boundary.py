@@ -239,6 +239,7 @@ for bad in ([0, 16, 1], [-1, 0, 1], [0, 1]):
     raises(ValueError, write, bad)
 raises(ValueError, write, [0, 1, 2], (torch.zeros(16, 2, 4),))
 raises(ValueError, write, [0, 1, 2], (torch.zeros(16, 2, 8, dtype=torch.int8),))
+raises(ValueError, write, [0, 1, 2], (torch.zeros(16, 2, 8, dtype=torch.float8_e4m3fn),))
 raises(ValueError, write, [0, 1, 2], kv, rope[:2])
 tree = NativeSuffixTree(library, 8)
 raises(ValueError, tree.append, tree.begin(), np.arange(4))

@@ -205,6 +205,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "bfloat16, fixed sums": {"dtype": "bfloat16", "batch_invariant": True},
     "int8 cache": {"kv_cache_dtype": "int8"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
     "int8": {"quantization": "int8", "dtype": "bfloat16"},
     "int8_weight_only": {"quantization": "int8_weight_only", "dtype": "bfloat16"},
     "fp8, fixed sums": {"quantization": "fp8", "dtype": "bfloat16", "batch_invariant": True},

@@ -20,7 +20,7 @@ from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.torch_ops import TorchOps
-from draftwise.kv.storage import quantized
+from draftwise.kv.storage import LARGEST, quantized
 from draftwise.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -47,12 +47,12 @@ def case(heads: int, dim: int, dtype: torch.dtype, cache: torch.dtype) -> tuple[
         own = slots_of(batch, r, part.context + part.rows)
         entries[own] = torch.randn(len(own), 1, dim, generator=generator)
     q = torch.randn(int(batch.query_start_np[-1]), heads, dim, generator=generator).to(dtype)
-    if cache is torch.int8:
-        return q, quantized(entries.nan_to_num(3.0))
+    if cache in LARGEST:
+        return q, quantized(entries.nan_to_num(3.0), cache)
     return q, (entries.to(cache),)
 
 
-@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(5, 24), (40, 36)])
 def test_attention(isa: Isa, heads: int, dim: int, dtype: torch.dtype, cache: torch.dtype) -> None:
@@ -70,7 +70,7 @@ def test_attention(isa: Isa, heads: int, dim: int, dtype: torch.dtype, cache: to
     torch.testing.assert_close(plain.float(), wanted, rtol=2 * limit, atol=2 * limit)
 
 
-@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_what_is_stored(isa: Isa, cache: torch.dtype) -> None:
     """Rotated queries, and one entry per row; as plain torch does it."""
     heads, dim, rows = HeadShape(3, 1, 24), 24, 7
@@ -80,12 +80,14 @@ def test_what_is_stored(isa: Isa, cache: torch.dtype) -> None:
     for ops in (native(torch.float32), TorchOps(torch.float32, CPU)):
         rope = ops.rope_rows(ops.pack_rope(torch.linspace(0.1, 1, 12), 1.5, 40), torch.arange(rows) * 5)
         kv: tuple[Tensor, ...] = (torch.zeros((12, 1, dim), dtype=cache),)
-        if cache is torch.int8:
+        if cache in LARGEST:
             kv = (*kv, torch.zeros(12, 1))
         q = ops.qkv_rope_write(qkv.clone(), heads, rope, kv, slots)
         results.append((q.reshape(rows, -1), *(part.float() for part in kv)))
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1.0 if cache is torch.int8 else 1e-5)
+        torch.testing.assert_close(
+            ours, theirs, rtol=0.01, atol={torch.int8: 1.0, torch.float8_e4m3fn: 32.0}.get(cache, 1e-5)
+        )
     assert bool((results[0][1][[1, 5, 6, 7, 10]] == 0).all())
 
 

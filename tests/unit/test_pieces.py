@@ -29,6 +29,7 @@ from draftwise.graphs.sizes import piece_rows, worth_filling
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
+from draftwise.models.describe import CACHE_DTYPES
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from draftwise.types import StepInput
@@ -92,13 +93,13 @@ def test_a_pass_in_pieces_is_the_pass(tmp_path: Path, kind: str) -> None:
     assert graphed.num_piecewise == 4 * len(batches) and graphed.num_replays == 0
 
 
-@pytest.mark.parametrize("cache", ["float32", "int8"])
+@pytest.mark.parametrize("cache", ["float32", "int8", "fp8"])
 @torch.inference_mode()
 def test_random_batches(tmp_path: Path, cache: str) -> None:
     """Chunks, decoding requests, trees and levels of trees in any mixture, whole passes and pieces in turn."""
     captures = Captures((Shape(2, 1, 40), Shape(3, 4, 40)), pieces=(2, 12, 30))
     plain, graphed = models(tmp_path, captures, hidden_size=64, intermediate_size=32)
-    dtype = getattr(torch, cache)
+    dtype = CACHE_DTYPES[cache]
     kvs = tuple(KVStorage(plain.kv_layout(), 32, BLOCK, dtype, CPU, spare=True) for _ in range(2))
     graphed.prepare(kvs[1], (1,))
     rng = np.random.default_rng(3)

@@ -21,7 +21,7 @@ from draftwise.errors import ModelLoadError
 from draftwise.kernels.ranks import Ranks
 from draftwise.kv.storage import KVStorage
 from draftwise.models.checkpoint import TensorEntry
-from draftwise.models.describe import describe, describe_ranks
+from draftwise.models.describe import CACHE_DTYPES, describe, describe_ranks
 from draftwise.models.drafters import given
 from draftwise.models.loader import load_model
 
@@ -46,8 +46,8 @@ def test_memory_is_what_the_loaded_model_takes(name: str) -> None:
         quantization=name if rounded else None,
     )
     assert facts.weight_bytes()[name] == pytest.approx(model.weight_bytes(), rel=0.02)
-    for dtype in ("float32", "bfloat16", "int8"):
-        block = KVStorage.bytes_per_block(model.kv_layout(), 16, getattr(torch, dtype))
+    for dtype in CACHE_DTYPES:
+        block = KVStorage.bytes_per_block(model.kv_layout(), 16, CACHE_DTYPES[dtype])
         assert facts.cache_bytes()[dtype] * 16 == block
 
 

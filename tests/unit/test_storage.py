@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from draftwise.kv.storage import KVLayerSpec, KVStorage, dequantized, narrowed, quantized
+from draftwise.kv.storage import KVLayerSpec, KVStorage, dequantized, narrowed, quantized, write_entries
 
 CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
 LATENT = KVLayerSpec((("latent", (5,)), ("rope_key", (2,))))
 
 
@@ -90,17 +91,48 @@ def test_int8_entries_have_a_scale_per_token_and_head() -> None:
         assert torch.equal(quantized(values[i : i + 1])[0][0], codes[i])
 
 
-def test_an_int8_storage_keeps_scales_beside_its_codes() -> None:
+def test_fp8_entries_have_a_scale_per_token_and_head() -> None:
+    """Each number is off by a sixteenth of itself at most, or by half a step of the smallest ones."""
+    values = torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(1))
+    values *= torch.logspace(-6, 6, 7)[:, None, None]
+    values[3, 1] = 0.0
+    codes, scales = quantized(values, FP8)
+    assert codes.dtype is FP8 and codes.shape == (7, 4, 16) and scales.shape == (7, 4)
+    assert float(codes.float().abs().amax()) == 448 and not codes[3, 1].float().any() and scales[3, 1] == 0.0
+    back = dequantized((codes, scales), torch.float32)
+    limit = torch.maximum(values.abs() / 16, scales[..., None] * 2**-10) * 1.0001
+    assert bool(((back - values).abs() <= limit).all())
+    for i in range(7):  # a token's codes depend on nothing else
+        assert torch.equal(
+            quantized(values[i : i + 1], FP8)[0][0].view(torch.uint8), codes[i].view(torch.uint8)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
+def test_entries_are_written_as_the_storage_keeps_them(dtype: torch.dtype) -> None:
+    storage = KVStorage((KVLayerSpec.dense(2, 8),), 3, 4, dtype, CPU)
+    values = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(2))
+    write_entries(storage.layer(0), torch.tensor([9, 2]), values)
+    found = dequantized(tuple(part[[9, 2]] for part in storage.layer(0)), torch.float32)
+    assert torch.equal(found, dequantized(quantized(values, dtype), torch.float32))
+    assert not storage.layer(0)[0][[0, 1, 3, 8, 10]].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
+def test_a_storage_of_codes_keeps_scales_beside_them(dtype: torch.dtype) -> None:
     dense = KVLayerSpec.dense(2, 8)
-    storage = KVStorage((dense, dense), 3, 4, torch.int8, CPU)
+    storage = KVStorage((dense, dense), 3, 4, dtype, CPU)
     codes, scales = storage.layer(1)
-    assert codes.shape == (12, 4, 8) and codes.dtype is torch.int8
+    assert codes.shape == (12, 4, 8) and codes.dtype is dtype
     assert scales.shape == (12, 4) and scales.dtype is torch.float32
-    assert storage.nbytes == 3 * KVStorage.bytes_per_block((dense, dense), 4, torch.int8)
-    assert KVStorage.bytes_per_block((dense,), 4, torch.int8) == 4 * (4 * 8 + 4 * 4)
-    codes[5], scales[5] = 3, 0.5
+    assert storage.nbytes == 3 * KVStorage.bytes_per_block((dense, dense), 4, dtype)
+    assert KVStorage.bytes_per_block((dense,), 4, dtype) == 4 * (4 * 8 + 4 * 4)
+    codes[5].fill_(3)
+    scales[5] = 0.5
     storage.move(torch.tensor([5]), torch.tensor([7]))
-    assert bool((codes[7] == 3).all()) and bool((scales[7] == 0.5).all()), "a moved token keeps its scale"
+    assert bool((codes[7].float() == 3).all()) and bool((scales[7] == 0.5).all()), (
+        "a moved token keeps its scale"
+    )
 
 
 def test_float16_entries_do_not_overflow() -> None:

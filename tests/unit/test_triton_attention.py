@@ -16,7 +16,7 @@ from draftwise.attention.base import first_key, request_keys, request_slots
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.kernels.triton.attention import Tiling, TritonAttention, _tasks
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kv.storage import quantized
+from draftwise.kv.storage import LARGEST, quantized
 from draftwise.types import AttentionBatch, StaticRows
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
@@ -54,8 +54,8 @@ def check(
 ) -> torch.Tensor:
     kv = filled_cache(batch, slots, kv_heads, dim, dtype)
     entries: tuple[torch.Tensor, ...] = (kv if cache is None else kv.to(cache),)
-    if cache is torch.int8:
-        entries = quantized(kv.nan_to_num(5.0))
+    if cache in LARGEST:
+        entries = quantized(kv.nan_to_num(5.0), cache)
     generator = torch.Generator().manual_seed(1)
     rows = int(batch.query_start_np[-1])
     packed = torch.randn((rows, heads + 2 * kv_heads, dim), generator=generator).to(dtype)
@@ -103,7 +103,7 @@ def test_a_group_wider_than_a_block() -> None:
     check(batch, slots, heads=20, kv_heads=1)
 
 
-@pytest.mark.parametrize("cache", [torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("cache", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_caches_of_other_types_and_soft_caps(cache: torch.dtype, softcap: float | None) -> None:
     batch, slots = make_batch(np.random.default_rng(8), MIXED)

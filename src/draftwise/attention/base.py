@@ -61,7 +61,7 @@ class AttentionBackend(ABC):
             q: [T, Hq, D], rotated queries; rows may be strided, the last dimension is dense. Query head h reads
                 key/value head ``h // (Hq // Hkv)``.
             kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`: ``(kv [slots, 2 * Hkv, D],)``, of any float
-                dtype, or int8 codes of that shape and their scales [slots, 2 * Hkv] float32.
+                dtype, or int8 or fp8 codes of that shape and their scales [slots, 2 * Hkv] float32.
             batch: whose rows and keys these are. What depends only on it is prepared once per pass and kept in
                 ``batch.cache``, under keys of the backend's own.
             scale: factor on the scores, usually ``D ** -0.5``.

@@ -24,6 +24,7 @@ _DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "fp32": "float32",
 }
+_FP8_ALIASES = {"fp8_e4m3": "fp8", "float8_e4m3fn": "fp8"}  # vLLM's word, torch's word
 
 
 def _dtype(name: str, value: Any) -> str:
@@ -81,8 +82,10 @@ class EngineConfig:
     kv_cache_memory: int | None = option(None, to.size(), "bytes of the K/V cache, for example 2GiB")
     kv_cache_dtype: str = option(
         "auto",
-        to.choice("auto", "float32", "bfloat16", "float16", "int8", aliases=_DTYPE_ALIASES),
-        "type of the K/V cache: float32, bfloat16, float16 or int8 (auto: the model's)",
+        to.choice(
+            "auto", "float32", "bfloat16", "float16", "int8", "fp8", aliases=_DTYPE_ALIASES | _FP8_ALIASES
+        ),
+        "type of the K/V cache: float32, bfloat16, float16, int8 or fp8 (auto: the model's)",
     )
     gpu_memory_utilization: float = option(0.9, to.number(0, 1, open_low=True), "share of GPU memory to use")
     enable_prefix_caching: bool = option(True, to.boolean, "share K/V of equal prompt beginnings")

@@ -100,7 +100,8 @@ def kv_dtype(config: EngineConfig, model: DecoderModel) -> torch.dtype:
     """The dtype of the target's K/V cache. Drafters' caches are small and have the dtype of their models."""
     if config.kv_cache_dtype == "auto":
         return model.dtype
-    dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
+    name = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 

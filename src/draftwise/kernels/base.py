@@ -346,10 +346,10 @@ class Ops(ABC):
         Args:
             qkv: [T, (Hq + 2 * Hkv) * D]; used as scratch.
             rope_rows: [T, 2, ...] from `rope_rows`.
-            kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`, ``(kv [slots, 2 * Hkv, D],)``, or, of an
-                int8 cache, codes of that shape and scales [slots, 2 * Hkv] float32. What is written is rounded to it.
-                An entry of ``Hkv`` heads and not of twice as many is latent attention's: keys are their own values,
-                and ``qkv`` is [T, (Hq + Hkv) * D].
+            kv: one layer of a `KVStorage` with layout `KVLayerSpec.dense`, ``(kv [slots, 2 * Hkv, D],)``, or, of a
+                cache of codes (int8, fp8), these in that shape and scales [slots, 2 * Hkv] float32. What is written is
+                rounded to it. An entry of ``Hkv`` heads and not of twice as many is latent attention's: keys are their
+                own values, and ``qkv`` is [T, (Hq + Hkv) * D].
             slots: [T] int64, where each row's K/V goes; distinct.
             q_norm, k_norm: over D, before the rotation.
 

@@ -17,7 +17,7 @@ from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.kernels import onednn
 from draftwise.kernels.attending import AttendingOps
 from draftwise.kernels.base import HeadShape, Linear, Norm, Rope
-from draftwise.kv.storage import narrowed, quantized
+from draftwise.kv.storage import write_entries
 
 _TIED_PACKED = 1 << 22  # elements up to which a tied output layer is packed beside the embedding table
 
@@ -169,11 +169,7 @@ class TorchOps(AttendingOps):
         rotated.mul_(rope_rows.narrow(1, 0, 1)).addcmul_(swapped, rope_rows.narrow(1, 1, 1))
         # k and v lie side by side in the packed row as they do in the cache: one copy writes both
         entries = packed.narrow(1, num_q, entries_heads)
-        if len(kv) == 2:
-            for part, values in zip(kv, quantized(entries), strict=True):
-                part.index_copy_(0, slots, values)
-        else:
-            kv[0].index_copy_(0, slots, narrowed(entries, kv[0].dtype))
+        write_entries(kv, slots, entries)
         queries = packed.narrow(1, 0, num_q)
         return queries if out is None else out.copy_(queries)
 

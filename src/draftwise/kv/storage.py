@@ -33,23 +33,29 @@ class KVLayerSpec:
         return sum(prod(shape) for _, shape in self.tensors)
 
 
-def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Round float entries [n, ..., D] to int8: codes [n, ..., D], scales [n, ...] float32, one per token and head.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Types of a cache of codes, and the largest number of each: an entry's largest magnitude becomes that."""
 
-    A scale is the largest magnitude / 127 of its own D numbers, so that a token's codes depend on nothing else.
+
+def quantized(values: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Round float entries [n, ..., D] to codes: codes [n, ..., D], scales [n, ...] float32, one per token and head.
+
+    A scale follows from its own D numbers, so that a token's codes depend on nothing else. int8 has even steps; fp8
+    (four bits of exponent, three of fraction) has finer ones for small numbers and 1/16 of the number for large ones.
     """
     wide = values.float()
-    top = wide.abs().amax(-1)
-    inverse = torch.where(top > 0, 127.0 / top, 0.0)
-    return (wide * inverse.unsqueeze(-1)).round().to(torch.int8), top / 127.0
+    top, largest = wide.abs().amax(-1), LARGEST[dtype]
+    inverse = torch.where(top > 0, largest / top, 0.0)
+    codes = wide * inverse.unsqueeze(-1)
+    return (codes.round() if dtype is torch.int8 else codes).to(dtype), top / largest
 
 
 def dequantized(taken: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Entries [n, ...] as numbers of ``dtype``: of ``(entries,)``, or of ``(codes, scales)`` of an int8 storage."""
+    """Entries [n, ...] as numbers of ``dtype``: of ``(entries,)``, or of ``(codes, scales)``."""
     if len(taken) == 1:
         return taken[0].to(dtype)
     codes, scales = taken
-    return (codes * scales.unsqueeze(-1)).to(dtype)  # float32 by promotion
+    return (codes.float() * scales.unsqueeze(-1)).to(dtype)
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,11 +65,22 @@ def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
+def write_entries(kv: tuple[Tensor, ...], slots: Tensor, entries: Tensor) -> None:
+    """Write float ``entries`` [n, ..., D] to ``slots`` int64 [n] of a layer of a `KVStorage`, rounded as it is."""
+    dtype = kv[0].dtype
+    values = quantized(entries, dtype) if dtype in LARGEST else (narrowed(entries, dtype),)
+    for part, value in zip(kv, values, strict=True):
+        stored = (
+            (part.view(torch.uint8), value.view(torch.uint8)) if part.dtype.itemsize == 1 else (part, value)
+        )
+        stored[0].index_copy_(0, slots, stored[1])  # torch copies no fp8 by index
+
+
 class KVStorage:
     """The K/V tensors of one model. Contents start as zeros, so that an unwritten slot is finite.
 
-    ``dtype`` need not be the model's. int8: each tensor of an entry, [slots, ..., D], holds codes, and is followed by
-    their scales, [slots, ...] float32 (see `quantized`).
+    ``dtype`` need not be the model's. int8 and fp8 (float8_e4m3fn): each tensor of an entry, [slots, ..., D], holds
+    codes, and is followed by their scales, [slots, ...] float32 (see `quantized`).
 
     Consecutive layers of equal layout share one allocation [layers, slots, ...]: `move` then costs two operations
     for all of them, whatever their number.
@@ -93,7 +110,9 @@ class KVStorage:
         self.states = states
         self.spare_slot = num_blocks * block_size if spare else None
         slots = num_blocks * block_size + spare
-        self._pools: list[Tensor] = []  # each [layers of the run, slots, ...]
+        self._pools: list[
+            Tensor
+        ] = []  # each [layers of the run, slots, ...]; fp8 as bytes, which torch can move
         self._layers: list[tuple[Tensor, ...]] = []
         start = 0
         while start < len(self.layout):
@@ -102,17 +121,21 @@ class KVStorage:
                 end += 1
             pools = []
             for _, shape in self.layout[start].tensors:
-                pools.append(torch.zeros((end - start, slots, *shape), dtype=dtype, device=device))
-                if dtype is torch.int8:
+                held = torch.uint8 if dtype is torch.float8_e4m3fn else dtype
+                pools.append(torch.zeros((end - start, slots, *shape), dtype=held, device=device))
+                if dtype in LARGEST:
                     scales = (end - start, slots, *shape[:-1])
                     pools.append(torch.zeros(scales, dtype=torch.float32, device=device))
             self._pools += pools
-            self._layers += [tuple(pool[i] for pool in pools) for i in range(end - start)]
+            self._layers += [tuple(self._of_layer(pool[i]) for pool in pools) for i in range(end - start)]
             start = end
+
+    def _of_layer(self, part: Tensor) -> Tensor:
+        return part.view(self.dtype) if part.dtype is torch.uint8 else part
 
     def layer(self, i: int) -> tuple[Tensor, ...]:
         """The tensors of layer i in the order of its `KVLayerSpec`, each [num_blocks * block_size, ...] (one row more
-        with a spare slot), with scales behind each if the dtype is int8."""
+        with a spare slot), with scales behind each if they are codes."""
         return self._layers[i]
 
     def move(self, src: Tensor, dst: Tensor) -> None:
@@ -144,7 +167,7 @@ class KVStorage:
     def bytes_per_block(layout: Sequence[KVLayerSpec], block_size: int, dtype: torch.dtype) -> int:
         """Bytes that one block of tokens takes in all layers."""
         size = sum(spec.elements_per_token for spec in layout) * dtype.itemsize
-        if dtype is torch.int8:
+        if dtype in LARGEST:
             scales = sum(prod(shape[:-1]) for spec in layout for _, shape in spec.tensors)
             size += scales * torch.float32.itemsize
         return size * block_size

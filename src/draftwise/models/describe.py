@@ -33,7 +33,12 @@ from draftwise.quantization.scheme import Scheme, parse_scheme
 
 META = torch.device("meta")
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+CACHE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 _BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I16": 16}  # others: 8
 
 

@@ -144,7 +144,7 @@ def _engine(rng: random.Random, kernels: str, family: str, world: World) -> dict
         options["quantization"] = rng.choice(["int8", "int8_weight_only", "int4_g32", "int4_weight_only_g32"])
         options["dtype"] = "bfloat16"
     if native and rng.random() < 0.4:
-        options["kv_cache_dtype"] = rng.choice(["float32", "bfloat16", "float16", "int8"])
+        options["kv_cache_dtype"] = rng.choice(["float32", "bfloat16", "float16", "int8", "fp8"])
     return options
 
 

@@ -13,6 +13,7 @@ from draftwise.attention.base import AttentionBackend
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kv.storage import LARGEST
 from draftwise.types import AttentionBatch
 
 _PTR, _INT, _I32, _I64, _F32 = (
@@ -26,7 +27,7 @@ _PTR, _INT, _I32, _I64, _F32 = (
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Types of rows; the values of ``dw::DType`` in ``csrc/linear.h``."""
 
-KV_DTYPES = {**DTYPES, torch.float16: 2, torch.int8: 3}
+KV_DTYPES = {**DTYPES, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 """Types of the K/V cache."""
 
 
@@ -79,9 +80,7 @@ def kv_parts(kv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
     """A layer's entries, and their scales if they are codes."""
     entries, scales = kv if len(kv) == 2 else (kv[0], None)
     require(entries.dtype in KV_DTYPES and entries.is_contiguous(), "a contiguous cache of a type it knows")
-    require(
-        (entries.dtype is torch.int8) == (scales is not None), "scales with an int8 cache, and with no other"
-    )
+    require((entries.dtype in LARGEST) == (scales is not None), "scales with a cache of codes, and no other")
     require(
         scales is None
         or (scales.dtype is torch.float32 and scales.is_contiguous() and scales.shape == entries.shape[:-1]),

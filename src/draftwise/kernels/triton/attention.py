@@ -22,6 +22,7 @@ from torch import Tensor
 from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
 from draftwise.kernels.triton.prompts import flash_serves, prompt_attention, prompt_requests, prompt_runs
+from draftwise.kernels.triton.rows import as_bytes
 from draftwise.transfer import parts_to_device
 from draftwise.types import AttentionBatch, StaticRows
 
@@ -132,7 +133,7 @@ class TritonAttention(AttentionBackend):
             programs = min(num_slots, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
             partial_attention[(end - begin, num_kv_heads, programs)](
                 q,
-                kv[0],
+                as_bytes(kv[0]),
                 kv[-1],
                 prepared.tables,
                 prepared.tasks[begin:end],
@@ -164,6 +165,7 @@ class TritonAttention(AttentionBackend):
                 CAPPED=softcap is not None,
                 WINDOWED=window is not None,
                 CODES=len(kv) == 2,
+                FP8=kv[0].dtype is torch.float8_e4m3fn,
                 # the interpreter's product of bfloat16 is not one
                 WIDE=interpreted() and q.dtype is torch.bfloat16,
                 **LAUNCH,

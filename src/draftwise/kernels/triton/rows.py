@@ -8,6 +8,7 @@ from torch import Tensor
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.walk import Walk
+from draftwise.kv.storage import LARGEST
 
 _BLOCK = 1024
 
@@ -15,6 +16,11 @@ _BLOCK = 1024
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n. Example: 5 -> 8."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """A cache of fp8 as bytes: kernels take these apart themselves (`device.fp8`). Others as they are."""
+    return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
 
 
 def warps_for(block: int) -> int:
@@ -108,7 +114,7 @@ def rope_write(
             q_eps,
             k_eps,
             queries,
-            kv[0],
+            as_bytes(kv[0]),
             kv[-1],
             slots,
             qkv.stride(0),
@@ -119,7 +125,7 @@ def rope_write(
             HALF_PAD=power_of_two(dim // 2),
             Q_NORM=q_norm is not None,
             K_NORM=k_norm is not None,
-            CODES=len(kv) == 2,
+            LARGEST=LARGEST.get(kv[0].dtype, 0.0),
             CLAMP=kv[0].dtype is torch.float16,
             num_warps=1,  # of the 128 threads of the usual four, 64 would do what the others do
             **LAUNCH,

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Ops
-from draftwise.kv.storage import KVLayerSpec, KVStorage, narrowed, quantized
+from draftwise.kv.storage import KVLayerSpec, KVStorage, write_entries
 from draftwise.types import StepInput
 
 PAGED, PROBED = "draftwise", "draftwise_probe"
@@ -279,11 +279,7 @@ class Paged:
         # [1, H, T, D] -> [T, H, width], keys and values side by side as the cache has them
         entries = torch.cat([_widened(key[0], width), _widened(value[0], width)]).transpose(0, 1)
         slots = self._batch.slots
-        if len(layer) == 2:
-            for part, values in zip(layer, quantized(entries), strict=True):
-                part.index_copy_(0, slots, values)
-        else:
-            layer[0].index_copy_(0, slots, narrowed(entries, layer[0].dtype))
+        write_entries(layer, slots, entries)
         queries = _widened(query[0], width).transpose(0, 1).contiguous()
         sinks = options["s_aux"].float().contiguous() if call.sinks else None
         attended = self._ops.attention(

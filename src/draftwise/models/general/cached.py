@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer
 
 from draftwise.attention.base import request_ancestors, request_slots, tree_start
 from draftwise.errors import ModelLoadError
-from draftwise.kv.storage import KVLayerSpec, KVStorage, dequantized, narrowed, quantized
+from draftwise.kv.storage import KVLayerSpec, KVStorage, dequantized, write_entries
 from draftwise.models.general.ways import Part
 from draftwise.transfer import to_device
 from draftwise.types import AttentionBatch, StepInput
@@ -165,11 +165,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         entries = entries.reshape(-1, *shape)
         if call.places is not None:
             entries = entries[call.places]
-        if len(tensors) == 2:
-            for part, values in zip(tensors, quantized(entries), strict=True):
-                part.index_copy_(0, call.stores, values)
-        else:
-            tensors[0].index_copy_(0, call.stores, narrowed(entries, tensors[0].dtype))
+        write_entries(tensors, call.stores, entries)
         taken = dequantized(tuple(part.index_select(0, call.slots) for part in tensors), new.dtype)
         return taken.view(call.count, -1, *shape).movedim(1, -2).contiguous()
 

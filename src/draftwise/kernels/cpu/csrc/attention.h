@@ -97,7 +97,7 @@ struct AttentionKernels {
   int vectors;  // of a tile: rows times heads of a group
 };
 
-constexpr int KV_DTYPES = 4;  // every DType
+constexpr int KV_DTYPES = 5;  // float, bfloat16, float16, int8, fp8
 
 // By the dtype of rows (float32, bfloat16), then by that of the cache.
 extern const AttentionKernels attention_kernels_portable[2][KV_DTYPES];

@@ -23,7 +23,7 @@ struct Same<A, A> {
 template <class T, class S>
 constexpr bool BOTH_BF16 = Same<T, bf16>::value && Same<S, bf16>::value;
 template <class S>
-constexpr bool SCALED = Same<S, int8_t>::value;
+constexpr bool SCALED = Same<S, int8_t>::value || Same<S, f8>::value;
 
 // Memory given out in whole cache lines; without memory, counted.
 struct Arena {
@@ -78,7 +78,7 @@ struct Work {
   const T* queries;  // of this head's group, first row of the tile
   const S* keys;     // of this head, slot 0
   const S* values;
-  const float *key_scales, *value_scales;  // of this head, slot 0; of an int8 cache
+  const float *key_scales, *value_scales;  // of this head, slot 0; of a cache of codes
   int64_t stride;        // elements from slot to slot
   int64_t scale_stride;  // scales from slot to slot
   Scratch at;

@@ -34,7 +34,7 @@ struct RowKernels {
                        int64_t begin, int64_t end);
   void (*add)(const void* x, void* residual, int64_t width, int64_t begin, int64_t end);
   void (*silu_mul)(const void* gate_up, void* out, int64_t width, int64_t begin, int64_t end);
-  void (*rope_write[4])(const RopeCall*, int64_t begin, int64_t end);  // by the dtype of the cache
+  void (*rope_write[5])(const RopeCall*, int64_t begin, int64_t end);  // by the dtype of the cache
   void (*softmax)(const float* x, float scale, float* out, int64_t width);
 };
 

@@ -125,7 +125,7 @@ DW_INLINE void rotate(const T* in, const float* rotation, T* out, int64_t half) 
   }
 }
 
-// One head's keys or values into the cache: as they are, rounded to another type, or as int8 with a scale.
+// One head's keys or values into the cache: as they are, rounded to another type, or as int8 or fp8 with a scale.
 template <class T, class S>
 DW_INLINE void write_entry(const T* x, S* entry, float*, int64_t dim) {
   for (int64_t i = 0; i < dim; i += LANES) {
@@ -134,13 +134,26 @@ DW_INLINE void write_entry(const T* x, S* entry, float*, int64_t dim) {
   }
 }
 template <class T>
-DW_INLINE void write_entry(const T* x, int8_t* entry, float* scale, int64_t dim) {
+DW_INLINE float largest(const T* x, int64_t dim) {
   vf high = {};
   for (int64_t i = 0; i < dim; i += LANES) {
     vf v = load_n(x + i, (int)(dim - i < LANES ? dim - i : LANES));
     high = max(high, max(v, -v));
   }
-  const float top = max_lanes(high), inverse = top > 0.0f ? 127.0f / top : 0.0f;
+  return max_lanes(high);
+}
+template <class T>
+DW_INLINE void write_entry(const T* x, f8* entry, float* scale, int64_t dim) {
+  const float top = largest(x, dim), inverse = top > 0.0f ? 448.0f / top : 0.0f;  // 448 is the largest number of fp8
+  *scale = top / 448.0f;
+  for (int64_t i = 0; i < dim; i += LANES) {
+    int n = (int)(dim - i < LANES ? dim - i : LANES);
+    store_bytes((int8_t*)entry + i, to_f8(load_n(x + i, n) * inverse), n);
+  }
+}
+template <class T>
+DW_INLINE void write_entry(const T* x, int8_t* entry, float* scale, int64_t dim) {
+  const float top = largest(x, dim), inverse = top > 0.0f ? 127.0f / top : 0.0f;
   *scale = top / 127.0f;
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   for (int64_t i = 0; i < dim; i += LANES) {
@@ -179,7 +192,9 @@ void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
 
 }  // namespace
 
-#define DW_ROPES(T) {rope_write_rows<T, float>, rope_write_rows<T, bf16>, rope_write_rows<T, f16>, rope_write_rows<T, int8_t>}
+#define DW_ROPES(T) \
+  {rope_write_rows<T, float>, rope_write_rows<T, bf16>, rope_write_rows<T, f16>, rope_write_rows<T, int8_t>, \
+   rope_write_rows<T, f8>}
 extern const RowKernels DW_TABLE[2] = {
     {rms_norm_rows<float>, add_rms_norm_rows<float>, add_only_rows<float>, silu_mul_rows<float>, DW_ROPES(float),
      softmax_row},

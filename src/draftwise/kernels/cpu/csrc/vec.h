@@ -35,6 +35,9 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
+struct f8 {  // e4m3: a sign, four bits of exponent less 7, three of fraction; no infinity
+  uint8_t bits;
+};
 
 }  // namespace
 }  // namespace dw
@@ -65,6 +68,15 @@ DW_INLINE vf load_n(const T* p, int n) {
   T part[LANES] = {};
   memcpy(part, p, sizeof(T) * (size_t)n);
   return load(part);
+}
+
+// The nearest fp8, ties to even, in the lower byte of each lane, of numbers below 464.
+// Example: 3.3 = 0x40533333 lies between codes 0x45 (3.25) and 0x46 (3.5): 0x4053 >> 4 = 0x405, less 0x3c0 is 0x45.
+DW_INLINE vi to_f8(vf v) {
+  vi bits = (vi)v, size = bits & 0x7fffffff;
+  vi normal = ((size + 0x7ffff + ((size >> 20) & 1)) >> 20) - (120 << 3);
+  vi small = (vi)((vf)size + splat(16384.0f)) - 0x46800000;  // 2^14 has the steps of subnormal numbers, 2^-9
+  return select((vf)size < splat(0.015625f), small, normal) + ((bits >> 24) & 0x80);
 }
 
 template <class T>

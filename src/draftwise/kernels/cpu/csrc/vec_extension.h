@@ -17,6 +17,7 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 typedef int8_t vb __attribute__((vector_size(16)));
+typedef uint8_t vub __attribute__((vector_size(16)));
 typedef uint64_t vq __attribute__((vector_size(64)));  // eight lanes of 64 bits
 
 DW_INLINE vf splat(float x) { return vf{} + x; }
@@ -86,9 +87,7 @@ DW_INLINE vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
-DW_INLINE vf load(const f16* p) {
-  vh h;
-  memcpy(&h, p, sizeof h);
+DW_INLINE vf from_half(vh h) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__)
@@ -108,6 +107,18 @@ DW_INLINE vf load(const f16* p) {
   vu special = (vu)((bits & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // infinity, NaN
   return (vf)((vu)number | special | (bits & 0x8000u) << 16);
 #endif
+}
+DW_INLINE vf load(const f16* p) {
+  vh h;
+  memcpy(&h, p, sizeof h);
+  return from_half(h);
+}
+// Fp8 has the exponent of float16 less 8, in the same place once its sign is apart: subnormal numbers, too.
+DW_INLINE vf load(const f8* p) {
+  vub b;
+  memcpy(&b, p, sizeof b);
+  vh h = __builtin_convertvector(b, vh);
+  return from_half((h << 8 & 0x8000) | (h << 7 & 0x3f80)) * 256.0f;
 }
 DW_INLINE vf load(const int8_t* p) {
   vb b;

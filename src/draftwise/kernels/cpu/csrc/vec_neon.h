@@ -154,6 +154,18 @@ DW_INLINE vf load(const f16* p) {
   return vf(vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
             vcvt_high_f32_f16(high));
 }
+// Fp8 has the exponent of float16 less 8, in the same place once its sign is apart: subnormal numbers, too.
+DW_INLINE uint16x8_t as_half(uint8x8_t b) {
+  uint16x8_t wide = vmovl_u8(b);
+  return vorrq_u16(vandq_u16(vshlq_n_u16(wide, 8), vdupq_n_u16(0x8000)), vandq_u16(vshlq_n_u16(wide, 7), vdupq_n_u16(0x3f80)));
+}
+DW_INLINE vf load(const f8* p) {
+  uint8x16_t bytes = vld1q_u8(&p->bits);
+  f16 halves[LANES];
+  vst1q_u16(&halves->bits, as_half(vget_low_u8(bytes)));
+  vst1q_u16(&halves->bits + 8, as_half(vget_high_u8(bytes)));
+  return load(halves) * 256.0f;
+}
 DW_INLINE vf load(const int8_t* p) {
   int8x16_t bytes = vld1q_s8(p);
   int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);

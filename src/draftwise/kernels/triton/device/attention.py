@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.fp8 import from_fp8
+
 
 @triton.jit(do_not_specialize_on_alignment=["masks", "row_request", "query_start", "context", "is_tree"])
 def tree_rows(masks, row_request, query_start, context, is_tree, positions, paths):
@@ -72,6 +74,7 @@ def partial_attention(
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CODES: tl.constexpr,
+    FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """One task (up to ROWS rows of one request), one key/value head, and every so manieth slot of partial results, each
@@ -163,6 +166,9 @@ def partial_attention(
                 if CODES:
                     k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
                     v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
+                    if FP8:
+                        k = from_fp8(k)
+                        v = from_fp8(v)
                     k = k.to(tl.float32) * k_scale[None, :]
                     v = v.to(tl.float32) * v_scale[:, None]
                 k = k.to(query.dtype)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.fp8 import to_fp8
+
 
 @triton.jit
 def rms_norm(
@@ -67,7 +69,7 @@ def rope_write(
     HALF_PAD: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
-    CODES: tl.constexpr,
+    LARGEST: tl.constexpr,
     CLAMP: tl.constexpr,
 ):
     """One head of one row, its halves apart: (a, b) -> (a cos - b sin, b cos + a sin)."""
@@ -105,15 +107,19 @@ def rope_write(
         entry = tl.load(slots + row) * (2 * KV_HEADS) + head - HEADS
         wide_a = a.to(tl.float32)
         wide_b = b.to(tl.float32)
-        if CODES:
+        if LARGEST:  # of a code: 127 in int8, 448 in fp8
             top = tl.maximum(tl.max(tl.abs(wide_a), 0), tl.max(tl.abs(wide_b), 0))
-            factor = tl.where(top > 0, 127.0 / tl.where(top > 0, top, 1.0), 0.0)
+            factor = tl.where(top > 0, LARGEST / tl.where(top > 0, top, 1.0), 0.0)
             wide_a = wide_a * factor
             wide_b = wide_b * factor
-            # to the nearest, halves to even: adding and taking away 1.5 * 2^23 leaves no fraction
-            wide_a = (wide_a + 12582912.0) - 12582912.0
-            wide_b = (wide_b + 12582912.0) - 12582912.0
-            tl.store(scales + entry, top / 127.0)
+            if LARGEST == 448.0:
+                wide_a = to_fp8(wide_a)
+                wide_b = to_fp8(wide_b)
+            else:
+                # to the nearest, halves to even: adding and taking away 1.5 * 2^23 leaves no fraction
+                wide_a = (wide_a + 12582912.0) - 12582912.0
+                wide_b = (wide_b + 12582912.0) - 12582912.0
+            tl.store(scales + entry, top / LARGEST)
         if CLAMP:  # float16's largest number, not infinity
             wide_a = tl.minimum(tl.maximum(wide_a, -65504.0), 65504.0)
             wide_b = tl.minimum(tl.maximum(wide_b, -65504.0), 65504.0)
