@@ -123,7 +123,19 @@ DW_INLINE vf load(const f8* p) {
 DW_INLINE vf load(const int8_t* p) {
   vb b;
   memcpy(&b, p, sizeof b);
+#if defined(__AVX512F__)  // what GCC makes of the general way takes twice as long
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)b));
+#elif defined(__AVX2__)
+  union {
+    __m256 half[2];
+    vf whole;
+  } v;
+  v.half[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)b));
+  v.half[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)b, 8)));
+  return v.whole;
+#else
   return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+#endif
 }
 
 // Nearest, ties to even; a NaN keeps its sign and becomes quiet.
