@@ -311,6 +311,7 @@ kv_cache_config: {dtype: auto, enable_block_reuse: false, free_gpu_memory_fracti
             {"kv_cache_dtype": "auto", "enable_prefix_caching": False, "gpu_memory_utilization": 0.6},
             {},
         ),
+        ("kv_cache_config: {dtype: fp8}", {"kv_cache_dtype": "fp8"}, {}),
         (  # as vLLM's
             """
 model: M

@@ -56,7 +56,7 @@ struct ProgramOp {
   const void* weight;   // dw::Linear*, dw::Experts*, dw::Heads*, table or norm; OP_ATTENTION: sinks or null
   const void* weight2;  // OP_ROPE_WRITE: norms of q (weight) and k
   void* kv;
-  float* kv_scales;  // of an int8 cache
+  float* kv_scales;  // of an int8 or fp8 cache
 };
 
 // What differs from pass to pass. Mirrored by program.py.
