@@ -1,4 +1,5 @@
-"""Attention alone on a CPU: prompts against torch's scaled_dot_product_attention, rows at long contexts, and windows.
+"""Attention alone on a CPU: prompts against torch's scaled_dot_product_attention, rows at long contexts, windows,
+and types of the cache.
 
     python benchmarks/attention.py [--threads 2] [--levels avx512 amx] [--rounds 15]
 
@@ -22,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.library import Isa, NativeLibrary, native_library
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kv.storage import LARGEST, quantized
 from draftwise.types import AttentionBatch
 
 HEADS, KV_HEADS = 32, 4
@@ -31,11 +33,21 @@ PROMPTS = ((512, 0), (4096, 0), (512, 16384))
 ROWS = ((1, 2048), (8, 2048), (1, 16384), (8, 16384))
 WINDOW, WINDOW_CONTEXTS = 1024, (2048, 16384, 131072)
 
+CACHES = (torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
+CACHE_CONTEXT = 8000
+
 Case = Callable[[], object]
 Clock = Callable[[], float]
 
 
-def ours(attention: NativeAttention, rows: int, context: int, dim: int, window: int | None = None) -> Case:
+def ours(
+    attention: NativeAttention,
+    rows: int,
+    context: int,
+    dim: int,
+    window: int | None = None,
+    cache: torch.dtype = torch.bfloat16,
+) -> Case:
     """A call with one request in scattered blocks."""
     blocks = -(-(context + rows) // BLOCK)
     order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
@@ -48,8 +60,9 @@ def ours(attention: NativeAttention, rows: int, context: int, dim: int, window: 
         block_size=BLOCK,
     )
     q = torch.randn(rows, HEADS, dim).to(torch.bfloat16)
-    kv = torch.randn(blocks * BLOCK, 2 * KV_HEADS, dim).to(torch.bfloat16)
-    return lambda: attention.run(q, (kv,), batch, num_kv_heads=KV_HEADS, scale=dim**-0.5, window=window)
+    entries = torch.randn(blocks * BLOCK, 2 * KV_HEADS, dim)
+    kv = quantized(entries, cache) if cache in LARGEST else (entries.to(cache),)
+    return lambda: attention.run(q, kv, batch, num_kv_heads=KV_HEADS, scale=dim**-0.5, window=window)
 
 
 def torchs(rows: int, context: int, dim: int) -> Case:
@@ -122,6 +135,17 @@ def main() -> None:
         )
         base = times[str(WINDOW_CONTEXTS[0])]
         print(f"{rows:5} rows   " + "   ".join(f"{c}: {ms:.2f} ({ms / base:.2f})" for c, ms in times.items()))
+    print(f"\ntypes of the cache, rows behind {CACHE_CONTEXT}: ms")
+    print(f"{'':16}" + "".join(f"{str(cache).removeprefix('torch.'):>15}" for cache in CACHES))
+    for isa in levels:
+        library.use_isa(isa)
+        for rows in (1, 5):
+            times = measure(
+                {str(c): ours(attention, rows, CACHE_CONTEXT, dim, cache=c) for c in CACHES},
+                options.rounds,
+                clock,
+            )
+            print(f"{isa.name.lower():10} {rows} rows" + "".join(f"{ms:15.2f}" for ms in times.values()))
 
 
 if __name__ == "__main__":

@@ -98,16 +98,32 @@ DW_INLINE void score_block(const float* q, int q_stride, const float* kt, int kt
     for (int t = 0; t < N; t++) store(scores + r * score_stride + t * LANES, sums[r][t]);
 }
 
-template <bool P, int N>
-void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_stride, int steps, float* scores,
+// R rows at a time, and as many tiles as there are registers for their sums; tiles that are left over by halves of that.
+template <bool P, int R, int N = SCORE_SUMS / R < 4 ? SCORE_SUMS / R : 4>
+DW_INLINE void score_tiles(const float* q, int q_stride, int rows, const float* kt, int kt_stride, int tiles, int steps,
+                           float* scores, int score_stride) {
+  int t = 0;
+  for (; t + N <= tiles; t += N)
+    for (int m = 0; m < rows; m += R)
+      score_block<P, R, N>(q + m * q_stride, q_stride, kt + t * kt_stride, kt_stride, steps,
+                           scores + m * score_stride + t * LANES, score_stride);
+  if constexpr (N > 1)
+    score_tiles<P, R, N / 2>(q, q_stride, rows, kt + t * kt_stride, kt_stride, tiles - t, steps, scores + t * LANES,
+                             score_stride);
+}
+
+// Example: of 7 rows, four are scored together, then two, then one.
+template <bool P>
+void score_rows(const float* q, int q_stride, int M, const float* kt, int kt_stride, int tiles, int steps, float* scores,
                 int score_stride) {
-  int m = 0;
-  for (; m + 4 <= M; m += 4)
-    score_block<P, 4, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
-  for (; m + 2 <= M; m += 2)
-    score_block<P, 2, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
-  for (; m < M; m++)
-    score_block<P, 1, N>(q + m * q_stride, q_stride, kt, kt_stride, steps, scores + m * score_stride, score_stride);
+  const int fours = M & ~3;
+  score_tiles<P, 4>(q, q_stride, fours, kt, kt_stride, tiles, steps, scores, score_stride);
+  q += fours * q_stride;
+  scores += fours * score_stride;
+  score_tiles<P, 2>(q, q_stride, M & 2, kt, kt_stride, tiles, steps, scores, score_stride);
+  q += (M & 2) * q_stride;
+  scores += (M & 2) * score_stride;
+  score_tiles<P, 1>(q, q_stride, M & 1, kt, kt_stride, tiles, steps, scores, score_stride);
 }
 
 // Scores of all query vectors q [M][padded] with `count` keys, to scores[m][0 .. count rounded up to 16). `kt`: GROUP * padded.
@@ -125,15 +141,7 @@ void score_keys(Work<T, S>& w, const float* q, float* kt, const int32_t* slots, 
       pack_tile<P>(w.keys, w.stride, slots + at, left < LANES ? left : LANES, w.dim, kt + t * kt_stride);
     }
     float* to = scores + start;
-    if constexpr (SCORE_TILES == 1) {
-      for (int t = 0; t < tiles; t++)
-        score_rows<P, 1>(q, w.padded, w.M, kt + t * kt_stride, kt_stride, steps, to + t * LANES, score_stride);
-    } else switch (tiles) {
-      case 4: score_rows<P, 4>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
-      case 3: score_rows<P, 3>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
-      case 2: score_rows<P, 2>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride); break;
-      default: score_rows<P, 1>(q, w.padded, w.M, kt, kt_stride, steps, to, score_stride);
-    }
+    score_rows<P>(q, w.padded, w.M, kt, kt_stride, tiles, steps, to, score_stride);
     if (SCALED<S>) {
       for (int t = 0; t < tiles; t++) {
         float key_scales[LANES];

@@ -1,6 +1,6 @@
 // Sixteen float lanes on every instruction set, so that one source of a kernel serves all: a register of 512 bits, two of 256, four of
-// 128 on ARM, or whatever the compiler makes of its vector extension. Types and operations that depend on it are in vec_neon.h and
-// vec_extension.h, which have the same ones; what is made of them is here.
+// 128 on ARM, or whatever the compiler makes of its vector extension. Types and operations that depend on it are in vec_neon.h,
+// vec_avx2.h and vec_extension.h, which have the same ones; what is made of them is here.
 //
 // Include it only from files of one instruction set (`*_avx512.cpp`, `*_avx2.cpp`, `*_portable.cpp`): everything here
 // is in an anonymous namespace, so that no copy made with AVX-512 serves the others.
@@ -44,6 +44,8 @@ struct f8 {  // e4m3: a sign, four bits of exponent less 7, three of fraction; n
 
 #if defined(__aarch64__)
 #include "vec_neon.h"
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#include "vec_avx2.h"
 #else
 #include "vec_extension.h"
 #endif

@@ -1,16 +1,16 @@
-// The vector layer (vec.h) on x86 and elsewhere: vectors of 64 bytes, of which the compiler makes one register of AVX-512, two of AVX2, or
-// what it can.
+// The vector layer (vec.h) with AVX-512 and elsewhere: vectors of 64 bytes, of which the compiler makes one register of AVX-512, or what it
+// can.
 #pragma once
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace dw {
 namespace {
 
-// How many tiles of scores, and how many rows times how many vectors of values, a kernel keeps in registers.
-constexpr int SCORE_TILES = 4, VALUE_ROWS = 4, VALUE_VECTORS = 4;
+// How many sums of scores, and how many rows times how many vectors of values, a kernel keeps in registers.
+constexpr int SCORE_SUMS = 16, VALUE_ROWS = 4, VALUE_VECTORS = 4;
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -39,14 +39,6 @@ DW_INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
 DW_INLINE vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  union Halves {
-    vf whole;
-    __m256 half[2];
-  } x{a}, y{b}, z{c};
-  z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-  z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
-  return z.whole;
 #elif defined(__FP_FAST_FMAF)
   vf r;
   for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -90,16 +82,6 @@ DW_INLINE vf load(const bf16* p) {
 DW_INLINE vf from_half(vh h) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps((__m256i)h);
-#elif defined(__F16C__)
-  union {
-    __m256 half[2];
-    vf whole;
-  } v;
-  __m128i part[2];
-  memcpy(part, &h, sizeof h);
-  v.half[0] = _mm256_cvtph_ps(part[0]);
-  v.half[1] = _mm256_cvtph_ps(part[1]);
-  return v.whole;
 #else
   vu bits = __builtin_convertvector(h, vu);
   // The exponent is 112 too small: a product puts that right, subnormal numbers included.
@@ -125,14 +107,6 @@ DW_INLINE vf load(const int8_t* p) {
   memcpy(&b, p, sizeof b);
 #if defined(__AVX512F__)  // what GCC makes of the general way takes twice as long
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)b));
-#elif defined(__AVX2__)
-  union {
-    __m256 half[2];
-    vf whole;
-  } v;
-  v.half[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)b));
-  v.half[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)b, 8)));
-  return v.whole;
 #else
   return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
 #endif
@@ -170,13 +144,6 @@ DW_INLINE void store(f16* p, vf v) {
   v = v < -top ? -top : v;
 #if defined(__AVX512F__)
   __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__)
-  union {
-    vf whole;
-    __m256 half[2];
-  } parts{v};
-  __m128i h[2] = {_mm256_cvtps_ph(parts.half[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
-                  _mm256_cvtps_ph(parts.half[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 #else
   vu bits = (vu)v, size = bits & 0x7fffffffu;
   vu normal = ((size + 0xfffu + ((size >> 13) & 1u)) >> 13) - (112u << 10);

@@ -7,8 +7,8 @@
 namespace dw {
 namespace {
 
-// A product with a sum per lane, and of which vectors a kernel keeps how many in the 32 registers.
-constexpr int SCORE_TILES = 1, VALUE_ROWS = 2, VALUE_VECTORS = 2;
+// Of 32 registers: sums of scores take sixteen, and so do sums of values.
+constexpr int SCORE_SUMS = 4, VALUE_ROWS = 2, VALUE_VECTORS = 2;
 
 struct vi;
 struct vu;
