@@ -1,7 +1,7 @@
 // The linear kernels of one instruction set with vectors of 256 bits; DW_LINEAR_TABLE names them.
 #pragma once
 
-#include "linear_impl.h"
+#include "linear_way_out.h"
 #include "linear_vectors.h"
 #include "linear_widen.h"
 #include "linear_bytes256.h"
@@ -33,8 +33,8 @@ extern const LinearKernels DW_LINEAR_TABLE;
 const LinearKernels DW_LINEAR_TABLE = {
     {all_spans<V256, kF32>, all_spans<V256, kBf16>, all_spans<V256, kI8>, all_spans<V256, kI8Dynamic>,
      all_spans<V256, kI4>, all_spans<V256, kI4Dynamic>},
-    finish_plain,
-    quantize_plain,
+    finish_vectors,
+    quantize_vectors,
     {6, 6, 5, kVnni ? 6 : 4, 5, kVnni ? 5 : 4},
     {},
     {},
