@@ -22,11 +22,12 @@ from draftwise.runner.seating import Seating
 from draftwise.runner.seats import Seats
 from draftwise.runner.threaded import ThreadedExecutor
 from tests.e2e.conftest import token_ids
-from tests.fakes.every_method import VOCAB, make_families, make_target
+from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
 METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa"]
+TREES = ["draft_model", "eagle", "eagle3", "mtp"]
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.9},
@@ -36,7 +37,8 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 class Engines:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **shape: Any) -> None:
+        """``shape``: of drafts, of all methods in `TREES`; nothing: chains."""
         self.target = make_target(root)
         self.families = make_families(root)
         rng = np.random.default_rng(7)
@@ -44,6 +46,12 @@ class Engines:
         prompts += [prompts[2], [*prompts[5], 1]]  # prefix hits
         self.prompts = [{"prompt_token_ids": ids} for ids in prompts]
         self.chosen = [s for s in self.families["methods"] if s["method"] in METHODS]
+        if shape:
+            self.chosen = [
+                {k: v for k, v in s.items() if k != "num_speculative_tokens"} | shape
+                for s in self.chosen
+                if s["method"] in TREES
+            ]
         self.waiting = self.make()
         self.ahead = self.make(async_scheduling=True)
 
@@ -68,17 +76,33 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def graphs() -> Iterator[None]:
+    """Graphs that need no GPU."""
+
     def ops(dtype: torch.dtype, device: torch.device, *args: object, **options: object) -> TorchOps:
         return TorchOps(dtype, device, TorchStaticAttention())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftwise.models.self_test.default_ops", ops)
         patch.setattr("draftwise.engine.device.backend_for", lambda device: FakeGraphs())
-        made = Engines(tmp_path_factory.mktemp("seats"))
-        yield made
-        made.waiting.close()
-        made.ahead.close()
+        yield
+
+
+@pytest.fixture(scope="module")
+def engines(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(tmp_path_factory.mktemp("seats"))
+    yield made
+    made.waiting.close()
+    made.ahead.close()
+
+
+@pytest.fixture(scope="module")
+def forests(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Engines whose drafters draft static trees."""
+    made = Engines(tmp_path_factory.mktemp("forests"), **SHAPES["static"])
+    yield made
+    made.waiting.close()
+    made.ahead.close()
 
 
 def seats(llm: LLM) -> Seats:
@@ -117,6 +141,38 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
         assert method == "suffix" or mine.num_accepted_tokens == theirs.num_accepted_tokens
     assert not engines.ahead.stats().drafter_failures and not engines.waiting.stats().drafter_failures
     engines.ahead.check_integrity()
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("method", TREES)
+def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> None:
+    """The text of the engine that waits, by the same drafts; nobody ever decodes in an ordinary step."""
+    params = params_of(rule, method, max_tokens=24)
+    params[3] = params[3].replace(presence_penalty=0.7, repetition_penalty=1.2)
+    params[5] = params[5].replace(logprobs=2, top_p=0.9)
+    # a drafter that did not see a shared prefix drafts something else, which is accepted as often as not
+    options: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+    }
+    with forests.make(**options) as waiting:
+        wanted = waiting.generate(forests.prompts, params)
+    with forests.make(async_scheduling=True, **options) as llm:
+        ordinary = _count_ordinary(llm)
+        found = llm.generate(forests.prompts, params)
+        assert token_ids(found) == token_ids(wanted)
+        assert seats(llm).num_entered == len(params) and not any(ordinary)
+        accepted = 0
+        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            mine, theirs = one.metrics.speculation, other.metrics.speculation
+            if i not in (3, 5):  # drafts of a captured tree look at no penalty, and at no top_p
+                assert mine.num_accepted_tokens == theirs.num_accepted_tokens
+                assert mine.num_draft_tokens == theirs.num_draft_tokens
+            accepted += mine.num_accepted_tokens
+        assert accepted > 20
+        assert not llm.stats().drafter_failures
+        llm.check_integrity()
 
 
 def test_outputs_of_requests_that_ended_are_looked_up(engines: Engines) -> None:

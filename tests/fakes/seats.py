@@ -3,6 +3,7 @@ this step, one that takes no part."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,15 +39,19 @@ from draftwise.graphs.seats.memory import (
 )
 from draftwise.graphs.seats.rows import LoopRows
 from draftwise.kernels.walk import Walk
+from draftwise.types import TreeShape
 
 SEATS, DRAFTS, VOCAB, PAGE, SPARE = 6, 3, 40, 4, 999
 KEYS = 40
 
 
-def random_memory(seed: int, device: torch.device, drafts: int = DRAFTS, loops: int = 1) -> SeatMemory:
-    """``loops``: so many, from 1 on, that seats draft with; 0: nobody drafts."""
+def random_memory(
+    seed: int, device: torch.device, drafts: int = DRAFTS, loops: int = 1, tree: TreeShape | None = None
+) -> SeatMemory:
+    """``loops``: so many, from 1 on, that seats draft with; 0: nobody drafts. ``tree``: of the first one."""
     rng = np.random.default_rng(seed)
-    memory = SeatMemory(Limits(SEATS, drafts, (KEYS + 128) // PAGE, PAGE, VOCAB), device)
+    memory = SeatMemory(Limits(SEATS, drafts, (KEYS + 128) // PAGE, PAGE, VOCAB, max(loops, 1)), device)
+    memory.set_form(1, tree)
     state_np = memory.state.cpu().numpy().copy()
     told_np = np.zeros((SEATS, TOLD + 2 * memory.pages), np.int64)
     for s in range(SEATS):
@@ -89,7 +94,10 @@ def pass_rows(rows: int, device: torch.device) -> PassBuffers:
     return PassBuffers(Shape(SEATS, rows, KEYS), tables, PAGE, SPARE, backend)
 
 
-def loop_seats(device: torch.device, drafts: int = DRAFTS) -> LoopSeats:
+def loop_seats(device: torch.device, drafts: int = DRAFTS, reach: Sequence[int] = ()) -> LoopSeats:
+    """``reach``: of a tree."""
+    reach = reach or range(drafts + 1)
+
     def longs(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
@@ -98,10 +106,11 @@ def loop_seats(device: torch.device, drafts: int = DRAFTS) -> LoopSeats:
         start=longs(SEATS),
         length=longs(SEATS),
         scale=torch.ones(SEATS, dtype=torch.float64, device=device),
-        noise=longs(SEATS, drafts),
+        noise=longs(SEATS, len(reach) - 1),
         features=None,
         tokens=torch.arange(SEATS * drafts, device=device).view(SEATS, drafts),
         q=None,
+        reach=torch.tensor(reach, device=device),
     )
 
 
@@ -118,7 +127,12 @@ def _memory(given: dict[str, Any]) -> SeatMemory:
 
 def _batch(given: dict[str, Any], width: int) -> Any:
     static = SimpleNamespace(
-        context=given["context"], tables=given["table"], first_key=given.get("first_key"), rows=width
+        context=given["context"],
+        tables=given["table"],
+        first_key=given.get("first_key"),
+        is_tree=given.get("is_tree"),
+        ancestors=given.get("ancestors"),
+        rows=width,
     )
     return SimpleNamespace(
         token_ids=given["tokens"],
@@ -131,14 +145,14 @@ def _batch(given: dict[str, Any], width: int) -> Any:
 @torch.inference_mode()
 def _begin(given: dict[str, Any]) -> None:
     memory, drafts, width = _memory(given), given["drafts"], given["rows"]
-    memory.tables = given["table"]
+    memory.tables, memory.forms = given["table"], given["forms"]
     rows.begin(memory, _batch(given, width), given["spare_slot"])
     count = given["context"].shape[0]
     seat, fields, state = torch.arange(count), given["fields"][:count], memory.state[:count]
     known = (seat * width, memory.now[:count, 1], *(state[:, i] for i in (SEED, SAMPLE, KNOWN)))
     fields[:, :5] = torch.stack(known, dim=1)
     fields[:, 6 : 6 + drafts] = state[:, STATE:]
-    fields[:, 6 + drafts : 6 + 2 * drafts] = torch.arange(drafts) - 1
+    fields[:, 6 + drafts : 6 + 2 * drafts] = memory.forms_of(count)[:, 2, 1:]
     base, seats, step = given["sources"][memory.told[:count, SOURCE]].T[..., None]
     at = base + seat[:, None] * seats + torch.arange(drafts) * step
     fields[:, 6 + 2 * drafts :] = torch.where(base != 0, at, 0)
@@ -153,7 +167,7 @@ def _advance(given: dict[str, Any]) -> None:
         return
     names = ("last", "start", "length")
     head, noise = given["DRAFTER"] == 2, given["noise"]
-    seats = LoopSeats(*(given[name] for name in names), noise, noise, None, noise, None)
+    seats = LoopSeats(*(given[name] for name in names), noise, noise, None, noise, None, given["reach"])
     loop = LoopRows(
         number,
         seats,
@@ -162,6 +176,7 @@ def _advance(given: dict[str, Any]) -> None:
         given["max_len"],
         given["spare_slot"],
         head,
+        bool(given["TREE"]),
         given["ends"] if head else None,
         given["spare_block"],
     )
@@ -172,7 +187,7 @@ def _advance(given: dict[str, Any]) -> None:
 def _keep(given: dict[str, Any]) -> None:
     memory, drafted = _memory(given), given["drafted"]
     memory.answer = given["answer"]
-    seats = LoopSeats(drafted, drafted, drafted, drafted, drafted, None, drafted, None)
+    seats = LoopSeats(drafted, drafted, drafted, drafted, drafted, None, drafted, None, drafted)
     loop = LoopRows(given["number"], seats, None, "argmax", 0, 0)  # type: ignore[arg-type]
     rows.finish(memory, drafted.shape[0], loop)
 

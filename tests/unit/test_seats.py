@@ -206,7 +206,7 @@ class _Chain:
         self.logits = torch.zeros((8, VOCAB))
         hidden = torch.zeros((8, 1))
         graph, _ = backend.capture(self._pass)
-        self.seats = PassSeats(self.target, graph, TargetOutput(hidden), self.logits, SPARE)
+        self.seats = PassSeats(self.target, graph, TargetOutput(hidden), self.logits, SPARE, ())
         first = Shape(2, 2, 64)
         memory = LoopMemory([first], 3, self.drafter, CPU)
         loop_rows = PassBuffers(first, Tables(2, 64, 4, backend), 4, SPARE, backend)
@@ -288,7 +288,7 @@ def test_steps_by_hand() -> None:
     assert [row[i] for i in (RAN, VERIFIED, ACCEPTED, ANSWERED_KNOWN, ANSWERED_WAITING, ANSWERED_FED)] == [
         1, 3, 3, 14, 3, 14,
     ]  # fmt: skip
-    assert row[ANSWER:] == [12, 13, 14, 15, 7, 8, 9] and answer[1][RAN] == 0
+    assert row[ANSWER:] == [12, 13, 14, 15, 7, 8, 9, 0, 1, 2] and answer[1][RAN] == 0
     # the drafter had stored 12 and 13; it reads 14 and 15 at keys 12 and 13, then its drafts but the last
     assert (
         model.fed[0][0][:2] == [14, 15]

@@ -21,11 +21,12 @@ from tests.fakes.seats import (
 from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.seats import kernels, rows
 from draftwise.graphs.seats.kernels import SeatVerification
-from draftwise.graphs.seats.memory import ACCEPTED, ANSWER, LOOP, RULES, SOURCE, SeatMemory
+from draftwise.graphs.seats.memory import ACCEPTED, ANSWER, LOOP, RULE, RULES, SOURCE, STORED, SeatMemory
 from draftwise.graphs.seats.rows import LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.sampling.noise import token_counters
+from draftwise.types import TreeShape
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 RATES = (0.9, 0.5, 0.2)
@@ -35,13 +36,17 @@ def tensors(memory: SeatMemory) -> list[list[int]]:
     return [x.flatten().tolist() for x in (memory.state, memory.now, memory.tables)]
 
 
+TREE = TreeShape((-1, -1, 0), (0, 1, 0))
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("width", [1, 3, DRAFTS + 1])
 @torch.inference_mode()
-def test_rows_of_the_targets_pass(width: int) -> None:
+def test_rows_of_the_targets_pass(width: int, tree: TreeShape | None) -> None:
     """Also of passes with fewer rows than a request might have drafts, and than there are seats."""
     made = []
     for fused in (False, True):
-        memory = random_memory(1, DEVICE)
+        memory = random_memory(1, DEVICE, tree=tree)
         target = pass_rows(width, DEVICE)
         batch = target.batch
         if fused:
@@ -53,25 +58,31 @@ def test_rows_of_the_targets_pass(width: int) -> None:
         static = rows.static_of(batch)
         made.append(
             [x.tolist() for x in (batch.token_ids, batch.positions, batch.slots, static.context)]
+            + [static.is_tree.tolist(), static.ancestors.tolist()]
             + tensors(memory)
         )
     assert made[0] == made[1]
-    assert SPARE in made[0][2]
+    assert SPARE in made[0][2] and (5 in made[0][5]) == (tree is not None and width > 1)
 
 
 @pytest.mark.parametrize("kind", ["argmax", "draft", "shared"])
-@pytest.mark.parametrize("drafter", ["none", "model", "head", "without storage"])
+@pytest.mark.parametrize("drafter", ["none", "model", "head", "without storage", "tree"])
 @torch.inference_mode()
 def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) -> None:
-    """Two loops, of which the second drafts less; each concerns its own seats alone."""
+    """Two loops, of which the second drafts less; each concerns its own seats alone. ``tree``: a model's, which has
+    stored nothing of its drafts."""
     made = []
     for form in (rows, kernels):
-        memory = random_memory(2, DEVICE, loops=0 if drafter == "none" else 2)
+        tree = TREE if drafter == "tree" else None
+        memory = random_memory(2, DEVICE, loops=0 if drafter == "none" else 2, tree=tree)
+        if tree is not None:
+            memory.state[:, STORED] = 0
         target = pass_rows(DRAFTS + 1, DEVICE)
         rows.begin(memory, target.batch, SPARE)
         packed = memory.walk.packed
         kept = torch.tensor([0, 2, 0, 1, 3, 1], device=DEVICE)
         packed[:SEATS, 0] = torch.minimum(kept, memory.now[:, 1])
+        packed[:, 1 : 1 + DRAFTS] = torch.arange(DRAFTS, device=DEVICE)
         packed[:, 1 + DRAFTS :] = torch.arange(DRAFTS + 1, device=DEVICE) + 20
         if drafter == "none":
             form.advance(memory, SEATS)
@@ -80,12 +91,15 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
         found = []
         for number in (1, 2):
             steps = DRAFTS + 1 - number
-            widths = {"model": 2, "head": steps + 1, "without storage": 1}
+            widths = {"model": 2, "head": steps + 1, "without storage": 1, "tree": 4}
             first = pass_rows(widths[drafter], DEVICE)
             ends = torch.zeros(first.shape.size, dtype=torch.int64, device=DEVICE)
-            seats, batch = loop_seats(DEVICE, steps), first.batch
+            reach = (0, 2, 3)[: 4 - number] if tree is not None else ()
+            seats, batch = loop_seats(DEVICE, steps, reach), first.batch
             head = drafter == "head"
-            loop = LoopRows(number, seats, batch, kind, 24, SPARE, head, ends if head else None, 77)
+            loop = LoopRows(
+                number, seats, batch, kind, 24, SPARE, head, tree is not None, ends if head else None, 77
+            )
             form.advance(memory, SEATS, loop)
             form.finish(memory, SEATS, loop)
             static = rows.static_of(batch)
@@ -98,22 +112,41 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
 CASES = [*((rule,) for rule in RULES), RULES, ("greedy", "block")]
 
 
-@pytest.mark.parametrize("names", CASES, ids="-".join)
-@pytest.mark.parametrize("with_q", [False, True])
+ON_TREES = [names for names in CASES if not {"greedy", "coupled"}.isdisjoint(names)]
+
+
+@pytest.mark.parametrize(
+    ("names", "drafts"),
+    [
+        *((names, drafts) for names in CASES for drafts in ("point masses", "q")),
+        *((n, "trees") for n in ON_TREES),
+    ],
+)
 @torch.inference_mode()
-def test_verification(names: tuple[str, ...], with_q: bool) -> None:
-    """Every seat by its own rule; with q, of every other seat's drafts."""
+def test_verification(names: tuple[str, ...], drafts: str) -> None:
+    """Every seat by its own rule; with q, of every other seat's drafts; trees of those whose rule takes them."""
     accepted = []
+    with_q = drafts == "q"
+    pools = []
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn((SEATS * (DRAFTS + 1), VOCAB), generator=generator).to(DEVICE) * 2
         q = torch.randn((SEATS, DRAFTS, VOCAB), generator=generator).to(DEVICE).softmax(-1)
         made = []
         for fused in (False, True):
-            memory = random_memory(seed, DEVICE, loops=0)
+            memory = random_memory(seed, DEVICE, loops=0, tree=TREE)
             set_rules(memory, *names)
             # the likeliest tokens: others are next to never accepted
             memory.waiting_drafts.copy_(logits.view(SEATS, DRAFTS + 1, VOCAB)[:, :DRAFTS].argmax(-1))
+            if drafts == "trees":
+                taking = [RULES.index(rule) for rule in ("greedy", "coupled")]
+                memory.told[:, LOOP] = sum(memory.state[:, RULE] == rule for rule in taking)
+                memory.waiting_drafts[:, 1] = memory.waiting_drafts[
+                    :, 0
+                ]  # what the root wants is the second one
+                memory.waiting_drafts[:, 0] = 0
+                grown = logits.view(SEATS, DRAFTS + 1, VOCAB)
+                memory.waiting_drafts[:, 2] = grown[:, 1].argmax(-1)
             verification = SeatVerification(memory, RATES, 1)
             if with_q:
                 memory.open_source(1).copy_(q)
@@ -127,10 +160,19 @@ def test_verification(names: tuple[str, ...], with_q: bool) -> None:
             else:
                 rows.begin(memory, target.batch, SPARE)
                 verify(memory, logits, step, token_counters(VOCAB, DEVICE))
-            assert not memory.told[:, LOOP].any()
+            slots = target.batch.slots
+            pool = torch.arange(2000, device=DEVICE).view(2, 1000, 1).clone()
+            (kernels if fused else rows).compact(memory, SEATS, DRAFTS + 1, slots, [pool])
+            pools.append(pool[:, :SPARE].tolist())
+            memory.told[:, LOOP] = 0
             rows.advance(memory, SEATS)
             answer = memory.answer.tolist()
-            made.append([row[: ANSWER + row[ACCEPTED] + 1] for row in answer])
-        assert made[0] == made[1]
+            path = ANSWER + 2 * DRAFTS + 1
+            made.append(
+                [row[: ANSWER + row[ACCEPTED] + 1] + row[path : path + row[ACCEPTED]] for row in answer]
+            )
+        assert made[0] == made[1] and pools[-1] == pools[-2]
         accepted += [row[ACCEPTED] for row in made[0]]
+    moved = pools[0] != torch.arange(2000).view(2, 1000, 1)[:, :SPARE].tolist()
+    assert moved == (drafts == "trees")
     assert 0 in accepted and max(accepted) > 0

@@ -128,8 +128,8 @@ class PassBuffers:
         self._context[:] = self._first_key[:] = self._is_tree[:] = 0
         self._device.copy_(self._host)
 
-    def become_chains(self, tables: Tensor) -> None:
-        """On the device: what the host said of trees and first keys is gone, and these are the block tables.
+    def take_over(self, tables: Tensor) -> None:
+        """On the device: what the host said of first keys is gone, and these are the block tables.
 
         Args:
             tables: [>= requests, >= blocks, or fewer] int32.
@@ -139,8 +139,6 @@ class PassBuffers:
         width = min(tables.shape[1], static.tables.shape[1])
         static.tables[:, :width].copy_(tables[: self.shape.requests, :width])
         static.first_key.zero_()
-        static.is_tree.zero_()
-        static.ancestors.fill_(1)
 
     def fits(self, need: Need) -> bool:
         """Whether a batch's rows can be filled in."""
@@ -193,13 +191,14 @@ class PassBuffers:
 
 class PassSeats(NamedTuple):
     """A captured pass of the target, and what a replay of it leaves behind: for those who fill in its rows on the
-    device."""
+    device. ``pools``: its storage, see `KVStorage.pools`."""
 
     rows: PassBuffers
     graph: Graph
     output: TargetOutput
     logits: Tensor  # [>= rows of the pass, V] float32
     spare_slot: int
+    pools: tuple[Tensor, ...]
 
 
 def at_rows(x: Tensor, count: int, index: Tensor, first: bool) -> Tensor:

@@ -33,7 +33,7 @@ class Captures:
     @property
     def count(self) -> int:
         """Passes and loops, each of one graph or in pieces."""
-        each = (len(KINDS) if self.steps else 0) + (self.tree is not None)
+        each = (len(KINDS) if self.steps else 0) + (0 if self.tree is None else len(self.tree.kinds))
         return len(self.passes) + each * len(self.loops) + len(self.pieces)
 
     def __str__(self) -> str:
@@ -88,9 +88,9 @@ def capture_loops(
             chain = ChainLoop(shape, captures.steps, kind, drafter, rows, memory, spare_slot, backend)
             chain.capture(backend)
             found.chains.insert(0, chain)
-        if captures.tree is not None:
-            features = None if memory.features is None else memory.features[: shape.size]
-            tree = TreeLoop(shape, captures.tree, drafter, rows, features, spare_slot, backend)
+        for kind in captures.tree.kinds if captures.tree is not None else ():
+            assert captures.tree is not None
+            tree = TreeLoop(shape, captures.tree, kind, drafter, rows, memory, spare_slot, backend)
             tree.capture(backend)
             found.trees.insert(0, tree)
     return found

@@ -176,9 +176,9 @@ class GraphedDecoder(WrappedDecoder):
         return found.graph.replay
 
     @property
-    def chains(self) -> Sequence[ChainLoop]:
-        """Captured loops, the smallest first."""
-        return self._loops.chains
+    def loops(self) -> Loops:
+        """What was captured of it as a drafter."""
+        return self._loops
 
     @property
     def backend(self) -> GraphBackend:
@@ -191,7 +191,7 @@ class GraphedDecoder(WrappedDecoder):
         results = self._results
         output = TargetOutput(results.hidden, results.captured)
         return [
-            PassSeats(found.rows, found.graph, output, results.logits, self._kv.spare_slot)
+            PassSeats(found.rows, found.graph, output, results.logits, self._kv.spare_slot, self._kv.pools)
             for found in self._passes
             if found.rows.shape.rows == rows
         ]

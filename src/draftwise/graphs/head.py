@@ -13,7 +13,7 @@ from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Need, Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.decoder import on_device
-from draftwise.graphs.loop import ChainLoop, Drafter
+from draftwise.graphs.loop import Drafter
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.heads.wrapped import WrappedHead
@@ -51,9 +51,9 @@ class GraphedHead(WrappedHead):
         self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
 
     @property
-    def chains(self) -> Sequence[ChainLoop]:
-        """Captured loops, the smallest first."""
-        return self._loops.chains
+    def loops(self) -> Loops:
+        """What was captured."""
+        return self._loops
 
     def draft_chains(
         self,

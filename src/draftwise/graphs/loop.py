@@ -41,10 +41,11 @@ class LoopSeats(NamedTuple):
     start: Tensor  # [R] int64, key of its first draft
     length: Tensor  # [R] int64, drafts that count
     scale: Tensor  # [R] float64, one over its temperature
-    noise: Tensor  # [R, steps] int64, `row_key` as signed words, or the bits of float64 uniforms
+    noise: Tensor  # [R, levels] int64, `row_key` as signed words, or the bits of float64 uniforms
     features: Tensor | None  # [rows of the first pass, F] of heads
     tokens: Tensor  # [R, steps] int64
     q: Tensor | None  # [R, steps, Vd] float32; None: nothing is drawn from it
+    reach: Tensor  # [levels + 1] int64, leading drafts that stand on no more than so many levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class ChainLoop:
             self._features = memory.features[: shape.size]
         self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
         self._ones = torch.ones(requests, dtype=torch.int64, device=device)
+        self._reach = torch.arange(steps + 1, device=device)
         self._tokens = memory.tokens[:requests]
         self._q = memory.q[:requests] if kind == "draft" else None  # [R, steps, Vd]
         self._counters = memory.counters
@@ -186,6 +188,7 @@ class ChainLoop:
             self._features,
             self._tokens,
             self._q,
+            self._reach,
         )
 
     def replay(self) -> None:

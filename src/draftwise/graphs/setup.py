@@ -50,16 +50,6 @@ def tree_plan(config: SpeculativeConfig) -> TreePlan | None:
     return TreePlan(TreeShape(*parse_tree(config.speculative_token_tree)))
 
 
-def levels(tree: TreePlan) -> int:
-    """Most tokens of one path."""
-    if tree.shape is None:
-        return tree.depth
-    depths: list[int] = []
-    for parent in tree.shape.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths)
-
-
 @dataclass(frozen=True, slots=True)
 class GraphSetup:
     """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more.
@@ -91,7 +81,7 @@ class GraphSetup:
         accepted path. Prompts that it catches up on are passes in pieces."""
         if not capturable(model):
             return model
-        rows = 2 if tree is None else 1 + levels(tree)
+        rows = 2 if tree is None else 1 + tree.levels
         captures = replace(self._loops(rows, steps, tree), pieces=self._pieces())
         self._plan(f"draft model {model.config.architecture}", captures)
         return GraphedDecoder(model, captures, self.block_size, self.backend)
@@ -100,7 +90,7 @@ class GraphSetup:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
         if not head.capturable:
             return head
-        rows = 1 + (steps if tree is None else levels(tree))
+        rows = 1 + (steps if tree is None else tree.levels)
         captures = self._loops(rows, steps, tree)
         if head.num_depths > 1 or head.mask_token is not None:
             captures = Captures(())  # drafts in one pass, or with another layer each time

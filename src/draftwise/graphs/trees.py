@@ -17,7 +17,9 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
-from draftwise.graphs.loop import Drafter
+from draftwise.graphs.loop import Drafter, LoopKind, LoopMemory, LoopSeats
+from draftwise.names import SHARED
+from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word
 from draftwise.sampling.rows import top_rows
 from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws, TreeShape
 
@@ -38,9 +40,28 @@ class TreePlan:
             return len(self.shape.parents)
         return self.top_k + (self.depth - 1) * self.top_k**2
 
+    @property
+    def depths(self) -> list[int]:
+        """The level of each node of a static tree, from 1 on."""
+        assert self.shape is not None
+        depths: list[int] = []
+        for parent in self.shape.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def levels(self) -> int:
+        """Most tokens of one path."""
+        return self.depth if self.shape is None else max(self.depths)
+
+    @property
+    def kinds(self) -> tuple[LoopKind, ...]:
+        """How its nodes may be drawn."""
+        return ("argmax",) if self.shape is None else ("argmax", "shared")
+
     def takes(self, draws: TreeDraws) -> bool:
         """Whether these draws are of this tree."""
-        if draws.noise_scale or draws.shape != self.shape:
+        if draws.shape != self.shape:
             return False
         return self.shape is not None or (draws.top_k == self.top_k and draws.depth <= self.depth)
 
@@ -76,27 +97,33 @@ class TreeLoop:
         self,
         shape: Shape,
         plan: TreePlan,
+        kind: LoopKind,
         drafter: Drafter,
         rows: PassBuffers,
-        features: Tensor | None,
+        memory: LoopMemory,
         spare_slot: int,
         backend: GraphBackend,
     ) -> None:
-        """``features`` [R * N, F]: of the first pass's rows, if the drafter is a head."""
-        self.shape, self.plan = shape, plan
-        self._drafter, self._rows, self._features = drafter, rows, features
+        """``rows``: of the first pass."""
+        self.shape, self.plan, self.kind = shape, plan, kind
+        self.drafter, self.rows = drafter, rows
+        self._features = None if memory.features is None else memory.features[: shape.size]  # [R * N, F]
+        self._counters = memory.counters
         assert drafter.advance is not None, "a tree grows level by level"
         self._advance = drafter.advance
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
-        self._host = backend.host_buffer(4 * requests)
-        self._device = torch.zeros(4 * requests, dtype=torch.int64, device=device)
-        host = [part.numpy() for part in torch.split(self._host, requests)]
-        parts = torch.split(self._device, requests)
-        self._last_np, self._start_np, self._live_np = host[:3]
+        sizes = [requests, requests, requests, requests, requests * plan.levels]
+        self._host = backend.host_buffer(sum(sizes))
+        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        host = [part.numpy() for part in torch.split(self._host, sizes)]
+        parts = torch.split(self._device, sizes)
+        self._last_np, self._start_np, self._length_np = host[:3]
         self._scale_np = host[3].view(np.float64)
-        self._last, self._start, self._live = parts[:3]  # [R] int64
+        self._noise_np = host[4].reshape(requests, plan.levels)
+        self._last, self._start, self._length = parts[:3]  # [R] int64
         self._scale = parts[3].view(torch.float64)  # [R]
+        self._noise = parts[4].view(requests, plan.levels)  # int64 keys of each level
         size = (requests, plan.candidates)
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._parents = torch.zeros(size, dtype=torch.int64, device=device)
@@ -110,6 +137,7 @@ class TreeLoop:
             for level in range(plan.depth - 1):
                 places = torch.arange(level * plan.top_k, (level + 1) * plan.top_k, device=device)
                 self._levels.append(_Level(level * plan.top_k, torch.ones_like(places) << places))
+        self._reach = torch.tensor(_reach(plan), device=device)
         self._graph: Graph | None = None
 
     def _lay_out(self, shape: TreeShape, device: torch.device) -> None:
@@ -142,14 +170,42 @@ class TreeLoop:
 
     def capture(self, backend: GraphBackend) -> None:
         """Capture it, with rows that only fill up."""
-        self._rows.clear()
+        self.rows.clear()
         self._host.zero_()
         self._device.copy_(self._host)
         self._graph, _ = backend.capture(self._run)
 
     def takes(self, need: Need, draws: Sequence[TreeDraws]) -> bool:
         """Whether it can draft for requests with this need."""
-        return self._rows.fits(need) and all(self.plan.takes(one) for one in draws)
+        noisy = self.kind == "shared"
+        return self.rows.fits(need) and all(
+            self.plan.takes(one) and bool(one.noise_scale) == noisy for one in draws
+        )
+
+    @property
+    def steps(self) -> int:
+        """Drafts of a request."""
+        return self.plan.candidates
+
+    @property
+    def seats(self) -> LoopSeats:
+        """Of a static tree, as `ChainLoop.seats`."""
+        return LoopSeats(
+            self._last,
+            self._start,
+            self._length,
+            self._scale,
+            self._noise,
+            self._features,
+            self._tokens,
+            None,
+            self._reach,
+        )
+
+    def replay(self) -> None:
+        """Draft for what the device has filled in."""
+        assert self._graph is not None, "capture comes first"
+        self._graph.replay()
 
     def run(self, batch: StepInput, features: Tensor | None, draws: Sequence[TreeDraws]) -> list[DraftedTree]:
         """As `DecoderModel.draft_trees`; the loop must take it."""
@@ -157,16 +213,18 @@ class TreeLoop:
         starts = batch.attention.query_start_np
         counts = np.diff(starts)
         count, total = len(counts), int(starts[-1])
-        self._rows.fill(batch)
+        self.rows.fill(batch)
         if self._features is not None:
             assert features is not None
-            self._features.index_copy_(0, self._rows.place[:total], features)
+            self._features.index_copy_(0, self.rows.place[:total], features)
         self._last_np[:] = np.arange(self.shape.requests) * self.shape.rows
         self._last_np[:count] += counts - 1
-        self._start_np[:] = self._live_np[:] = 0
+        self._start_np[:] = self._length_np[:] = 0
         self._start_np[:count] = batch.attention.context_len_np + counts
-        self._live_np[:count] = 1
+        self._length_np[:count] = self.steps
         self._scale_np[:count] = [one.scale for one in draws]
+        if self.kind == "shared":
+            self._take_noise(draws)
         self._device.copy_(self._host, non_blocking=True)
         self._graph.replay()
         tokens_np = self._tokens[:count].cpu().numpy()
@@ -180,11 +238,18 @@ class TreeLoop:
             for r, one in enumerate(draws)
         ]
 
+    def _take_noise(self, draws: Sequence[TreeDraws]) -> None:
+        for r, one in enumerate(draws):
+            self._scale_np[r] = one.scale / one.noise_scale  # the order of the sums is the same
+            for level in range(self.plan.levels):
+                word = row_key(one.seed, one.sample_index, SHARED, int(self._start_np[r]) + level, -1, 0)
+                self._noise_np[r, level] = signed_word(word)
+
     # ----------------------------------------------------------------------------------- what is captured
 
     def _run(self) -> None:
-        self._rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        hidden, features = self._advance(self._rows.batch, self._features)
+        self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
+        hidden, features = self._advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
         if features is not None:
             features = features.index_select(0, self._last)
@@ -196,7 +261,7 @@ class TreeLoop:
     def _run_static(self, hidden: Tensor, features: Tensor | None) -> None:
         requests = self.shape.requests
         for i, children in enumerate(self._children):
-            logits = self._drafter.logits(hidden)  # [R * open, Vd]
+            logits = self._noisy(self.drafter.logits(hidden), i)  # [R * open, Vd]
             ids = self._ids(top_rows(logits, children.most).indices).view(requests, -1, children.most)
             drawn = ids[:, children.places, children.ranks]  # [R, m]
             self._tokens.index_copy_(1, children.nodes, drawn)
@@ -210,6 +275,14 @@ class TreeLoop:
                 wide = features.view(requests, -1, features.shape[1])
                 features = wide.index_select(1, level.parents).flatten(0, 1)
             hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
+
+    def _noisy(self, logits: Tensor, level: int) -> Tensor:
+        """``logits`` [R * open, Vd] with the noise of a level, if any is read."""
+        if self.kind != "shared":
+            return logits
+        wide = logits.view(self.shape.requests, -1, logits.shape[1])
+        noise = gumbel_of_keys(self._noise[:, level], self._counters)
+        return (wide * self._scale.float()[:, None, None] + noise[:, None]).flatten(0, 1)
 
     def _run_dynamic(self, hidden: Tensor, features: Tensor | None) -> None:
         requests, k = self.shape.requests, self.plan.top_k
@@ -242,7 +315,7 @@ class TreeLoop:
     def _best_children(self, hidden: Tensor, each: int) -> tuple[Tensor, Tensor]:
         """``hidden`` [R * each, H] -> log-probabilities and target ids of the best tokens, [R * each, top_k]."""
         scale = self._scale.float()[:, None].expand(-1, each).reshape(-1, 1)
-        best = top_rows(self._drafter.logits(hidden) * scale, self.plan.top_k, totals=True)
+        best = top_rows(self.drafter.logits(hidden) * scale, self.plan.top_k, totals=True)
         assert best.log_totals is not None
         # float32 may round a sum of exponentials below its largest term
         return (best.values - best.log_totals[:, None]).clamp_(max=0.0), self._ids(best.indices)
@@ -254,12 +327,12 @@ class TreeLoop:
         self._parents[:, first:stop].copy_(parents)
 
     def _ids(self, drawn: Tensor) -> Tensor:
-        ids = self._drafter.target_ids
+        ids = self.drafter.target_ids
         return drawn if ids is None else ids[drawn]
 
     def _batch(self, depth: int, level: _Level, tokens: Tensor, masks: Tensor) -> StepInput:
         """The pass that feeds ``tokens`` [R, n], nodes of depth ``depth`` + 1, at keys start + level.start + i."""
-        drafter, first = self._drafter, self._rows.batch.attention
+        drafter, first = self.drafter, self.rows.batch.attention
         static = first.static
         assert static is not None
         requests, n = tokens.shape
@@ -269,7 +342,9 @@ class TreeLoop:
         size = first.block_size
         pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
         slots = static.tables.gather(1, pages).long() * size + keys % size
-        stored = (self._live == 1)[:, None] & (at <= drafter.max_position)[:, None]
+        # a fed node has no higher number among the fed ones than among all
+        counts = keys - self._start[:, None] < self._length[:, None]
+        stored = counts & (at <= drafter.max_position)[:, None]
         return StepInput(
             token_ids=tokens.flatten(),
             positions=positions.flatten().contiguous(),  # of one request: one number, n times
@@ -292,6 +367,20 @@ class TreeLoop:
                 ),
             ),
         )
+
+
+def _reach(plan: TreePlan) -> list[int]:
+    """Leading nodes of a static tree that are no deeper than 0, 1, 2, ... levels.
+
+    Example: parents (-1, -1, 0, 1, 3): 0, 2, 4, 5.
+    """
+    if plan.shape is None:
+        return []
+    depths = plan.depths
+    return [
+        next((node for node, depth in enumerate(depths) if depth > level), len(depths))
+        for level in range(plan.levels + 1)
+    ]
 
 
 def _best(

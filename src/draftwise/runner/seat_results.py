@@ -56,7 +56,7 @@ def record(
 
     Args:
         member: it.
-        words: [6 + 2 K + 1] of its seat, see `graphs.seats.memory`.
+        words: [6 + 3 K + 1] of its seat, see `graphs.seats.memory`.
         drafts: K.
         report_np: [K + 1, 2 + 2 T], see `Shaping.report`; None: it wants no log-probabilities.
         seating: its drafter is told.
@@ -92,9 +92,9 @@ def record(
         token_ids=tokens,
         num_drafted=verified,
         num_accepted=accepted,
-        accepted_nodes=tuple(range(accepted)),
+        accepted_nodes=tuple(words[first + drafts : first + drafts + accepted]),
         draft_tokens=drafted,
-        draft_parents=tuple(range(-1, verified - 1)),
+        draft_parents=seating.parents_of(method)[:verified],
         method=method,
         num_proposed=waiting,
         logprobs=logprobs,

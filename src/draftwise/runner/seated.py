@@ -26,6 +26,7 @@ class Seated:
         self._guard = guard
         self.steps = drafter.steps
         self.most_requests = drafter.most_requests
+        self.tree = drafter.tree
 
     @classmethod
     def of(cls, method: str, guard: Guard) -> Seated | LookUp | None:

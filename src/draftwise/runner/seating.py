@@ -71,6 +71,12 @@ class Seating:
         drafter = self.look_ups.get(method) or self.drafters.get(method)
         return 0 if drafter is None else drafter.steps
 
+    def parents_of(self, method: str) -> tuple[int, ...]:
+        """Of all drafts that a request may have."""
+        drafter = self.drafters.get(method)
+        tree = None if drafter is None else drafter.tree
+        return tuple(range(-1, self.steps_of(method) - 1)) if tree is None else tree.parents
+
     def of(self, row: Row, planned: RowPlan) -> Way | None:
         """How the request decodes behind its last known token, if the plan reaches it, and the device can do so."""
         speculation, proposal = row.speculation, row.proposal
@@ -89,10 +95,16 @@ class Seating:
         steps = self.steps_of(speculation.method)
         if row.drafting_failed or not 1 <= planned.draft_budget <= steps:
             return None
-        if speculation.tree is not None or speculation.dynamic is not None:
+        drafter = self.drafters.get(speculation.method)
+        tree = None if drafter is None else drafter.tree
+        wanted = speculation.tree, speculation.tree_ranks
+        if speculation.dynamic is not None or wanted != (
+            (None, None) if tree is None else (tree.parents, tree.ranks)
+        ):
+            return None
+        if tree is not None and rule not in ("greedy", "coupled"):
             return None
         kind: LoopKind | None = "argmax"
-        drafter = self.drafters.get(speculation.method)
         if drafter is not None:
             if row.state.steers:
                 return None  # its drafts are drawn one by one, with a look at what steers them
@@ -100,7 +112,8 @@ class Seating:
         if kind is None:
             return None
         if proposal.tokens:
-            same = proposal.method == speculation.method and proposal.is_chain
+            parents = self.parents_of(speculation.method)
+            same = proposal.method == speculation.method and proposal.parents == parents[: len(proposal)]
             if not same or len(proposal) > steps or (proposal.q is not None) != (kind == "draft"):
                 return None
         return Way(speculation.method, rule, kind, shaped)

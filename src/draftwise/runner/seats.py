@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ import torch
 
 from draftwise.graphs.buffers import PassSeats
 from draftwise.graphs.decoder import GraphedDecoder
-from draftwise.graphs.loop import LoopKind
+from draftwise.graphs.loop import KINDS, LoopKind
 from draftwise.graphs.seats import memory as at
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import Limits, SeatMemory
@@ -77,10 +78,14 @@ class Seats:
             longest,
             block_size,
             target.config.vocab_size,
+            loops=len(KINDS) * len(seating.drafters),
             texts=bool(seating.look_ups),
             past=PAST if any(look.past for look in seating.look_ups.values()) else 0,
         )
         memory = SeatMemory(limits, target.backend.device)
+        for method, drafter in seating.drafters.items():
+            for kind in KINDS if drafter.tree is not None else ():
+                memory.set_form(seating.loop_of(method, kind), drafter.tree)
         self._steps = SeatedSteps(
             memory, target.backend, rates=seating.rates, num_sources=len(seating.drafters)
         )
@@ -162,7 +167,8 @@ class Seats:
                 continue
             if count:
                 q = self._steps.q_of(member.seat, member.source, count)
-                row.proposal = chain(member.drafts, way.method, q)
+                parents = self._seating.parents_of(way.method)[:count]
+                row.proposal = replace(chain(member.drafts, way.method, q), parents=parents)
             seated = self._seating.drafters.get(way.method)
             if seated is not None and not row.drafting_failed:
                 number = self._seating.number_of(way.method)

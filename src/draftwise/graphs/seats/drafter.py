@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from draftwise.graphs.capture import Loops
 from draftwise.graphs.loop import ChainLoop, LoopKind
 from draftwise.graphs.seats.step import DrafterSeats
+from draftwise.graphs.trees import TreeLoop
 from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
-from draftwise.types import IntArray
+from draftwise.types import IntArray, TreeShape
 
 
 class Place(NamedTuple):
@@ -23,10 +25,18 @@ class Place(NamedTuple):
     first_key: int
 
 
+SeatLoop = ChainLoop | TreeLoop
+
+
+def seat_loops(loops: Loops) -> Sequence[SeatLoop]:
+    """Those that can take part: all but dynamic trees, which the host chooses from."""
+    return loops.chains or [loop for loop in loops.trees if loop.plan.shape is not None]
+
+
 class SeatedDrafter(ABC):
     """One drafter's part. While a request has a seat, no other drafter drafts for it."""
 
-    def __init__(self, loops: Sequence[ChainLoop], max_len: int, sample_method: DraftSampleMethod) -> None:
+    def __init__(self, loops: Sequence[SeatLoop], max_len: int, sample_method: DraftSampleMethod) -> None:
         self._loops = loops
         self._max_len = max_len
         self._sample_method = sample_method
@@ -35,6 +45,12 @@ class SeatedDrafter(ABC):
     def steps(self) -> int:
         """Drafts of its loops."""
         return self._loops[0].steps
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The static tree of its loops; None: chains."""
+        loop = self._loops[0]
+        return loop.plan.shape if isinstance(loop, TreeLoop) else None
 
     @property
     def most_requests(self) -> int:
@@ -55,7 +71,7 @@ class SeatedDrafter(ABC):
         return None
 
     @abstractmethod
-    def _seats(self, loop: ChainLoop) -> DrafterSeats: ...
+    def _seats(self, loop: SeatLoop) -> DrafterSeats: ...
 
     def prepare(self) -> None:  # noqa: B027
         """Requests are about to take seats."""

@@ -3,6 +3,7 @@ the rows of a drafter's first pass, one for its new drafts. The reference is `.r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -14,8 +15,9 @@ from draftwise.graphs.seats.rows import LoopRows, static_of
 from draftwise.graphs.seats.rules import Deciding
 from draftwise.kernels.triton import verify as rules
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.rows import power_of_two
+from draftwise.kernels.triton.rows import compact_paths, power_of_two
 from draftwise.kernels.triton.verify import FIELDS, DraftBatch
+from draftwise.kernels.walk import Walk
 from draftwise.types import StepInput
 
 _KINDS: Final = {"argmax": 0, "draft": 1, "shared": 2}
@@ -60,6 +62,9 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: S
         batch.positions,
         batch.slots,
         static.context,
+        static.is_tree,
+        static.ancestors,
+        memory.forms,
         verification.batch.table,
         verification.sources,
         memory.state.stride(0),
@@ -100,9 +105,9 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     from draftwise.kernels.triton.device import seats as device
 
     nothing = memory.now  # where there is no drafter, nothing is written to it
-    first = [nothing] * 10
+    first = [nothing] * 11
     ends = nothing
-    table_stride = num_pages = noise_stride = rows = steps = number = max_len = spare_slot = spare_block = 0
+    table_stride = num_pages = noise_stride = rows = levels = number = max_len = spare_slot = spare_block = 0
     drafter = kind = 0
     if loop is not None:
         seats, batch = loop.seats, loop.batch
@@ -118,9 +123,10 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
             seats.start,
             seats.length,
             seats.noise,
+            seats.reach,
         ]
         table_stride, num_pages = static.tables.stride(0), static.tables.shape[1]
-        noise_stride, rows, steps = seats.noise.stride(0), static.rows, seats.tokens.shape[1]
+        noise_stride, rows, levels = seats.noise.stride(0), static.rows, len(seats.reach) - 1
         number, max_len, spare_slot, spare_block = (
             loop.number,
             loop.max_len,
@@ -144,18 +150,26 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         num_pages,
         noise_stride,
         memory.drafts,
-        steps,
+        levels,
         number,
         max_len,
         spare_slot,
         spare_block,
         DRAFTER=drafter,
+        TREE=int(loop is not None and loop.tree),
         KIND=kind,
         ROWS=rows,
         PAGE=memory.block_size,
         BLOCK=power_of_two(max(memory.drafts + 1, rows)),
         **LAUNCH,
     )
+
+
+def compact(memory: SeatMemory, count: int, width: int, slots: Tensor, pools: Sequence[Tensor]) -> None:
+    """As `.rows.compact`."""
+    walk = Walk(memory.walk.packed[:count], memory.drafts)
+    for pool in pools:
+        compact_paths(pool, slots, memory.numbers[:count] * width, walk)
 
 
 def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.walk import Walk
+from draftwise.types import TreeShape
 
 # columns of the state
 KNOWN = 0  # tokens of the request, the root included
@@ -45,7 +46,7 @@ ACCEPTED = 2
 ANSWERED_KNOWN = 3  # KNOWN, WAITING and FED after it
 ANSWERED_WAITING = 4
 ANSWERED_FED = 5
-ANSWER = 6  # the committed tokens [K + 1] follow, and the new drafts [K]
+ANSWER = 6  # the committed tokens [K + 1] follow, the new drafts [K], and the accepted path [K]
 
 RULES: Final = ("greedy", "coupled", "rejection", "block", "synthetic", "synthetic_sampled")
 """How requests are verified. ``greedy``: also the others at temperature 0. ``synthetic``: its last token is the most
@@ -70,13 +71,15 @@ def seats_bytes(seats: int, drafts: int, vocab_size: int, max_len: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes of the memory: seats S, most drafts K of a request, blocks of a table, tokens in a block, vocabulary V;
-    ``texts``: whether somebody looks up in the tokens; ``past``: tokens of others that are looked at, too."""
+    ``loops``: the highest number of a draft loop; ``texts``: whether somebody looks up in the tokens; ``past``: tokens
+    of others that are looked at, too."""
 
     seats: int
     drafts: int
     table_width: int
     block_size: int
     vocab_size: int
+    loops: int = 1
     texts: bool = False
     past: int = 0
 
@@ -86,12 +89,14 @@ class SeatMemory:
 
     ``state`` [S, 16 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 6 + 2 P] int64, what the host says of a
     step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
-    what it commits (the last one is nobody's); ``answer`` [S, 6 + 2 K + 1] int64, what the host is told; ``text``
+    what it commits (the last one is nobody's); ``answer`` [S, 6 + 3 K + 1] int64, what the host is told; ``text``
     [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them; ``past`` [P] int32, outputs of
-    requests that have ended, with -1 behind each.
+    requests that have ended, with -1 behind each; ``forms`` [loops + 1, 4, K + 1] int64, how the drafts of a loop stand
+    below a root: see `set_form`.
 
     Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables``, ``text`` and ``q`` the kernels of a
-    step, and the host for a request that enters, between two steps; the others the kernels of a step.
+    step, and the host for a request that enters, between two steps; ``forms`` the host, once; the others
+    the kernels of a step.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
@@ -114,12 +119,48 @@ class SeatMemory:
         self.past = torch.full((limits.past,), -1, dtype=torch.int32, device=device)
         self.told = words(TOLD + 2 * self.pages)
         self.now = words(2)
-        self.answer = words(ANSWER + 2 * limits.drafts + 1)
+        self.answer = words(ANSWER + 3 * limits.drafts + 1)
+        self.forms = torch.zeros((limits.loops + 1, 4, limits.drafts + 1), dtype=torch.int64, device=device)
+        for number in range(limits.loops + 1):
+            self.set_form(number)
         packed = torch.zeros((limits.seats + 1, 2 * limits.drafts + 2), dtype=torch.int32, device=device)
         self.walk = Walk(packed, limits.drafts)
         self.numbers = torch.arange(limits.seats, device=device)
         self.q: dict[int, Tensor] = {}
         """[S, K, V] float32 over the target's vocabulary, by number of the source: what drafts were drawn from."""
+
+    def set_form(self, number: int, tree: TreeShape | None = None) -> None:
+        """Say how the drafts of a loop stand: in a chain, or this tree.
+
+        Four lists of the rows of a root and its drafts: depths; ancestors, a bit for each row, as
+        `AttentionBatch.ancestors_np`; the draft that is a draft's parent, from the second place on; and whether it is a
+        tree, which attention has to be told, in the first place.
+
+        Example: parents (-1, -1, 0) are depths 0 1 1 2, ancestors 1 3 5 11, parents - -1 -1 0.
+        """
+        parents = range(-1, self.drafts - 1) if tree is None else tree.parents
+        depths, masks = [0], [1]
+        for draft, parent in enumerate(parents):
+            depths.append(depths[parent + 1] + 1)
+            masks.append(masks[parent + 1] | 1 << (draft + 1))
+        words = ((mask & (1 << 64) - 1) for mask in masks)  # of chains too long for it nobody reads it
+        signed = [word - (1 << 64) if word >> 63 else word for word in words]
+        rows = (depths, signed, [-1, *parents], [int(tree is not None)])
+        form = torch.zeros((4, self.drafts + 1), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            form[i, : len(row)] = torch.tensor(row)
+        self.forms[number].copy_(form)
+
+    def forms_of(self, count: int) -> Tensor:
+        """[R, 4, K + 1] of the drafts that wait in the first R seats."""
+        return self.forms[self.told[:count, LOOP]]
+
+    def committed_rows(self, count: int, width: int) -> Tensor:
+        """[R, min(width, K + 1)] int64 rows of a request in a pass of ``width`` rows: of the root, then of the
+        accepted path. Places behind it mean nothing, and are rows."""
+        rows = torch.zeros((count, self.drafts + 1), dtype=torch.int64, device=self.device)
+        rows[:, 1:].copy_(self.walk.paths[:count] + 1)
+        return rows[:, :width].clamp(0, width - 1)
 
     @property
     def waiting_drafts(self) -> Tensor:

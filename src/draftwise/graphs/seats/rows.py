@@ -7,6 +7,7 @@ part, the first ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,8 +47,9 @@ class LoopRows(NamedTuple):
 
     ``max_len``: no token at this position or later is fed to the drafter. ``head``: its rows are those of the committed
     tokens, at positions one less than their keys; else it is a draft model, which has read all but one or two of the
-    known tokens. ``ends`` [R * rows] int64, of heads, written: the block of which a row of the target's pass is the
-    last token; ``spare_block`` of rows that are none.
+    known tokens. Of a ``tree`` no draft stays stored, so that it has read none of those that a step commits. ``ends``
+    [R * rows] int64, of heads, written: the block of which a row of the target's pass is the last token;
+    ``spare_block`` of rows that are none.
     """
 
     number: int
@@ -57,6 +59,7 @@ class LoopRows(NamedTuple):
     max_len: int
     spare_slot: int
     head: bool = False
+    tree: bool = False
     ends: Tensor | None = None
     spare_block: int = 0
 
@@ -78,6 +81,7 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int) -> None:
     table = memory.tables[:count]
     table.scatter_(1, pages, torch.where(live[:, None], blocks, table.gather(1, pages)))
     known = state[:, KNOWN]
+    forms = memory.forms_of(count)[..., :width]
     nodes = torch.minimum(told[:, NODES], state[:, WAITING]).clamp(max=width - 1) * live
     memory.now[:count, 0].copy_(live)
     memory.now[:count, 1].copy_(nodes)
@@ -85,7 +89,9 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int) -> None:
     real = live[:, None] & (row <= nodes[:, None])
     tokens = torch.cat((state[:, ROOT : ROOT + 1], memory.waiting_drafts[:count, : width - 1]), dim=1)
     keys = known[:, None] - 1 + row
-    _put(batch, memory, tokens, keys, keys, real, table, spare_slot)
+    _put(batch, memory, tokens, keys, known[:, None] - 1 + forms[:, 0], real, table, spare_slot)
+    static.ancestors.view(keys.shape).copy_(torch.where(real, forms[:, 1], 1))
+    static.is_tree.copy_(forms[:, 3, 0])
     static.context.copy_(torch.where(live, known - 1, 0))
 
 
@@ -113,9 +119,9 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     fed = state[:, FED].clone()
     if loop is not None:
         seats, batch = loop.seats, loop.batch
-        steps = seats.tokens.shape[1]
-        wanted = torch.minimum(told[:, BUDGET], told[:, LIMIT] - after - 1)
-        wanted = torch.minimum(wanted, loop.max_len - after + 1).clamp(0, steps) * live
+        levels = torch.minimum(told[:, LIMIT] - after - 1, loop.max_len - after + 1)
+        levels = levels.clamp(0, len(seats.reach) - 1)
+        wanted = torch.minimum(told[:, BUDGET], seats.reach[levels]).clamp(min=0) * live
         drafts_on = wanted > 0
         static = static_of(batch)
         width = static.rows
@@ -129,10 +135,9 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
             # one row: of a drafter that has no storage
             first = after - 1 if width == 1 else torch.minimum(fed, after - 1)
             count_of = (after - first) * drafts_on
-            # the token before the root: the last accepted draft, or the root of before
-            before = memory.waiting_drafts[:count].gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
-            before = torch.where(accepted > 0, before, old_root)
-            rows = torch.stack((torch.where(count_of == 2, before, root), root), dim=1)[:, :width]
+            behind = first[:, None] - known[:, None] + torch.arange(width, device=state.device)
+            rows = tokens.gather(1, behind.clamp(0, drafts))
+            rows = torch.where(behind < 0, old_root[:, None], rows)
             fed = torch.where(drafts_on, after, fed)
         row = torch.arange(width, device=state.device)
         real = live[:, None] & (row < count_of[:, None])
@@ -151,12 +156,15 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     state[:, ROOT].copy_(root)
     state[:, WAITING].copy_(torch.where(live, wanted, state[:, WAITING]))
     state[:, FED].copy_(fed)
-    state[:, STORED].copy_(torch.where(live, (wanted - 1).clamp(min=0), state[:, STORED]))
+    stored = torch.zeros_like(wanted) if loop is not None and loop.tree else (wanted - 1).clamp(min=0)
+    state[:, STORED].copy_(torch.where(live, stored, state[:, STORED]))
     answer = memory.answer[:count]
     told_back = torch.stack((live.long(), now[:, 1], accepted, after, wanted, fed), dim=1)
     told_back = torch.cat((told_back, tokens), dim=1)
-    columns = answer[:, : ANSWER + drafts + 1]
-    columns.copy_(torch.where(mine[:, None], told_back, columns))
+    path = ANSWER + 2 * drafts + 1
+    paths = memory.walk.paths[:count].long()
+    for columns, new in ((answer[:, : ANSWER + drafts + 1], told_back), (answer[:, path:], paths)):
+        columns.copy_(torch.where(mine[:, None], new, columns))
 
 
 assert tuple(range(ANSWER)) == (RAN, VERIFIED, ACCEPTED, ANSWERED_KNOWN, ANSWERED_WAITING, ANSWERED_FED)
@@ -169,6 +177,24 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
     mine = (memory.now[:count, :1] > 0) & (memory.told[:count, LOOP : LOOP + 1] == loop.number)
     for kept in (memory.waiting_drafts[:count, :steps], memory.answer[:count, at : at + steps]):
         kept.copy_(torch.where(mine, drafted, kept))
+
+
+def compact(memory: SeatMemory, count: int, width: int, slots: Tensor, pools: Sequence[Tensor]) -> None:
+    """Move K/V of accepted paths up behind their roots, as `kernels.triton.rows.compact_paths`.
+
+    Args:
+        memory: ``walk`` is read.
+        count: R.
+        width: N rows of a request.
+        slots: [R * N] int64, of the pass.
+        pools: see `KVStorage.pools`; written.
+    """
+    own = slots.view(count, width)[:, : memory.drafts + 1]
+    moved = own.gather(1, memory.committed_rows(count, width))
+    row = torch.arange(own.shape[1], device=slots.device)
+    sources = torch.where(row <= memory.walk.accepted[:count, None], moved, own).flatten()
+    for pool in pools:
+        pool.index_copy_(1, own.flatten(), pool.index_select(1, sources))
 
 
 def static_of(batch: StepInput) -> StaticRows:

@@ -1,5 +1,6 @@
 """Verification of a step of seats in plain torch, without a value read on the host. The rules are those of `verify`,
-which has their papers; chains only. On Triton `graphs.seats.kernels` stands for it.
+which has their papers: greedy and coupled on trees, the others on chains. On Triton `graphs.seats.kernels` stands for
+it.
 
 Sums over the vocabulary are torch's own: a draw by inverse CDF may differ from `sampling.draw.pick`'s by rounding.
 """
@@ -62,6 +63,8 @@ class _Step:
         self.nodes = memory.now[:count, 1]
         self.drafts = memory.waiting_drafts[:count, : step.rows - 1]
         self.sources = memory.told[:count, SOURCE]
+        forms = memory.forms_of(count)[..., : step.rows]
+        self.depths, self.parents = forms[:, 0], forms[:, 2, 1:]  # of rows [R, N], and drafts [R, N - 1]
         self.numbers = _Numbers(self.state)
 
 
@@ -77,25 +80,27 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor)
     count, width = step.requests, step.rows
     scores = scores.view(count, width, -1)
     now = _Step(memory, step)
+    drafts = memory.drafts
     kept = torch.zeros_like(now.nodes)
     last = torch.zeros_like(now.nodes)
+    path = torch.arange(drafts, device=kept.device).expand(count, drafts).clone()
     p: Tensor | None = None
     for rule in step.rules:
         mine = now.state[:, RULE] == RULES.index(rule)
         if rule in ("greedy", "coupled"):
-            wanted = _best(scores if rule == "greedy" else scores + _shared_noise(now, width, counters))
-            stay = _leading(now.drafts == wanted[:, : width - 1], now.nodes)
-            follows = wanted.gather(1, stay[:, None]).squeeze(1)
+            wanted = _best(scores if rule == "greedy" else scores + _shared_noise(now, counters))
+            stay, follows, found = _walk(now, wanted)
+            path[:, : width - 1] = torch.where(mine[:, None], found, path[:, : width - 1])
         elif rule in ("synthetic", "synthetic_sampled"):
             stay, follows = _synthetic(now, scores, step.rates, sampled=rule != "synthetic")
         else:
             p = scores.softmax(-1) if p is None else p
             stay, follows = _sampled(memory, now, p, block=rule == "block")
         kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)
-    packed, drafts = memory.walk.packed[:count], memory.drafts
+    packed = memory.walk.packed[:count]
     packed[:, 0].copy_(kept)
-    packed[:, 1 : 1 + drafts].copy_(torch.arange(drafts, device=packed.device))
-    packed[:, 1 + drafts : 1 + 2 * drafts].copy_(memory.waiting_drafts[:count])
+    packed[:, 1 : 1 + drafts].copy_(path)
+    packed[:, 1 + drafts : 1 + 2 * drafts].copy_(memory.waiting_drafts[:count].gather(1, path))
     packed[:, 1 + drafts :].scatter_(1, kept[:, None], last[:, None].to(torch.int32))
 
 
@@ -106,18 +111,39 @@ def _best(scores: Tensor) -> Tensor:
     return torch.where(scores == scores.amax(-1, keepdim=True), places, vocab - 1).amin(-1)
 
 
+def _walk(now: _Step, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow the tokens ``wanted`` [R, N] behind each row. Drafts that stay [R], the token that follows [R], and the
+    path [R, N - 1]; places behind it are 0."""
+    drafts = now.drafts.shape[1]
+    path = torch.zeros_like(now.drafts)
+    row = torch.zeros_like(now.nodes)
+    kept, on = torch.zeros_like(row), row == 0
+    draft = torch.arange(drafts, device=row.device)
+    want = wanted[:, 0]
+    for level in range(drafts):
+        fits = (
+            (now.parents == row[:, None] - 1) & (now.drafts == want[:, None]) & (draft < now.nodes[:, None])
+        )
+        found = torch.where(fits, draft, drafts).amin(1)
+        on = on & (found < drafts)
+        path[:, level] = torch.where(on, found, 0)
+        row = torch.where(on, found + 1, row)
+        kept += on
+        want = wanted.gather(1, row[:, None]).squeeze(1)
+    return kept, want, path
+
+
 def _leading(passed: Tensor, nodes: Tensor) -> Tensor:
     """How many of the first ``nodes`` [S] passed [S, K] without one before that did not: int64 [S]."""
     row = torch.arange(passed.shape[1], device=passed.device)
     return (passed & (row < nodes[:, None])).long().cumprod(1).sum(1)
 
 
-def _shared_noise(now: _Step, width: int, counters: Tensor) -> Tensor:
+def _shared_noise(now: _Step, counters: Tensor) -> Tensor:
     """[R, N, V]"""
-    row = torch.arange(width, device=counters.device)
-    numbers = now.numbers
-    keys = device_keys(SHARED, numbers.seeds, numbers.samples, numbers.base + row, row, row)
-    return gumbel_of_keys(keys.flatten(), counters).view(len(now.nodes), width, -1)
+    numbers, depths = now.numbers, now.depths
+    keys = device_keys(SHARED, numbers.seeds, numbers.samples, numbers.base + depths, depths, depths)
+    return gumbel_of_keys(keys.flatten(), counters).view(*depths.shape, -1)
 
 
 def _synthetic(now: _Step, scores: Tensor, rates: Sequence[float], *, sampled: bool) -> tuple[Tensor, Tensor]:

@@ -164,14 +164,17 @@ class Shaping:
         return self._memory.number(column)[: step.requests, None, None]
 
     def _penalise(self, rows: Tensor) -> None:
-        """Row i of a request stands behind its first i drafts, which count as output there."""
+        """The drafts that a row stands behind count as output there."""
         memory, (count, width, vocab) = self._memory, rows.shape
         assert self._counts is not None and self._seen is not None
         counts = self._counts[:count, None].expand(count, width, vocab).clone()
-        one = torch.ones((), dtype=torch.int32, device=rows.device)
+        form = memory.forms_of(count)[..., :width]
+        is_tree, place = form[:, 3, :1] > 0, torch.arange(width, device=rows.device)
         for i in range(width - 1):
-            token = memory.waiting_drafts[:count, i, None, None].expand(count, width - 1 - i, 1)
-            counts[:, i + 1 :].scatter_add_(2, token, one.expand_as(token))
+            token = memory.waiting_drafts[:count, i, None, None].expand(count, width, 1)
+            # a chain may be longer than there are bits
+            below = torch.where(is_tree, (form[:, 1] >> min(i + 1, 63)) & 1, (place > i).long())
+            counts.scatter_add_(2, token, below.to(torch.int32)[..., None])
         step = Deciding(count, width, ())
         factor = self._number(REPETITION, step).float()
         seen = (self._seen[:count, None] > 0) | (counts > 0)
@@ -207,7 +210,9 @@ class Shaping:
     def tell(self, raw: Tensor, step: Deciding) -> None:
         """Log-probabilities of what was committed: `report`. ``raw`` [R * N, V] float32: the model's logits."""
         tokens, _ = self._committed(step)
+        rows = self._memory.committed_rows(step.requests, step.rows)
         logprobs = raw.log_softmax(dim=-1).view(step.requests, step.rows, -1)
+        logprobs = logprobs.gather(1, rows[..., None].expand(-1, -1, logprobs.shape[2]))
         own = logprobs.gather(2, tokens[..., None])
         ranks = (logprobs > own).sum(dim=-1, keepdim=True) + 1
         top = logprobs.topk(self._alternatives, dim=-1)

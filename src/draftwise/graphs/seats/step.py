@@ -33,6 +33,7 @@ from draftwise.graphs.seats.rows import LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.graphs.seats.shaping import LOGPROBS, Shaping, numbers_of
 from draftwise.graphs.seats.texts import Texts
+from draftwise.graphs.trees import TreeLoop
 from draftwise.kernels.select import on_triton
 from draftwise.models.heads.base import HeadModel
 from draftwise.sampling.noise import token_counters
@@ -47,7 +48,7 @@ class DrafterSeats(NamedTuple):
     [blocks + 1, depths, F], the last one for rows that are none. One with features and without a head drafts from the
     target's hidden states."""
 
-    loop: ChainLoop
+    loop: ChainLoop | TreeLoop
     max_len: int  # no token at this position or later is fed to it
     spare_slot: int
     head: HeadModel | None = None
@@ -98,7 +99,7 @@ class Landing:
         return report
 
     def wait(self) -> npt.NDArray[np.int64]:
-        """[S, 6 + 2 K + 1], see `memory`; to be read before the step after the next is launched."""
+        """[S, 6 + 3 K + 1], see `memory`; to be read before the step after the next is launched."""
         self._fence.synchronize()
         answer: npt.NDArray[np.int64] = self._buffer.numpy().reshape(self._seats, -1)
         return answer
@@ -223,9 +224,15 @@ class SeatedSteps:
         memory.told.view(-1).copy_(self._told[self._turn], non_blocking=True)
         self._replay(("begin", shape), partial(self._begin, target))
         target.graph.replay()
+        trees = any(isinstance(loop.drafter.loop, TreeLoop) for loop in loops)
         decided = ("decide", shape, tuple(rules), shaped, tuple(memory.q))
         logits = target.logits[: shape.size]
         self._replay(decided, partial(self._decide, target, rules, shaped), (logits,))
+        if trees:
+            moving = kernels.compact if self._fused else rows.compact
+            slots = target.rows.batch.slots
+            run = partial(moving, memory, shape.requests, shape.rows, slots, target.pools)
+            self._replay(("compact", shape), run, idle=True)
         for loop in loops:
             self._replay(("advance", shape, id(loop.drafter.loop)), partial(self._advance, target, loop))
             loop.drafter.loop.replay()
@@ -275,14 +282,18 @@ class SeatedSteps:
         row = seat * (self.memory.drafts + 1) + accepted
         return kept[row : row + 1].clone()
 
-    def _replay(self, key: object, run: Callable[[], None], consumed: Sequence[Tensor] = ()) -> None:
+    def _replay(
+        self, key: object, run: Callable[[], None], consumed: Sequence[Tensor] = (), *, idle: bool = False
+    ) -> None:
         """Replay a small graph, captured on first use.
 
         A capture runs the function twice, and what a step did may not be done again: so state is put back, and what is
-        ``consumed``."""
+        ``consumed``. ``idle``: what it does cannot be put back; while it is captured nobody has accepted anything."""
         graph = self._graphs.get(key)
         if graph is None:
             kept = [(tensor, tensor.clone()) for tensor in (*self._persistent(), *consumed)]
+            if idle:
+                self.memory.walk.packed.zero_()
             graph, _ = self._backend.capture(run)
             for tensor, value in kept:
                 tensor.copy_(value)
@@ -303,7 +314,7 @@ class SeatedSteps:
         else:
             rows.begin(memory, batch, spare)
         # behind what adds new blocks
-        target.rows.become_chains(memory.tables)
+        target.rows.take_over(memory.tables)
 
     def _decide(self, target: PassSeats, rules: Sequence[str], shaped: frozenset[str]) -> None:
         memory, shape = self.memory, target.rows.shape
@@ -331,6 +342,7 @@ class SeatedSteps:
             drafter.max_len,
             drafter.spare_slot,
             drafter.head is not None,
+            isinstance(loop, TreeLoop),
             ends,
             0 if kept is None else kept.shape[0] - 1,
         )
@@ -338,7 +350,7 @@ class SeatedSteps:
     def _advance(self, target: PassSeats, seated: SeatedLoop) -> None:
         memory, drafter, shape = self.memory, seated.drafter, target.rows.shape
         count, loop = shape.requests, seated.drafter.loop
-        loop.rows.become_chains(memory.tables)
+        loop.rows.take_over(memory.tables)
         seats = loop.seats
         seats.scale.copy_(memory.number(TEMPERATURE)[:count].reciprocal())
         head, kept = drafter.head, drafter.block_features
@@ -346,14 +358,19 @@ class SeatedSteps:
         if head is not None:
             assert seats.features is not None
             ends = torch.empty(loop.shape.size, dtype=torch.int64, device=memory.device)
-            # row j of a seat is token known + j, with what the target computed when it read the one before: its row j
+            # row j of a seat is token known + j, with what the target computed when it read the one before
             width = loop.shape.rows
             combined = head.combine(target.output, slice(0, shape.size))
-            combined = combined.view(count, shape.rows, -1)[:, :width]
+            at = memory.committed_rows(count, shape.rows)[:, :width, None]
+            combined = combined.view(count, shape.rows, -1)
+            combined = combined.gather(1, at.expand(-1, -1, combined.shape[2]))
             seats.features.view(count, width, -1).copy_(combined)
             self._keep_features(seated, combined)
         elif seats.features is not None:
-            newest = memory.numbers[:count] * shape.rows + memory.walk.accepted[:count].long()
+            read = memory.committed_rows(count, shape.rows).gather(
+                1, memory.walk.accepted[:count, None].long()
+            )
+            newest = memory.numbers[:count] * shape.rows + read.squeeze(1)
             seats.features.copy_(target.output.hidden.index_select(0, newest))
         (kernels if self._fused else rows).advance(memory, count, self._loop_rows(seated, ends))
         if ends is not None:

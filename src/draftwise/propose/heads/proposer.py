@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from draftwise.graphs.head import GraphedHead
-from draftwise.graphs.seats.drafter import SeatedDrafter
+from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
@@ -506,9 +506,10 @@ class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
 
     def seated(self) -> SeatedDrafter | None:
         head = self._head
-        if not isinstance(head, GraphedHead) or not head.chains:
+        loops = seat_loops(head.loops) if isinstance(head, GraphedHead) else ()
+        if not loops:
             return None
-        return SeatedHead(head.chains, self._max_len, self._sample_method, self._passes, self._known)
+        return SeatedHead(loops, self._max_len, self._sample_method, self._passes, self._known)
 
     def allocate(self, num_blocks: int) -> None:
         self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)

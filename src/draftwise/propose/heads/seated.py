@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftwise.graphs.loop import ChainLoop
-from draftwise.graphs.seats.drafter import Place, SeatedDrafter
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter, SeatLoop
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.propose.heads.passes import Fill, HeadPasses
 from draftwise.propose.heads.state import FeatureQueue, Features, HeadState, Track
@@ -20,7 +19,7 @@ class SeatedHead(SeatedDrafter):
 
     def __init__(
         self,
-        loops: Sequence[ChainLoop],
+        loops: Sequence[SeatLoop],
         max_len: int,
         sample_method: DraftSampleMethod,
         passes: HeadPasses,
@@ -31,7 +30,7 @@ class SeatedHead(SeatedDrafter):
         self._passes = passes
         self._states = states
 
-    def _seats(self, loop: ChainLoop) -> DrafterSeats:
+    def _seats(self, loop: SeatLoop) -> DrafterSeats:
         passes = self._passes
         assert passes.kv.spare_slot is not None
         return DrafterSeats(loop, self._max_len, passes.kv.spare_slot, passes.head, passes.block_features)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Self, cast
 
 from draftwise.graphs.decoder import GraphedDecoder
-from draftwise.graphs.seats.drafter import SeatedDrafter
+from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
 from draftwise.propose.base import ProposerContext
 from draftwise.propose.models.parallel import ParallelDraftProposer
 from draftwise.propose.models.proposer import ModelProposer
@@ -25,11 +25,10 @@ class DraftModelProposer(ModelProposer):
 
     def seated(self) -> SeatedDrafter | None:
         model = self._model
-        if not isinstance(model, GraphedDecoder) or not model.chains:
+        loops = seat_loops(model.loops) if isinstance(model, GraphedDecoder) else ()
+        if not loops:
             return None
         assert self._storage is not None, "allocate comes first"
         if self._carried is not None:
             return None
-        return SeatedModel(
-            model.chains, self._max_len, self._sample_method, model, self._storage, self._block_size
-        )
+        return SeatedModel(loops, self._max_len, self._sample_method, model, self._storage, self._block_size)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftwise.graphs.loop import ChainLoop
-from draftwise.graphs.seats.drafter import Place, SeatedDrafter
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter, SeatLoop
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -22,7 +21,7 @@ class SeatedModel(SeatedDrafter):
 
     def __init__(
         self,
-        loops: Sequence[ChainLoop],
+        loops: Sequence[SeatLoop],
         max_len: int,
         sample_method: DraftSampleMethod,
         model: DecoderModel,
@@ -36,7 +35,7 @@ class SeatedModel(SeatedDrafter):
         self._spare_slot = storage.spare_slot
         self._block_size = block_size
 
-    def _seats(self, loop: ChainLoop) -> DrafterSeats:
+    def _seats(self, loop: SeatLoop) -> DrafterSeats:
         return DrafterSeats(loop, self._max_len, self._spare_slot)
 
     def catch_up(self, rid: int, token_ids_np: IntArray, blocks_np: IntArray, filled: int) -> int:
@@ -52,10 +51,10 @@ class SeatedModel(SeatedDrafter):
         return filled
 
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
-        # its loop reads one or two tokens; behind a chain that is accepted whole these are its last draft and the root
+        # a chain's loop reads one or two tokens: behind one that is accepted whole its last draft, and the root
         if filled == known:
             return Place(filled, stored if drafts else 0, 0)
         return Place(filled, 0, 0) if filled == known - 1 and not drafts else None
 
     def went_on(self, rid: int, fed: int, drafts: int) -> tuple[int, int]:
-        return fed, max(drafts - 1, 0)
+        return fed, max(drafts - 1, 0) if self.tree is None else 0

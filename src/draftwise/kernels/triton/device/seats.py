@@ -35,6 +35,9 @@ def slots_of(table, keys, real, num_pages, spare_slot, PAGE: tl.constexpr):
         "positions",
         "slots",
         "context",
+        "is_tree",
+        "ancestors",
+        "forms",
         "fields",
         "sources",
     ],
@@ -48,6 +51,9 @@ def begin_rows(
     positions,
     slots,
     context,
+    is_tree,
+    ancestors,
+    forms,
     fields,
     sources,
     state_stride,
@@ -84,8 +90,12 @@ def begin_rows(
     token = tl.load(own + tl.where(j == 0, 1, 15 + j), mask=real, other=0)
     key = known - 1 + j
     at = s * rows + j
+    form = forms + tl.load(said + 3) * (4 * (drafts + 1))
+    depth = tl.load(form + j, mask=real, other=0)
     tl.store(tokens + at, token, mask=inside)
-    tl.store(positions + at, tl.where(real, key, 0), mask=inside)
+    tl.store(positions + at, tl.where(real, known - 1 + depth, 0), mask=inside)
+    tl.store(ancestors + at, tl.load(form + drafts + 1 + j, mask=real, other=1), mask=inside)
+    tl.store(is_tree + s, tl.load(form + 3 * (drafts + 1)).to(tl.int32))
     tl.store(
         slots + at,
         slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
@@ -101,7 +111,7 @@ def begin_rows(
     tl.store(out + 5, known * 0)
     drafted = j < drafts
     tl.store(out + 6 + j, tl.load(own + 16 + j, mask=drafted, other=0), mask=drafted)
-    tl.store(out + 6 + drafts + j, (j - 1).to(tl.int64), mask=drafted)
+    tl.store(out + 6 + drafts + j, tl.load(form + 2 * drafts + 3 + j, mask=drafted, other=0), mask=drafted)
     source = sources + 3 * tl.load(said + 4)
     base = tl.load(source)
     q_at = tl.where(base != 0, base + s * tl.load(source + 1) + j.to(tl.int64) * tl.load(source + 2), 0)
@@ -117,7 +127,7 @@ def begin_rows(
         "num_pages",
         "noise_stride",
         "drafts",
-        "steps",
+        "levels",
         "number",
         "max_len",
         "spare_slot",
@@ -139,6 +149,7 @@ def begin_rows(
         "start",
         "length",
         "noise",
+        "reach",
         "ends",
     ],
 )
@@ -158,6 +169,7 @@ def advance_rows(
     start,
     length,
     noise,
+    reach,
     ends,
     state_stride,
     told_stride,
@@ -166,19 +178,21 @@ def advance_rows(
     num_pages,
     noise_stride,
     drafts,
-    steps,
+    levels,
     number,
     max_len,
     spare_slot,
     spare_block,
     DRAFTER: tl.constexpr,
+    TREE: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One seat: what was committed, if it drafts with loop ``number``, and its rows of the drafter's first pass, of up
-    to ``steps`` drafts. DRAFTER: 0 none, 1 a model, 2 a head; KIND: 0 argmax, 1 draws from q, 2 shared noise."""
+    """One seat: what was committed, if it drafts with loop ``number``, and its rows of the drafter's first pass, of
+    drafts on up to ``levels`` levels. DRAFTER: 0 none, 1 a model, 2 a head; TREE: 1: no draft stays stored; KIND: 0
+    argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * state_stride
     said = told + s * told_stride
@@ -196,9 +210,9 @@ def advance_rows(
     root = tl.where(live, tl.maximum(newest, 0), old_root)
     wanted = accepted * 0
     if DRAFTER != 0:
-        wanted = tl.minimum(tl.load(said + 2), limit - after - 1)
-        wanted = tl.minimum(wanted, max_len - after + 1)
-        wanted = tl.where(live, tl.maximum(tl.minimum(wanted, steps), 0), 0)
+        deep = tl.minimum(tl.minimum(limit - after - 1, max_len - after + 1), levels)
+        wanted = tl.minimum(tl.load(said + 2), tl.load(reach + tl.maximum(deep, 0)))
+        wanted = tl.where(live, tl.maximum(wanted, 0), 0)
     j = tl.arange(0, BLOCK)
     committed = tl.load(out + 1 + drafts + j, mask=j <= drafts, other=0).to(tl.int64)
     if DRAFTER != 0:
@@ -219,10 +233,10 @@ def advance_rows(
             if ROWS == 1:  # of a drafter that has no storage
                 first = after - 1
             count = tl.where(drafting, after - first, 0)
-            # the token before the root: the last accepted draft, or the root of before
-            before = tl.load(own + 16 + tl.maximum(accepted - 1, 0), mask=accepted > 0, other=0)
-            before = tl.where(accepted > 0, before, old_root)
-            token = tl.where((count == 2) & (j == 0), before, root)
+            behind = first - known + j
+            token = tl.load(out + 1 + drafts + behind, mask=(behind >= 0) & (j < count), other=0).to(tl.int64)
+            token = tl.where(behind < 0, old_root, token)
+            token = tl.where(behind == accepted, root, token)
             fed = tl.where(drafting, after, fed)
         inside = j < ROWS
         real = inside & (j < count)
@@ -245,10 +259,10 @@ def advance_rows(
         node = j.to(tl.int64)
         if KIND == 1:
             u = uniform(tl.load(own + 5), tl.load(own + 6), 1, after + node, node, after)
-            tl.store(noise + s * noise_stride + j, u.to(tl.int64, bitcast=True), mask=j < steps)
+            tl.store(noise + s * noise_stride + j, u.to(tl.int64, bitcast=True), mask=j < levels)
         if KIND == 2:
             keys = row_key(tl.load(own + 5), tl.load(own + 6), 0, after + node, node * 0 - 1, node * 0)
-            tl.store(noise + s * noise_stride + j, keys, mask=j < steps)
+            tl.store(noise + s * noise_stride + j, keys, mask=j < levels)
     told_back = answer + s * answer_stride
     if tl.where(mine, 1, 0) == 1:
         tl.store(told_back, tl.where(live, 1, 0))
@@ -258,13 +272,15 @@ def advance_rows(
         tl.store(told_back + 4, wanted)
         tl.store(told_back + 5, fed)
         tl.store(told_back + 6 + j, committed, mask=j <= drafts)
+        node = tl.load(out + 1 + j, mask=j < drafts, other=0).to(tl.int64)
+        tl.store(told_back + 7 + 2 * drafts + j, node, mask=j < drafts)
     tl.debug_barrier()  # every thread has read what is written over now
     if tl.where(live, 1, 0) == 1:
         tl.store(own, after)
         tl.store(own + 1, root)
         tl.store(own + 2, wanted)
         tl.store(own + 3, fed)
-        tl.store(own + 4, tl.maximum(wanted - 1, 0))
+        tl.store(own + 4, tl.maximum(wanted - 1, 0) * (1 - TREE))
 
 
 @triton.jit(
