@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from tests.fakes.every_method import VOCAB, make_families, make_target
+from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.fake_cuda import fake_cuda
 from tests.fakes.fake_cuda_triton import fake_launches
 from tests.fakes.seats import EFFECTS
@@ -33,6 +33,7 @@ def accept(given: dict[str, Any]) -> None:
     for r in given["members"].tolist():
         count, known = min(int(table[r, 1]), 2), int(table[r, 4])
         walk[r, 0] = count
+        walk[r, 1 : 1 + count] = torch.arange(count)
         walk[r, 1 + nodes : 1 + nodes + count] = table[r, 6 : 6 + count].int()
         walk[r, 1 + nodes + count] = (known + count) % VOCAB
 
@@ -46,8 +47,16 @@ KINDS: list[dict[str, Any]] = [
 """Each with short texts twice, so that all is captured, and then with long ones: no more is waited for."""
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle3", "ngram", "suffix", "medusa"])
-def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+CASES = [
+    *((method, "chain") for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa")),
+    *((method, "static") for method in ("draft_model", "eagle3", "mtp")),
+]
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_a_step_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, shape: str
+) -> None:
     target, families = make_target(tmp_path), make_families(tmp_path)
     options: dict[str, Any] = {
         "dtype": "float32",
@@ -62,6 +71,10 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "compilation_config": {"cudagraph_mode": "FULL"},
         "speculative_config": [s for s in families["methods"] if s["method"] == method] or None,
     }
+    if shape == "static":
+        (own,) = options["speculative_config"]
+        del own["num_speculative_tokens"]
+        own.update(SHAPES[shape])
     prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [3, 4, 5]}]
     found = []
     with fake_cuda() as device, fake_launches(device, "skip") as launches:
@@ -83,7 +96,7 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     max_tokens=tokens,
                     ignore_eos=True,
                     seed=None if kind["temperature"] else 1,
-                    speculation={"method": method},
+                    speculation={"method": method} | ({"rule": "coupled"} if shape == "static" else {}),
                     **kind,
                 )
                 llm.generate(prompts[:1], params)  # one may be left alone when the other has ended
@@ -101,6 +114,7 @@ def test_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 found.append((seats.num_steps - before, len(caught), device.waits - waited))
         assert under_way.count(1) > 3 * under_way.count(0), "the step before it had not been read"
         assert {"begin_rows", "advance_rows"} <= launches.kernels()
+        assert ("compact_paths" in launches.kernels()) == (shape == "static")
     for few, many in zip(found[1::3], found[2::3], strict=True):
         assert many[0] >= few[0] + 12, "steps on the device"
         assert many[1] == few[1], "no operation waits"
