@@ -288,10 +288,16 @@ def test_most_steps_stay_on_the_device(engines: Engines) -> None:
     assert 12 <= found.num_steps - before[0] <= 14 and found.num_entered - before[1] == 2
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "suffix", "medusa"])
-def test_requests_come_and_go_among_all_that_happens(engines: Engines, method: str) -> None:
+CHAINS = [("engines", method) for method in ("draft_model", "eagle3", "ngram", "suffix", "medusa")]
+
+
+@pytest.mark.parametrize(("family", "method"), [*CHAINS, ("forests", "draft_model"), ("forests", "eagle3")])
+def test_requests_come_and_go_among_all_that_happens(
+    request: pytest.FixtureRequest, family: str, method: str
+) -> None:
     """A tight cache with preemptions, prompts in chunks, requests of other methods and kinds in between, stop tokens,
     one request that ends after the other; and a device that runs a step as late as can be."""
+    engines: Engines = request.getfixturevalue(family)
     others = [{"method": method}] * 8
     others[4] = {"method": "none"}
     others[6] = {"method": "mtp"}
@@ -407,6 +413,28 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     assert found[0].num_entered > 12
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_who_leaves_a_seat_takes_its_tree_along(
+    forests: Engines, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits is verified in an ordinary step, and drafted on from there: all is accepted that would have been."""
+    sent_away_at_times(monkeypatch)
+    options: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+    }
+    params = params_of("coupled", method, max_tokens=24)
+    found = []
+    for ahead in (False, True):
+        with forests.make(async_scheduling=ahead, **options) as llm:
+            done = llm.generate(forests.prompts, params)
+            found.append([(o.outputs[0].token_ids, o.metrics.speculation.num_accepted_tokens) for o in done])
+            assert not ahead or seats(llm).num_entered > 12
+            llm.check_integrity()
+    assert found[0] == found[1]
+
+
 def test_a_drafter_stops_at_its_longest_context(engines: Engines) -> None:
     """Behind it nothing is drafted, and a head that is left there goes on behind a gap."""
     entry = next(entry for entry in engines.chosen if entry["method"] == "eagle3")
@@ -476,9 +504,12 @@ def test_a_drafter_that_cannot_say_whether_it_takes_part_does_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes(engines: Engines, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "seed"), [*(("engines", i) for i in range(6)), *(("forests", i) for i in range(4))]
+)
+def test_whatever_comes(request: pytest.FixtureRequest, family: str, seed: int) -> None:
     """Random requests, shared prefixes and tight caches in random engines: the text of plain decoding."""
+    engines: Engines = request.getfixturevalue(family)
     rng = random.Random(seed)
     size = rng.choice([2, 4, 8])
     options: dict[str, Any] = {
@@ -497,11 +528,15 @@ def test_whatever_comes(engines: Engines, seed: int) -> None:
             shared = [rng.randrange(VOCAB) for _ in range(20)]
             prompts = []
             params = []
-            method = rng.choice(METHODS[1:])
+            method = rng.choice(METHODS[1:] if family == "engines" else TREES)
             for i in range(10):
                 own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 8))]
                 prompts.append({"prompt_token_ids": shared[: rng.randrange(20)] + own})
-                speculation = {"method": method, "num_speculative_tokens": rng.choice([3, 3, 2])}
+                speculation: dict[str, Any] = {"method": method}
+                if family == "engines":
+                    speculation["num_speculative_tokens"] = rng.choice([3, 3, 2])
+                elif batch == 1:
+                    speculation["rule"] = "coupled"
                 params.append(
                     SamplingParams(
                         temperature=0.8 if batch == 1 else 0.0,
