@@ -27,7 +27,7 @@ from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
 METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa"]
-TREES = ["draft_model", "eagle", "eagle3", "mtp"]
+TREES = ["draft_model", "eagle", "eagle3", "mtp", "medusa"]
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.9},

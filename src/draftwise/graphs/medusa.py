@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Tables
-from draftwise.graphs.capture import Captures, capture_loops
-from draftwise.graphs.loop import ChainLoop, Drafter
+from draftwise.graphs.capture import Captures, Loops, capture_loops
+from draftwise.graphs.loop import Drafter
 
 if TYPE_CHECKING:  # it reads files with safetensors, which `bench gpu` does without
     from draftwise.models.heads.medusa import MedusaHeads
@@ -35,8 +34,8 @@ class GraphedMedusa:
         self._captures = captures
         self._block_size = block_size
         self._backend = backend
-        self.chains: Sequence[ChainLoop] = ()
-        """Captured loops, the smallest first."""
+        self.loops = Loops([], [])
+        """What was captured."""
 
     def static_bytes(self) -> int:
         """Bytes that they will keep."""
@@ -52,7 +51,7 @@ class GraphedMedusa:
             return
 
         def logits(hidden: Tensor) -> Tensor:
-            return heads.logits(hidden, captures.steps)
+            return heads.logits(hidden, captures.steps if captures.tree is None else captures.tree.levels)
 
         drafter = Drafter(
             None,
@@ -65,4 +64,4 @@ class GraphedMedusa:
         )
         tables = Tables(captures.max_requests, captures.max_keys, self._block_size, self._backend)
         # the spare slot is never written
-        self.chains = capture_loops(captures, drafter, tables, self._block_size, 0, self._backend).chains
+        self.loops = capture_loops(captures, drafter, tables, self._block_size, 0, self._backend)

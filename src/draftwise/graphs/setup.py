@@ -98,13 +98,18 @@ class GraphSetup:
         return GraphedHead(head, captures, self.block_size, self.backend)
 
     def medusa(
-        self, heads: MedusaHeads, steps: int, hidden_size: int, dtype: torch.dtype
+        self,
+        heads: MedusaHeads,
+        steps: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        tree: TreePlan | None = None,
     ) -> GraphedMedusa | None:
         """Medusa heads, for steps that stay on the device; None: they cannot be captured. Their loops are captured
         once for every number of requests, since no context matters to them."""
         if not heads.capturable:
             return None
-        captures = self._loops(1, steps)
+        captures = self._loops(1, steps, tree)
         reach = captures.max_keys
         captures = replace(captures, loops=tuple(s for s in captures.loops if s.keys == reach))
         self._plan("Medusa heads", captures)

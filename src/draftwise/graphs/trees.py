@@ -109,8 +109,6 @@ class TreeLoop:
         self.drafter, self.rows = drafter, rows
         self._features = None if memory.features is None else memory.features[: shape.size]  # [R * N, F]
         self._counters = memory.counters
-        assert drafter.advance is not None, "a tree grows level by level"
-        self._advance = drafter.advance
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
         sizes = [requests, requests, requests, requests, requests * plan.levels]
@@ -249,6 +247,11 @@ class TreeLoop:
 
     def _run(self) -> None:
         self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
+        if self.drafter.advance is None:
+            assert self._features is not None
+            for level, logits in enumerate(self.drafter.logits(self._features)):
+                self._draw(level, logits)
+            return
         hidden, features = self._advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
         if features is not None:
@@ -260,14 +263,8 @@ class TreeLoop:
 
     def _run_static(self, hidden: Tensor, features: Tensor | None) -> None:
         requests = self.shape.requests
-        for i, children in enumerate(self._children):
-            logits = self._noisy(self.drafter.logits(hidden), i)  # [R * open, Vd]
-            ids = self._ids(top_rows(logits, children.most).indices).view(requests, -1, children.most)
-            drawn = ids[:, children.places, children.ranks]  # [R, m]
-            self._tokens.index_copy_(1, children.nodes, drawn)
-            if i == len(self._levels):
-                return
-            level = self._levels[i]
+        for i, level in enumerate(self._levels):
+            self._draw(i, self.drafter.logits(hidden))
             assert level.masks is not None and level.tokens_of is not None and level.parents is not None
             tokens = self._tokens.index_select(1, level.tokens_of)
             masks = level.masks.expand(requests, -1)
@@ -275,6 +272,20 @@ class TreeLoop:
                 wide = features.view(requests, -1, features.shape[1])
                 features = wide.index_select(1, level.parents).flatten(0, 1)
             hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
+        self._draw(len(self._levels), self.drafter.logits(hidden))
+
+    def _advance(self, batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert self.drafter.advance is not None
+        return self.drafter.advance(batch, features)
+
+    def _draw(self, level: int, logits: Tensor) -> None:
+        """The nodes of a static level, from ``logits`` [R * open, Vd] behind their parents, or [R, Vd] behind all of
+        them."""
+        children = self._children[level]
+        places = children.places if self.drafter.advance is not None else 0
+        ids = self._ids(top_rows(self._noisy(logits, level), children.most).indices)
+        drawn = ids.view(self.shape.requests, -1, children.most)[:, places, children.ranks]  # [R, m]
+        self._tokens.index_copy_(1, children.nodes, drawn)
 
     def _noisy(self, logits: Tensor, level: int) -> Tensor:
         """``logits`` [R * open, Vd] with the noise of a level, if any is read."""

@@ -13,7 +13,7 @@ import torch
 
 from draftwise.errors import ConfigError
 from draftwise.graphs.medusa import GraphedMedusa
-from draftwise.graphs.seats.drafter import SeatedDrafter
+from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
 from draftwise.models.heads.medusa import MedusaHeads
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
@@ -111,9 +111,11 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
                 "Medusa heads, one for each"
             )
         graphed: GraphedMedusa | None = None
-        if context.graphs is not None and tree is None and config.speculative_dynamic_tree is None:
+        if context.graphs is not None and config.speculative_dynamic_tree is None:
+            hidden_size = context.target_config.hidden_size
+            plan = context.graphs.tree_of(config)
             graphed = context.graphs.medusa(
-                heads, config.num_speculative_tokens, context.target_config.hidden_size, context.dtype
+                heads, config.num_speculative_tokens, hidden_size, context.dtype, plan
             )
         return cls(
             heads,
@@ -160,9 +162,10 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
             self._graphed.prepare()
 
     def seated(self) -> SeatedDrafter | None:
-        if self._graphed is None or not self._graphed.chains or says_itself(self, MedusaProposer.propose):
+        loops = () if self._graphed is None else seat_loops(self._graphed.loops)
+        if not loops or says_itself(self, MedusaProposer.propose):
             return None
-        return SeatedMedusa(self._graphed.chains, self._max_len, self._sample_method)
+        return SeatedMedusa(loops, self._max_len, self._sample_method)
 
     # -------------------------------------------------------------------------------------------- propose
 
