@@ -26,8 +26,8 @@ from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
-METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa"]
-TREES = ["draft_model", "eagle", "eagle3", "mtp", "medusa"]
+METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa", "early_exit"]
+TREES = ["draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit"]
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.9},
@@ -121,8 +121,14 @@ def params_of(rule: str, method: str, **more: Any) -> list[SamplingParams]:
 
 CASES = [
     *(("greedy", method) for method in METHODS),
-    *(("coupled", method) for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa")),
-    *(("rejection", method) for method in ("none", "draft_model", "eagle3", "mtp", "ngram", "medusa")),
+    *(
+        ("coupled", method)
+        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit")
+    ),
+    *(
+        ("rejection", method)
+        for method in ("none", "draft_model", "eagle3", "mtp", "ngram", "medusa", "early_exit")
+    ),
     *(("block", method) for method in ("draft_model", "eagle3", "medusa")),
 ]
 
@@ -373,7 +379,7 @@ def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "medusa", "early_exit"])
 def test_who_leaves_a_seat_goes_on_as_it_stood(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,10 @@ KINDS: list[dict[str, Any]] = [
 
 
 CASES = [
-    *((method, "chain") for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa")),
+    *(
+        (method, "chain")
+        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit")
+    ),
     *((method, "static") for method in ("draft_model", "eagle3", "mtp", "medusa")),
 ]
 

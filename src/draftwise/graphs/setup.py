@@ -75,14 +75,19 @@ class GraphSetup:
         self._plan("target", captures)
         return GraphedDecoder(model, captures, self.block_size, self.backend)
 
-    def draft_model(self, model: DecoderModel, steps: int, tree: TreePlan | None = None) -> DecoderModel:
+    def draft_model(
+        self, model: DecoderModel, steps: int, tree: TreePlan | None = None, *, shares: bool = False
+    ) -> DecoderModel:
         """A draft model with its loop captured, of ``steps`` drafts, or of a tree. It has not seen one or two tokens
         when it begins: the root, and behind a chain that was accepted whole its last draft; behind a tree, the whole
-        accepted path. Prompts that it catches up on are passes in pieces."""
+        accepted path. Prompts that it catches up on are passes in pieces. One that ``shares`` the target's storage has
+        seen all but the root."""
         if not capturable(model):
             return model
         rows = 2 if tree is None else 1 + tree.levels
-        captures = replace(self._loops(rows, steps, tree), pieces=self._pieces())
+        captures = self._loops(1 if shares else rows, steps, tree)
+        if not shares:
+            captures = replace(captures, pieces=self._pieces())
         self._plan(f"draft model {model.config.architecture}", captures)
         return GraphedDecoder(model, captures, self.block_size, self.backend)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Self, cast
 
-from draftwise.graphs.decoder import GraphedDecoder
-from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
+from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.propose.base import ProposerContext
 from draftwise.propose.models.parallel import ParallelDraftProposer
 from draftwise.propose.models.proposer import ModelProposer
-from draftwise.propose.models.seated import SeatedModel
+from draftwise.propose.models.seated import seated_model
 
 
 class DraftModelProposer(ModelProposer):
@@ -24,11 +23,7 @@ class DraftModelProposer(ModelProposer):
         return super().create(context)
 
     def seated(self) -> SeatedDrafter | None:
-        model = self._model
-        loops = seat_loops(model.loops) if isinstance(model, GraphedDecoder) else ()
-        if not loops:
-            return None
-        assert self._storage is not None, "allocate comes first"
         if self._carried is not None:
             return None
-        return SeatedModel(loops, self._max_len, self._sample_method, model, self._storage, self._block_size)
+        assert self._storage is not None, "allocate comes first"
+        return seated_model(self._model, self._storage, self._max_len, self._sample_method, self._block_size)

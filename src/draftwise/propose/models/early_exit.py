@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from draftwise.errors import ConfigError
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.models.proposer import ModelProposer
+from draftwise.propose.models.seated import seated_model
 from draftwise.propose.trees.expansion import ScratchBlocks
 
 
@@ -56,6 +59,10 @@ class EarlyExitProposer(ModelProposer):
             model = context.target_model.first_layers(count)
         except NotImplementedError as error:
             raise ConfigError(f"method 'early_exit': {error}") from error
+        if context.graphs is not None:
+            model = context.graphs.draft_model(
+                model, config.num_speculative_tokens, context.graphs.tree_of(config), shares=True
+            )
         proposer = cls(
             model,
             block_size=context.block_size,
@@ -89,3 +96,9 @@ class EarlyExitProposer(ModelProposer):
 
     def use_target_storage(self, storage: KVStorage) -> None:
         self._storage = storage
+        if isinstance(self._model, GraphedDecoder):
+            self._model.prepare(storage)
+
+    def seated(self) -> SeatedDrafter | None:
+        assert self._storage is not None, "allocate comes first"
+        return seated_model(self._model, self._storage, self._max_len, self._sample_method, self._block_size)

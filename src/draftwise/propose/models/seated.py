@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftwise.graphs.seats.drafter import Place, SeatedDrafter, SeatLoop
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter, SeatLoop, seat_loops
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -17,7 +18,7 @@ _TOGETHER = 2048
 
 
 class SeatedModel(SeatedDrafter):
-    """A draft model."""
+    """A draft model. One that shares the target's storage is asked for its loops alone."""
 
     def __init__(
         self,
@@ -58,3 +59,15 @@ class SeatedModel(SeatedDrafter):
 
     def went_on(self, rid: int, fed: int, drafts: int) -> tuple[int, int]:
         return fed, max(drafts - 1, 0) if self.tree is None else 0
+
+
+def seated_model(
+    model: DecoderModel,
+    storage: KVStorage,
+    max_len: int,
+    sample_method: DraftSampleMethod,
+    block_size: int,
+) -> SeatedModel | None:
+    """A model's part; None: nothing is captured of it."""
+    loops = seat_loops(model.loops) if isinstance(model, GraphedDecoder) else ()
+    return SeatedModel(loops, max_len, sample_method, model, storage, block_size) if loops else None
