@@ -176,7 +176,14 @@ def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> N
                 assert mine.num_accepted_tokens == theirs.num_accepted_tokens
                 assert mine.num_draft_tokens == theirs.num_draft_tokens
             accepted += mine.num_accepted_tokens
-        assert accepted > 20
+        for one, other in zip(
+            found[5].outputs[0].logprobs or (), wanted[5].outputs[0].logprobs or (), strict=True
+        ):
+            assert {t: p.rank for t, p in one.items()} == {t: p.rank for t, p in other.items()}
+            assert [p.logprob for p in one.values()] == pytest.approx(
+                [p.logprob for p in other.values()], abs=1e-4
+            )
+        assert accepted > 20 and found[5].outputs[0].logprobs
         assert not llm.stats().drafter_failures
         llm.check_integrity()
 

@@ -60,14 +60,22 @@ def outputs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize(
+    ("method", "tree"), [("draft_model", False), ("eagle3", False), ("medusa", False), ("eagle3", True)]
+)
 def test_the_text_is_that_of_engines_that_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, tree: bool
 ) -> None:
-    wanted: list[tuple[float, dict[str, Any]]] = [(0.0, {}), (0.9, {"rule": "rejection"})]
+    wanted: list[tuple[float, dict[str, Any]]] = [
+        (0.0, {}),
+        (0.9, {"rule": "coupled" if tree else "rejection"}),
+    ]
     if method != "draft_model":  # whose vocabulary is smaller
         folder = make_target(tmp_path)
         drafter = next(d for d in make_families(tmp_path)["methods"] if d["method"] == method)
+        if tree:
+            del drafter["num_speculative_tokens"]
+            drafter["speculative_token_tree"] = [[0], [1], [0, 0], [1, 0]]
     else:
         folder = save_llama(tmp_path / "target", seed=1, **SMALL)
         near = save_llama(tmp_path / "near", seed=1, noise=0.05, **SMALL)
