@@ -70,9 +70,11 @@ def seats_bytes(seats: int, drafts: int, vocab_size: int, max_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of the memory: seats S, most drafts K of a request, blocks of a table, tokens in a block, vocabulary V;
-    ``loops``: the highest number of a draft loop; ``texts``: whether somebody looks up in the tokens; ``past``: tokens
-    of others that are looked at, too."""
+    """Sizes of the memory: seats S, most drafts K of a request, blocks of a table, tokens in a block, vocabulary V.
+
+    ``loops`` is the highest number of a draft loop. ``texts`` says whether somebody looks up in the tokens, ``past``
+    how many tokens of requests that have ended are looked at, too.
+    """
 
     seats: int
     drafts: int
