@@ -1,50 +1,74 @@
-"""Compiles every Triton kernel for a GPU of compute capability 9.0; needs none. Run in a process of its own, without
-TRITON_INTERPRET. Prints a line per kernel."""
+"""Compiles every Triton kernel for GPUs of compute capability 8.0 and 9.0; needs none. Run in a process of its own,
+without TRITON_INTERPRET. Prints a line per kernel and capability. ``--language``: only as far as Triton's own language
+goes, which takes seconds and finds what the interpreter lets pass; no machine code is made."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_kernel
 
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.triton.device import attention, draws, inputs, linear, lookup, rows, seats, verify
 
+CAPABILITIES = (80, 90)
+READS_FP8 = 89
+"""The lowest capability whose kernels take numbers of fp8 as such; others get bytes."""
+
 
 def build(kernel: Any, signature: str, **constants: object) -> None:
     """``signature``: types of the arguments that are not constants, in order. Compiled twice: Triton makes constants of
-    whole numbers that are 1, which then have no methods."""
+    whole numbers that are 1, which then have no methods. A signature with numbers of fp8 is for those who read them."""
     names = kernel.arg_names
     given = dict(zip([name for name in names if name not in constants], signature.split(), strict=True))
     ones = {name: 1 for name, kind in given.items() if kind in ("i32", "i64")}
-    made = _compile(kernel, given, constants)
-    print(kernel.__name__, constants, f"{made.metadata.shared} bytes shared", flush=True)
-    if ones:
-        _compile(kernel, {n: k for n, k in given.items() if n not in ones}, constants | ones)
+    for capability in CAPABILITIES:
+        if "fp8" in signature and capability < READS_FP8:
+            continue
+        made = _compile(kernel, given, constants, capability)
+        shared = "" if made is None else f"{made.metadata.shared} bytes shared"
+        print(kernel.__name__, capability, constants, shared, flush=True)
+        if ones:
+            rest = {n: k for n, k in given.items() if n not in ones}
+            _compile(kernel, rest, constants | ones, capability)
 
 
-def _compile(kernel: Any, given: dict[str, str], constants: dict[str, object]) -> Any:
+def _compile(kernel: Any, given: dict[str, str], constants: dict[str, object], capability: int) -> Any:
     names = kernel.arg_names
     source = ASTSource(
         kernel,
         {name: given.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
     )
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=dict(LAUNCH))
+    target = GPUTarget("cuda", capability, 32)
+    if "--language" not in sys.argv:
+        return compile_kernel(source, target=target, options=dict(LAUNCH))
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options(LAUNCH | source.parse_options())
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    return None
 
 
 def main() -> None:
     for q, kv, scales, flags in (
         ("*bf16", "*bf16", "*bf16", (False, False, False)),
         ("*fp16", "*i8", "*fp32", (True, True, True)),
+        ("*bf16", "*u8", "*fp32", (False, False, True)),
         ("*fp32", "*fp16", "*fp16", (False, True, False)),
     ):
         build(
             attention.partial_attention,
             f"{q} {kv} {scales} {'*i32 ' * 7} *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32",
             **dict(zip(("CAPPED", "WINDOWED", "CODES"), flags, strict=True)),
+            FP8=kv == "*u8",
             PAGE=16,
             HEADS=32,
             KV_HEADS=8,
@@ -73,7 +97,7 @@ def main() -> None:
     build(rows.rms_norm, "*bf16 *bf16 *fp32 *bf16 i32 i32 i32 fp32", ADD=True, BLOCK=4096)
     build(rows.silu_mul, "*bf16 *bf16 i32 i32", BLOCK=1024)
     build(rows.gather_rows, "*bf16 *i64 *bf16 i32", BLOCK=1024)
-    for kv, scales in (("*bf16", "*bf16"), ("*i8", "*fp32")):
+    for kv, scales, largest in (("*bf16", "*bf16", 0.0), ("*i8", "*fp32", 127.0), ("*u8", "*fp32", 448.0)):
         build(
             rows.rope_write,
             f"*bf16 *fp32 *fp32 *fp32 fp32 fp32 *bf16 {kv} {scales} *i64 i32",
@@ -84,7 +108,7 @@ def main() -> None:
             HALF_PAD=64,
             Q_NORM=True,
             K_NORM=True,
-            CODES=kv == "*i8",
+            LARGEST=largest,
             CLAMP=False,
         )
     build(rows.compact_paths, "*bf16 *i64 *i64 *i32 i32 i64 i32", NODES_PAD=64, BLOCK=256)
@@ -93,6 +117,7 @@ def main() -> None:
         (16, "*bf16", False),
         (8, "*i8", True),
         (8, "*fp8e4nv", False),
+        (8, "*u8", False),
         (4, "*u8", True),
     ):
         build(
@@ -117,7 +142,9 @@ def main() -> None:
 
 def codes() -> None:
     """Products of weights and rows that are both rounded."""
-    for kind, sums, floats in (("*i8", "*i32", False), ("*fp8e4nv", "*fp32", True)):
+    for kind in ("*i8", "*u8"):
+        build(linear.quantize_rows, f"*bf16 {kind} *fp32 i32 i32", FLOATS=kind == "*u8", BLOCK=4096)
+    for kind, sums, floats in (("*i8", "*i32", False), ("*fp8e4nv", "*fp32", True), ("*u8", "*fp32", True)):
         build(
             linear.add_parts,
             f"{sums} *fp32 *fp32 *bf16 *bf16 i32 i32",
@@ -127,7 +154,6 @@ def codes() -> None:
             HAS_BIAS=True,
             BLOCK=1024,
         )
-        build(linear.quantize_rows, f"*bf16 {kind} *fp32 i32 i32", FLOATS=floats, BLOCK=4096)
         build(
             linear.linear_codes,
             f"{kind} *fp32 {kind} *fp32 *bf16 *bf16 {sums} i32 i32 i32 i32",
@@ -202,17 +228,18 @@ def seat_steps() -> None:
     """What stands between the passes of a step that stays on the device."""
     build(
         seats.begin_rows,
-        f"*i64 *i64 *i64 *i32 *i64 *i64 *i64 *i32 *i64 *i64 {'i32 ' * 7}",
+        f"*i64 *i64 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 4} {'i32 ' * 7}",
         FRESH=3,
         FRESH_PAD=4,
         PAGE=16,
         BLOCK=8,
     )
-    for drafter, kind in ((0, 0), (1, 1), (2, 2)):
+    for drafter, kind, tree in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (1, 0, 1), (2, 2, 1)):
         build(
             seats.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 5} {'i32 ' * 12}",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 6} {'i32 ' * 12}",
             DRAFTER=drafter,
+            TREE=tree,
             KIND=kind,
             ROWS=2 if drafter == 1 else 6,
             PAGE=16,

@@ -107,6 +107,26 @@ def test_fp8_weights_meet_rows_as_they_are() -> None:
     )
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_device_that_does_not_read_fp8_gets_the_same_bits(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = pack_quantized(
+        quantize(random(21, 70, seed=1), parse_scheme("fp8")), None, TILING, DEVICE, dynamic=dynamic
+    )
+    x = random(5, 70).half().to(DEVICE)
+    expected = linear(x, layer)
+    seen = []
+
+    def reads_nothing(device: torch.device) -> bool:
+        seen.append(device)
+        return False
+
+    monkeypatch.setattr(products, "reads_fp8", reads_nothing)
+    assert torch.equal(linear(x, layer), expected)
+    assert len(seen) == 1 + dynamic
+
+
 def parts(layer: Linear) -> TritonLinear:
     assert isinstance(layer, TritonLinear)
     return layer

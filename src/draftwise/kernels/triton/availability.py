@@ -28,6 +28,12 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on", "yes")
 
 
+def reads_fp8(device: torch.device) -> bool:
+    """Whether kernels on ``device`` take numbers of fp8 as such. Devices before compute capability 8.9 have no
+    instructions for them, and Triton refuses the type: kernels get the bytes, and `device.fp8` takes these apart."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @functools.cache
 def installed() -> bool:
     """Whether the package ``triton`` can be imported. It is not imported for that."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Linear
-from draftwise.kernels.triton.availability import LAUNCH, interpreted
-from draftwise.kernels.triton.rows import power_of_two
+from draftwise.kernels.triton.availability import LAUNCH, interpreted, reads_fp8
+from draftwise.kernels.triton.rows import as_bytes, power_of_two
 from draftwise.quantization.weights import QuantizedWeight
 
 
@@ -169,7 +169,7 @@ def linear(
     if layer.dynamic:
         return _linear_codes(x, layer, result)
     tiling = layer.tiling
-    weight = layer.weight
+    weight = _readable(layer.weight)
     parts, apart, sums = _parts(layer, rows, torch.float32)
     device.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
         x,
@@ -201,6 +201,11 @@ def linear(
     if apart:
         _add_parts(sums, None, layer, result)
     return result
+
+
+def _readable(codes: Tensor) -> Tensor:
+    """What a kernel is given: codes of fp8 as bytes where the device does not read them; others as they are."""
+    return codes if reads_fp8(codes.device) else as_bytes(codes)
 
 
 def _parts(layer: TritonLinear, rows: int, kind: torch.dtype) -> tuple[int, bool, Tensor]:
@@ -244,7 +249,7 @@ def quantize_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     if rows:
         floats = kind is torch.float8_e4m3fn
         device.quantize_rows[(rows,)](
-            x, codes, scales, size, x.stride(0), FLOATS=floats, BLOCK=power_of_two(size), **LAUNCH
+            x, as_bytes(codes), scales, size, x.stride(0), FLOATS=floats, BLOCK=power_of_two(size), **LAUNCH
         )
     return codes, scales
 
@@ -269,9 +274,9 @@ def _linear_codes(x: Tensor, layer: TritonLinear, out: Tensor) -> Tensor:
     floats = layer.weight.dtype is torch.float8_e4m3fn
     parts, apart, sums = _parts(layer, rows, torch.float32 if floats else torch.int32)
     device.linear_codes[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
-        codes,
+        _readable(codes),
         x_scales,
-        layer.weight,
+        _readable(layer.weight),
         layer.scales,
         layer.scales if layer.bias is None else layer.bias,
         out,

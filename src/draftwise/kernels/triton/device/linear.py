@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.fp8 import from_fp8, to_fp8
+
 
 @triton.jit
 def dot_block(
@@ -54,6 +56,8 @@ def dot_block(
         values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
         at = n.to(tl.int64)[None, :] * inputs + k[:, None]
         w = tl.load(weight + at, mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
+        if weight.dtype.element_ty == tl.uint8:
+            w = from_fp8(w)
         if WIDE:
             values = values.to(tl.float32)
         acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee")
@@ -89,7 +93,8 @@ def linear(
     """One tile of the output; k in parts of ``part_inputs``, each in blocks of fixed size, first to last, summed in
     float32; then the parts' sums, first to last. APART: this program sums one part, for `add_parts`.
 
-    BITS 16: weight [N, K] floats; 8: int8 or fp8 codes [N, K], one scale per output; 4: two codes per byte [N, K' / 2]:
+    BITS 16: weight [N, K] floats; 8: int8 or fp8 codes (bytes where the device does not read fp8) [N, K], one scale per
+    output; 4: two codes per byte [N, K' / 2]:
     byte j of a block of BLOCK_K inputs holds input j of the block (low half) and input BLOCK_K / 2 + j (high half); a
     scale, and a zero or 8, per output and group, of which a block is a part.
     """
@@ -157,8 +162,8 @@ def add_parts(
 
 @triton.jit
 def quantize_rows(x, codes, scales, size, stride, FLOATS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row to int8, or to fp8 (FLOATS: four binary digits, exponents from -6), with a scale of its own: its largest
-    magnitude becomes 127 or 448."""
+    """One row to int8, or to the bytes of fp8 (FLOATS), with a scale of its own: its largest magnitude becomes 127 or
+    448."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < size
@@ -166,17 +171,8 @@ def quantize_rows(x, codes, scales, size, stride, FLOATS: tl.constexpr, BLOCK: t
     top = tl.max(tl.abs(values), 0)
     largest = 448.0 if FLOATS else 127.0
     values = values * tl.where(top > 0, largest / tl.where(top > 0, top, 1.0), 0.0)
-    if FLOATS:
-        # to the nearest, halves to even, by hand, for interpreter and devices convert differently. Large ones: of
-        # c = x (2^20 + 1) what c - x rounds away leaves 24 - 20 digits of x. Small ones: multiples of 2^-9.
-        spread = values * 1048577.0
-        large = spread - (spread - values)
-        small = (values + 24576.0) - 24576.0
-        values = tl.where(tl.abs(values) < 0.015625, small, large)
-        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
-    else:
-        values = (values + 12582912.0) - 12582912.0
-    tl.store(codes + row * size + i, values.to(codes.dtype.element_ty), mask=inside)
+    rounded = to_fp8(values) if FLOATS else (values + 12582912.0) - 12582912.0
+    tl.store(codes + row * size + i, rounded.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row, top / largest)
 
 
@@ -201,9 +197,9 @@ def linear_codes(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of a product of codes, [T, K] and [N, K], both int8 (summed exactly) or both fp8 (FLOATS; widened to
-    float16, which holds them all, and summed in float32), times a scale per row and one per output. Parts as in
-    `linear`."""
+    """One tile of a product of codes, [T, K] and [N, K], both int8 (summed exactly) or both fp8 (FLOATS, bytes where
+    the device does not read fp8; widened to float16, which holds them all, and summed in float32), times a scale per
+    row and one per output. Parts as in `linear`."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_m = m < rows
@@ -219,6 +215,9 @@ def linear_codes(
             k = start + i
             values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
             w = tl.load(w_row + k[:, None], mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
+            if weight.dtype.element_ty == tl.uint8:
+                values = from_fp8(values)
+                w = from_fp8(w)
             if FLOATS:
                 acc = tl.dot(values.to(tl.float16), w.to(tl.float16), acc)
             else:

@@ -107,7 +107,7 @@ def rope_write(
         entry = tl.load(slots + row) * (2 * KV_HEADS) + head - HEADS
         wide_a = a.to(tl.float32)
         wide_b = b.to(tl.float32)
-        if LARGEST:  # of a code: 127 in int8, 448 in fp8
+        if LARGEST > 0:  # of a code: 127 in int8, 448 in fp8
             top = tl.maximum(tl.max(tl.abs(wide_a), 0), tl.max(tl.abs(wide_b), 0))
             factor = tl.where(top > 0, LARGEST / tl.where(top > 0, top, 1.0), 0.0)
             wide_a = wide_a * factor
