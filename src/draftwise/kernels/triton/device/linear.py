@@ -197,9 +197,9 @@ def linear_codes(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of a product of codes, [T, K] and [N, K], times a scale per row and one per output. Both are int8, summed
-    exactly, or both fp8 (FLOATS): these are widened to float16, which holds them all, and summed in float32. They come
-    as bytes where the device does not read fp8. Parts as in `linear`."""
+    """One tile of a product of codes, [T, K] and [N, K], times a scale per row and one per output. Both are int8,
+    summed exactly, or both fp8 (FLOATS): these are widened to float16, which holds them all, and summed in float32.
+    They come as bytes where the device does not read fp8. Parts as in `linear`."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_m = m < rows
