@@ -155,7 +155,7 @@ def test_forks_while_another_thread_packs_and_computes() -> None:
     for packer in packers:
         packer.start()
     try:
-        for _ in range(128):
+        for _ in range(64):
             child = os.fork()
             if child == 0:
                 signal.alarm(30)  # hangs end it
