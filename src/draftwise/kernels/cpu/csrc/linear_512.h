@@ -261,8 +261,7 @@ inline __m512 silu(__m512 x) {
   return _mm512_div_ps(top, d);
 }
 
-// vcvtneps2bf16 flushes denormals, so the rounding is done by hand: to nearest, ties to even; NaN stays NaN.
-inline __m256i to_bf16(__m512 v) {
+inline __m256i to_bf16_by_hand(__m512 v) {
   __m512i bits = _mm512_castps_si512(v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
@@ -271,59 +270,93 @@ inline __m256i to_bf16(__m512 v) {
   return _mm512_cvtepi32_epi16(rounded);
 }
 
+// To the nearest, ties to even; a NaN stays one. The instruction makes zeros of denormals: where there are some, it is done by hand.
+inline __m256i to_bf16(__m512 v) {
+#if defined(__AVX512BF16__)
+  if (__builtin_expect(_mm512_testn_epi32_mask(_mm512_castps_si512(v), _mm512_set1_epi32(0x7f800000)) == 0, 1))
+    return (__m256i)_mm512_cvtneps_pbh(v);
+#endif
+  return to_bf16_by_hand(v);
+}
+
 inline __m512 from_bf16(__m256i v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
 
-inline __m512 rounded(__m512 v, DType dtype) { return dtype == F32 ? v : from_bf16(to_bf16(v)); }
+template <DType D>
+inline __m512 rounded(__m512 v) {
+  return D == F32 ? v : from_bf16(to_bf16(v));
+}
 
-inline void store(void* out, int64_t at, DType dtype, int count, __m512 v) {
-  __mmask16 mask = __mmask16((1u << count) - 1);
-  if (dtype == F32)
+template <DType D>
+inline void store(void* out, int64_t at, __mmask16 mask, __m512 v) {
+  if (D == F32)
     _mm512_mask_storeu_ps(static_cast<float*>(out) + at, mask, v);
   else
     _mm256_mask_storeu_epi16(static_cast<uint16_t*>(out) + at, mask, to_bf16(v));
 }
 
-inline __m512 load(const void* out, int64_t at, DType dtype, int count) {
-  __mmask16 mask = __mmask16((1u << count) - 1);
-  if (dtype == F32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(out) + at);
+template <DType D>
+inline __m512 load(const void* out, int64_t at, __mmask16 mask) {
+  if (D == F32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(out) + at);
   return from_bf16(_mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(out) + at));
 }
 
-void finish(const Finish& f) {
-  for (int r = 0; r < f.rows; ++r) {
-    const float* sums = f.sums + r * f.sums_stride;
+inline __mmask16 first_lanes(int64_t count) { return count < 16 ? __mmask16((1u << count) - 1) : __mmask16(0xffff); }
+
+// Sums of floats without a bias, or any: what is the same in all rows is read once, since the compiler cannot know that the stores do
+// not change it.
+template <bool BARE, DType D, Epilogue E>
+void finish_rows(const Finish& f) {
+  const bool integers = f.integers;
+  const float *const scale = f.scale, *const row_scale = f.row_scale, *const bias = f.bias, *sums = f.sums;
+  const int64_t sums_stride = f.sums_stride, ldo = f.ldo, column[2] = {f.column[0], f.column[1]};
+  const __mmask16 mask[2] = {first_lanes(f.count[0]), first_lanes(f.count[1])};
+  const int rows = f.rows;
+  void* const out = f.out;
+  for (int r = 0; r < rows; ++r, sums += sums_stride) {
     __m512 y[2] = {_mm512_loadu_ps(sums), _mm512_loadu_ps(sums + 16)};
-    if (f.integers)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_cvtepi32_ps(_mm512_castps_si512(y[half]));
-    if (f.scale != nullptr)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_mul_ps(y[half], _mm512_loadu_ps(f.scale + half * 16));
-    if (f.row_scale != nullptr)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_mul_ps(y[half], _mm512_set1_ps(f.row_scale[r]));
-    if (f.bias != nullptr)
-      for (int half = 0; half < 2; ++half) y[half] = _mm512_add_ps(y[half], _mm512_loadu_ps(f.bias + half * 16));
-    if (f.epilogue == EP_SILU_MUL) {
-      __m512 gate = rounded(silu(rounded(y[0], f.dtype)), f.dtype);
-      store(f.out, r * f.ldo + f.column[0], f.dtype, f.count[0], _mm512_mul_ps(gate, rounded(y[1], f.dtype)));
+    if (!BARE) {
+      for (int half = 0; half < 2; ++half) {
+        if (integers) y[half] = _mm512_cvtepi32_ps(_mm512_castps_si512(y[half]));
+        if (scale != nullptr) y[half] = _mm512_mul_ps(y[half], _mm512_loadu_ps(scale + half * 16));
+        if (row_scale != nullptr) y[half] = _mm512_mul_ps(y[half], _mm512_set1_ps(row_scale[r]));
+        if (bias != nullptr) y[half] = _mm512_add_ps(y[half], _mm512_loadu_ps(bias + half * 16));
+      }
+    }
+    if (E == EP_SILU_MUL) {
+      __m512 gate = rounded<D>(silu(rounded<D>(y[0])));
+      store<D>(out, r * ldo + column[0], mask[0], _mm512_mul_ps(gate, rounded<D>(y[1])));
       continue;
     }
     for (int half = 0; half < 2; ++half) {
-      if (f.count[half] == 0) continue;
-      int64_t at = r * f.ldo + f.column[half];
-      __m512 value = y[half];
-      if (f.epilogue == EP_ADD)
-        value = _mm512_add_ps(load(f.out, at, f.dtype, f.count[half]), rounded(value, f.dtype));
-      store(f.out, at, f.dtype, f.count[half], value);
+      if (mask[half] == 0) continue;
+      const int64_t at = r * ldo + column[half];
+      if (E == EP_ADD) y[half] = _mm512_add_ps(load<D>(out, at, mask[half]), rounded<D>(y[half]));
+      store<D>(out, at, mask[half], y[half]);
     }
   }
 }
 
-float quantize(const void* x, DType dtype, int64_t count, int8_t* q) {
+template <bool BARE, DType D>
+void finish_to(const Finish& f) {
+  if (f.epilogue == EP_SILU_MUL) return finish_rows<BARE, D, EP_SILU_MUL>(f);
+  if (f.epilogue == EP_ADD) return finish_rows<BARE, D, EP_ADD>(f);
+  finish_rows<BARE, D, EP_STORE>(f);
+}
+
+void finish(const Finish& f) {
+  const bool bare = !f.integers && f.scale == nullptr && f.row_scale == nullptr && f.bias == nullptr;
+  if (f.dtype == F32) return bare ? finish_to<true, F32>(f) : finish_to<false, F32>(f);
+  bare ? finish_to<true, BF16>(f) : finish_to<false, BF16>(f);
+}
+
+template <DType D>
+float quantize_row(const void* x, int64_t count, int8_t* q) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   __m512i largest = _mm512_setzero_si512();  // of the bits without sign: infinity and NaN stand above all numbers
   for (int64_t i = 0; i < count; i += 16) {
-    __m512i bits = _mm512_castps_si512(load(x, i, dtype, int(count - i < 16 ? count - i : 16)));
+    __m512i bits = _mm512_castps_si512(load<D>(x, i, first_lanes(count - i)));
     largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, magnitude));
   }
   __m512 whole = _mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(largest)));
@@ -334,12 +367,16 @@ float quantize(const void* x, DType dtype, int64_t count, int8_t* q) {
     return finite ? 0.0f : __builtin_nanf("");
   }
   for (int64_t i = 0; i < count; i += 16) {
-    int left = int(count - i < 16 ? count - i : 16);
-    __m512i rounded = _mm512_cvt_roundps_epi32(_mm512_mul_ps(load(x, i, dtype, left), _mm512_set1_ps(inverse)),
+    const __mmask16 lanes = first_lanes(count - i);
+    __m512i rounded = _mm512_cvt_roundps_epi32(_mm512_mul_ps(load<D>(x, i, lanes), _mm512_set1_ps(inverse)),
                                                _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm_mask_storeu_epi8(q + i, __mmask16((1u << left) - 1), _mm512_cvtepi32_epi8(rounded));
+    _mm_mask_storeu_epi8(q + i, lanes, _mm512_cvtepi32_epi8(rounded));
   }
   return top / 127.0f;
+}
+
+float quantize(const void* x, DType dtype, int64_t count, int8_t* q) {
+  return dtype == F32 ? quantize_row<F32>(x, count, q) : quantize_row<BF16>(x, count, q);
 }
 
 }  // namespace way_out
