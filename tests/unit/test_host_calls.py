@@ -1,7 +1,8 @@
-"""What a step costs the host per request, counted in calls: of Python functions, and of what they call in C.
+"""What a step costs the host, counted in calls: of Python functions, and of what they call in C.
 
-Counts say nothing of how long a call takes, but they do not depend on the machine, and nobody adds a call per request
-unnoticed. Steps of 8 and of 24 requests that decode are compared, so that what a step costs by itself drops out.
+Counts say nothing of how long a call takes, but they do not depend on the machine, and nobody adds a call unnoticed.
+Steps of 8 and of 24 requests that decode are compared, so that what a step costs by itself drops out; a step of one
+request shows that.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
-    ("method", "most"),
+    ("method", "most", "alone"),
     [
-        ("none", 3),
-        ("ngram", 12),
-        ("suffix", 11),
-        ("mtp", 16),
-        ("dflash", 16),
-        ("medusa", 12),
-        ("draft_model", 14),
-        ("mtp:tree", 21),
-        ("draft_model:tree", 19),
+        ("none", 3, 300),
+        ("ngram", 12, 425),
+        ("suffix", 11, 430),
+        ("hybrid", 15, 490),
+        ("mtp", 16, 660),
+        ("eagle3", 15, 700),
+        ("dflash", 16, 660),
+        ("medusa", 12, 530),
+        ("draft_model", 14, 520),
+        ("early_exit", 9, 510),
+        ("mtp:tree", 21, 715),
+        ("eagle3:tree", 20, 760),
+        ("draft_model:tree", 19, 570),
     ],
 )
-def test_calls_per_request(method: str, most: int, tmp_path: Path) -> None:
-    """``most``: what it was when the limit was set, and a tenth."""
+def test_calls_of_a_step(method: str, most: int, alone: int, tmp_path: Path) -> None:
+    """``most``: per request, what it was when the limit was set, and a tenth; ``alone``: of a step with one request,
+    what it was and three in a hundred."""
     native_or_skip()
     folder = None
     if method == "dflash":  # none ships: random weights draft as many tokens
@@ -48,6 +54,8 @@ def test_calls_per_request(method: str, most: int, tmp_path: Path) -> None:
         folder = save_block(tmp_path / "drafter", shape, random_weights(shape))
     found = (calls_of(method, 24, folder) - calls_of(method, 8, folder)) / 16
     assert found <= most, f"{found:.1f} calls per request"
+    one = calls_of(method, 1, folder)
+    assert one <= alone, f"{one:.0f} calls of a step with one request"
 
 
 def calls_of(method: str, requests: int, folder: str | None = None) -> float:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Proposer
 from draftwise.sampling.state import SamplingState
 from draftwise.types import DraftedTree, IntArray, Speculation
+
+T = TypeVar("T")
 
 ANY_LENGTH = 1 << 30
 """Most tokens that a drafter can draft in a row which does not know a limit."""
@@ -67,6 +69,28 @@ class DraftColumns:
     """Of all of them."""
     kept: object = None
     """What the blocks lie in, if they are not the requests' own."""
+
+    def chosen(self, own: Sequence[int], most: int) -> DraftColumns:
+        """Some of the requests, with budgets of ``most`` tokens at most."""
+
+        def some(of: Sequence[T]) -> list[T]:
+            return [of[i] for i in own]
+
+        return DraftColumns(
+            self.speculation,
+            some(self.sampling) if self.sampling else (),
+            some(self.rids),
+            some(self.known),
+            some(self.num_prompt),
+            [min(budget, most) for budget in some(self.budgets)],
+            some(self.max_depths),
+            some(self.filled),
+            some(self.num_blocks),
+            some(self.tokens_at),
+            some(self.blocks_at),
+            lambda: some(self.states()),
+            self.kept,
+        )
 
     def part(self, own: slice) -> DraftColumns:
         """Some of the requests."""
@@ -122,6 +146,16 @@ class DraftBlock:
     parents: npt.NDArray[np.int32] | None = None  # [R, K], contiguous
 
 
+class DraftPart(NamedTuple):
+    """What one of several drafters made: ``members``: for which of the requests, by their places; ``method``: its
+    name; ``columns``: what it was asked."""
+
+    members: Sequence[int]
+    method: str
+    columns: DraftColumns
+    block: DraftBlock
+
+
 class ColumnDrafter(ABC):
     """A proposer that can draft in columns. A subclass that overrides `Proposer.propose` is called through that."""
 
@@ -129,9 +163,17 @@ class ColumnDrafter(ABC):
     """Whether all chains of a call have to be of one length."""
 
     @abstractmethod
-    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+    def draft_columns(self, columns: DraftColumns) -> DraftBlock | Sequence[DraftPart] | None:
         """The drafts that `Proposer.propose` would make; None: not possible here and nothing has changed, call
-        `propose`."""
+        `propose`. The same goes for requests that are in none of several parts."""
+
+
+class ColumnLookUp(ABC):
+    """A look-up that tells in columns how long the matches are that its drafts follow."""
+
+    @abstractmethod
+    def look_up_columns(self, columns: DraftColumns) -> tuple[DraftBlock, Sequence[int]] | None:
+        """Chains, and tokens of each match (0: none); None: not possible here."""
 
 
 def says_itself(proposer: Proposer, propose: object) -> bool:
@@ -158,7 +200,7 @@ def block_of(trees: Sequence[DraftedTree], filled: Sequence[int] | None = None) 
     return DraftBlock(tokens, sizes, filled=filled, parents=parents)
 
 
-def joined_blocks(blocks: Sequence[DraftBlock], filled: Sequence[int]) -> DraftBlock:
+def joined_blocks(blocks: Sequence[DraftBlock], filled: Sequence[int] | None) -> DraftBlock:
     """Trees of several calls as those of one. ``filled``: of all requests."""
     if len(blocks) == 1:
         blocks[0].filled = filled

@@ -3,12 +3,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol, Self
 
+import numpy as np
+
 from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.columns import (
+    ANY_LENGTH,
+    ColumnDrafter,
+    ColumnFollower,
+    ColumnLookUp,
+    DraftBlock,
+    DraftColumns,
+    DraftPart,
+    ReadColumns,
+    says_itself,
+)
 from draftwise.propose.delegating import DelegatingProposer
 from draftwise.propose.registry import resolve_proposer
 from draftwise.structured.cursor import is_point_mass
@@ -21,6 +35,8 @@ DEFAULT_MIN_MATCH = 4
 class LookUp(Protocol):
     """The interface of a look-up: `NgramProposer` and `SuffixProposer` have it."""
 
+    name: ClassVar[str]
+
     def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
         """The draft of each row (of point masses), and the length of the match it follows (0: none)."""
 
@@ -31,7 +47,7 @@ class LookUp(Protocol):
     def forget(self) -> None: ...
 
 
-class HybridProposer(DelegatingProposer):
+class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
     """Looks the end of the text up first. What follows a match of ``min_match`` tokens or more is the proposal; all
     other requests are drafted by ``model``, together.
 
@@ -45,6 +61,7 @@ class HybridProposer(DelegatingProposer):
     name: ClassVar[str] = "hybrid"
     drafts_dynamic_trees: ClassVar[bool] = True
     evident: ClassVar[bool] = False
+    one_length: ClassVar[bool] = False
     most_drafts = None  # the model is asked for `model_tokens` at most, and a match has no state
 
     def __init__(
@@ -101,6 +118,42 @@ class HybridProposer(DelegatingProposer):
             self._asked[rows[i].rid] = (given, joined is proposal)
             proposals[i] = joined
         return proposals
+
+    def draft_columns(self, columns: DraftColumns) -> Sequence[DraftPart] | None:
+        look_up, model = self._look_up, self.inner
+        if (
+            columns.is_tree
+            or not isinstance(look_up, ColumnLookUp)
+            or not isinstance(model, ColumnDrafter)
+            or says_itself(self, HybridProposer.propose)
+        ):
+            return None
+        found = look_up.look_up_columns(columns)
+        if found is None:
+            return None
+        block, matches = found
+        sizes = block.sizes or [block.tokens.shape[1]] * len(matches)
+        trusted = [size > 0 and match >= self._min_match for size, match in zip(sizes, matches, strict=True)]
+        parts: list[DraftPart] = []
+        own = [i for i, trust in enumerate(trusted) if trust]
+        if own:
+            taken = DraftBlock(np.ascontiguousarray(block.tokens[own]), [sizes[i] for i in own])
+            parts.append(DraftPart(own, look_up.name, columns.chosen(own, ANY_LENGTH), taken))
+        rest = [i for i, trust in enumerate(trusted) if not trust]
+        if rest and model.one_length:
+            # Near their ends requests want less: these are drafted for by `propose`, and not the others with them.
+            lengths = list(map(min, columns.budgets, columns.max_depths))
+            usual = Counter([lengths[i] for i in rest]).most_common(1)[0][0]
+            rest = [i for i in rest if lengths[i] == usual]
+        if rest:
+            asked = columns.chosen(rest, self._model_tokens)
+            drafted = model.draft_columns(asked)
+            if isinstance(drafted, DraftBlock):
+                parts.append(DraftPart(rest, model.name, asked, drafted))
+        return parts
+
+    def read_columns(self, read: ReadColumns) -> bool:
+        return isinstance(self.inner, ColumnFollower) and self.inner.read_columns(read)
 
     def _model_row(self, row: DraftRow) -> DraftRow:
         if row.speculation.tree is not None or row.budget <= self._model_tokens:

@@ -15,7 +15,7 @@ from draftwise.kernels.cpu.attention import address
 from draftwise.kv.storage import KVStorage
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
-from draftwise.propose.columns import ColumnDrafter, ColumnFollower, ReadColumns
+from draftwise.propose.columns import ColumnDrafter, ColumnFollower, DraftBlock, DraftPart, ReadColumns
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.guard import Guard, whole_number
 from draftwise.runner.placing import Placing
@@ -320,12 +320,20 @@ class Drafting:
                 rows = [wanted[i][0] for i in members]
                 columns = placing.columns(rows, [wanted[i][1] for i in members])
         try:
-            block = proposer.draft_columns(columns)
+            drafted = proposer.draft_columns(columns)
         except Exception:  # asked again, it says of whom
             return []
-        if block is None or not placing.place_chains(rows, columns, block, self._vocab_size):
-            return []
-        return members
+        parts: Sequence[DraftPart] = ()
+        if isinstance(drafted, DraftBlock):
+            parts = [DraftPart(range(len(rows)), columns.speculation.method, columns, drafted)]
+        elif drafted is not None:
+            parts = drafted
+        return [
+            members[i]
+            for part in parts
+            if placing.place_chains(rows, part, self._vocab_size)
+            for i in part.members
+        ]
 
     def _propose_group(self, name: str, members: list[tuple[Row, DraftRow]]) -> None:
         rows = [draft_row for _, draft_row in members]

@@ -12,7 +12,7 @@ import torch
 from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.names import MAX_TREE_NODES, method_number
-from draftwise.propose.columns import DraftBlock, DraftColumns
+from draftwise.propose.columns import DraftColumns, DraftPart
 from draftwise.runner.rows import Row
 from draftwise.types import Proposal
 from draftwise.verify.native import DRAWS
@@ -136,11 +136,10 @@ class Placing:
             lambda: [row.state for row in rows],
         )
 
-    def place_chains(
-        self, rows: Sequence[Row], columns: DraftColumns, block: DraftBlock, vocab_size: int
-    ) -> bool:
-        """Write down what was drafted for these requests. False: something about it cannot be, and nothing was
+    def place_chains(self, asked: Sequence[Row], part: DraftPart, vocab_size: int) -> bool:
+        """Write down what was drafted for some of these requests. False: something about it cannot be, and nothing was
         written."""
+        rows, columns, block = [asked[i] for i in part.members], part.columns, part.block
         count, tokens, q = len(rows), block.tokens, block.q
         if tokens.shape[0] != count or tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
             return False
@@ -171,7 +170,7 @@ class Placing:
             block.stored,
             vocab_size,
             None if q is None else q.data_ptr(),
-            method_number(columns.speculation.method),
+            method_number(part.method),
         )
         if bad >= 0:
             return False

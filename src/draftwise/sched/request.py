@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from draftwise.names import method_number
+from draftwise.names import method_name
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import IntArray, Speculation, TokenLogprobs
 
@@ -65,11 +65,12 @@ class SpeculationCounts:
         for i in range(accepted):
             per_pos[i] += 1
 
-    def add_many(self, method: str, plain: int, book: RequestBook) -> None:
-        """The counters of a book: ``plain`` steps without drafts, and steps with drafts of ``method``."""
+    def add_many(self, book: RequestBook) -> None:
+        """The counters of a book."""
         steps = self.steps_by_method
-        for name, count in (("none", plain), (method, book.own_steps)):
+        for number, count in ((0, book.plain_steps), *zip(book.methods, book.steps, strict=True)):
             if count:
+                name = method_name(number)
                 steps[name] = steps.get(name, 0) + count
         self.num_drafts += book.num_drafts
         self.num_draft_tokens += book.num_drafted
@@ -104,10 +105,10 @@ class RequestBook(ctypes.Structure):
         ("stops_at", ctypes.c_void_p),
         ("num_stops", ctypes.c_int64),
         ("watched", ctypes.c_int64),
-        ("own_method", ctypes.c_int64),
         ("taken_in", ctypes.c_double),
         ("plain_steps", ctypes.c_int64),
-        ("own_steps", ctypes.c_int64),
+        ("methods", ctypes.c_int64 * 3),
+        ("steps", ctypes.c_int64 * 3),
         ("num_drafts", ctypes.c_int64),
         ("num_drafted", ctypes.c_int64),
         ("num_accepted", ctypes.c_int64),
@@ -127,11 +128,12 @@ class RequestBook(ctypes.Structure):
     num_stops: int
     watched: int
     """Whether each of its steps is watched: native code does not take in its results."""
-    own_method: int
-    """See `method_number`."""
     taken_in: float
     plain_steps: int
-    own_steps: int
+    methods: ctypes.Array[ctypes.c_int64]
+    """Numbers of the methods that drafted for it (`method_number`), 0: none. A hybrid has several."""
+    steps: ctypes.Array[ctypes.c_int64]
+    """Steps of each."""
     num_drafts: int
     num_drafted: int
     num_accepted: int
@@ -238,7 +240,6 @@ class Request(RequestBook):
             [None] if params.prompt_logprobs is not None else None
         )
         self._counts = SpeculationCounts()
-        self.own_method = method_number(speculation.method)
         self.trace: list[StepTrace] | None = [] if keep_trace else None
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -271,9 +272,9 @@ class Request(RequestBook):
     @property
     def counts(self) -> SpeculationCounts:
         """The request's totals of speculation so far."""
-        counts, plain = self._counts, self.plain_steps
-        if plain or self.own_steps:
-            counts.add_many(self.speculation.method, plain, self)
+        counts = self._counts
+        if self.plain_steps or self.num_drafts:
+            counts.add_many(self)
             ctypes.memset(self.at + _TALLIES, 0, _TALLIES_SIZE)
         return counts
 

@@ -26,7 +26,6 @@ _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 _NAMES_IN_C = {
     "tokens_at": "tokens",
     "stops_at": "stops",
-    "own_method": "method",
     "taken_in": "last_token_time",
 }
 """Fields of `RequestBook`."""

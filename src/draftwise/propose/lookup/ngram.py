@@ -11,7 +11,7 @@ from draftwise.errors import ConfigError
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.kernels.cpu.library import native_library, why_not_native
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
-from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
+from draftwise.propose.columns import ColumnDrafter, ColumnLookUp, DraftBlock, DraftColumns, says_itself
 from draftwise.propose.lookup.ngram_native import NativeNgrams
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain_parents
 
@@ -87,7 +87,7 @@ class _PythonNgrams:
         return out
 
 
-class NgramProposer(Proposer, ColumnDrafter):
+class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp):
     """Copies what followed the most recent occurrence of the longest suffix of ``prompt_lookup_max`` down to
     ``prompt_lookup_min`` tokens (prompt lookup decoding; Saxena 2023).
 
@@ -150,12 +150,12 @@ class NgramProposer(Proposer, ColumnDrafter):
         return [proposal for proposal, _ in self.look_ups(rows)]
 
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+        found = None if says_itself(self, NgramProposer.propose) else self.look_up_columns(columns)
+        return None if found is None else found[0]
+
+    def look_up_columns(self, columns: DraftColumns) -> tuple[DraftBlock, Sequence[int]] | None:
         engine, indexes = self._engine, self._indexes
-        if (
-            not isinstance(engine, NativeNgrams)
-            or columns.is_tree
-            or says_itself(self, NgramProposer.propose)
-        ):
+        if not isinstance(engine, NativeNgrams) or columns.is_tree:
             return None
         wanted = list(map(min, columns.budgets, columns.max_depths))
         asked: list[Any] = []
@@ -164,7 +164,8 @@ class NgramProposer(Proposer, ColumnDrafter):
             if index is None or index.done >= known:
                 index = indexes[rid] = engine.index()
             asked.append(index)
-        return DraftBlock(*engine.columns(asked, columns.known, wanted, columns.tokens_at))
+        tokens, sizes, matches = engine.columns(asked, columns.known, wanted, columns.tokens_at)
+        return DraftBlock(tokens, sizes), matches
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""

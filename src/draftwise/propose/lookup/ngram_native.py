@@ -80,8 +80,9 @@ class NativeNgrams:
         known: Sequence[int],
         wanted: Sequence[int],
         tokens_at: Sequence[int],
-    ) -> tuple[IntArray, list[int]]:
-        """`step` of requests whose known tokens lie somewhere: tokens [R, widest], and how many of each were found."""
+    ) -> tuple[IntArray, list[int], list[int]]:
+        """`step` of requests whose known tokens lie somewhere: tokens [R, widest], how many of each were found, and the
+        length of the match behind them."""
         count, width = len(indexes), max(wanted)
         columns = array("q", [index.handle for index in indexes])
         columns.extend([*tokens_at, *known, *known, *wanted])
@@ -89,5 +90,6 @@ class NativeNgrams:
         self._step(count, columns.buffer_info()[0], width, address(found))
         for index, end in zip(indexes, known, strict=True):
             index.done = end - 1
-        sizes = [size if length else 0 for size, length in zip(wanted, found[:count].tolist(), strict=True)]
-        return found[count:].reshape(count, width), sizes
+        matches = found[:count].tolist()
+        sizes = [size if length else 0 for size, length in zip(wanted, matches, strict=True)]
+        return found[count:].reshape(count, width), sizes, matches

@@ -17,7 +17,7 @@ from draftwise.errors import ConfigError
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.kernels.cpu.library import NativeLibrary, native_library, why_not_native
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
-from draftwise.propose.columns import ColumnDrafter, DraftBlock, DraftColumns, says_itself
+from draftwise.propose.columns import ColumnDrafter, ColumnLookUp, DraftBlock, DraftColumns, says_itself
 from draftwise.propose.lookup.suffix_engines import NativeEngine, PythonEngine, Tree
 from draftwise.propose.lookup.suffix_native import NativeSuffixTree, suffix_functions
 from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixLimits
@@ -43,7 +43,7 @@ class _Request:
     num_prompt: int
 
 
-class SuffixProposer(Proposer, ColumnDrafter):
+class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp):
     """Drafts the likeliest continuation of the text's end, counted in the request's own tokens and in past outputs.
 
     For every length at which the end of the text occurred before, in the request (prompt and output) or in an output
@@ -132,13 +132,12 @@ class SuffixProposer(Proposer, ColumnDrafter):
         return [proposal for proposal, _ in self.look_ups(rows)]
 
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+        found = None if says_itself(self, SuffixProposer.propose) else self.look_up_columns(columns)
+        return None if found is None else found[0]
+
+    def look_up_columns(self, columns: DraftColumns) -> tuple[DraftBlock, Sequence[int]] | None:
         engine, requests = self._engine, self._requests
-        if (
-            not isinstance(engine, NativeEngine)
-            or self.limits.best_first
-            or columns.is_tree
-            or says_itself(self, SuffixProposer.propose)
-        ):
+        if not isinstance(engine, NativeEngine) or self.limits.best_first or columns.is_tree:
             return None
         asked = [request for rid in columns.rids if (request := requests.get(rid)) is not None]
         full = self._global is not None and (
@@ -146,8 +145,10 @@ class SuffixProposer(Proposer, ColumnDrafter):
         )
         if full or len(asked) != len(columns.rids):
             return None
-        found = engine.columns([r.local for r in asked], self._global, [r.output for r in asked], columns)
-        return DraftBlock(*found)
+        tokens, sizes, matches = engine.columns(
+            [r.local for r in asked], self._global, [r.output for r in asked], columns
+        )
+        return DraftBlock(tokens, sizes), matches
 
     def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
         """`look_up` of each row, one after the other; in one call where nothing has to be done between them."""

@@ -117,8 +117,9 @@ class NativeEngine:
 
     def columns(
         self, locals_: Sequence[Tree], global_: Tree | None, outputs: Sequence[int], columns: DraftColumns
-    ) -> tuple[IntArray, list[int]]:
-        """`steps` of requests in columns, which want chains: tokens [R, widest], and how many of each were found."""
+    ) -> tuple[IntArray, list[int], list[int]]:
+        """`steps` of requests in columns, which want chains: tokens [R, widest], how many of each were found, and the
+        length of the match behind them."""
         assert not isinstance(global_, PythonSuffixTree)
         count = len(outputs)
         width = min(max(columns.budgets), MAX_TREE_NODES)
@@ -144,7 +145,7 @@ class NativeEngine:
             found.__array_interface__["data"][0],
         )
         tokens = found[2 * count : (2 + width) * count].reshape(count, width)
-        return tokens, found[:count].tolist()
+        return tokens, found[:count].tolist(), found[count : 2 * count].tolist()
 
     def draft(
         self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits

@@ -12,6 +12,7 @@ from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, ProposerContext
+from draftwise.propose.columns import DraftColumns
 from draftwise.propose.models.proposer import ModelProposer
 from draftwise.propose.models.seated import seated_model
 from draftwise.propose.trees.expansion import ScratchBlocks
@@ -76,6 +77,9 @@ class EarlyExitProposer(ModelProposer):
     def _filled(self, row: DraftRow) -> int:
         # Everything but the root is in the target's storage, whoever drafted before.
         return row.num_tokens - 1
+
+    def _filled_columns(self, columns: DraftColumns) -> list[int]:
+        return [known - 1 for known in columns.known]
 
     def drafts_stored(self, row: DraftRow) -> int:
         return 0  # verification overwrites them

@@ -181,13 +181,18 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
         self._drafts, self._looped = {}, {}
         drawn, q = chains
         return DraftBlock(
-            drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), columns.known, length - 1
+            drawn.astype(np.int32),
+            q=None if q is None else q.flatten(0, 1),
+            filled=self._read(columns),
+            stored=length - 1 if self.has_storage else 0,
         )
 
     def _column_spans(self, columns: DraftColumns) -> tuple[StepInput, list[int] | None] | None:
         """`_spans` of requests in columns."""
         known = columns.known
-        firsts = [min(filled, end - 1) for filled, end in zip(columns.filled, known, strict=True)]
+        firsts = [
+            min(filled, end - 1) for filled, end in zip(self._filled_columns(columns), known, strict=True)
+        ]
         total = sum(known) - sum(firsts)
         if total > CATCH_UP_ROWS:
             return None
@@ -223,7 +228,15 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
             self.forward_time += time.perf_counter() - begun
             drafted.append(block_of(trees))
         self._drafts, self._looped = {}, {}
-        return joined_blocks(drafted, columns.known)
+        return joined_blocks(drafted, self._read(columns))
+
+    def _read(self, columns: DraftColumns) -> Sequence[int] | None:
+        """`DraftBlock.filled` after the model has read all known tokens."""
+        return columns.known if self.has_storage else None
+
+    def _filled_columns(self, columns: DraftColumns) -> list[int]:
+        """`_filled` of requests in columns."""
+        return columns.filled
 
     def _filled(self, row: DraftRow) -> int:
         """Leading tokens of the row that have K/V, and state where the model has any."""

@@ -6,6 +6,19 @@
 #include "boundary.h"
 #include "isa.h"
 
+namespace {
+
+// Where the steps of a method are counted; null: there is no room for another.
+int64_t* steps_of(dw::RequestBook& book, int64_t method) {
+  for (int i = 0; i < 3; i++) {
+    if (book.methods[i] == 0) book.methods[i] = method;
+    if (book.methods[i] == method) return book.steps + i;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
 // What requests that run ask of a step before which no other is on its way. `missing` [requests]: known tokens to compute;
 // `proposed` [requests]: drafts that wait, of those that miss one token. `facts` [3]: how many these are; tokens that they have
 // computed; blocks that are to be handed out until all known tokens have room.
@@ -70,10 +83,11 @@ DW_EXPORT void dw_take_in(int64_t requests, dw::RequestBook* const* books, dw::T
       dw::TableBook& table = *tables[r];
       const int64_t computed = (int64_t)num_new[r] + accepted[r], end = book.num_tokens + size;
       if (!size || look[r] || book.watched || end >= book.max_total) continue;
-      if (drafted[r] && method[r] != book.method) continue;
       if (num_new[r] < 0 || accepted[r] < 0 || accepted[r] > depth[r] || depth[r] > 64) continue;
       if (computed > table.reserved || table.committed + computed > end) continue;
       if (std::find_first_of(own, own + size, book.stops, book.stops + book.num_stops) != own + size) continue;
+      int64_t* steps = drafted[r] ? steps_of(book, method[r]) : &book.plain_steps;
+      if (!steps) continue;
       std::copy(own, own + size, book.tokens + book.num_tokens);
       book.num_tokens = end;
       book.num_computed += computed;
@@ -81,15 +95,13 @@ DW_EXPORT void dw_take_in(int64_t requests, dw::RequestBook* const* books, dw::T
       book.last_token_time = now;
       table.committed += computed;
       table.reserved -= computed;
+      ++*steps;
       if (drafted[r]) {
-        book.own_steps++;
         book.num_drafts++;
         book.num_drafted += drafted[r];
         book.num_accepted += accepted[r];
         book.deepest = std::max<int64_t>(book.deepest, depth[r]);
         for (int32_t i = 0; i < accepted[r]; i++) book.accepted_at[i]++;
-      } else {
-        book.plain_steps++;
       }
       answers[r] = table.committed >= table.due;
     }

@@ -10,9 +10,9 @@ struct RequestBook {
   const int32_t* stops;   // [num_stops] that may end the request
   int64_t num_stops;
   int64_t watched;  // not 0: somebody looks at each of its steps
-  int64_t method;   // number of its own one, at least 1
   double last_token_time;
-  int64_t plain_steps, own_steps, num_drafts, num_drafted, num_accepted, deepest;
+  int64_t plain_steps, methods[3], steps[3];  // steps without drafts; numbers of methods, at least 1, 0: none; steps of each
+  int64_t num_drafts, num_drafted, num_accepted, deepest;
   int32_t accepted_at[64];  // steps that accepted more than so many drafts
 };
 

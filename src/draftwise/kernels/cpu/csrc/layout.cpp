@@ -30,8 +30,8 @@ struct Field {
 const Field fields[] = {
     DW_FIELD(RequestBook, num_tokens), DW_FIELD(RequestBook, num_computed), DW_FIELD(RequestBook, num_proposed),
     DW_FIELD(RequestBook, max_total), DW_FIELD(RequestBook, tokens), DW_FIELD(RequestBook, stops),
-    DW_FIELD(RequestBook, num_stops), DW_FIELD(RequestBook, watched), DW_FIELD(RequestBook, method),
-    DW_FIELD(RequestBook, last_token_time), DW_FIELD(RequestBook, plain_steps), DW_FIELD(RequestBook, own_steps),
+    DW_FIELD(RequestBook, num_stops), DW_FIELD(RequestBook, watched), DW_FIELD(RequestBook, last_token_time),
+    DW_FIELD(RequestBook, plain_steps), DW_FIELD(RequestBook, methods), DW_FIELD(RequestBook, steps),
     DW_FIELD(RequestBook, num_drafts), DW_FIELD(RequestBook, num_drafted), DW_FIELD(RequestBook, num_accepted),
     DW_FIELD(RequestBook, deepest), DW_FIELD(RequestBook, accepted_at),
     DW_FIELD(TableBook, committed), DW_FIELD(TableBook, reserved), DW_FIELD(TableBook, due),
