@@ -33,7 +33,17 @@ int64_t float_portable(int64_t rounds) {
 const ProbeKernels& kernels() {
   switch (isa_current()) {
 #if DW_HAVE_AVX512
+    case ISA_AMX:  // what tiles could do is not measured
     case ISA_AVX512: return probe_avx512;
+#endif
+#if DW_HAVE_AVX512VNNI
+    case ISA_AVX512VNNI: return probe_avx512vnni;
+#endif
+#if DW_HAVE_AVXVNNI
+    case ISA_AVXVNNI: return probe_avxvnni;
+#endif
+#if DW_HAVE_AVX2
+    case ISA_AVX2: return probe_avx2;
 #endif
 #if DW_HAVE_NEON
     case ISA_NEON: return probe_neon;

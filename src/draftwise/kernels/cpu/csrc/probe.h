@@ -17,6 +17,15 @@ extern const ProbeKernels probe_portable;
 #if DW_HAVE_AVX512
 extern const ProbeKernels probe_avx512;
 #endif
+#if DW_HAVE_AVX512VNNI
+extern const ProbeKernels probe_avx512vnni;
+#endif
+#if DW_HAVE_AVXVNNI
+extern const ProbeKernels probe_avxvnni;
+#endif
+#if DW_HAVE_AVX2
+extern const ProbeKernels probe_avx2;
+#endif
 #if DW_HAVE_NEON
 extern const ProbeKernels probe_neon;
 #endif
