@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "linear_kernels.h"
+#include "linear_twice.h"
 
 namespace dw {
 namespace {
@@ -56,6 +57,15 @@ struct V256 {
   static I shuffle(I v, I by) { return _mm256_shuffle_epi8(v, by); }
   static I low_pairs(I a, I b) { return _mm256_unpacklo_epi8(a, b); }
   static I high_pairs(I a, I b) { return _mm256_unpackhi_epi8(a, b); }
+};
+
+// A panel is two of them.
+struct Whole256 : Twice<V256> {
+  static constexpr bool kPairs = false;
+  template <int R, Half kHalf>
+  static DW_ALWAYS void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
+    broadcast_rows<Whole256, R, kHalf>(acc, w, x);
+  }
 };
 
 #if defined(__AVX512BW__)
