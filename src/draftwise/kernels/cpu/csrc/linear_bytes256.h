@@ -44,7 +44,7 @@ void bytes_i8(const Tile& t, int panel, int part) {
   for (int64_t u = 0; u < t.units; ++u) {
     __m256i stored[N];
     DW_UNROLL for (int v = 0; v < N; ++v) stored[v] = load_bits(w + v * 32);
-    fetch_soon(w, part, 32 * N);
+    fetch_soon(w, 32 * N);
     if (kVnni) {
       DW_UNROLL for (int r = 0; r < R; ++r) {
         __m256i row = _mm256_set1_epi32(int(x[r]));
@@ -93,7 +93,7 @@ void bytes_i4(const Tile& t, int panel, int part) {
       DW_UNROLL for (int r = 0; r < R; ++r)
         DW_UNROLL for (int v = 0; v < N; ++v) pairs[r][v] = _mm256_setzero_si256();
       for (int u = left < kUnits ? left : kUnits; u > 0; --u) {
-        fetch_soon(w, part, 32 * N);
+        fetch_soon(w, 32 * N);
         __m256i low[N], high[N];
         DW_UNROLL for (int v = 0; v < N; ++v) {
           __m256i bits = load_bits(w + v * 32);

@@ -15,12 +15,10 @@
 namespace dw {
 namespace {
 
-// What of the weights is prefetched with a unit, by the `part`-th of several readers of a panel, each of which reads `bytes` of every
-// unit: the first fetches whole units from memory, so that the others find theirs in the second-level cache.
-inline __attribute__((always_inline)) void fetch_soon(const uint8_t* w, int part, int bytes) {
-  const uint8_t* soon = w + (part == 0 ? 2048 : 4 * kUnitBytes);
-  for (int line = 0; line < bytes; line += 64) __builtin_prefetch(soon + line);
-  if (bytes < kUnitBytes) __builtin_prefetch(soon + (part == 0 ? bytes : 0));
+// Asks memory for weights, some units ahead of `w`. Who reads only `bytes` of every unit, beside others, asks for more than that: the
+// first reader fetches whole units, and the others find theirs in the second-level cache.
+inline __attribute__((always_inline)) void fetch_soon(const uint8_t* w, int bytes) {
+  for (int line = 0; line < (bytes < kUnitBytes ? bytes + 64 : bytes); line += 64) __builtin_prefetch(w + 2048 + line);
 }
 
 // Where byte k (0..3) of each of four outputs stands in 16 bytes of W_I8, twice: in the low byte of a dword and in its high one.
@@ -67,7 +65,7 @@ void span(const Tile& t, int panel, int part) {
       acc[r][v] = t.load ? V::load_floats(sums + r * stride + v * (V::kBytes / 4)) : V::zero();
   for (int64_t u = 0; u < t.units; ++u) {
     typename V::I bits[2] = {V::load(w), V::load(w + V::kBytes)};
-    fetch_soon(w, part, 2 * V::kBytes);
+    fetch_soon(w, 2 * V::kBytes);
     if (F == W_BF16) {
       add_pairs<V, R>(acc, bits, x);
       x += R;
@@ -140,7 +138,7 @@ void span_i4(const Tile& t, int panel, int part) {
       DW_UNROLLED
       for (int v = 0; v < 2; ++v) acc[r][v] = V::zero();
     for (int u = 0; u < t.group_units; ++u) {
-      fetch_soon(w, part, 2 * V::kBytes);
+      fetch_soon(w, 2 * V::kBytes);
       DW_UNROLLED
       for (int half = 0; half < 2; ++half) {
         typename V::I first[2], second[2];
