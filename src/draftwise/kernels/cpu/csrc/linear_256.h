@@ -15,7 +15,7 @@ using Fn = void (*)(const Tile&, int, int);
 #define DW_F32_SPAN(r) span<V256, r, W_F32>
 #define DW_BF16_SPAN(r) span<V256, r, W_BF16>
 #define DW_I8_SPAN(r) span<V256, r, W_I8>
-#define DW_I4_SPAN(r) span_i4<V256, r>
+#define DW_I4_SPAN(r) span_i4<Crowded256, r>
 #define DW_I8_BYTES(r) bytes_i8<r>
 #define DW_I4_BYTES(r) bytes_i4<r>
 

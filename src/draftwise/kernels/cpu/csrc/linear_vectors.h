@@ -11,20 +11,26 @@
 namespace dw {
 namespace {
 
-// V::add_rows where a row's number has to be broadcast to be multiplied.
+// V::add_rows where a row's number has to be broadcast to be multiplied. Few rows are broadcast as they are loaded, and their halves parted
+// in vectors; for more, GCC would keep the whole dwords of all rows, for which there are no registers left.
 template <class V, int R, Half kHalf>
 inline void broadcast_rows(typename V::F (&acc)[R][2], const typename V::F (&w)[2], const uint32_t* x) {
   for (int r = 0; r < R; ++r) {
-    const uint32_t bits = kHalf == Half::kWhole ? x[r] : kHalf == Half::kEven ? x[r] << 16 : x[r] & 0xffff0000u;
-    typename V::F row = V::as_floats(V::set(int(bits)));
-    for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(w[v], row, acc[r][v]);
+    typename V::I row;
+    if (kHalf == Half::kWhole || R > V::kFewRows) {
+      row = V::set(int(kHalf == Half::kWhole ? x[r] : kHalf == Half::kEven ? x[r] << 16 : x[r] & 0xffff0000u));
+    } else {
+      row = V::set(int(x[r]));
+      row = kHalf == Half::kEven ? V::shift_left_16(row) : V::bits_and(row, V::set(int(0xffff0000u)));
+    }
+    for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(w[v], V::as_floats(row), acc[r][v]);
   }
 }
 
 struct V256 {
   using F = __m256;
   using I = __m256i;
-  static constexpr int kBytes = 32;
+  static constexpr int kBytes = 32, kFewRows = 4;
   static constexpr bool kPairs = false;
   template <int R, Half kHalf>
   static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
@@ -59,8 +65,18 @@ struct V256 {
   static I high_pairs(I a, I b) { return _mm256_unpackhi_epi8(a, b); }
 };
 
+// Where tables and masks take registers, too.
+struct Crowded256 : V256 {
+  static constexpr int kFewRows = 1;
+  template <int R, Half kHalf>
+  static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
+    broadcast_rows<Crowded256, R, kHalf>(acc, w, x);
+  }
+};
+
 // A panel is two of them.
 struct Whole256 : Twice<V256> {
+  static constexpr int kFewRows = 2;
   static constexpr bool kPairs = false;
   template <int R, Half kHalf>
   static DW_ALWAYS void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
@@ -72,7 +88,7 @@ struct Whole256 : Twice<V256> {
 struct V512 {
   using F = __m512;
   using I = __m512i;
-  static constexpr int kBytes = 64;
+  static constexpr int kBytes = 64, kFewRows = 8;
   static constexpr bool kPairs = false;
   template <int R, Half kHalf>
   static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
