@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,15 @@ from tests.fakes.tiny import save_llama
 
 from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.errors import ConfigError
+from draftwise.graphs.backend import Rerun
+from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.capture import Captures
+from draftwise.graphs.loop import Drafter, LoopMemory
 from draftwise.graphs.memory import MemoryNeeds, plan_memory
+from draftwise.graphs.trees import TreeLoop, TreePlan
 from draftwise.kv.storage import KVStorage
 from draftwise.models.loader import load_model
-from draftwise.types import StepInput
+from draftwise.types import StepInput, TreeShape
 
 GB = 10**9
 NEEDS = MemoryNeeds(
@@ -106,3 +111,43 @@ def test_a_gpu_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     # 90 - 40 used - 5 - 1 - 1 - (5 + 2 * 4 MiB) for graphs - 100 / 64
     left = 90 * 10**6 - 52 * 10**6 - 2 * (4 << 20) - 100 * 10**6 // 64
     assert plan.num_blocks == left // 10**5
+
+
+def _device_bytes(kept: Iterable[object], host: torch.Tensor | None = None) -> int:
+    """Bytes of all tensors among ``kept``, each storage once, without ``host``."""
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in kept
+        if isinstance(one, torch.Tensor) and one.numel()
+    }
+    if host is not None:
+        del storages[host.untyped_storage().data_ptr()]
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        TreePlan(TreeShape((-1, -1, 0, 1, 3), (0, 1, 0, 0, 0))),
+        TreePlan(TreeShape((-1, -1, -1), (0, 1, 2))),
+        TreePlan(top_k=3, depth=4),
+        TreePlan(top_k=2, depth=1),
+    ],
+    ids=["static", "one level", "dynamic", "one dynamic level"],
+)
+def test_the_plan_counts_what_loops_of_trees_keep(plan: TreePlan) -> None:
+    """Every tensor that the loops make, of all sizes and kinds."""
+    captures = Captures((), (Shape(1, 2, 40), Shape(3, 4, 40)), tree=plan)
+    backend = Rerun(torch.device("cpu"))
+    drafter = Drafter(None, torch.clone, vocab_size=23, max_position=39, feature_size=5)
+    memory = LoopMemory(captures.loops, captures.steps, drafter, backend.device)
+    shared = [memory.tokens, memory.q, memory.counters, memory.features]
+    taken = _device_bytes(shared)
+    for shape in captures.loops:
+        rows = PassBuffers(shape, Tables(3, 40, 4, backend), 4, 0, backend)
+        for kind in plan.kinds:
+            loop = TreeLoop(shape, plan, kind, drafter, rows, memory, 0, backend)
+            own = {n: x for n, x in vars(loop).items() if n not in ("_features", "_counters")}
+            parts = [getattr(x, f.name) for x in (*loop._levels, *loop._children) for f in fields(x)]
+            taken += _device_bytes([*own.values(), *parts], loop._host)
+    assert captures.loop_bytes(23, 5 * 4) == taken

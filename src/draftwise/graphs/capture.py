@@ -53,12 +53,15 @@ class Captures:
         return ", ".join(parts) or "nothing"
 
     def loop_bytes(self, vocab_size: int, feature_bytes: int = 0) -> int:
-        """Bytes of a `LoopMemory`; ``feature_bytes``: of one row's features."""
+        """Bytes of a `LoopMemory`, and of what each loop of a tree keeps; ``feature_bytes``: of one row's features."""
         if not self.loops:
             return 0
         requests = max(shape.requests for shape in self.loops)
         rows = max(shape.size for shape in self.loops)
-        return 8 * vocab_size + requests * self.steps * (8 + 4 * vocab_size) + rows * feature_bytes
+        shared = 8 * vocab_size + requests * self.steps * (8 + 4 * vocab_size) + rows * feature_bytes
+        if self.tree is None:
+            return shared
+        return shared + len(self.tree.kinds) * sum(self.tree.loop_bytes(s.requests) for s in self.loops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,19 @@ class TreePlan:
         """How its nodes may be drawn."""
         return ("argmax",) if self.shape is None else ("argmax", "shared")
 
+    def loop_bytes(self, requests: int) -> int:
+        """Bytes on the device of one `TreeLoop` for so many requests, besides what loops share.
+
+        Example: parents (-1, -1, 0) are 3 nodes on 2 levels, of which one is fed. For one request: 8 * (4 + 2) + 4 of
+        its state, 3 * 20 of its nodes, and 8 * (4 + 3 * 3 + 3) of the tree's layout.
+        """
+        state = requests * (8 * (4 + self.levels) + 4)
+        nodes = requests * self.candidates * (8 + 8 + 4)  # tokens, parents, scores
+        if self.shape is None:
+            return state + nodes + 8 * (self.depth - 1) * self.top_k
+        fed = len({parent for parent in self.shape.parents if parent >= 0})
+        return state + nodes + 8 * (4 * fed + 3 * self.candidates + self.levels + 1)
+
     def takes(self, draws: TreeDraws) -> bool:
         """Whether these draws are of this tree."""
         if draws.shape != self.shape:
