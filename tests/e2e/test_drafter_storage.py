@@ -14,6 +14,7 @@ import torch
 from draftwise import LLM, SamplingParams
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.hybrid import HybridProposer
+from draftwise.propose.models.early_exit import EarlyExitProposer
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.rows import Row
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
@@ -69,7 +70,7 @@ def storages(drafting: Drafting, method: str) -> list[KVStorage]:
         proposer = proposer.inner
     passes = getattr(proposer, "_passes", None)
     found = passes.kv if passes is not None else getattr(proposer, "_storage", None)
-    return [] if found is None or found is drafting._storage else [found]
+    return [] if found is None or isinstance(proposer, EarlyExitProposer) else [found]
 
 
 def written(drafting: Drafting, row: Row) -> int:
@@ -88,9 +89,10 @@ def slots(row: Row, keys: Sequence[int]) -> torch.Tensor:
 class Moving:
     """Compacts drafters' storages, too, as the target's is."""
 
-    def __init__(self, drafting: Drafting) -> None:
+    def __init__(self, executor: Any) -> None:
         self.moves = 0
-        move = drafting.move
+        drafting, compaction = executor._drafting, executor._compaction
+        move = compaction.move
 
         def wrapped(row: Row, path: Sequence[int], base: int) -> None:
             move(row, path, base)
@@ -101,7 +103,7 @@ class Moving:
                 )
                 self.moves += len(moving)
 
-        drafting.move = wrapped  # type: ignore[method-assign]
+        compaction.move = wrapped
 
 
 class Scrambling:
@@ -109,8 +111,9 @@ class Scrambling:
 
     before = 0
 
-    def __init__(self, drafting: Drafting) -> None:
+    def __init__(self, executor: Any) -> None:
         self.moves = 0
+        drafting = executor._drafting
         propose = drafting.propose
         noise = torch.Generator().manual_seed(3)
 
@@ -127,17 +130,16 @@ class Scrambling:
                         self.moves += len(behind)
             propose(wanted)
 
-        drafting.propose = wrapped  # type: ignore[method-assign]
+        drafting.propose = wrapped
 
 
 def drafts_of(
-    engines: Engines, case: tuple[str, str, str], change: Callable[[Drafting], Any] | None = None
+    engines: Engines, case: tuple[str, str, str], change: Callable[[Any], Any] | None = None
 ) -> tuple[Drafts, int, int]:
     """Drafts of every step, how many accepted nodes stood apart from their place, and how much was changed."""
     family, method, shape = case
     llm = engines.get(family)
     executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
-    drafting: Drafting = executor._drafting
     llm.reset_drafters()
     params = [
         SamplingParams(
@@ -151,16 +153,16 @@ def drafts_of(
         )
         for i in range(len(engines.prompts))
     ]
-    changed = change(drafting) if change is not None else None
+    changed = change(executor) if change is not None else None
     ordinary = executor._ordinary
     if isinstance(changed, Moving):
-        executor._ordinary = None  # there `Drafting.move` is not told of each path
+        executor._ordinary = None  # there `Compaction.move` is not told of each path
     try:
         outputs = llm.generate(engines.prompts, params)
     finally:
         executor._ordinary = ordinary
-        for name in ("accepted", "propose"):
-            drafting.__dict__.pop(name, None)
+        executor._compaction.__dict__.pop("move", None)
+        executor._drafting.__dict__.pop("propose", None)
     traces = [o.outputs[0].trace or () for o in outputs]
     apart = sum(node != k for t in traces for step in t for k, node in enumerate(step.accepted_nodes))
     drafts = [[(step.draft_tokens, step.draft_parents) for step in trace] for trace in traces]

@@ -76,7 +76,7 @@ def run(llm: LLM, prompts: list[Any], params: list[SamplingParams], ordinary: bo
     if not ordinary:
         executor._ordinary = executor._drafting._placing = None
     seen: list[Any] = []
-    execute, marks = executor.execute, executor._drafting._filled_blocks
+    execute, marks = executor.execute, executor._drafting.fills.marks
 
     def watched(plan: Any) -> Any:
         result = execute(plan)

@@ -85,7 +85,6 @@ class Books:
         self.proposer = Scripted()
         self.drafting = Drafting(
             {"scripted": self.proposer},
-            None,  # type: ignore[arg-type]  # nothing is moved
             num_blocks=20,
             block_size=BLOCK,
             vocab_size=VOCAB,
@@ -118,7 +117,7 @@ class Books:
             line=self._tables.open(),
         )
         row.add_blocks(blocks)
-        self.drafting.fresh_blocks(blocks)
+        self.drafting.fills.fresh_blocks(blocks)
         return row
 
     def entered(self, rid: int = 0) -> Row:
@@ -129,7 +128,7 @@ class Books:
 
     @property
     def marks(self) -> list[int]:
-        return np.flatnonzero(self.drafting._filled_blocks["scripted"]).tolist()
+        return np.flatnonzero(self.drafting.fills.marks["scripted"]).tolist()
 
     def commit(self, row: Row) -> None:
         self.drafting.committed([(row, 0, range(9))])
@@ -150,7 +149,7 @@ def test_marks_follow_answers(books: Books) -> None:
     assert (row.fill["scripted"].tokens, row.fill["scripted"].drafts) == (10, 2) and books.marks == [1, 2]
     # tokens 10, 11 and 12 are committed; of the drafts 11 and 12 are stored, which completes block 3
     row.num_tokens, row.num_computed = 13, 12
-    books.drafting.accepted(row, 2, 10)
+    books.drafting.fills.accepted(row, 2, 10)
     assert row.fill["scripted"].tokens == 12 and books.marks == [1, 2, 3], "accepted drafts fill blocks, too"
     books.proposer.answers["settle"] = 12
     books.drafting.removed(row)
@@ -209,7 +208,7 @@ def test_a_wrong_word_on_what_is_filled_marks_nothing(books: Books, hook: str, a
     assert row.drafting_failed and row.fill["scripted"].tokens == right and row.fill["scripted"].drafts == 0
     assert row.proposal.tokens == (7, 8, 9), "what was drawn is verified, whatever came after"
     row.num_tokens, row.num_computed = 13, 12
-    books.drafting.accepted(row, 2, 10)
+    books.drafting.fills.accepted(row, 2, 10)
     assert row.fill["scripted"].tokens == right and 3 not in books.marks
 
 
@@ -279,7 +278,7 @@ def test_a_prefix_hit_has_what_is_marked(books: Books) -> None:
     hit.add_blocks([1, 2, 3])
     books.drafting.admitted(hit)
     assert hit.fill["scripted"].tokens == 8
-    books.drafting.fresh_blocks([2])
+    books.drafting.fills.fresh_blocks([2])
     again = books.row(2, blocks=(), known=14, computed=12)
     again.add_blocks([1, 2, 3])
     books.drafting.admitted(again)
@@ -355,7 +354,6 @@ def test_what_a_request_is_there_for_fails_it(books: Books, answer: Any) -> None
     proposer.prompt_only = True  # type: ignore[misc]
     drafting = Drafting(
         {"scripted": proposer},
-        None,  # type: ignore[arg-type]
         num_blocks=20,
         block_size=BLOCK,
         vocab_size=VOCAB,

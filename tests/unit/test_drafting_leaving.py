@@ -54,7 +54,6 @@ def test_a_proposer_hears_what_was_delivered(
     listener = Listener()
     drafting = Drafting(
         {"listener": listener},
-        None,  # type: ignore[arg-type]  # no storage is touched
         num_blocks=1,
         block_size=4,
         vocab_size=10,

@@ -11,6 +11,7 @@ import torch
 
 from draftwise.models.base import DecoderModel
 from draftwise.runner.batch import StepBatch, StepRow
+from draftwise.runner.compaction import Compaction
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.ordinary import OrdinarySteps
 from draftwise.runner.outcome import Outcome, committed_rows
@@ -24,12 +25,18 @@ class OneByOne:
     """Takes in what a step did to requests, and what is reported of them, for one executor."""
 
     def __init__(
-        self, model: DecoderModel, drafting: Drafting, verifying: Verifying, ordinary: OrdinarySteps | None
+        self,
+        model: DecoderModel,
+        drafting: Drafting,
+        verifying: Verifying,
+        compaction: Compaction,
+        ordinary: OrdinarySteps | None,
     ) -> None:
         """``ordinary``: who is to know that a request may be decided in columns from now on."""
         self._model = model
         self._drafting = drafting
         self._verifying = verifying
+        self._compaction = compaction
         self._ordinary = ordinary
 
     def prompt_logprobs(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
@@ -67,7 +74,7 @@ class OneByOne:
             answers = spread
         outcomes: list[Outcome] = []
         read: list[tuple[Row, int, Sequence[int]]] = []
-        drafting, observes = self._drafting, self._drafting.observes
+        fills, observes = self._drafting.fills, self._drafting.observes
         for (row, planned, _), answer, start in zip(batch.steps, answers, batch.starts, strict=False):
             row.proposal = EMPTY_PROPOSAL
             before, num_new = row.num_computed, planned.num_new
@@ -78,11 +85,11 @@ class OneByOne:
                 path, token_ids, _ = outcome
                 for fill in row.fill.values():
                     if fill.drafts:
-                        drafting.accepted(row, len(path), base)
+                        fills.accepted(row, len(path), base)
                         break
                 # Nodes 0, 1, ... stand where they belong.
                 if path and path[-1] != len(path) - 1 and not self._verifying.compacts(row):
-                    drafting.move(row, path, base)
+                    self._compaction.move(row, path, base)
                 row.num_computed = base + len(path)
                 row.append(token_ids)
                 row.state.commit(token_ids)

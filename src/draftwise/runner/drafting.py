@@ -1,26 +1,23 @@
-"""The drafting side of the executor: the drafter of each request, the validity of drafter state, and compaction."""
+"""The drafting side of the executor: which drafter is asked for whom, and what becomes of its answers."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from draftwise.kernels.cpu.attention import address
-from draftwise.kv.storage import KVStorage
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.columns import ColumnDrafter, ColumnFollower, DraftBlock, DraftPart, ReadColumns
 from draftwise.propose.grammar import GrammarProposer, fit
+from draftwise.runner.fills import Fills
 from draftwise.runner.guard import Guard, whole_number
 from draftwise.runner.placing import Placing
 from draftwise.runner.proposal_checks import are_sound, checked, is_foreign
-from draftwise.runner.rows import DrafterFill, Row
+from draftwise.runner.rows import Row
 from draftwise.types import (
     EMPTY_PROPOSAL,
     DrafterFailure,
@@ -32,17 +29,11 @@ from draftwise.types import (
 
 
 class Drafting:
-    """Calls the proposers, all of them through `guard`, and keeps the books of their per-token state.
-
-    Per (block, drafter) a mark says that the whole block is filled for that drafter: a prefix-cache hit may then
-    rely on it. A block that is handed out anew loses its marks. Marks are made of answers that were checked; a call
-    that fails makes none.
-    """
+    """Calls the proposers, all of them through `guard`, and tells `fills` what they have stored."""
 
     def __init__(
         self,
         proposers: Mapping[str, Proposer],
-        storage: KVStorage,
         *,
         num_blocks: int,
         block_size: int,
@@ -55,38 +46,25 @@ class Drafting:
         where native code finds them."""
         self._proposers = {GrammarProposer.name: GrammarProposer(), **proposers}
         self.guard = Guard(self._proposers)
-        self._storage = storage
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._device = device
         self._chains_only = chains_only
         self._placing = placing
-        self._filled_blocks: dict[str, npt.NDArray[np.bool_]] = {
-            name: np.zeros(num_blocks, np.bool_) for name, p in self._proposers.items() if p.has_storage
-        }
+        with_storage = [name for name, p in self._proposers.items() if p.has_storage]
+        self.fills = Fills(with_storage, num_blocks, block_size)
         self.capture_layers = tuple(sorted({i for p in self._proposers.values() for i in p.capture_layers}))
         self._observers = {n for n, p in self._proposers.items() if p.capture_layers or p.observes}
         self.observes = bool(self._observers)
         self._prompt_only = {name for name in self._observers if self._proposers[name].prompt_only}
         self._foreign = {name for name, p in self._proposers.items() if is_foreign(p)}
-        self._moves: tuple[list[int], list[int]] = ([], [])  # slots of the target: from, to
 
     # -------------------------------------------------------------------------------------- block changes
 
     def admitted(self, row: Row) -> None:
-        """A request entered with ``row.num_computed`` cached tokens: how many of them has each drafter?"""
+        """A request entered, with ``row.num_computed`` cached tokens."""
         self.guard.returns(row)
-        blocks = row.blocks_np[: row.num_computed // self._block_size]
-        for name, marks in self._filled_blocks.items():
-            unfilled = np.flatnonzero(~marks[blocks])
-            leading = int(unfilled[0]) if len(unfilled) else len(blocks)
-            fill = row.fill[name] = DrafterFill(tokens=leading * self._block_size)
-            if name == row.method:
-                row.fill_at, row.marks_at = ctypes.addressof(fill), address(marks)
-
-    def fresh_blocks(self, block_ids: Sequence[int]) -> None:
-        for marks in self._filled_blocks.values():
-            marks[list(block_ids)] = False
+        self.fills.admitted(row)
 
     def trimmed(self, row: Row) -> None:
         """Blocks past the committed tokens went away, and what drafters had written there with them."""
@@ -94,13 +72,13 @@ class Drafting:
             fill.tokens = min(fill.tokens, row.num_computed)
             fill.drafts = 0
         name = row.speculation.method
-        if name in self._filled_blocks and not row.drafting_failed:
+        if name in self.fills.marks and not row.drafting_failed:
             self.guard.ask(name, "trimmed", [row], lambda p: p.trimmed(row.rid, row.num_computed), None)
 
     def removed(self, row: Row) -> None:
         rid, token_ids_np = row.rid, _delivered(row)
         own = row.speculation.method
-        if own in self._filled_blocks and not row.drafting_failed:
+        if own in self.fills.marks and not row.drafting_failed:
             # Its blocks may be found by the next request with this prefix, such as the next turn of a conversation.
             known_np = token_ids_np[: min(row.num_computed, len(token_ids_np))]
             filled = self.guard.ask(
@@ -112,7 +90,7 @@ class Drafting:
                 ),
                 0,
             )
-            self._fill(own, row, max(filled, row.fill[own].tokens))
+            self.fills.has(own, row, max(filled, row.fill[own].tokens))
         for name in self._proposers:
             concerned = [row] if name == own else []
             if not (concerned and row.drafting_failed):
@@ -195,49 +173,12 @@ class Drafting:
             answer = proposer.committed(parts)
             if answer is None:
                 return None
-            return [self._leading(row, n) for row, n in zip(rows, answer, strict=True)]
+            return [self.fills.leading(row, n) for row, n in zip(rows, answer, strict=True)]
 
         filled = self.guard.ask(name, "committed", rows, call, None)
-        if filled is not None and name in self._filled_blocks:
+        if filled is not None and name in self.fills.marks:
             for row, tokens in zip(rows, filled, strict=True):
-                self._fill(name, row, tokens)
-
-    def _leading(self, row: Row, answer: object) -> int:
-        """An answer that has to be a number of leading tokens of the request, which has blocks for them."""
-        return whole_number(answer, min(row.num_tokens, row.num_blocks * self._block_size), "what is filled")
-
-    def accepted(self, row: Row, count: int, base: int) -> None:
-        """``count`` nodes of the proposal became tokens base, base + 1, ... (``base``: tokens with K/V before them):
-        what a drafter wrote for its own chain is valid so far."""
-        for name, fill in row.fill.items():
-            if fill.drafts and fill.tokens == base:
-                self._fill(name, row, base + min(count, fill.drafts))
-            fill.drafts = 0
-
-    def move(self, row: Row, path: Sequence[int], base: int) -> None:
-        """Nodes ``path``, parents first, become tokens base, base + 1, ...: `compact` will move what they stored.
-
-        Node i stands in key base + i of the target's storage and must come to key base + k, k its place in the path. In
-        drafters' storages nothing is moved: see `Proposer`.
-        Example: base 10, path (1, 3): keys 11 -> 10 and 13 -> 11.
-        """
-        source, target = self._moves
-        size = self._block_size
-        table = row.blocks_np
-        for k, node in enumerate(path):
-            if node != k:
-                src, dst = base + node, base + k
-                source.append(int(table[src // size]) * size + src % size)
-                target.append(int(table[dst // size]) * size + dst % size)
-
-    def compact(self) -> None:
-        """Carry out the moves of this step's accepted paths in the target's storage."""
-        source, target = self._moves
-        if source:
-            self._storage.move(
-                torch.tensor(source, device=self._device), torch.tensor(target, device=self._device)
-            )
-            self._moves = ([], [])
+                self.fills.has(name, row, tokens)
 
     # -------------------------------------------------------------------------------------------- propose
 
@@ -346,11 +287,11 @@ class Drafting:
             else:
                 self.guard.failed(name, "propose", [members[0][0]], error)
             return
-        stores = name in self._filled_blocks
+        stores = name in self.fills.marks
         stored = self._stored_after(name, members) if stores else None
         if self._placed(members, proposals, stored):
             if stores and stored is None:
-                self._record_fills(name, members, proposals, None)
+                self.fills.proposed(self.guard, self._proposers[name], members, proposals, None)
             return
         for (row, draft_row), proposed in zip(members, proposals, strict=True):
             row.proposal = proposed
@@ -362,7 +303,7 @@ class Drafting:
                 ):  # the grammar's fault: the next step's masks will say so, and fail the request
                     row.proposal = EMPTY_PROPOSAL
         if stores:
-            self._record_fills(name, members, proposals, stored)
+            self.fills.proposed(self.guard, self._proposers[name], members, proposals, stored)
 
     def _placed(
         self,
@@ -396,48 +337,6 @@ class Drafting:
             for proposal, row in zip(proposals, rows, strict=True)
         ]
 
-    def _record_fills(
-        self,
-        name: str,
-        members: Sequence[tuple[Row, DraftRow]],
-        proposals: Sequence[Proposal],
-        together: tuple[Sequence[int], Sequence[int]] | None,
-    ) -> None:
-        """The drafter's stored state of its requests after it proposed; ``together``: what it said of all at once. Of
-        its
-        drafts that counts which is still proposed: a grammar may have put others in their place. Who cannot tell of one
-        request fails for that one."""
-        proposer = self._proposers[name]
-        filled_after, drafts_stored = proposer.filled_after, proposer.drafts_stored
-        size = self._block_size
-        for i, ((row, draft_row), proposed) in enumerate(zip(members, proposals, strict=True)):
-            if row.drafting_failed:  # just now
-                continue
-            hook = "filled_after"
-            stored = 0
-            try:
-                tokens = filled_after(draft_row) if together is None else together[0][i]
-                if tokens.__class__ is not int or not 0 <= tokens <= row.num_tokens <= row.num_blocks * size:
-                    tokens = self._leading(row, tokens)
-                hook = "drafts_stored"
-                drafts = drafts_stored(draft_row) if together is None else together[1][i]
-                if drafts.__class__ is not int or drafts:
-                    most = len(proposed) if proposed.is_chain else 0
-                    stored = whole_number(drafts, most, "the number of stored drafts")
-            except Exception as error:
-                self.guard.failed(name, hook, [row], error)
-                if hook == "filled_after":
-                    continue
-            fill = row.fill[name]
-            if tokens // size > fill.tokens // size:
-                self._fill(name, row, tokens)
-            fill.tokens = tokens
-            if stored and row.proposal is not proposed:
-                kept = row.proposal.tokens if row.proposal.is_chain else ()
-                same = [ours == theirs for ours, theirs in zip(proposed.tokens, kept, strict=False)]
-                stored = min(stored, [*same, False].index(False))
-            fill.drafts = stored
-
     def _stored_after(
         self, name: str, members: Sequence[tuple[Row, DraftRow]]
     ) -> tuple[Sequence[int], Sequence[int]] | None:
@@ -450,20 +349,6 @@ class Drafting:
             return answer
 
         return self.guard.ask(name, "stored_after", [row for row, _ in members], call, None)
-
-    def filled(self, name: str, row: Row, tokens: int, drafts: int) -> None:
-        """The drafter has so many tokens of the request, and drafts behind them, without having been called."""
-        self._fill(name, row, tokens)
-        row.fill[name].drafts = drafts
-
-    def _fill(self, name: str, row: Row, tokens: int) -> None:
-        """The drafter has the first ``tokens`` tokens of the request now."""
-        fill = row.fill[name]
-        before = fill.tokens // self._block_size
-        fill.tokens = tokens
-        after = tokens // self._block_size
-        if after > before:
-            self._filled_blocks[name][row.blocks_np[before:after]] = True
 
     # ---------------------------------------------------------------------------------------------- reports
 

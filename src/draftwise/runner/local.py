@@ -22,6 +22,7 @@ from draftwise.models.lora.low_rank import LowRank
 from draftwise.propose.base import Proposer
 from draftwise.runner.apart import OneByOne
 from draftwise.runner.batch import assemble
+from draftwise.runner.compaction import Compaction
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
@@ -94,7 +95,6 @@ class LocalExecutor(Executor):
             self._ordinary = OrdinarySteps(library, rules, self._packer, block_size)
         self._drafting = Drafting(
             proposers,
-            storage,
             num_blocks=num_blocks,
             block_size=block_size,
             vocab_size=self._vocab_size,
@@ -102,7 +102,8 @@ class LocalExecutor(Executor):
             chains_only=storage.states is not None,
             placing=None if library is None or self._ordinary is None else Placing(library, block_size),
         )
-        self._one_by_one = OneByOne(model, self._drafting, self._verifying, self._ordinary)
+        self._compaction = Compaction(storage, block_size, device)
+        self._one_by_one = OneByOne(model, self._drafting, self._verifying, self._compaction, self._ordinary)
         self.seats: Seats | None = None  # of requests that decode on the device
         if seated and isinstance(model, GraphedDecoder):
             seats = Seats(
@@ -226,7 +227,7 @@ class LocalExecutor(Executor):
             self._drafting.committed(read)
             followed = self._clock() - before
         transferred = self._one_by_one.transfer(steps, outcomes)
-        self._drafting.compact()
+        self._compaction.compact()
         verified = self._clock()
 
         self._drafting.propose(drafting(steps, outcomes))
@@ -272,7 +273,7 @@ class LocalExecutor(Executor):
                 drafting.committed(step.read(read))
             followed = self._clock() - before
         ordinary.compact(self._storage, *moved)
-        drafting.compact()
+        self._compaction.compact()
         verified = self._clock()
         drafting.propose(step.drafting(outcomes))
         drafted = self._clock()
@@ -334,7 +335,7 @@ class LocalExecutor(Executor):
         for i, block_ids in columns.blocks.items():
             self._rows[columns.rids[i]].add_blocks(block_ids)
         if columns.blocks:
-            self._drafting.fresh_blocks(
+            self._drafting.fills.fresh_blocks(
                 [block for block_ids in columns.blocks.values() for block in block_ids]
             )
 

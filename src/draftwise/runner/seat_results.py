@@ -81,7 +81,7 @@ def record(
     if seated is not None and not row.drafting_failed:  # a request that fails here leaves with the next plan
         filled = seated.went_on(row, member.fed, waiting)
         if filled is not None:
-            drafting.filled(method, row, *filled)
+            drafting.fills.has(method, row, *filled)
     logprobs: tuple[TokenLogprobs, ...] | None = None
     if report_np is not None:
         logprobs = _logprobs(report_np, tokens, row.state.params.logprobs or 0)

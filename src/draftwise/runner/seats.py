@@ -221,7 +221,7 @@ class Seats:
                 continue
             filled = seated.catch_up(row)
             if filled is not None:
-                self._drafting.filled(method, row, filled, 0)
+                self._drafting.fills.has(method, row, filled, 0)
 
     def take(self, plan: StepPlan) -> list[RowPlan]:
         """The requests with a seat in the coming step; call it after `arriving`. Others take seats now, if they

@@ -13,7 +13,7 @@ from draftwise.kv.manager import KVManager
 from draftwise.kv.prefix_cache import PrefixCache
 from draftwise.kv.storage import KVStorage
 from draftwise.runner import verifying as verifying_file
-from draftwise.runner.drafting import Drafting
+from draftwise.runner.fills import Fills
 from draftwise.runner.rows import Row
 from draftwise.sampling.state import SamplingState
 from draftwise.sched import scheduler as scheduler_file
@@ -40,7 +40,7 @@ def no_compaction(patch: Patch) -> None:
 
 def marks_not_cleared(patch: Patch) -> None:
     """A block that is handed out anew still counts as filled for the drafters that filled it before."""
-    patch.setattr(Drafting, "fresh_blocks", _nothing)
+    patch.setattr(Fills, "fresh_blocks", _nothing)
 
 
 def trims_lost(patch: Patch) -> None:
