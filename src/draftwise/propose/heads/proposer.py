@@ -13,7 +13,7 @@ import torch
 from draftwise.graphs.head import GraphedHead
 from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
 from draftwise.models.heads.base import HeadModel
-from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
+from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import (
     ChainKind,
     alike,
@@ -29,18 +29,16 @@ from draftwise.propose.chains import (
 from draftwise.propose.columns import (
     ANY_LENGTH,
     ColumnDrafter,
-    ColumnFollower,
     DraftBlock,
     DraftColumns,
-    ReadColumns,
     block_of,
     joined_blocks,
     says_itself,
 )
+from draftwise.propose.heads.follower import HeadFollower
 from draftwise.propose.heads.loops import Call, HeadLoops
-from draftwise.propose.heads.passes import Fill, HeadDraft, HeadPasses
+from draftwise.propose.heads.passes import HeadDraft
 from draftwise.propose.heads.seated import SeatedHead
-from draftwise.propose.heads.state import MANY_FEATURES, Features, HeadState
 from draftwise.propose.heads.steady import SteadyHeads
 from draftwise.propose.heads.trees import HeadTrees, RootedTrees
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
@@ -54,35 +52,19 @@ from draftwise.propose.trees.native import (
     tree_proposals,
 )
 from draftwise.sampling.draw import DraftSampleMethod
-from draftwise.types import EMPTY_PROPOSAL, DraftedTree, IntArray, Proposal, StepInput, TargetOutput
+from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, StepInput
 
 T = TypeVar("T")
 
-_PENDING_ROWS = 32
-"""A request with so many rows to come is filled at once: many steps without drafting. It bounds the memory of waiting
-features."""
 
-
-_FEW_ROWS = 16
-"""Rows per request, on average, of which it does not matter how long those of the others are kept."""
-
-
-class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
+class HeadProposer(HeadFollower, ColumnDrafter):
     """Runs a head autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
-    What the target computed for tokens that were committed (`committed`) waits (`FeatureSource`) until the head drafts,
-    or until there is much of it, and becomes features then. The head computes the rows of all committed tokens that it
-    has not seen, and goes on from its own output. K/V of drafts is not kept: it came from the head's own features, and
-    is computed again from the target's once the tokens are accepted.
-
-    Nothing is kept of a step that the head is not told of (`RowPlan.follow`); the head goes on behind a gap.
-
-    The feature of the last token of every full block is kept beside the block, so that a prefix-cache hit whose blocks
-    are filled continues as if it had never left; see `HeadState` for one whose blocks are not.
+    The head computes the rows of all committed tokens that it has not seen (`HeadFollower`), and goes on from its own
+    output. K/V of drafts is not kept: it came from the head's own features, and is computed again from the target's
+    once the tokens are accepted.
     """
 
-    has_storage: ClassVar[bool] = True
-    observes: ClassVar[bool] = True
     drafts_trees: ClassVar[bool] = True
     drafts_dynamic_trees: ClassVar[bool] = True
 
@@ -99,27 +81,18 @@ class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
         """``vocab_size``: of the target. ``max_model_len``: no token at this position or later is fed to the head;
         drafting stops there. ``sample_method``: "probabilistic" draws from the head's distribution, "greedy" takes its
         most likely token."""
+        super().__init__(head, block_size)
         self._head = head
-        self._passes = HeadPasses(head, block_size)
         self._loops = HeadLoops(self._passes)
         self._vocab_size = vocab_size
-        self._block_size = block_size
         self._max_len = min(max_model_len, head.max_model_len)
         self._max_num_seqs = max_num_seqs
         self._sample_method = sample_method
-        self.capture_layers = head.feature_layers or ()
         self._scratch: ScratchBlocks  # see `allocate`
         self._most = ANY_LENGTH  # drafts in a row
-        self._known: dict[int, HeadState] = {}  # of all requests, see `_states`
-        self._steady: SteadyHeads | None = None
-        """The requests of the latest drafts in columns, whose states it has."""
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
         each."""
-        self._output: TargetOutput | None = None  # of the step's target pass, until `committed`
-
-    steady_from = 8
-    """So many requests are kept side by side; calls on arrays cost a few requests more than their records do."""
 
     @classmethod
     @abstractmethod
@@ -143,108 +116,6 @@ class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
             max_num_seqs=context.max_num_seqs,
             sample_method=context.sample_method,
         )
-
-    @property
-    def _states(self) -> dict[int, HeadState]:
-        """By request; what is kept of many side by side is written into them."""
-        steady, self._steady = self._steady, None
-        if steady is not None:
-            steady.write()
-        return self._known
-
-    # ------------------------------------------------------------------------------ after the target's pass
-
-    def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
-        self._output = output
-
-    def committed(self, parts: Sequence[Committed]) -> Sequence[int] | None:
-        output, self._output = self._output, None
-        assert output is not None, "observe comes before committed"
-        passes, source, states = self._passes, self._passes.source, self._states
-        size = self._block_size
-        total = sum([len(part.rows) for part in parts])
-        # A prompt among them: what the others keep of the step must not keep all of it.
-        crowd = len(parts) > 1 and total > max(MANY_FEATURES, _FEW_ROWS * len(parts))
-        features = source.expected()
-        rows: list[int] = []
-        told: list[HeadState] = []
-        ends: list[tuple[int, int]] = []
-        copies: list[tuple[Features, int, int]] = []
-        many: list[Fill] = []
-        for part in parts:
-            first_token, first, count = part.first_token, len(rows), len(part.rows)
-            state = states.get(part.rid)
-            if state is None:
-                state = states[part.rid] = passes.open(first_token, part.filled, part.block_table_np)
-            elif state.tracks[0].queue.end != first_token:
-                state = states[part.rid] = state.skipped(first_token)
-            told.append(state)
-            rows += part.rows
-            if -(first_token + 1) % size < count:
-                ends += [
-                    (first + i, block) for i, block in passes.ends(first_token, count, part.block_table_np)
-                ]
-            if crowd:
-                own = Features()
-                copies.append((own, first, first + count))
-                state.tracks[0].queue.append(own, 0, count)
-            else:
-                state.tracks[0].queue.append(features, first, first + count)
-            read = first_token + count
-            # A chunk of a prompt is filled at once, too: the next request may share it before this one drafts.
-            if state.pending >= _PENDING_ROWS or read + 1 < part.num_tokens:
-                # not the row of the first token that was not read: its slot need not be the request's yet
-                many.append(Fill(state, part.token_ids_np, part.block_table_np, read))
-        source.wait(output, np.array(rows, np.int32), ends, features)
-        for own, first, stop in copies:
-            own.give(features.value[first:stop].clone())
-        source.bound()
-        if not many:
-            return None
-        self._passes.fill(many)
-        self.forward_time += self._passes.take_time()
-        return [state.filled for state in told]
-
-    def read_columns(self, read: ReadColumns) -> bool:
-        steady, output, count = self._steady, self._output, len(read.rids)
-        if steady is None or output is None or not steady.follows(read.rids, read.first_tokens_np):
-            return False
-        total, most = len(read.rows_np), int(read.counts_np.max())
-        if most >= _PENDING_ROWS or total > max(MANY_FEATURES, _FEW_ROWS * count):
-            return False
-        self._output = None
-        # Example: blocks of 16, tokens 30 to 33: the second one is the last of its block, number 31 // 16.
-        behind_np = -(read.first_tokens_np + 1) % self._block_size
-        ends: list[tuple[int, int]] = []
-        filling = np.flatnonzero(behind_np < read.counts_np).tolist()
-        if filling:
-            starts_np = np.cumsum(read.counts_np) - read.counts_np
-            for i in filling:
-                token, own = int(read.first_tokens_np[i]), int(read.counts_np[i])
-                first = int(starts_np[i])
-                ends += [(first + k, block) for k, block in self._passes.ends(token, own, read.blocks_np(i))]
-        source = self._passes.source
-        steady.came(source.wait(output, read.rows_np, ends), read.counts_np)
-        source.bound()
-        return True
-
-    def trimmed(self, rid: int, num_tokens: int) -> None:
-        state = self._states.get(rid)
-        if state is not None:
-            state.trimmed(num_tokens)
-
-    def settle(self, rid: int, token_ids_np: IntArray, block_table_np: IntArray) -> int:
-        state = self._states.get(rid)
-        if state is None:
-            return 0
-        full = len(token_ids_np) - len(token_ids_np) % self._block_size
-        if state.gap is None and state.filled < full <= state.seen + 1:  # all that is missing can be computed
-            self._passes.fill([Fill(state, token_ids_np, block_table_np, full)])
-            self.forward_time += self._passes.take_time()
-        return min(state.filled, len(token_ids_np))
-
-    def remove(self, rid: int) -> None:
-        self._states.pop(rid, None)
 
     # -------------------------------------------------------------------------------------------- propose
 
@@ -483,10 +354,6 @@ class HeadProposer(Proposer, ColumnDrafter, ColumnFollower):
         return True
 
     # ------------------------------------------------------------------------------------------ state kept
-
-    def filled_after(self, row: DraftRow) -> int:
-        state = self._states.get(row.rid)
-        return row.filled if state is None else state.filled
 
     def stored_after(self, rows: Sequence[DraftRow]) -> tuple[list[int], list[int]] | None:
         together = self._together

@@ -17,7 +17,8 @@ from draftwise.errors import ConfigError
 from draftwise.models.inputs import RowInput
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import draw_in_one_pass
-from draftwise.propose.models.proposer import CATCH_UP_ROWS, ModelDraft, ModelProposer
+from draftwise.propose.models.passes import CATCH_UP_ROWS, ModelDraft
+from draftwise.propose.models.proposer import ModelProposer
 from draftwise.types import Proposal
 
 

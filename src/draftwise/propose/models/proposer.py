@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import numpy as np
-import torch
 
-from draftwise.kernels.cpu.columns import own_packer
-from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input, pack_places, pack_spans
-from draftwise.propose.base import DraftRow, Proposer, ProposerContext
+from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import (
-    ChainDraft,
     ChainKind,
     alike,
     chain_draws,
@@ -36,10 +31,10 @@ from draftwise.propose.columns import (
     joined_blocks,
     says_itself,
 )
-from draftwise.propose.models.carried import CarriedStates
 from draftwise.propose.models.loading import load_draft_model
-from draftwise.propose.trees.expansion import ScratchBlocks, TreeModel, draft_trees, is_tree
-from draftwise.propose.trees.growth import TreeLevel, TreeTask
+from draftwise.propose.models.passes import CATCH_UP_ROWS, ModelDraft, ModelPasses
+from draftwise.propose.trees.expansion import draft_trees, is_tree
+from draftwise.propose.trees.growth import TreeTask
 from draftwise.propose.trees.native import (
     as_proposal,
     by_passes,
@@ -51,29 +46,11 @@ from draftwise.propose.trees.native import (
 from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal, StepInput
 
-CATCH_UP_ROWS = 2048
-"""Rows of one catch-up pass: a long prompt is caught up in pieces, so that activations stay small."""
 
+class ModelProposer(ModelPasses, ColumnDrafter):
+    """Runs a draft model autoregressively: one pass per position, or per level of a tree, in one call where nothing but
+    draws stands between the passes."""
 
-@dataclass(slots=True)
-class ModelDraft(ChainDraft):
-    """One row while it drafts. ``context_np`` [num_tokens + forced]: what is fed before the first draw; ``fed``: how
-    much of it has K/V; ``stored``: drafts with K/V behind it."""
-
-    context_np: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    fed: int = 0
-    stored: int = 0
-
-
-class ModelProposer(Proposer, TreeModel, ColumnDrafter):
-    """Runs a draft model autoregressively, all requests of the batch in one pass per position, or per level of a tree.
-
-    The drafter's K/V lives in its own storage, indexed by the target's block tables. Before it drafts, it catches
-    up on committed tokens it has not seen: one token after an accepted chain, more after steps without drafting, a
-    rejected tail, a prefix-cache hit it does not share, or a prompt.
-    """
-
-    has_storage: ClassVar[bool] = True
     drafts_trees: ClassVar[bool] = True
     drafts_dynamic_trees: ClassVar[bool] = True
 
@@ -90,23 +67,15 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
         """``num_drafts``: tokens of a chain that states are kept for, if the model carries any.
         ``max_model_len``: no token at this position or later is fed to the drafter; drafting stops there.
         ``sample_method``: "probabilistic" draws from the drafter's distribution, "greedy" takes its argmax."""
-        self._model = model
-        self._storage: KVStorage | None = None  # see `allocate`
-        self._scratch: ScratchBlocks
-        self._packer = own_packer(model.device)
-        self._max_num_seqs = max_num_seqs
-        self._block_size = block_size
+        super().__init__(model, block_size, max_num_seqs, num_drafts)
         self._max_len = min(max_model_len, model.config.max_model_len)
         self._sample_method = sample_method
-        spec = model.state_spec()
-        self._carried = None if spec is None else CarriedStates(spec, max_num_seqs, num_drafts, model.device)
         if self._carried is not None:
             self.most_drafts = num_drafts
             self.drafts_trees = self.drafts_dynamic_trees = False  # type: ignore[misc]  # of this one
         self._drafts: dict[int, ModelDraft] = {}
-        self._looped: dict[
-            int, int
-        ] = {}  # rows of the present call that one loop drafted for -> tokens with K/V
+        # Rows of the present call that one loop drafted for -> tokens with K/V.
+        self._looped: dict[int, int] = {}
         self._loop_stored = 0  # drafts with K/V behind them
 
     @classmethod
@@ -238,10 +207,6 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
         """`_filled` of requests in columns."""
         return columns.filled
 
-    def _filled(self, row: DraftRow) -> int:
-        """Leading tokens of the row that have K/V, and state where the model has any."""
-        return row.filled if self._carried is None else self._carried.known(row)
-
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the model do the whole loop for all rows, if it can."""
         found = self._spans(rows)
@@ -363,19 +328,6 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
             draft.tree = as_proposal(task, tree, self.name)
         return True
 
-    def expand(self, levels: Sequence[TreeLevel]) -> torch.Tensor:
-        inputs = [
-            RowInput(
-                level.tokens,
-                level.task.context_len,
-                self._scratch.table(level.member, level.task.row.block_table_np),
-                ancestors=level.ancestors,
-                tree_start=level.start,
-            )
-            for level in levels
-        ]
-        return self._forward(inputs, all_rows=True)
-
     def _draft_at_once(self, active: Sequence[ModelDraft], kind: ChainKind | None) -> bool:
         """Let the model do the whole loop where nothing stands between its passes but a draw at a temperature, the
         same ``kind`` for all. False: it cannot."""
@@ -404,64 +356,6 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
             draft.stored = len(draft.tokens) - 1
         return True
 
-    def _catch_up(self, active: Sequence[ModelDraft]) -> torch.Tensor:
-        """Feed every committed token that has no K/V yet, the root included, and the forced ones: logits behind the
-        last of them [R, V]."""
-        last: dict[int, torch.Tensor] = {}
-        pending = list(active)
-        while pending:
-            left = CATCH_UP_ROWS
-            inputs: list[RowInput] = []
-            members: list[ModelDraft] = []
-            for draft in pending:
-                # The last one is always fed: its logits are needed even if its K/V is there already.
-                end = len(draft.context_np)
-                start = min(draft.fed, end - 1)
-                count = min(end - start, left)
-                if count == 0:
-                    break
-                left -= count
-                tokens = draft.context_np[start : start + count]
-                inputs.append(self._input(draft.row, tokens, start))
-                members.append(draft)
-                draft.fed = start + count
-                draft.stored = max(draft.fed - draft.row.num_tokens, 0)
-            if len(members) == len(active) and all(d.fed == len(d.context_np) for d in members):
-                return self._forward(inputs)
-            logits = self._forward(inputs)
-            for i, draft in enumerate(members):
-                if draft.fed == len(draft.context_np):
-                    last[draft.row.rid] = logits[i]
-            pending = [d for d in pending if d.fed < len(d.context_np) or d.row.rid not in last]
-        return torch.stack([last[d.row.rid] for d in active])
-
-    def _advance(self, active: Sequence[ModelDraft]) -> torch.Tensor:
-        """Feed the last drawn token of each active row: logits [R, V]."""
-        inputs = [self._input(d.row, (d.tokens[-1],), d.row.num_tokens + len(d.tokens) - 1) for d in active]
-        for draft in active:
-            draft.stored = len(draft.tokens)
-        return self._forward(inputs)
-
-    def _input(self, row: DraftRow, tokens: Sequence[int] | IntArray, start: int) -> RowInput:
-        """Tokens of a request from ``start`` on. What stands behind its known ones may be taken back."""
-        if self._carried is None:
-            return RowInput(tokens, start, row.block_table_np)
-        revocable = max(start + len(tokens) - row.num_tokens, 0)
-        slot = self._carried.slot(row.rid)
-        return RowInput(tokens, start, row.block_table_np, state_slot=slot, revocable=revocable)
-
-    def _forward(self, inputs: Sequence[RowInput], all_rows: bool = False) -> torch.Tensor:
-        """One pass; logits of the last row of each request [R, V], or of all rows."""
-        start = time.perf_counter()
-        assert self._storage is not None, "allocate comes before propose"
-        batch = build_step_input(inputs, self._block_size, self._model.inputs_on, packer=self._packer)
-        rows = None
-        if not all_rows and batch.token_ids.shape[0] != len(inputs):
-            rows = (batch.attention.query_start_np[1:] - 1).tolist()
-        _, logits = self._model.forward_logits(batch, self._storage, rows)
-        self.forward_time += time.perf_counter() - start
-        return logits
-
     # ------------------------------------------------------------------------------------------ state kept
 
     def filled_after(self, row: DraftRow) -> int:
@@ -483,27 +377,3 @@ class ModelProposer(Proposer, TreeModel, ColumnDrafter):
         if [row.rid for row in rows] != list(looped):
             return None
         return list(looped.values()), [self._loop_stored] * len(rows)
-
-    def memory_per_block(self) -> int:
-        return KVStorage.bytes_per_block(self._model.kv_layout(), self._block_size, self._model.dtype)
-
-    def memory_fixed(self) -> int:
-        scratch = self.memory_per_block() * ScratchBlocks(0, self._block_size, self._max_num_seqs).count
-        return scratch + (0 if self._carried is None else self._carried.nbytes)
-
-    def remove(self, rid: int) -> None:
-        if self._carried is not None:
-            self._carried.remove(rid)
-
-    def memory_static(self) -> int:
-        return self._model.static_bytes()
-
-    def allocate(self, num_blocks: int) -> None:
-        self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
-        total = num_blocks + self._scratch.count
-        model = self._model
-        self._storage = KVStorage(
-            model.kv_layout(), total, self._block_size, model.dtype, model.device, spare=model.pads,
-            states=None if self._carried is None else self._carried.store,
-        )  # fmt: skip
-        model.prepare(self._storage)
