@@ -1,4 +1,4 @@
-"""Whether a waiting request can be admitted: one question, asked without changing anything."""
+"""Admission of a waiting request: whether it can enter, and what the executor is told of it. Changes nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 from draftwise.kv.manager import KVManager
 from draftwise.kv.prefix_cache import PrefixMatch
 from draftwise.sched.request import Request
+from draftwise.types import NewRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,24 @@ def admission(request: Request, rows: int, kv: KVManager, *, whole: bool) -> Gra
     if needed > kv.num_free - kv.num_idle(prefix):
         return Refusal(request.rid, "blocks", kv.num_free, prefix.missing)
     return Grant(prefix, min(missing, rows))
+
+
+def entering(request: Request, cached: int, blocks: tuple[int, ...]) -> NewRequest:
+    """What the executor has to know of an admitted request, of which the cache had the first ``cached`` tokens, in
+    ``blocks``."""
+    return NewRequest(
+        rid=request.rid,
+        token_ids_np=request.known_np.copy(),
+        num_prompt=request.num_prompt,
+        max_total=request.max_total,
+        sampling=request.params,
+        seed=request.seed,
+        sample_index=request.sample_index,
+        speculation=request.speculation,
+        num_computed=cached,
+        block_ids=blocks,
+        stop_token_ids=request.stop_token_ids,
+        bad_words_ids=request.bad_words_ids,
+        prompt_logprobs=request.params.prompt_logprobs if request.wants_prompt_logprobs else None,
+        adapter=request.adapter,
+    )

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
 from draftwise.errors import ContextLengthError, RequestError
 from draftwise.kv.manager import KVManager
-from draftwise.sched.admission import Refusal, admission
+from draftwise.sched.admission import Refusal, admission, entering
 from draftwise.sched.ahead import outlook
 from draftwise.sched.columns import EMPTY_PLAN, PlanColumns
+from draftwise.sched.committing import commit_row
 from draftwise.sched.drafts import DraftRoom
+from draftwise.sched.integrity import check_books
 from draftwise.sched.order import Ordered
-from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, StepTrace
-from draftwise.sched.shares import Shares, kept_for_drafts
+from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts
+from draftwise.sched.shares import Shares, kept_for_drafts, measure
 from draftwise.sched.taking import Books, Members, Planned, native_books
-from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, new_record, tree_depth
-
-MAX_TRACE_STEPS = 4096
-"""Steps a request remembers when its trace is kept; what comes later is not traced, so that a trace is bounded."""
+from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, new_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +254,7 @@ class Scheduler:
 
     def _plan(self, shares: Shares, members: Members | None) -> None:
         """Write the shares down: the rows of the plan, and what they add up to. ``members``: see `DraftRoom.wish`."""
-        controller, shape = self._controller, self._shape
+        controller = self._controller
         num_new, num_draft = array("i", shares.num_new), array("i", shares.num_draft)
         budgets = array("i", shares.budgets)
         controller.grant(shares.rids, budgets)
@@ -264,20 +263,9 @@ class Scheduler:
             told = controller.resting
             resting = frozenset([i for i, rid in enumerate(shares.rids) if rid in told])
         self._planned = PlanColumns(shares.rids, num_new, num_draft, budgets, shares.blocks, resting)
-        shape.requests, shape.prompt_rows = len(shares), 0
-        shape.rows = len(shares) + sum(shares.num_draft)
-        for i in shares.reading:
-            rows = shares.num_new[i] + shares.num_draft[i]
-            shape.requests -= 1
-            shape.rows -= 1 + shares.num_draft[i]
-            shape.prompt_rows += rows
-        whole = members is not None and len(shares) == len(members.rids)
-        if members is not None and not shares.reading:
-            shape.sampled = any(members.sampled)
-        else:
-            requests = shares.requests
-            shape.sampled = any(requests[i].speculation.rule != "greedy" for i in shares.decoding())
+        measure(shares, self._shape, None if members is None else members.sampled)
         if self._books is not None:
+            whole = members is not None and len(shares) == len(members.rids)
             own = members if members is not None and whole else Members(shares.requests, self.kv)
             self._side_by_side = Planned(own, num_new)
 
@@ -311,9 +299,8 @@ class Scheduler:
             return None
         self._refusal = None
         rid = request.rid
-        takes_prefix, wants_logprobs = request.takes_prefix, request.wants_prompt_logprobs
         cached, blocks = self.kv.open(
-            rid, request.known_np, salt=request.salt, use_cache=takes_prefix, prefix=answer.prefix
+            rid, request.known_np, salt=request.salt, use_cache=request.takes_prefix, prefix=answer.prefix
         )
         missing = request.num_tokens - cached
         fresh = self.kv.reserve(rid, missing)
@@ -329,22 +316,7 @@ class Scheduler:
             request.scheduled_time = self._clock()
         self._running.add(request)
         shares.add(request, missing, fresh, num_new=answer.num_new, fresh=True)
-        return NewRequest(
-            rid=rid,
-            token_ids_np=request.known_np.copy(),
-            num_prompt=request.num_prompt,
-            max_total=request.max_total,
-            sampling=request.params,
-            seed=request.seed,
-            sample_index=request.sample_index,
-            speculation=request.speculation,
-            num_computed=cached,
-            block_ids=blocks,
-            stop_token_ids=request.stop_token_ids,
-            bad_words_ids=request.bad_words_ids,
-            prompt_logprobs=request.params.prompt_logprobs if wants_logprobs else None,
-            adapter=request.adapter,
-        )
+        return entering(request, cached, blocks)
 
     # -------------------------------------------------------------------------------------------- commit
 
@@ -396,50 +368,7 @@ class Scheduler:
         return self._controller.stats()
 
     def _commit_row(self, request: Request, plan: RowPlan, row: RowResult, now: float) -> RequestUpdate:
-        if row.error is not None:
-            request.error = row.error
-            self._finish(request, "error")
-            return RequestUpdate(request, 0, True)
-        (
-            _,
-            token_ids,
-            drafted,
-            accepted,
-            nodes,
-            drafts,
-            parents,
-            method,
-            proposed,
-            logprobs,
-            of_prompt,
-            params,
-            _,
-        ) = row
-        if of_prompt is not None:
-            assert request.prompt_logprobs is not None
-            request.prompt_logprobs.extend(of_prompt)
-        request.num_proposed = proposed
-        if not token_ids:  # a chunk that did not reach the last known token
-            self.kv.commit(request.rid, plan.num_new, request.tokens_np, request.num_tokens)
-            request.num_computed += plan.num_new
-            return RequestUpdate(request, 0, False)
-
-        if params is not None:
-            request.kv_transfer_params = params
-        taken, reason = request.append(token_ids)
-        if request.logprobs is not None:
-            assert logprobs is not None
-            request.logprobs.extend(logprobs[:taken])
-        # K/V exists for the new tokens and the accepted drafts; of a cut step only what was delivered counts.
-        if accepted > taken:
-            accepted = taken
-        computed = plan.num_new + accepted
-        self.kv.commit(request.rid, computed, request.tokens_np, request.num_tokens)
-        request.num_computed += computed
-        request.counts.add(method, drafted, accepted, tree_depth(parents) if drafted else 0)
-        if request.trace is not None and len(request.trace) < MAX_TRACE_STEPS:
-            request.trace.append(StepTrace(method, drafts, parents, nodes, token_ids[:taken]))
-        request.last_token_time = now
+        taken, reason = commit_row(request, plan, row, self.kv, now)
         if reason is not None:
             self._finish(request, reason)
         return new_record(RequestUpdate, (request, taken, reason is not None))
@@ -463,24 +392,6 @@ class Scheduler:
         counts = [request.counts for request in self._requests.values()]
         return counts + [update.request.counts for update in self._finished]
 
-    # ----------------------------------------------------------------------------------------- integrity
-
     def check_integrity(self) -> None:
         """Raise AssertionError, naming what is wrong, if the books do not agree."""
-        self.kv.check_integrity()
-        for name, queue in (("running", self._running), ("waiting", self._waiting)):
-            orders = [request.order for request in queue]
-            assert orders == sorted(orders), f"{name} requests out of order"
-        for request in self._running:
-            assert request.status is RequestStatus.RUNNING, f"request {request.rid} runs as {request.status}"
-            assert self._requests.get(request.rid) is request, f"request {request.rid} runs but is unknown"
-            committed = self.kv.num_committed(request.rid)
-            assert committed == request.num_computed, (
-                f"request {request.rid}: cache has {committed} tokens, scheduler {request.num_computed}"
-            )
-            assert request.num_computed < request.num_tokens, f"request {request.rid} has nothing to compute"
-        waiting = sorted(r.rid for r in self._waiting if r.status is RequestStatus.WAITING)
-        expected = sorted(set(self._requests) - {r.rid for r in self._running})
-        assert waiting == expected, f"waiting {waiting} but expected {expected}"
-        if not self._running:
-            assert self.kv.num_used == 0, f"{self.kv.num_used} blocks are held by nobody"
+        check_books(self.kv, self._requests, self._running, self._waiting)

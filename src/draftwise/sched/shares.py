@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from draftwise.adapt.controller import StepShape
 from draftwise.sched.request import Request
 
 _FOR_DRAFTS = 4
@@ -108,3 +109,19 @@ def draft_limit(shares: Shares, max_rows: int) -> int:
     left = max_rows - len(shares)
     prompts = sum([shares.missing[i] - shares.num_new[i] for i in shares.reading])
     return -(-max(left - prompts, left // _FOR_DRAFTS) // drafters)
+
+
+def measure(shares: Shares, shape: StepShape, sampled: Sequence[bool] | None) -> None:
+    """Write into ``shape`` what the shares add up to, but for its context. ``sampled``: whether each of those that ran
+    before draws at a temperature, if that is known."""
+    shape.requests, shape.prompt_rows = len(shares), 0
+    shape.rows = len(shares) + sum(shares.num_draft)
+    for i in shares.reading:
+        shape.requests -= 1
+        shape.rows -= 1 + shares.num_draft[i]
+        shape.prompt_rows += shares.num_new[i] + shares.num_draft[i]
+    if sampled is not None and not shares.reading:
+        shape.sampled = any(sampled)
+    else:
+        requests = shares.requests
+        shape.sampled = any(requests[i].speculation.rule != "greedy" for i in shares.decoding())

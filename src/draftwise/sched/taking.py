@@ -1,7 +1,7 @@
 """Numbers of many requests in one native call (``csrc/books.cpp``): what they ask of a step, room in their blocks, and
 what a step did to them.
 
-The scheduler does the same request by request where the library was not built; `Scheduler._commit_row` also does
+The scheduler does the same request by request where the library was not built; `committing.commit_row` also does
 everything that is out of the ordinary.
 """
 
