@@ -31,7 +31,7 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
         ("suffix", 11, 430),
         ("hybrid", 15, 490),
         ("mtp", 16, 660),
-        ("eagle3", 15, 700),
+        ("eagle3", 16, 700),
         ("dflash", 16, 660),
         ("medusa", 12, 530),
         ("draft_model", 14, 520),
@@ -96,6 +96,7 @@ def calls_of(method: str, requests: int, folder: str | None = None) -> float:
         finally:
             sys.setprofile(None)
         assert len(updates) == requests and all(update.num_new for update in updates)
+    assert not core.totals.drafter_failures, "who does not draft costs less"
     llm.close()
     return count / STEPS
 

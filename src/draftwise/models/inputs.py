@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.cpu.attention import address
+from draftwise.kernels.cpu.attention import LaidOut, address
 from draftwise.kernels.cpu.columns import RowPacker, row_packer
 from draftwise.types import AttentionBatch, IntArray, StateRows, StepInput
 
@@ -179,7 +179,10 @@ def pack_rows(
     (token_ids, positions, slots), tables_np, start_np = pack(
         tokens, starts, first, blocks.widths, blocks.places, blocks.ids_np, block_size, position_offset
     )
-    is_tree_np, ancestors_np = _NO_TREE if count == 1 and not trees else np.zeros(count, np.bool_), None
+    is_tree_np, ancestors_np = (
+        _NO_TREES_NP[:1] if count == 1 and not trees else np.zeros(count, np.bool_),
+        None,
+    )
     if trees:
         ancestors_np = np.zeros(total, np.uint64)
         below_roots: Sequence[TreeRows] = trees
@@ -301,27 +304,29 @@ def pack_places(
         packer = row_packer()
     if packer is None:
         return None
-    (token_ids, positions, slots), tables_np, start_np, context_np = packer.pack_spans(
+    (token_ids, positions, slots), tables_np, start_np, context_np, at = packer.pack_spans(
         first, stop, widths, tables_at, tokens_at, block_size, position_offset
     )
     count = len(stop)
-    return StepInput(
-        token_ids,
-        positions,
-        slots,
-        AttentionBatch(
-            start_np,
-            context_np,
-            _NO_TREE if count == 1 else np.zeros(count, np.bool_),
-            tables_np,
-            None,
-            block_size,
-            np.array(first_keys, np.int32) if any(first_keys) else None,
-        ),
-    )
+    trees_np, trees_at = _NO_TREES_NP, _NO_TREES_AT
+    if count > trees_np.shape[0]:
+        trees_np = np.zeros(count, np.bool_)
+        trees_at = address(trees_np)
+    trees_np = trees_np[:count]
+    first_np = first_at = None
+    if any(first_keys):
+        first_np = np.array(first_keys, np.int32)
+        first_at = address(first_np)
+    attention = AttentionBatch(start_np, context_np, trees_np, tables_np, None, block_size, first_np)
+    laid_out = LaidOut(
+        token_ids.shape[0], start_np, context_np, trees_np, tables_np, None, first_np,
+        at, at + 4 * (count + 1), trees_at, at + 4 * (2 * count + 1), None, first_at,
+    )  # fmt: skip
+    return StepInput(token_ids, positions, slots, laid_out.tell(attention))
 
 
-_NO_TREE = np.zeros(1, np.bool_)
+_NO_TREES_NP = np.zeros(256, np.bool_)
+_NO_TREES_AT = address(_NO_TREES_NP)
 
 
 def _pack(

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from draftwise.kernels.cpu.attention import address
+from draftwise.kernels.cpu.attention import LaidOut, address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.kernels.cpu.library import NativeLibrary
@@ -129,7 +129,9 @@ class OrdinarySteps:
         tables = 3 * count + 1
         logits = tables + count * width
         is_tree_np = np.zeros(count, np.bool_)
+        trees_at = address(is_tree_np)
         ancestors_np = np.zeros(total, np.uint64) if trees else None
+        ancestors_at = None if ancestors_np is None else address(ancestors_np)
         draws = bytearray(DRAW.size * decided)
         numbers, given = array("i", bytes(4 * 5 * decided)), array("i", bytes(4 * 3 * nodes))
         methods, q_at = array("i", bytes(4 * decided)), array("Q", bytes(8 * decided))
@@ -145,8 +147,8 @@ class OrdinarySteps:
             at,
             at + 4 * (count + 1),
             at + 4 * tables,
-            address(is_tree_np),
-            None if ancestors_np is None else address(ancestors_np),
+            trees_at,
+            ancestors_at,
             at + 4 * (2 * count + 1),
             None if all_rows else at + 4 * logits,
             _address(draws),
@@ -156,10 +158,13 @@ class OrdinarySteps:
             methods.buffer_info()[0],
         )
         starts_np, contexts_np = ints[: count + 1], ints[count + 1 : 2 * count + 1]
-        attention = AttentionBatch(
-            starts_np, contexts_np, is_tree_np, ints[tables:logits].reshape(count, width), ancestors_np, size
-        )
-        step_input = StepInput(token_ids, positions, slots, attention)
+        tables_np = ints[tables:logits].reshape(count, width)
+        attention = AttentionBatch(starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, size)
+        laid_out = LaidOut(
+            total, starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, None,
+            at, at + 4 * (count + 1), trees_at, at + 4 * tables, ancestors_at, None,
+        )  # fmt: skip
+        step_input = StepInput(token_ids, positions, slots, laid_out.tell(attention))
         if self._members.adapters:
             step_input = replace(step_input, adapters=self._members.adapters)
         logit_rows = None if all_rows else ints[logits:].tolist()

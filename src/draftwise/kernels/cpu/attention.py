@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend
-from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.checks import refuse, require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kv.storage import LARGEST
-from draftwise.types import AttentionBatch
+from draftwise.types import AttentionBatch, IntArray
 
 _PTR, _INT, _I32, _I64, _F32 = (
     ctypes.c_void_p,
@@ -107,8 +108,65 @@ def sinks_of(sinks: Tensor | None, heads: int) -> int | None:
     return None if sinks is None else sinks.data_ptr()
 
 
-def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
-    """Point ``view`` at the arrays of ``batch``. Returns what must be kept alive as long as the view is used."""
+_INT32 = np.dtype(np.int32)
+_LAID_OUT = "laid_out"  # in `AttentionBatch.cache`
+
+
+class LaidOut(NamedTuple):
+    """Arrays of an `AttentionBatch` of ``rows`` rows, laid out as `BatchView` wants them by whoever made them, and
+    their addresses (``..._at``; None: there is no such array). Rows of ``tables_np`` lie one behind the other."""
+
+    rows: int
+    starts_np: IntArray
+    contexts_np: IntArray
+    trees_np: npt.NDArray[np.bool_]
+    tables_np: IntArray
+    ancestors_np: npt.NDArray[np.uint64] | None
+    firsts_np: IntArray | None
+    starts_at: int
+    contexts_at: int
+    trees_at: int
+    tables_at: int
+    ancestors_at: int | None
+    firsts_at: int | None
+
+    def tell(self, batch: AttentionBatch) -> AttentionBatch:
+        """Let ``batch``, of these arrays, say so."""
+        batch.cache[_LAID_OUT] = self
+        return batch
+
+
+def fill_view(view: BatchView, batch: AttentionBatch, rows: int | None = None) -> object:
+    """Point ``view`` at the arrays of ``batch``. ``rows``: how many it has to have; None: nothing is said of that.
+    Returns what must be kept alive as long as the view is used."""
+    found = batch.cache.get(_LAID_OUT)
+    if (
+        found.__class__ is not LaidOut
+        or found.starts_np is not batch.query_start_np
+        or found.contexts_np is not batch.context_len_np
+        or found.trees_np is not batch.is_tree_np
+        or found.tables_np is not batch.block_tables_np
+        or found.ancestors_np is not batch.ancestors_np
+        or found.firsts_np is not batch.first_key_np
+        or batch.tree_start_np is not None
+    ):  # of other arrays, if the batch was copied with some replaced
+        return _fill_checked(view, batch, rows)
+    if rows is not None and found.rows != rows:
+        refuse("rows of the requests of the batch")
+    view.query_start = found.starts_at
+    view.context_len = found.contexts_at
+    view.is_tree = found.trees_at
+    view.block_tables = found.tables_at
+    view.ancestors = found.ancestors_at
+    view.first_key = found.firsts_at
+    view.tree_start = None
+    view.requests, view.table_stride = found.tables_np.shape
+    view.block_size = batch.block_size
+    return found
+
+
+def _fill_checked(view: BatchView, batch: AttentionBatch, rows: int | None) -> object:
+    """`fill_view` of arrays that anybody made."""
     starts, contexts, tables = batch.query_start_np, batch.context_len_np, batch.block_tables_np
     if not (starts.flags.c_contiguous and contexts.flags.c_contiguous):
         starts, contexts = np.ascontiguousarray(starts), np.ascontiguousarray(contexts)
@@ -117,10 +175,11 @@ def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
         tables = np.ascontiguousarray(tables)
     trees, ancestors = batch.is_tree_np, batch.ancestors_np
     require(
-        tables.dtype == np.int32 and starts.dtype == np.int32 and contexts.dtype == np.int32,
+        tables.dtype == _INT32 and starts.dtype == _INT32 and contexts.dtype == _INT32,
         "block tables, starts and lengths in int32",
     )
     require(len(starts) == len(contexts) + 1 and len(tables) == len(contexts), "as many tables as requests")
+    require(rows is None or int(starts[-1]) == rows, "rows of the requests of the batch")
     require(
         len(trees) == len(contexts) and trees.itemsize == 1 and trees.flags.c_contiguous, "a byte per request"
     )
@@ -137,7 +196,7 @@ def fill_view(view: BatchView, batch: AttentionBatch) -> tuple[object, ...]:
     firsts, stored = batch.first_key_np, batch.tree_start_np
     for own in (firsts, stored):
         require(
-            own is None or (own.dtype == np.int32 and own.flags.c_contiguous and len(own) == len(contexts)),
+            own is None or (own.dtype == _INT32 and own.flags.c_contiguous and len(own) == len(contexts)),
             "first keys and starts of trees in int32, one per request",
         )
     view.first_key = None if firsts is None else address(firsts)

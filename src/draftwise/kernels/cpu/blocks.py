@@ -14,11 +14,12 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.attention import DTYPES, address
+from draftwise.kernels.cpu.chains import ChainOutput, fill_draws, fill_target_ids
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.program import ChainOutput, PassInput, Program, fill_draws, fill_target_ids
+from draftwise.kernels.cpu.program import PassInput, Program
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 

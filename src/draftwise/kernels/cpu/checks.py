@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 def require(holds: bool, what: str) -> None:
     """Raise ValueError, saying what was expected, unless it holds.
@@ -10,4 +12,9 @@ def require(holds: bool, what: str) -> None:
     out.
     """
     if not holds:
-        raise ValueError(f"a native kernel needs {what}")
+        refuse(what)
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise what `require` raises. Code that runs for every pass asks for itself whether something holds."""
+    raise ValueError(f"a native kernel needs {what}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwise.errors import ConfigError
 from draftwise.kernels.cpu.attention import address
-from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.checks import refuse, require
 from draftwise.kernels.cpu.library import NativeLibrary, native_library
 from draftwise.types import IntArray
 
@@ -107,9 +107,9 @@ class RowPacker:
         tokens_at: Sequence[int],
         block_size: int,
         offset: int,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], IntArray, IntArray, IntArray]:
-        """`pack` of known tokens, which are said to lie somewhere in memory: what it returns, and keys of the requests'
-        first rows int32 [R].
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], IntArray, IntArray, IntArray, int]:
+        """`pack` of known tokens, which are said to lie somewhere in memory: what it returns, keys of the requests'
+        first rows int32 [R], and the address of the starts. Behind them stand these keys, and then the tables.
 
         Args:
             first, stop: [R] key of each request's first row, and the key behind its last.
@@ -119,14 +119,10 @@ class RowPacker:
             block_size, offset: as in `pack`.
         """
         count, width, total = len(first), max(widths), sum(stop) - sum(first)
-        require(
-            len(stop) == count
-            and len(widths) == count
-            and len(tables_at) == count
-            and len(tokens_at) == count,
-            "columns of the same length",
-        )
-        require(total >= 0 and all(tables_at) and all(tokens_at), "tokens and tables that lie somewhere")
+        if not len(stop) == len(widths) == len(tables_at) == len(tokens_at) == count:
+            refuse("columns of the same length")
+        if total < 0 or 0 in tables_at or 0 in tokens_at:
+            refuse("tokens and tables that lie somewhere")
         columns = array("q", [*first, *stop, *widths, *tables_at, *tokens_at])
         rows, rows_at = self.room(total)
         numbers: IntArray = np.empty(2 * count + 1 + count * width, np.int32)
@@ -144,7 +140,7 @@ class RowPacker:
             at + 4 * (count + 1),
         )
         tables: IntArray = numbers[2 * count + 1 :].reshape(count, width)
-        return rows, tables, numbers[: count + 1], numbers[count + 1 : 2 * count + 1]
+        return rows, tables, numbers[: count + 1], numbers[count + 1 : 2 * count + 1], at
 
     def place_trees(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.cpu.attention import BatchView, address, fill_view
-from draftwise.kernels.cpu.checks import require
-from draftwise.kernels.cpu.draws import STREAMS, pack_keys
+from draftwise.kernels.cpu.chains import ChainOutput, Feedback, fill_draws, fill_target_ids
+from draftwise.kernels.cpu.checks import refuse, require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
@@ -21,7 +22,12 @@ from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
+_INT64 = np.dtype(np.int64)
 _MIN_CAPACITY = 64
+_FEW = 512
+"""Of so many rows, or fewer, the tensors of tokens, positions and slots are remembered: packers use these again."""
+_KEPT_BYTES = 4 << 20
+"""Results that nobody reads are written to the same memory in every call, if it is no more."""
 ALIGNMENT = 64  # bytes; of each buffer's bytes per row, so that every buffer starts on a cache line
 
 
@@ -67,67 +73,6 @@ class PassInput(ctypes.Structure):
     )
 
 
-class ChainOutput(ctypes.Structure):
-    """``dw::ChainOutput``."""
-
-    _fields_ = (
-        ("steps", _I64),
-        ("vocab", _I64),
-        ("tokens", _PTR),
-        ("positions", _PTR),
-        ("keys", ctypes.c_char_p),
-        ("q", _PTR),
-        ("target_ids", _PTR),
-        ("key_offset", _I64),
-        ("feature_bytes", _I64),
-        ("feature_in", _I32),
-        ("feature_out", _I32),
-        ("stream", _I32),
-    )
-
-
-_NO_NOISE = -1
-
-
-def fill_draws(out: ChainOutput, draws: ChainDraws | None, requests: int) -> Tensor | None:
-    """Say how tokens are drawn. Returns what their distributions will stand in, float32 [requests, steps, V], if they
-    are sampled."""
-    out.stream = _NO_NOISE
-    if draws is None:
-        return None
-    require(len(draws.keys) == requests, "a key per request")
-    out.stream = STREAMS[draws.stream]
-    out.keys = pack_keys(draws)
-    if draws.stream != "draft":
-        return None
-    q = torch.empty((requests, out.steps, out.vocab))
-    out.q = q.data_ptr()
-    return q
-
-
-def fill_target_ids(out: ChainOutput | TreeOutput, ids_np: npt.NDArray[np.int64] | None, vocab: int) -> None:
-    """Say which token each drawn id stands for; None: itself. The array is kept by the caller."""
-    if ids_np is None:
-        return
-    require(
-        len(ids_np) == vocab and ids_np.dtype == np.int64 and ids_np.flags.c_contiguous,
-        "an int64 id for each that can be drawn",
-    )
-    out.target_ids = address(ids_np)
-
-
-@dataclass(frozen=True, slots=True)
-class Feedback:
-    """The further inputs of a draft head's chains, beyond a decoder's.
-
-    ``layer``: which of the captured results goes into the row of the next token; None: the hidden states do.
-    ``target_ids_np``: int64 [V], contiguous: the token that each drawn id stands for; None: itself.
-    """
-
-    layer: int | None
-    target_ids_np: npt.NDArray[np.int64] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class PassOutput:
     """The results of a pass, in fresh tensors. ``logits``: of the requested rows, None if there are none."""
@@ -135,6 +80,26 @@ class PassOutput:
     hidden: Tensor  # [T, H]
     captured: dict[int, Tensor]  # layer -> [T, H]
     logits: Tensor | None  # [M, V] float32
+
+
+class _Results(NamedTuple):
+    """What a pass writes, and where it lies: the addresses of ``hidden`` [T, H], of each of ``captured`` [T, H], and of
+    ``logits`` [M, V]."""
+
+    hidden: Tensor
+    captured: list[Tensor]
+    logits: Tensor
+    places: list[int]
+    nbytes: int
+
+
+class _Rows(NamedTuple):
+    """Tensors of a pass's rows that were checked, and their addresses."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    places: tuple[int, int, int]
 
 
 class Program:
@@ -189,6 +154,10 @@ class Program:
         self._input.externals = ctypes.addressof(self._externals)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._room: tuple[tuple[int, int], Tensor, Tensor] | None = None
+        self._own: _Results | None = None  # of passes whose results nobody reads, see `_prepare`
+        self._checked: dict[
+            int, _Rows
+        ] = {}  # by number of rows: the latest tensors, which a packer uses again
 
     def run(
         self,
@@ -203,10 +172,11 @@ class Program:
             head_rows: rows that logits are wanted for, int64 [M]; or the number of them if they are the first ones.
             features: [T, F] where the recording asked for them.
         """
-        hidden, captured, logits, kept = self._prepare(batch, head_rows, features)
+        results, *kept = self._prepare(batch, head_rows, features)
         self._call(self._pointer, self._pool.pointer, self._input)
         del kept
-        return PassOutput(hidden, captured, logits)
+        logits = results.logits if self._input.head_rows else None
+        return PassOutput(results.hidden, dict(zip(self._captured, results.captured, strict=True)), logits)
 
     def chains(
         self,
@@ -234,15 +204,16 @@ class Program:
         tables = batch.attention
         require(tables.ancestors_np is None, "chains behind requests without trees")
         tokens = np.empty((len(tables.context_len_np), steps), np.int64)
-        positions = (tables.context_len_np + np.diff(tables.query_start_np)).astype(np.int64)
-        hidden, captured, logits, kept = self._prepare(batch, head_rows, features)
+        starts_np = tables.query_start_np
+        positions = (tables.context_len_np + starts_np[1:] - starts_np[:-1]).astype(np.int64)
+        kept = self._prepare(batch, head_rows, features, own=True)
         out = ChainOutput(steps, self._logits[0], address(tokens), address(positions))
         out.feature_in = out.feature_out = -1
         if feedback is not None:
             self._feed_back(out, feedback, features)
         q = fill_draws(out, draws, len(tokens))
         self._chains(self._pointer, self._pool.pointer, self._input, out)
-        del kept, hidden, captured, logits
+        del kept
         return tokens, q
 
     def trees(
@@ -263,21 +234,22 @@ class Program:
             feedback: as in `chains`.
         """
         tables = batch.attention
-        contexts = tables.context_len_np + np.diff(tables.query_start_np)
+        starts_np = tables.query_start_np
+        contexts = tables.context_len_np + starts_np[1:] - starts_np[:-1]
         trees = NativeTrees.make(draws, contexts.tolist(), self._logits[0])
-        hidden, captured, logits, kept = self._prepare(batch, head_rows, features, trees.output.room)
+        kept = self._prepare(batch, head_rows, features, trees.output.room, own=True)
         if feedback is not None:
             self._feed_back(trees.output, feedback, features)
         self._trees(self._pointer, self._pool.pointer, self._input, trees.output)
-        del kept, hidden, captured, logits
+        del kept
         return trees.result()
 
     def given(
         self, batch: StepInput, features: Tensor, head_rows: npt.NDArray[np.int64] | int = 0
     ) -> tuple[PassInput, object]:
         """The inputs of native code for the pass that `run` would run, and the objects to keep until it has ended."""
-        *results, kept = self._prepare(batch, head_rows, features)
-        return self._input, (results, kept)
+        kept = self._prepare(batch, head_rows, features)
+        return self._input, kept
 
     def room_for(self, rows: int, head_rows: int) -> PassInput:
         """The inputs of native code for passes of its own: arena and results for this many rows, kept here. It fills
@@ -328,59 +300,80 @@ class Program:
         head_rows: npt.NDArray[np.int64] | int,
         features: Tensor | None,
         room: int = 0,
-    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None, object]:
+        *,
+        own: bool = False,
+    ) -> tuple[_Results, object, object, object]:
         """Fill in the input of a pass: its results, and what must be kept until it has run. ``room``: rows that later
-        passes over the same results may have."""
-        rows = batch.token_ids.shape[0]
+        passes over the same results may have; ``own``: nobody reads the results but native code."""
+        rows: int = batch.token_ids.shape[0]
         call, externals = self._input, self._externals
-        if max(rows, room) > call.capacity:
-            self._grow(max(rows, room))
+        index: npt.NDArray[np.int64] | None = None
+        if isinstance(head_rows, int):
+            count = head_rows
+        else:
+            index = head_rows
+            count = index.shape[0]
+            if index.dtype != _INT64 or not index.flags.c_contiguous:
+                refuse("the head's rows in int64")
+        most, most_logits = rows if rows > room else room, count if count > room else room
+        if most > call.capacity or count > call.capacity:
+            self._grow(max(most, count))
+        given = self._checked.get(rows)
+        if (
+            given is None
+            or given.token_ids is not batch.token_ids
+            or given.positions is not batch.positions
+            or given.slots is not batch.slots
+        ):
+            given = self._check(batch, rows)
+        externals[0], externals[1], externals[2] = given.places
+        first = self._first_result
+        if self._features is not None:
+            if (
+                features is None
+                or features.shape != (rows, self._features)
+                or features.dtype is not self._hidden[1]
+                or not features.is_contiguous()
+            ):
+                refuse("features of the hidden states' type for each row")
+            externals[3] = features.data_ptr()
+        results = self._own if own else None
+        if results is None or results.hidden.shape[0] < most or results.logits.shape[0] < most_logits:
+            results = self._results(most, most_logits)
+            if own and results.nbytes <= _KEPT_BYTES:
+                self._own = results
+        for place, at in enumerate(results.places, first):
+            externals[place] = at
+        call.rows = rows
+        call.head_rows = count
+        call.head_index = None if index is None else address(index)
+        return results, fill_view(call.batch, batch.attention, rows), index, given
+
+    def _results(self, rows: int, head_rows: int) -> _Results:
+        """Fresh tensors for what a pass writes."""
+        width, dtype = self._hidden
+        hidden = torch.empty((rows, width), dtype=dtype)
+        captured = [torch.empty((rows, width), dtype=dtype) for width, dtype in self._captured.values()]
+        width, dtype = self._logits
+        logits = torch.empty((head_rows, width), dtype=dtype)
+        written = (hidden, *captured, logits)
+        places = [value.data_ptr() for value in written]
+        return _Results(hidden, captured, logits, places, sum([value.nbytes for value in written]))
+
+    def _check(self, batch: StepInput, rows: int) -> _Rows:
+        """See that the tensors of the rows are what a pass reads."""
         token_ids, positions, slots = batch.token_ids, batch.positions, batch.slots
         for given in (token_ids, positions, slots):
             require(
                 given.dtype is torch.int64 and given.shape == (rows,) and given.is_contiguous(),
                 "a token, a position and a slot for each row, in int64",
             )
-        width, dtype = self._hidden
-        hidden = torch.empty((max(rows, room), width), dtype=dtype)
-        externals[0] = token_ids.data_ptr()
-        externals[1] = positions.data_ptr()
-        externals[2] = slots.data_ptr()
-        first = self._first_result
-        if self._features is not None:
-            require(
-                features is not None
-                and features.shape == (rows, self._features)
-                and features.dtype is self._hidden[1]
-                and features.is_contiguous(),
-                "features of the hidden states' type for each row",
-            )
-            assert features is not None
-            externals[3] = features.data_ptr()
-        externals[first] = hidden.data_ptr()
-        captured: dict[int, Tensor] = {}
-        for i, (layer, (width, dtype)) in enumerate(self._captured.items()):
-            captured[layer] = value = torch.empty((max(rows, room), width), dtype=dtype)
-            externals[first + 1 + i] = value.data_ptr()
-        index: npt.NDArray[np.int64] | None = None
-        if isinstance(head_rows, int):
-            count = head_rows
-        else:
-            index, count = head_rows, len(head_rows)
-            require(index.dtype == np.int64 and index.flags.c_contiguous, "the head's rows in int64")
-        logits = None
-        if count:
-            if count > call.capacity:
-                self._grow(count)
-            width, dtype = self._logits
-            logits = torch.empty((max(count, room), width), dtype=dtype)
-            externals[first + 1 + len(captured)] = logits.data_ptr()
-        call.rows = rows
-        call.head_rows = count
-        call.head_index = None if index is None else address(index)
-        kept = fill_view(call.batch, batch.attention)
-        require(int(batch.attention.query_start_np[-1]) == rows, "rows of the requests of the batch")
-        return hidden, captured, logits, (kept, index)
+        found = _Rows(
+            token_ids, positions, slots, (token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr())
+        )
+        if rows <= _FEW:
+            self._checked[rows] = found
+        return found
 
     def _grow(self, rows: int) -> None:
         capacity = _MIN_CAPACITY

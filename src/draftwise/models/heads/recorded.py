@@ -12,8 +12,9 @@ from torch import Tensor
 
 from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.blocks import BlockLayout, NativeBlocks
+from draftwise.kernels.cpu.chains import Feedback
 from draftwise.kernels.cpu.ops import NativeOps
-from draftwise.kernels.cpu.program import Feedback, Program
+from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
@@ -37,9 +38,11 @@ class RecordedHead(WrappedHead):
     def __init__(self, head: HeadModel, ops: NativeOps) -> None:
         super().__init__(head)
         self._ops = ops
-        self._target_ids_np = None
+        ids_np = None
         if head.target_ids is not None:
-            self._target_ids_np = np.ascontiguousarray(head.target_ids.numpy())
+            ids_np = np.ascontiguousarray(head.target_ids.numpy())
+        self._feedback = Feedback(_FEATURES, ids_np), Feedback(None, ids_np)
+        """By whether hidden states and next features are one result."""
         self._programs: dict[tuple[int, int], tuple[KVStorage, Program, bool]] = {}
         self._eager = False
         # on a storage of one slot: an error shows before the recording is used
@@ -92,8 +95,7 @@ class RecordedHead(WrappedHead):
             return None
         program, one = found
         wanted = batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64)
-        feedback = Feedback(None if one else _FEATURES, self._target_ids_np)
-        return program.chains(batch, wanted, steps, draws, features, feedback)
+        return program.chains(batch, wanted, steps, draws, features, self._feedback[one])
 
     def draft_trees(
         self,
@@ -110,8 +112,7 @@ class RecordedHead(WrappedHead):
             return None
         program, one = found
         wanted = len(draws) if rows is None else np.asarray(rows, np.int64)
-        feedback = Feedback(None if one else _FEATURES, self._target_ids_np)
-        return program.trees(batch, wanted, draws, features, feedback)
+        return program.trees(batch, wanted, draws, features, self._feedback[one])
 
     def _found(self, batch: StepInput, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
         return self._program(kv, depth) if self.inner.recordable(batch) else None
@@ -200,7 +201,7 @@ class RecordedBlock(RecordedHead):
             block[0],
             self._layout,
             correction,
-            self._target_ids_np,
+            self._feedback[0].target_ids_np,
         )
         self._blocks = kv, made
         return made
