@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tests.native import native_or_skip
 
-from draftwise.kernels.cpu.attention import address
+from draftwise.kernels.cpu.attention import BatchView, address, fill_view
 from draftwise.kernels.cpu.columns import RowPacker, own_packer, row_packer
 from draftwise.models.inputs import Blocks, TreeRows, _pack, _place_tree, pack_rows, pack_spans
+from draftwise.types import AttentionBatch
 
 CPU = torch.device("cpu")
 
@@ -117,6 +120,32 @@ def test_runs_of_known_tokens_are_packed_from_where_they_lie(known_places: bool)
                 assert mine is None
                 continue
             assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
+
+
+def test_a_packed_batch_says_where_its_arrays_lie() -> None:
+    packer = RowPacker(native_or_skip())
+    tokens = [np.arange(9, dtype=np.int32), np.arange(20, dtype=np.int32)]
+    tables = [np.array([4, 2, 7], np.int32), np.array([1, 3, 5, 6, 8], np.int32)]
+    for requests in (1, 2):
+        for keys in ([0, 0], [1, 3]):
+            own = slice(requests)
+            batch = pack_spans(
+                [5, 17][own], tokens[own], tables[own], [0, 0][own], [0, 0][own], 4, CPU,
+                first_keys=keys[own], packer=packer,
+            ).attention  # fmt: skip
+            rows = int(batch.query_start_np[-1])
+            assert fields(batch, rows) == fields(replace(batch, cache={}), rows)
+            with pytest.raises(ValueError, match="rows of the requests"):
+                fields(batch, rows + 1)
+            # what a copy has in its place counts, not what was packed
+            moved_np = batch.block_tables_np.copy()
+            assert fields(replace(batch, block_tables_np=moved_np), rows)["block_tables"] == address(moved_np)
+
+
+def fields(batch: AttentionBatch, rows: int) -> dict[str, int | None]:
+    view = BatchView()
+    fill_view(view, batch, rows)
+    return {name: getattr(view, name) for name, _ in BatchView._fields_}
 
 
 @pytest.mark.parametrize(

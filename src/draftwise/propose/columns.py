@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,11 @@ class ReadColumns:
 
 class ColumnFollower(ABC):
     """A proposer that can be told in columns what steps committed."""
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether `read_columns` may do something now."""
+        return True
 
     @abstractmethod
     def read_columns(self, read: ReadColumns) -> bool:
@@ -166,6 +172,22 @@ class ColumnDrafter(ABC):
     def draft_columns(self, columns: DraftColumns) -> DraftBlock | Sequence[DraftPart] | None:
         """The drafts that `Proposer.propose` would make; None: not possible here and nothing has changed, call
         `propose`. The same goes for requests that are in none of several parts."""
+
+
+@functools.cache
+def _keeps(kind: type, contract: type) -> bool:
+    """Whether objects of a class keep a contract: an abstract class takes longer to say so."""
+    return issubclass(kind, contract)
+
+
+def follows_columns(proposer: Any) -> TypeGuard[ColumnFollower]:
+    """Whether it is a `ColumnFollower`."""
+    return _keeps(proposer.__class__, ColumnFollower)
+
+
+def drafts_columns(proposer: Any) -> TypeGuard[ColumnDrafter]:
+    """Whether it is a `ColumnDrafter`."""
+    return _keeps(proposer.__class__, ColumnDrafter)
 
 
 class ColumnLookUp(ABC):

@@ -152,6 +152,10 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
                 parts.append(DraftPart(rest, model.name, asked, drafted))
         return parts
 
+    @property
+    def reads_columns(self) -> bool:
+        return isinstance(self.inner, ColumnFollower) and self.inner.reads_columns
+
     def read_columns(self, read: ReadColumns) -> bool:
         return isinstance(self.inner, ColumnFollower) and self.inner.read_columns(read)
 

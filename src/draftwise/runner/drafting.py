@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,11 @@ import torch
 
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
-from draftwise.propose.columns import ColumnDrafter, ColumnFollower, DraftBlock, DraftPart, ReadColumns
+from draftwise.propose.columns import DraftBlock, DraftPart, ReadColumns, drafts_columns, follows_columns
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.fills import Fills
 from draftwise.runner.guard import Guard, whole_number
-from draftwise.runner.placing import Placing
+from draftwise.runner.placing import Asked, Placing
 from draftwise.runner.proposal_checks import are_sound, checked, is_foreign
 from draftwise.runner.rows import Row
 from draftwise.types import (
@@ -156,17 +156,24 @@ class Drafting:
         for name, (rows, told) in groups.items():
             self._committed(name, rows, told)
 
-    def read_columns(self, rows: Sequence[Row], read: ReadColumns) -> bool:
-        """`committed` of all requests of a step, if one drafter is told of all of them and can be told so. False:
-        nothing was done."""
+    def read_columns(self, rows: Sequence[Row], read: Callable[[], ReadColumns | None]) -> bool:
+        """`committed` of all requests of a step, if one drafter is told of all of them and can be told so: ``read``
+        then gives what it is told. False: nothing was done."""
         name = rows[0].method
-        proposer: object = self._proposers.get(name)
-        if name not in self._observers or not isinstance(proposer, ColumnFollower) or name in self._foreign:
+        if name not in self._observers or name in self._foreign:
             return False
-        if any(row.method != name or row.drafting_failed for row in rows):
+        follower: object = self._proposers[name]
+        if (
+            not follows_columns(follower)
+            or not follower.reads_columns
+            or [row for row in rows if row.method != name or row.drafting_failed]
+        ):
             return False
-        followed = proposer.read_columns
-        return self.guard.ask(name, "committed", rows, lambda _: followed(read), True)
+        columns = read()
+        if columns is None:
+            return False
+        followed = follower.read_columns
+        return self.guard.ask(name, "committed", rows, lambda _: followed(columns), True)
 
     def _committed(self, name: str, rows: list[Row], parts: list[Committed]) -> None:
         def call(proposer: Proposer) -> list[int] | None:
@@ -226,53 +233,54 @@ class Drafting:
     def _in_columns(self, placing: Placing, wanted: Sequence[tuple[Row, int]]) -> list[tuple[Row, int]]:
         """Draft for many requests without a record for each: those of one method that want chains, or trees, of one
         kind. Who is left, in their order."""
-        kinds = placing.kinds([row for row, _ in wanted])
-        groups: dict[tuple[str, int], list[int]] = {}
-        for i, (kind, (row, _)) in enumerate(zip(kinds, wanted, strict=True)):
-            if kind > 0:
-                groups.setdefault((row.method, kind), []).append(i)
-        left = {i for i, kind in enumerate(kinds) if kind == 0}
-        for (name, _), members in groups.items():
-            proposer: object = self._proposers[name]
-            drafted: list[int] = []
-            if isinstance(proposer, ColumnDrafter) and name not in self._foreign:
-                drafted = self._drafted(placing, proposer, wanted, members)
-            if len(drafted) < len(members):
-                left.update(set(members).difference(drafted))
+        asked = placing.asked([row for row, _ in wanted], [budget for _, budget in wanted])
+        kinds = asked.kinds
+        if kinds[0] > 0 and kinds.count(kinds[0]) == len(kinds):  # nearly always
+            drafted = self._drafted(placing, asked)
+            if len(drafted) == len(kinds):
+                return []
+            left = set(asked.everyone).difference(drafted)
+        else:
+            left = {i for i, kind in enumerate(kinds) if kind >= 0}
+            groups: dict[int, list[int]] = {}
+            for i, kind in enumerate(kinds):
+                if kind > 0:
+                    groups.setdefault(kind, []).append(i)
+            for members in groups.values():
+                own = placing.asked([wanted[i][0] for i in members], [wanted[i][1] for i in members])
+                left.difference_update([members[i] for i in self._drafted(placing, own)])
         return [wanted[i] for i in sorted(left)]
 
-    def _drafted(
-        self,
-        placing: Placing,
-        proposer: ColumnDrafter,
-        wanted: Sequence[tuple[Row, int]],
-        members: list[int],
-    ) -> list[int]:
-        """For which of ``members`` the proposer drafted."""
-        rows = [wanted[i][0] for i in members]
-        columns = placing.columns(rows, [wanted[i][1] for i in members])
-        if len(rows) > 1 and proposer.one_length and not columns.is_tree:
+    def _drafted(self, placing: Placing, asked: Asked) -> Sequence[int]:
+        """For which of some requests of one kind their proposer drafted, by their places."""
+        name = asked.rows[0].method
+        proposer: object = self._proposers[name]
+        if name in self._foreign or not drafts_columns(proposer):
+            return ()
+        columns = placing.columns(asked)
+        members: Sequence[int] = asked.everyone
+        if len(members) > 1 and proposer.one_length and not columns.is_tree:
             # Near their ends requests want less: these go apart, and not the others with them.
             lengths = columns.depths(1 << 30, self._block_size)
             usual = lengths[0]
             if lengths.count(usual) < len(lengths):
                 usual = max(set(lengths), key=lengths.count)
-                members = [i for i, length in zip(members, lengths, strict=True) if length == usual]
-                rows = [wanted[i][0] for i in members]
-                columns = placing.columns(rows, [wanted[i][1] for i in members])
+                members = [i for i, length in enumerate(lengths) if length == usual]
+                asked = placing.asked([asked.rows[i] for i in members], [asked.budgets[i] for i in members])
+                columns = placing.columns(asked)
         try:
             drafted = proposer.draft_columns(columns)
         except Exception:  # asked again, it says of whom
-            return []
-        parts: Sequence[DraftPart] = ()
+            return ()
+        if drafted is None:
+            return ()
         if isinstance(drafted, DraftBlock):
-            parts = [DraftPart(range(len(rows)), columns.speculation.method, columns, drafted)]
-        elif drafted is not None:
-            parts = drafted
+            whole = DraftPart(asked.everyone, name, columns, drafted)
+            return members if placing.place_chains(asked, whole, self._vocab_size) else ()
         return [
             members[i]
-            for part in parts
-            if placing.place_chains(rows, part, self._vocab_size)
+            for part in drafted
+            if placing.place_chains(asked, part, self._vocab_size)
             for i in part.members
         ]
 

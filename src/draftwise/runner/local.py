@@ -268,8 +268,7 @@ class LocalExecutor(Executor):
         followed = 0.0
         if drafting.observes:
             before = self._clock()
-            columns = step.read_columns()
-            if columns is None or not drafting.read_columns(step.rows, columns):
+            if not drafting.read_columns(step.rows, step.read_columns):
                 drafting.committed(step.read(read))
             followed = self._clock() - before
         ordinary.compact(self._storage, *moved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,24 @@ from draftwise.types import Proposal
 from draftwise.verify.native import DRAWS
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
-_FACTS = 7
+_FACTS = 8
+
+
+class Asked(NamedTuple):
+    """R requests that want drafts, and what their books say. ``places`` [R]: where these lie; ``everyone``: 0 to R - 1;
+    ``facts`` [8 * R]: what ``dw_draft_columns`` writes."""
+
+    rows: Sequence[Row]
+    budgets: Sequence[int]
+    places: array[int]
+    everyone: range
+    facts: list[int]
+
+    @property
+    def kinds(self) -> list[int]:
+        """[R] the number of the kind of chain or tree that each wants, see `rows.kind_of`; 0: another proposal; -1: it
+        cannot draft."""
+        return self.facts[: len(self.rows)]
 
 
 class Placing:
@@ -26,7 +44,6 @@ class Placing:
 
     def __init__(self, library: NativeLibrary, block_size: int) -> None:
         self._block_size = block_size
-        self._kinds = library.function("dw_draft_kinds", None, [_I64, _PTR, _PTR])
         self._columns = library.function("dw_draft_columns", None, [_I64, _PTR, _PTR])
         self._chains = library.function(
             "dw_place_chains", _I64, [_I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64, _PTR, _I64]
@@ -103,43 +120,40 @@ class Placing:
         )
         return bool(bad < 0)
 
-    def kinds(self, rows: Sequence[Row]) -> list[int]:
-        """Of each request the number of the kind of chain it wants, see `rows.kind_of`; 0: another proposal; -1: it
-        cannot draft."""
-        found = array("q", bytes(8 * len(rows)))
-        places = array("Q", [row.at for row in rows])
-        self._kinds(len(rows), places.buffer_info()[0], found.buffer_info()[0])
-        return found.tolist()
-
-    def columns(self, rows: Sequence[Row], budgets: Sequence[int]) -> DraftColumns:
-        """What a drafter has to know of requests that all want chains, or trees, of one kind (`kinds`)."""
+    def asked(self, rows: Sequence[Row], budgets: Sequence[int]) -> Asked:
+        """Read the books of requests that want drafts, ``budgets`` [R] nodes at most."""
         count = len(rows)
         places = array("Q", [row.at for row in rows])
-        found = array("q", bytes(8 * _FACTS * count))
-        self._columns(count, places.buffer_info()[0], found.buffer_info()[0])
-        known, num_prompt, depths, filled, blocks, tokens_at, blocks_at = (
-            found[i * count : (i + 1) * count].tolist() for i in range(_FACTS)
-        )
+        facts = array("q", bytes(8 * _FACTS * count))
+        self._columns(count, places.buffer_info()[0], facts.buffer_info()[0])
+        return Asked(rows, budgets, places, range(count), facts.tolist())
+
+    def columns(self, asked: Asked) -> DraftColumns:
+        """What a drafter has to know of requests that all want chains, or trees, of one kind (`Asked.kinds`)."""
+        rows, count, facts = asked.rows, len(asked.rows), asked.facts
         first = rows[0]
         return DraftColumns(
             first.speculation,
             () if first.state.is_greedy else [row.state for row in rows],
             [row.rid for row in rows],
-            known,
-            num_prompt,
-            [min(budget, MAX_TREE_NODES) for budget in budgets],
-            depths,
-            filled,
-            blocks,
-            tokens_at,
-            blocks_at,
+            facts[count : 2 * count],
+            facts[2 * count : 3 * count],
+            [budget if budget < MAX_TREE_NODES else MAX_TREE_NODES for budget in asked.budgets],
+            facts[3 * count : 4 * count],
+            facts[4 * count : 5 * count],
+            facts[5 * count : 6 * count],
+            facts[6 * count : 7 * count],
+            facts[7 * count :],
             lambda: [row.state for row in rows],
         )
 
-    def place_chains(self, asked: Sequence[Row], part: DraftPart, vocab_size: int) -> bool:
+    def place_chains(self, asked: Asked, part: DraftPart, vocab_size: int) -> bool:
         """Write down what was drafted for some of these requests. False: something about it cannot be, and nothing was
         written."""
-        rows, columns, block = [asked[i] for i in part.members], part.columns, part.block
+        rows, places, block = asked.rows, asked.places, part.block
+        if part.members is not asked.everyone:
+            rows = [rows[i] for i in part.members]
+            places = array("Q", [row.at for row in rows])
         count, tokens, q = len(rows), block.tokens, block.q
         if tokens.shape[0] != count or tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
             return False
@@ -153,12 +167,12 @@ class Placing:
                 return False
             if not q.is_contiguous():
                 q = q.contiguous()
-        numbers = array("i", block.sizes or [width] * count)
-        numbers.extend(columns.budgets)
-        numbers.extend(block.filled or [-1] * count)
+        unknown = [-1] * count
+        numbers = array(
+            "i", [*(block.sizes or [width] * count), *part.columns.budgets, *(block.filled or unknown)]
+        )
         if len(numbers) != 3 * count:
             return False
-        places = array("Q", [row.at for row in rows])
         bad = self._chains(
             count,
             places.buffer_info()[0],

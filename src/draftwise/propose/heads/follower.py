@@ -55,6 +55,10 @@ class HeadFollower(Proposer, ColumnFollower):
             steady.write()
         return self._known
 
+    @property
+    def reads_columns(self) -> bool:
+        return self._steady is not None
+
     def observe(self, rids: Sequence[int], batch: StepInput, output: TargetOutput) -> None:
         self._output = output
 

@@ -270,31 +270,23 @@ DW_EXPORT int64_t dw_place_drafts(int64_t requests, RowBook* const* books, int64
   });
 }
 
-// What each request wants to be drafted, `kinds` [requests]: a chain that is drawn like those of one number; 0: something else; -1:
-// nothing, since its drafter failed, or no token may follow its drafts.
-DW_EXPORT void dw_draft_kinds(int64_t requests, RowBook* const* books, int64_t* kinds) {
-  dw::guarded([&] {
-    for (int64_t r = 0; r < requests; r++) {
-      const RowBook& book = *books[r];
-      kinds[r] = book.drafting_failed || book.max_total - book.num_tokens < 2 ? -1 : book.kind;
-    }
-  });
-}
-
-// What drafters want to know, side by side: `columns` [7, requests] known tokens, of these the prompt's, deepest node, tokens that the
-// drafter has stored, blocks, where tokens and blocks lie.
+// What drafters want to know, side by side: `columns` [8, requests] kind, known tokens, of these the prompt's, deepest node, tokens that
+// the drafter has stored, blocks, where tokens and blocks lie. Kinds: a chain or tree that is drawn like those of one number; 0:
+// something else; -1: nothing, since its drafter failed, or no token may follow its drafts.
 DW_EXPORT void dw_draft_columns(int64_t requests, RowBook* const* books, int64_t* columns) {
   dw::guarded([&] {
     for (int64_t r = 0; r < requests; r++) {
       const RowBook& book = *books[r];
-      const int64_t found[] = {book.num_tokens,
+      const bool ends = book.drafting_failed || book.max_total - book.num_tokens < 2;
+      const int64_t found[] = {ends ? -1 : book.kind,
+                               book.num_tokens,
                                book.num_prompt,
                                book.max_total - book.num_tokens - 1,
                                book.fill ? book.fill->tokens : 0,
                                book.num_blocks,
                                (int64_t)(uintptr_t)book.tokens,
                                (int64_t)(uintptr_t)book.blocks};
-      for (int64_t i = 0; i < 7; i++) columns[i * requests + r] = found[i];
+      for (int64_t i = 0; i < 8; i++) columns[i * requests + r] = found[i];
     }
   });
 }
