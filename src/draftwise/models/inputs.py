@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwise.kernels.cpu.attention import LaidOut, address
 from draftwise.kernels.cpu.columns import RowPacker, row_packer
-from draftwise.types import AttentionBatch, IntArray, StateRows, StepInput
+from draftwise.types import AttentionBatch, IntArray, StateRows, StepInput, new_record
 
 
 class RowInput(NamedTuple):
@@ -318,10 +318,10 @@ def pack_places(
         first_np = np.array(first_keys, np.int32)
         first_at = address(first_np)
     attention = AttentionBatch(start_np, context_np, trees_np, tables_np, None, block_size, first_np)
-    laid_out = LaidOut(
+    laid_out = new_record(LaidOut, (
         token_ids.shape[0], start_np, context_np, trees_np, tables_np, None, first_np,
         at, at + 4 * (count + 1), trees_at, at + 4 * (2 * count + 1), None, first_at,
-    )  # fmt: skip
+    ))  # fmt: skip
     return StepInput(token_ids, positions, slots, laid_out.tell(attention))
 
 

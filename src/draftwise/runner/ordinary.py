@@ -36,6 +36,7 @@ from draftwise.types import (
     RowPlan,
     RowResult,
     StepInput,
+    new_record,
 )
 from draftwise.verify.base import VerifyColumns
 from draftwise.verify.native import RULES, NativeRules
@@ -108,10 +109,11 @@ class OrdinarySteps:
         if rids != self._members.rids:
             self._members = _Members(rids, rows)
         members, places = self._members.rows, self._members.places
-        size, places_at = self._block_size, places.buffer_info()[0]
+        size, places_at = self._block_size, self._members.places_at
         asked = num_new + columns.num_draft
         answers, facts = array("i", bytes(8 * count)), array("q", bytes(64))
-        asked_at, own_at, facts_at = (numbers.buffer_info()[0] for numbers in (asked, answers, facts))
+        asked_at, own_at = asked.buffer_info()[0], answers.buffer_info()[0]
+        facts_at = facts.buffer_info()[0]
         parts_at = own_at + 4 * count
         if not self._size(count, places_at, size, asked_at, own_at, parts_at, facts_at):
             if not facts[7]:
@@ -135,6 +137,8 @@ class OrdinarySteps:
         draws = bytearray(DRAW.size * decided)
         numbers, given = array("i", bytes(4 * 5 * decided)), array("i", bytes(4 * 3 * nodes))
         methods, q_at = array("i", bytes(4 * decided)), array("Q", bytes(8 * decided))
+        draws_at, numbers_at, given_at = _address(draws), numbers.buffer_info()[0], given.buffer_info()[0]
+        q_rows_at, methods_at = q_at.buffer_info()[0], methods.buffer_info()[0]
         self._rows(
             count,
             places_at,
@@ -151,19 +155,19 @@ class OrdinarySteps:
             ancestors_at,
             at + 4 * (2 * count + 1),
             None if all_rows else at + 4 * logits,
-            _address(draws),
-            numbers.buffer_info()[0],
-            given.buffer_info()[0],
-            q_at.buffer_info()[0],
-            methods.buffer_info()[0],
+            draws_at,
+            numbers_at,
+            given_at,
+            q_rows_at,
+            methods_at,
         )
         starts_np, contexts_np = ints[: count + 1], ints[count + 1 : 2 * count + 1]
         tables_np = ints[tables:logits].reshape(count, width)
         attention = AttentionBatch(starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, size)
-        laid_out = LaidOut(
+        laid_out = new_record(LaidOut, (
             total, starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, None,
             at, at + 4 * (count + 1), trees_at, at + 4 * tables, ancestors_at, None,
-        )  # fmt: skip
+        ))  # fmt: skip
         step_input = StepInput(token_ids, positions, slots, laid_out.tell(attention))
         if self._members.adapters:
             step_input = replace(step_input, adapters=self._members.adapters)
@@ -202,7 +206,8 @@ class OrdinarySteps:
                 draws,
                 numbers,
                 given,
-                q_at if sampled else None,
+                q_at,
+                (draws_at, numbers_at, given_at, q_rows_at if sampled else None, methods_at),
             ),
             apart,
             apart_at,
@@ -217,16 +222,18 @@ class OrdinarySteps:
         """
         decided, count = step.decided, len(step.rows)
         number, nodes = len(decided.rows), decided.num_nodes
+        draws_at, numbers_at, given_at, q_at, methods_at = decided.inputs
         found = array("i", bytes(4 * (2 * number + nodes)))
+        found_at = found.buffer_info()[0]
         self._rules.decide_at(
             logits if logits.is_contiguous() else logits.contiguous(),
             number,
-            _address(decided.draws),
-            decided.numbers.buffer_info()[0],
-            None if decided.q_at is None else decided.q_at.buffer_info()[0],
+            draws_at,
+            numbers_at,
+            q_at,
             nodes,
-            decided.given.buffer_info()[0],
-            found.buffer_info()[0],
+            given_at,
+            found_at,
             step.num_logits,
         )
         results, tokens = array("i", bytes(4 * NUMBERS * count)), array("i", bytes(4 * (number + nodes)))
@@ -243,10 +250,10 @@ class OrdinarySteps:
             None if at_of is None else at_of.buffer_info()[0],
             self._block_size,
             decided.own.buffer_info()[0],
-            decided.methods.buffer_info()[0],
+            methods_at,
             nodes,
-            decided.given.buffer_info()[0],
-            found.buffer_info()[0],
+            given_at,
+            found_at,
             results.buffer_info()[0],
             goes_on.buffer_info()[0],
             tokens.buffer_info()[0],
@@ -302,6 +309,7 @@ class _Members:
         self.rids = rids
         self.rows = [rows[rid] for rid in rids]
         self.places = array("Q", [row.at for row in self.rows])
+        self.places_at = self.places.buffer_info()[0]
         adapters = tuple([row.adapter for row in self.rows])
         self.adapters = adapters if any(adapters) else None
 

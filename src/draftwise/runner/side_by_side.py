@@ -17,9 +17,10 @@ from draftwise.types import IntArray, StepInput
 @dataclass(slots=True)
 class Decided:
     """D requests that are decided in columns, with N nodes to verify. ``at``: which ones of the step they are, None:
-    all; ``places``: where their books lie; ``own`` [D]: nodes of each. Of the answer: ``goes_on`` [D]: whether it has
-    not ended; ``read`` [D + n]: of how many rows of each the tokens are final now, then these rows, one request after
-    the other, if somebody asked for that."""
+    all; ``places``: where their books lie; ``own`` [D]: nodes of each; ``inputs``: the addresses of ``draws``,
+    ``numbers``, ``given``, ``q_at`` (None: nobody samples) and ``methods``. Of the answer: ``goes_on`` [D]: whether
+    it has not ended; ``read`` [D + n]: of how many rows of each the tokens are final now, then these rows, one request
+    after the other, if somebody asked for that."""
 
     at: array[int] | None
     rows: list[Row]
@@ -29,7 +30,8 @@ class Decided:
     draws: bytearray
     numbers: array[int]
     given: array[int]
-    q_at: array[int] | None
+    q_at: array[int]
+    inputs: tuple[int, int, int, int | None, int]
     goes_on: array[int] | None = None
     read: IntArray | None = None
 

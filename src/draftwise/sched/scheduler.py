@@ -124,7 +124,7 @@ class Scheduler:
         knowing what that step does waits for the next plan, which may then be empty.
         """
         self._step += 1
-        assert not self._flying, "two steps have not been taken in"
+        assert not self._flying.rids, "two steps have not been taken in"
         self._flying, self._planned = self._planned, EMPTY_PLAN
         self._flying_side_by_side, self._side_by_side = self._side_by_side, None
         self._trimmed = {}
@@ -138,7 +138,7 @@ class Scheduler:
         if shares is None:
             members, shares = None, self._share_roots()
         self._draft_room.wish(shares, self._controller, self._batch_size, self._books, members)
-        left = self.config.max_num_batched_tokens - len(shares)
+        left = self.config.max_num_batched_tokens - len(shares.rids)
         kept = kept_for_drafts(sum(shares.num_draft), left)
         for i in shares.reading:
             shares.num_new[i] += min(shares.missing[i] - 1, left - kept)
@@ -161,15 +161,18 @@ class Scheduler:
             trimmed=tuple(self._trimmed.items()),
         )
         self._removed = []
-        assert plan.rows or self._flying or not self._requests, "work is waiting but nothing could be planned"
+        busy = self._planned.rids or self._flying.rids
+        assert busy or not self._requests, "work is waiting but nothing could be planned"
         return plan
 
     def _running_members(self) -> Members | None:
         """Who runs, where native code reads their books; None: there is none, or a step is on its way."""
-        if self._books is None or self._flying or not len(self._running):
+        if self._books is None or self._flying.rids:
             return None
         known = self._members
         if known is None or known[0] != self._running.version:
+            if not len(self._running):
+                return None
             known = self._members = self._running.version, Members(self._running.copy(), self.kv)
         return known[1]
 
@@ -193,7 +196,7 @@ class Scheduler:
         )
         if decoding < count:
             shares.reading = [i for i, tokens in enumerate(missing) if tokens > 1]
-        for i in self._books.room(members, size, missing):
+        for i in self._books.room(members, size, missing) if lacking else ():
             blocks = self.kv.reserve(members.rids[i], missing[i])
             assert blocks is not None, "as many blocks as were counted"
             shares.got(i, blocks)
@@ -265,7 +268,7 @@ class Scheduler:
         self._planned = PlanColumns(shares.rids, num_new, num_draft, budgets, shares.blocks, resting)
         measure(shares, self._shape, None if members is None else members.sampled)
         if self._books is not None:
-            whole = members is not None and len(shares) == len(members.rids)
+            whole = members is not None and len(shares.rids) == len(members.rids)
             own = members if members is not None and whole else Members(shares.requests, self.kv)
             self._side_by_side = Planned(own, num_new)
 

@@ -103,19 +103,20 @@ def draft_limit(shares: Shares, max_rows: int) -> int:
     Example: 32 rows, 8 requests that decode and want drafts: 24 rows for 8, 3 nodes each. If one of them had 600 tokens
     of its prompt left, a quarter of 24 for 7: 1 node each.
     """
-    drafters = len(shares) - shares.budgets.count(0)
+    count = len(shares.rids)
+    drafters = count - shares.budgets.count(0)
     if not drafters:
         return 0
-    left = max_rows - len(shares)
-    prompts = sum([shares.missing[i] - shares.num_new[i] for i in shares.reading])
+    left = max_rows - count
+    prompts = sum([shares.missing[i] - shares.num_new[i] for i in shares.reading]) if shares.reading else 0
     return -(-max(left - prompts, left // _FOR_DRAFTS) // drafters)
 
 
 def measure(shares: Shares, shape: StepShape, sampled: Sequence[bool] | None) -> None:
     """Write into ``shape`` what the shares add up to, but for its context. ``sampled``: whether each of those that ran
     before draws at a temperature, if that is known."""
-    shape.requests, shape.prompt_rows = len(shares), 0
-    shape.rows = len(shares) + sum(shares.num_draft)
+    shape.requests, shape.prompt_rows = len(shares.rids), 0
+    shape.rows = shape.requests + sum(shares.num_draft)
     for i in shares.reading:
         shape.requests -= 1
         shape.rows -= 1 + shares.num_draft[i]

@@ -20,7 +20,7 @@ from draftwise.kv.manager import KVManager, TableBook
 from draftwise.names import method_number
 from draftwise.sched.columns import RowColumns
 from draftwise.sched.request import Request, RequestBook
-from draftwise.types import RowResult, Speculation, chain_parents, tree_depth
+from draftwise.types import RowResult, Speculation, chain_parents, new_record, tree_depth
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 _NAMES_IN_C = {
@@ -34,7 +34,19 @@ _NAMES_IN_C = {
 class Members:
     """Requests that run, side by side. They stay the same for many steps."""
 
-    __slots__ = ("places", "requests", "rids", "sampled", "speculations")
+    __slots__ = (
+        "_facts",
+        "_numbers",
+        "facts_at",
+        "numbers_at",
+        "places",
+        "places_at",
+        "requests",
+        "rids",
+        "sampled",
+        "speculations",
+        "tables_at",
+    )
 
     def __init__(self, requests: list[Request], kv: KVManager) -> None:
         self.requests = requests
@@ -45,6 +57,21 @@ class Members:
         self.speculations: Sequence[Speculation] = [request.speculation for request in requests]
         self.sampled = [speculation.rule != "greedy" for speculation in self.speculations]
         """Whether each draws at a temperature."""
+        count = len(requests)
+        self.places_at = self.places.buffer_info()[0]
+        self.tables_at = self.places_at + 8 * count
+        self._numbers, self._facts = array("i", bytes(8 * count)), array("q", bytes(24))
+        self.numbers_at, self.facts_at = self._numbers.buffer_info()[0], self._facts.buffer_info()[0]
+        """Where native calls write their answers, which are read before the next call."""
+
+    def numbers(self, count: int) -> list[int]:
+        """What the latest call wrote there, of at most 2 R numbers."""
+        return self._numbers[:count].tolist()
+
+    @property
+    def facts(self) -> array[int]:
+        """[3] what `Books.roots` counted."""
+        return self._facts
 
 
 class Roots(NamedTuple):
@@ -81,24 +108,23 @@ class Books:
         )
 
     def roots(self, members: Members, block_size: int) -> Roots:
-        """What these requests ask of a step. No other is on its way for them."""
-        count, at = len(members.requests), members.places.buffer_info()[0]
-        asked, facts = array("i", bytes(8 * count)), array("q", bytes(24))
-        asked_at = asked.buffer_info()[0]
+        """What these requests ask of a step. No other is on its way for them. Where no block is lacking, all of it is
+        reserved."""
+        count, at = len(members.rids), members.numbers_at
         self._roots(
-            count, at, at + 8 * count, block_size, asked_at, asked_at + 4 * count, facts.buffer_info()[0]
+            count, members.places_at, members.tables_at, block_size, at, at + 4 * count, members.facts_at
         )
-        numbers = asked.tolist()
-        return Roots(numbers[:count], numbers[count:], *facts)
+        numbers = members.numbers(2 * count)
+        return new_record(Roots, (numbers[:count], numbers[count:], *members.facts))
 
     def room(self, members: Members, block_size: int, wanted: Sequence[int]) -> list[int]:
         """Reserve ``wanted`` [R] tokens past the committed ones, of those that have blocks for them: the places of the
         others, in their order."""
-        count = len(members.requests)
-        asked, lacking = array("i", wanted), array("i", bytes(4 * count))
-        tables_at = members.places.buffer_info()[0] + 8 * count
-        found = self._room(count, tables_at, block_size, asked.buffer_info()[0], lacking.buffer_info()[0])
-        return lacking[:found].tolist()
+        asked = array("i", wanted)
+        found = self._room(
+            len(wanted), members.tables_at, block_size, asked.buffer_info()[0], members.numbers_at
+        )
+        return members.numbers(found) if found else []
 
     def take_in(
         self, planned: Planned, rows: Sequence[RowResult], now: float, kv: KVManager
@@ -108,29 +134,31 @@ class Books:
         Returns:
             Of each row how many tokens were taken, -1: nothing was done, somebody has to look at it. None: at all.
         """
-        members, count = planned.members, len(rows)
-        if not count or count != len(members.rids):
-            return None  # a request that had ended was passed over
-        found = (rows.rids, rows.numbers, rows.tokens) if isinstance(rows, RowColumns) else _in_columns(rows)
-        rids, numbers, tokens = found
-        if list(rids) != members.rids:
+        members = planned.members
+        if rows.__class__ is RowColumns:
+            rids, numbers, tokens = rows.rids, rows.numbers, rows.tokens
+        elif rows:
+            rids, numbers, tokens = _in_columns(rows)
+        else:
             return None
-        answers = array("i", bytes(4 * count))
-        at = members.places.buffer_info()[0]
+        if list(rids) != members.rids:  # a request that had ended was passed over, say
+            return None
+        count = len(members.rids)
         self._take_in(
             count,
-            at,
-            at + 8 * count,
+            members.places_at,
+            members.tables_at,
             planned.num_new.buffer_info()[0],
             numbers.buffer_info()[0],
             tokens.buffer_info()[0],
             len(tokens),
             now,
-            answers.buffer_info()[0],
+            members.numbers_at,
         )
         taken = numbers[5 * count : 6 * count].tolist()
-        if any(answers):
-            for i, answer in enumerate(answers.tolist()):
+        answers = members.numbers(count)
+        if answers.count(0) < count:
+            for i, answer in enumerate(answers):
                 if answer > 0:
                     kv.settle(rids[i], members.requests[i].tokens_np)
                 elif answer:

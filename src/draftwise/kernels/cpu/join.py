@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.checks import refuse
 from draftwise.kernels.cpu.handles import NativeNorm
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import NativeLinear
@@ -29,13 +29,10 @@ class JoinKernel:
         shape, dtype = parts[0].shape, weight.dtype
         rows, width = shape
         for part in parts:
-            require(
-                part.shape == shape and part.dtype is dtype and part.is_contiguous(),
-                "rows of one size side by side",
-            )
-        require(
-            norm is None or norm.weight.numel() == weight.outputs, "a norm as wide as the layer's results"
-        )
+            if part.shape != shape or part.dtype is not dtype or not part.is_contiguous():
+                refuse("rows of one size side by side")
+        if norm is not None and norm.weight.numel() != weight.outputs:
+            refuse("a norm as wide as the layer's results")
         out = torch.empty((rows, weight.outputs), dtype=dtype)
         self._run(
             self._pool.pointer,

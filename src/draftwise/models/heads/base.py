@@ -58,7 +58,9 @@ class HeadOutput:
 
 def pick_rows(x: Tensor, rows: Tensor | slice) -> Tensor:
     """Rows of ``x`` [T, ...]: int64 [n] of them, copied, or a slice, as a view."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+    if not isinstance(rows, slice):
+        return x.index_select(0, rows)
+    return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
 class HeadModel(ABC):

@@ -41,6 +41,7 @@ DW_EXPORT void dw_plan_roots(int64_t requests, dw::RequestBook* const* books, dw
       context += book.num_computed;
     }
     facts[0] = decoding, facts[1] = context, facts[2] = lacking;
+    for (int64_t r = 0; r < requests && !lacking; r++) tables[r]->reserved = std::max<int64_t>(tables[r]->reserved, missing[r]);
   });
 }
 
