@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.cpu.attention import LaidOut, address
+from draftwise.kernels.cpu.attention import LAID_OUT, LaidOut, address
 from draftwise.kernels.cpu.columns import RowPacker, row_packer
 from draftwise.types import AttentionBatch, IntArray, StateRows, StepInput, new_record
 
@@ -317,12 +317,14 @@ def pack_places(
     if any(first_keys):
         first_np = np.array(first_keys, np.int32)
         first_at = address(first_np)
-    attention = AttentionBatch(start_np, context_np, trees_np, tables_np, None, block_size, first_np)
     laid_out = new_record(LaidOut, (
         token_ids.shape[0], start_np, context_np, trees_np, tables_np, None, first_np,
         at, at + 4 * (count + 1), trees_at, at + 4 * (2 * count + 1), None, first_at,
     ))  # fmt: skip
-    return StepInput(token_ids, positions, slots, laid_out.tell(attention))
+    attention = AttentionBatch(
+        start_np, context_np, trees_np, tables_np, None, block_size, first_np, cache={LAID_OUT: laid_out}
+    )
+    return StepInput(token_ids, positions, slots, attention)
 
 
 _NO_TREES_NP = np.zeros(256, np.bool_)

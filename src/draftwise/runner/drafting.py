@@ -109,11 +109,11 @@ class Drafting:
     ) -> None:
         """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any."""
         for name in self._observers:
-            if any(row.method == name and not row.drafting_failed for row in rows):
+            own = [row for row in rows if row.method == name and not row.drafting_failed]
+            if own:
                 try:
                     self._proposers[name].observe(rids, batch, output)
                 except Exception as error:
-                    own = [row for row in rows if row.method == name and not row.drafting_failed]
                     self.guard.failed(name, "observe", own, error)
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from draftwise.kernels.cpu.attention import LaidOut, address
+from draftwise.kernels.cpu.attention import LAID_OUT, LaidOut, address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.kernels.cpu.library import NativeLibrary
@@ -163,12 +163,14 @@ class OrdinarySteps:
         )
         starts_np, contexts_np = ints[: count + 1], ints[count + 1 : 2 * count + 1]
         tables_np = ints[tables:logits].reshape(count, width)
-        attention = AttentionBatch(starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, size)
         laid_out = new_record(LaidOut, (
             total, starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, None,
             at, at + 4 * (count + 1), trees_at, at + 4 * tables, ancestors_at, None,
         ))  # fmt: skip
-        step_input = StepInput(token_ids, positions, slots, laid_out.tell(attention))
+        attention = AttentionBatch(
+            starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, size, cache={LAID_OUT: laid_out}
+        )
+        step_input = StepInput(token_ids, positions, slots, attention)
         if self._members.adapters:
             step_input = replace(step_input, adapters=self._members.adapters)
         logit_rows = None if all_rows else ints[logits:].tolist()

@@ -72,7 +72,8 @@ class OrdinaryStep:
         """The committed tokens for drafters that follow, see `Drafting.committed`. ``of_others``: of those apart."""
         decided = self.decided
         assert decided.read is not None, "somebody asked for it"
-        counts, rows = decided.read[: len(decided.rows)].tolist(), decided.read[len(decided.rows) :].tolist()
+        told, number = decided.read.tolist(), len(decided.rows)
+        counts, rows = told[:number], told[number:]
         places: Sequence[int] = range(len(self.rows)) if decided.at is None else decided.at
         resting = self.plan.resting
         found: list[tuple[Row, int, Sequence[int]]] = []

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.checks import refuse, require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.types import Verification, new_record
@@ -69,11 +69,10 @@ class NativeRules(BatchRules):
     ) -> None:
         """Decide ``count`` requests with ``total`` nodes, of which all that `dw_verify` wants to know lies in memory.
         ``logits`` [M, V] float32, contiguous; ``rows``: M, as whoever wrote down the requests' first rows knows it."""
-        require(
-            logits.dtype is torch.float32 and logits.is_cpu and logits.is_contiguous(),
-            "float32 logits on the CPU",
-        )
-        require(logits.shape[0] == rows and count + total <= rows, "logits of all rows")
+        if logits.dtype is not torch.float32 or not logits.is_cpu or not logits.is_contiguous():
+            refuse("float32 logits on the CPU")
+        if logits.shape[0] != rows or count + total > rows:
+            refuse("logits of all rows")
         self._verify(
             self._pool.pointer,
             logits.data_ptr(),

@@ -109,7 +109,8 @@ def sinks_of(sinks: Tensor | None, heads: int) -> int | None:
 
 
 _INT32 = np.dtype(np.int32)
-_LAID_OUT = "laid_out"  # in `AttentionBatch.cache`
+LAID_OUT = "laid_out"
+"""Where a `LaidOut` stands in `AttentionBatch.cache`."""
 
 
 class LaidOut(NamedTuple):
@@ -130,16 +131,11 @@ class LaidOut(NamedTuple):
     ancestors_at: int | None
     firsts_at: int | None
 
-    def tell(self, batch: AttentionBatch) -> AttentionBatch:
-        """Let ``batch``, of these arrays, say so."""
-        batch.cache[_LAID_OUT] = self
-        return batch
-
 
 def fill_view(view: BatchView, batch: AttentionBatch, rows: int | None = None) -> object:
     """Point ``view`` at the arrays of ``batch``. ``rows``: how many it has to have; None: nothing is said of that.
     Returns what must be kept alive as long as the view is used."""
-    found = batch.cache.get(_LAID_OUT)
+    found = batch.cache.get(LAID_OUT)
     if (
         found.__class__ is not LaidOut
         or found.starts_np is not batch.query_start_np

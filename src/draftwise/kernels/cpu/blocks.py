@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.attention import DTYPES, address
-from draftwise.kernels.cpu.chains import ChainOutput, fill_draws, fill_target_ids
+from draftwise.kernels.cpu.chains import ChainOutput, fill_draws, target_ids_at
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import NativeLinear
@@ -204,7 +204,7 @@ class NativeBlocks:
         count = len(batch.attention.context_len_np)
         tokens = np.empty((count, steps), np.int64)
         out = ChainOutput(steps, self._plan.vocab, address(tokens))
-        fill_target_ids(out, self._target_ids_np, self._plan.vocab)
+        out.target_ids = target_ids_at(self._target_ids_np, self._plan.vocab)
         q = fill_draws(out, draws, count)
         own = self._block.room_for(*self._room)
         self._chains(
@@ -221,7 +221,7 @@ class NativeBlocks:
         contexts = tables.context_len_np + np.diff(tables.query_start_np)
         trees = NativeTrees.make(draws, contexts.tolist(), self._plan.vocab)
         require(len(draws) == len(contexts), "a tree per request")
-        fill_target_ids(trees.output, self._target_ids_np, self._plan.vocab)
+        trees.output.target_ids = target_ids_at(self._target_ids_np, self._plan.vocab)
         own = self._block.room_for(*self._room)
         self._trees(
             self._store.pointer, self._block.pointer, self._pool.pointer, given, own, self._plan, trees.output

@@ -13,7 +13,6 @@ from torch import Tensor
 from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.draws import STREAMS, pack_keys
-from draftwise.kernels.cpu.trees import TreeOutput
 from draftwise.types import ChainDraws
 
 _PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -57,15 +56,15 @@ def fill_draws(out: ChainOutput, draws: ChainDraws | None, requests: int) -> Ten
     return q
 
 
-def fill_target_ids(out: ChainOutput | TreeOutput, ids_np: npt.NDArray[np.int64] | None, vocab: int) -> None:
-    """Say which token each drawn id stands for; None: itself. The array is kept by the caller."""
+def target_ids_at(ids_np: npt.NDArray[np.int64] | None, vocab: int) -> int | None:
+    """Where it lies which token each of ``vocab`` drawn ids stands for; None: itself. The caller keeps the array."""
     if ids_np is None:
-        return
+        return None
     require(
         len(ids_np) == vocab and ids_np.dtype == np.int64 and ids_np.flags.c_contiguous,
         "an int64 id for each that can be drawn",
     )
-    out.target_ids = address(ids_np)
+    return address(ids_np)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.cpu.attention import BatchView, address, fill_view
-from draftwise.kernels.cpu.chains import ChainOutput, Feedback, fill_draws, fill_target_ids
+from draftwise.kernels.cpu.chains import ChainOutput, Feedback, fill_draws, target_ids_at
 from draftwise.kernels.cpu.checks import refuse, require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
-from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
+from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws, new_record
 
 _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -90,7 +90,11 @@ class _Results(NamedTuple):
     captured: list[Tensor]
     logits: Tensor
     places: list[int]
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum([value.nbytes for value in (self.hidden, *self.captured, self.logits)])
 
 
 class _Rows(NamedTuple):
@@ -155,6 +159,7 @@ class Program:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._room: tuple[tuple[int, int], Tensor, Tensor] | None = None
         self._own: _Results | None = None  # of passes whose results nobody reads, see `_prepare`
+        self._fed_back: tuple[Feedback, int, int | None] | None = None  # the latest, see `_feed_back`
         self._checked: dict[
             int, _Rows
         ] = {}  # by number of rows: the latest tensors, which a packer uses again
@@ -282,17 +287,19 @@ class Program:
 
     def _feed_back(self, out: ChainOutput | TreeOutput, feedback: Feedback, features: Tensor | None) -> None:
         """Say where the features of a next row come from, and which tokens are drawn."""
-        require(features is not None, "features to feed back")
-        assert features is not None
-        place = 0 if feedback.layer is None else 1 + list(self._captured).index(feedback.layer)
+        if features is None:
+            refuse("features to feed back")
+        width, dtype = features.shape[1], features.dtype
         fed_back = self._hidden if feedback.layer is None else self._captured[feedback.layer]
-        require(
-            fed_back == (features.shape[1], features.dtype), "features as wide as those that are fed back"
-        )
+        if fed_back != (width, dtype):
+            refuse("features as wide as those that are fed back")
+        if self._fed_back is None or self._fed_back[0] is not feedback:
+            place = 0 if feedback.layer is None else 1 + list(self._captured).index(feedback.layer)
+            self._fed_back = feedback, place, target_ids_at(feedback.target_ids_np, self._logits[0])
+        _, place, out.target_ids = self._fed_back
         out.feature_in, out.feature_out = 3, self._first_result + place
-        out.feature_bytes = features.shape[1] * features.element_size()
+        out.feature_bytes = width * dtype.itemsize
         out.key_offset = 1
-        fill_target_ids(out, feedback.target_ids_np, self._logits[0])
 
     def _prepare(
         self,
@@ -353,12 +360,16 @@ class Program:
         """Fresh tensors for what a pass writes."""
         width, dtype = self._hidden
         hidden = torch.empty((rows, width), dtype=dtype)
-        captured = [torch.empty((rows, width), dtype=dtype) for width, dtype in self._captured.values()]
+        captured: list[Tensor] = []
+        places = [hidden.data_ptr()]
+        for width, dtype in self._captured.values():
+            value = torch.empty((rows, width), dtype=dtype)
+            captured.append(value)
+            places.append(value.data_ptr())
         width, dtype = self._logits
         logits = torch.empty((head_rows, width), dtype=dtype)
-        written = (hidden, *captured, logits)
-        places = [value.data_ptr() for value in written]
-        return _Results(hidden, captured, logits, places, sum([value.nbytes for value in written]))
+        places.append(logits.data_ptr())
+        return new_record(_Results, (hidden, captured, logits, places))
 
     def _check(self, batch: StepInput, rows: int) -> _Rows:
         """See that the tensors of the rows are what a pass reads."""
