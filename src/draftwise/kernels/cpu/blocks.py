@@ -219,7 +219,7 @@ class NativeBlocks:
         given, kept = self._given(batch, features)
         tables = batch.attention
         contexts = tables.context_len_np + np.diff(tables.query_start_np)
-        trees = NativeTrees.make(draws, contexts.tolist(), self._plan.vocab)
+        trees = NativeTrees.make(draws, contexts, self._plan.vocab)
         require(len(draws) == len(contexts), "a tree per request")
         trees.output.target_ids = target_ids_at(self._target_ids_np, self._plan.vocab)
         own = self._block.room_for(*self._room)

@@ -241,7 +241,7 @@ class Program:
         tables = batch.attention
         starts_np = tables.query_start_np
         contexts = tables.context_len_np + starts_np[1:] - starts_np[:-1]
-        trees = NativeTrees.make(draws, contexts.tolist(), self._logits[0])
+        trees = NativeTrees.make(draws, contexts, self._logits[0])
         kept = self._prepare(batch, head_rows, features, trees.output.room, own=True)
         if feedback is not None:
             self._feed_back(trees.output, feedback, features)

@@ -7,9 +7,10 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from draftwise.attention.base import MAX_TREE_ROWS
 from draftwise.kernels.cpu.attention import address
@@ -20,6 +21,8 @@ _PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes
 
 WISH = struct.Struct("=QQQqIiiiiff4x")
 """``dw::TreeWish``."""
+_CONTEXT = 24
+"""Where its ``context`` stands, an int64."""
 
 
 class TreeOutput(ctypes.Structure):
@@ -62,21 +65,23 @@ class NativeTrees:
     kept: list[object]
 
     @classmethod
-    def make(cls, wishes: Sequence[TreeDraws], contexts: Sequence[int], vocab: int) -> NativeTrees:
-        """``contexts``: keys before each tree's first node. ``vocab``: width of the logits."""
+    def make(
+        cls, wishes: Sequence[TreeDraws], contexts_np: npt.NDArray[np.integer[Any]], vocab: int
+    ) -> NativeTrees:
+        """``contexts_np`` [R]: keys before each tree's first node. ``vocab``: width of the logits."""
         count = len(wishes)
         kept: list[object] = []
+        alike = count > 1 and wishes.count(wishes[0]) == count
+        different = wishes[:1] if alike else wishes
         packed: list[bytes] = []
         room = 0
         last: TreeShape | None = None
         parents_at = ranks_at = nodes = 0
-        for (scale, noise_scale, seed, sample, shape, top_k, depth, kept_nodes), context in zip(
-            wishes, contexts, strict=True
-        ):
+        for scale, noise_scale, seed, sample, shape, top_k, depth, kept_nodes in different:
             seed &= _WORD
             if shape is None:
                 packed.append(
-                    WISH.pack(0, 0, seed, context, sample, 0, top_k, depth, kept_nodes, scale, noise_scale)
+                    WISH.pack(0, 0, seed, 0, sample, 0, top_k, depth, kept_nodes, scale, noise_scale)
                 )
                 room += top_k
                 continue
@@ -85,14 +90,19 @@ class NativeTrees:
                 kept += arrays
                 last, nodes = shape, len(shape.parents)
             packed.append(
-                WISH.pack(parents_at, ranks_at, seed, context, sample, nodes, 0, 0, 0, scale, noise_scale)
+                WISH.pack(parents_at, ranks_at, seed, 0, sample, nodes, 0, 0, 0, scale, noise_scale)
             )
             room += nodes
+        if alike:
+            packed, room = packed * count, room * count
+        all_bytes = bytearray().join(packed)
+        own_contexts_np = np.ndarray((count,), np.int64, all_bytes, _CONTEXT, (WISH.size,))
+        own_contexts_np[:] = contexts_np
         tokens_np = np.empty((count, MAX_TREE_ROWS), np.int32)
         parents_np = np.empty((count, MAX_TREE_ROWS), np.int32)
         counts_np = np.zeros(count, np.int32)
         output = TreeOutput(
-            vocab, b"".join(packed), address(tokens_np), address(parents_np), address(counts_np)
+            vocab, bytes(all_bytes), address(tokens_np), address(parents_np), address(counts_np)
         )
         output.room = room
         output.feature_in = output.feature_out = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from operator import gt
 from typing import TypeVar
 
 from draftwise.propose.base import DraftRow
@@ -99,24 +100,27 @@ def column_trees(
     kind = kind_of_columns(columns, method)
     scratch = dynamic is not None
     # requests that want the same share a record, unless each has a temperature or noise of its own
-    known: dict[tuple[int, int], tuple[TreeShape | None, TreeDraws]] = {}
-    found: list[TreeDraws] = []
-    for i, cut in enumerate(zip(columns.budgets, depths, strict=True)):
-        shared = known.get(cut)
-        if shared is None:
-            budget, depth = cut
-            if dynamic is not None:
-                draws = _draws(None, kind, None, dynamic.top_k, min(depth, dynamic.depth), budget)
-            else:
-                assert speculation.tree is not None
-                draws = _draws(None, kind, cut_shape(speculation.tree, speculation.tree_ranks, budget, depth))
-            shared = known[cut] = draws.shape, draws
-        shape, draws = shared
-        if shape is not None and columns.known[i] + len(shape.parents) > columns.num_blocks[i] * block_size:
-            scratch = True
-        if sampled:
-            draws = _draws(columns.sampling[i], kind, *draws[4:])
-        found.append(draws)
+    cuts = list(zip(columns.budgets, depths, strict=True))
+    known: dict[tuple[int, int], TreeDraws] = {}
+    for cut in set(cuts):
+        budget, depth = cut
+        if dynamic is not None:
+            known[cut] = _draws(None, kind, None, dynamic.top_k, min(depth, dynamic.depth), budget)
+        else:
+            assert speculation.tree is not None
+            known[cut] = _draws(
+                None, kind, cut_shape(speculation.tree, speculation.tree_ranks, budget, depth)
+            )
+    found = [known[cut] for cut in cuts]
+    if dynamic is None:
+        sizes = {cut: 0 if draws.shape is None else len(draws.shape.parents) for cut, draws in known.items()}
+        ends = [own + sizes[cut] for own, cut in zip(columns.known, cuts, strict=True)]
+        room = [blocks * block_size for blocks in columns.num_blocks]
+        scratch = True in map(gt, ends, room)
+    if sampled:
+        found = [
+            _draws(state, kind, *draws[4:]) for state, draws in zip(columns.sampling, found, strict=True)
+        ]
     return found, scratch
 
 
