@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.native import native_or_skip
 
-from draftwise.kernels.cpu.attention import BatchView, address, fill_view
+from draftwise.kernels.cpu.attention import BatchView, address, ends_of, fill_view
 from draftwise.kernels.cpu.columns import RowPacker, own_packer, row_packer
 from draftwise.models.inputs import Blocks, TreeRows, _pack, _place_tree, pack_rows, pack_spans
 from draftwise.types import AttentionBatch
@@ -135,6 +135,7 @@ def test_a_packed_batch_says_where_its_arrays_lie() -> None:
             ).attention  # fmt: skip
             rows = int(batch.query_start_np[-1])
             assert fields(batch, rows) == fields(replace(batch, cache={}), rows)
+            assert ends_of(batch).tolist() == ends_of(replace(batch, cache={})).tolist() == [9, 20][own]
             with pytest.raises(ValueError, match="rows of the requests"):
                 fields(batch, rows + 1)
             # what a copy has in its place counts, not what was packed

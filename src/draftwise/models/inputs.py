@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import add
+from operator import add, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -319,12 +320,21 @@ def pack_places(
         first_at = address(first_np)
     laid_out = new_record(LaidOut, (
         token_ids.shape[0], start_np, context_np, trees_np, tables_np, None, first_np,
-        at, at + 4 * (count + 1), trees_at, at + 4 * (2 * count + 1), None, first_at,
+        at, at + 4 * (count + 1), trees_at, at + 4 * (2 * count + 1), None, first_at, array("q", stop),
     ))  # fmt: skip
     attention = AttentionBatch(
         start_np, context_np, trees_np, tables_np, None, block_size, first_np, cache={LAID_OUT: laid_out}
     )
     return StepInput(token_ids, positions, slots, attention)
+
+
+def last_rows(first: Sequence[int], stop: Sequence[int]) -> list[int]:
+    """The last row of each request of a batch of tokens first .. stop - 1 of each. In plain Python: behind a pass,
+    which leaves the caches full of weights, the same in numpy takes 10 us more for one request.
+
+    Example: first 1 and 1, stop 3 and 2: rows 0 1 | 2, the last ones are 1 and 2.
+    """
+    return [behind - 1 for behind in accumulate(map(sub, stop, first))]
 
 
 _NO_TREES_NP = np.zeros(256, np.bool_)

@@ -165,7 +165,7 @@ class OrdinarySteps:
         tables_np = ints[tables:logits].reshape(count, width)
         laid_out = new_record(LaidOut, (
             total, starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, None,
-            at, at + 4 * (count + 1), trees_at, at + 4 * tables, ancestors_at, None,
+            at, at + 4 * (count + 1), trees_at, at + 4 * tables, ancestors_at, None, None,
         ))  # fmt: skip
         attention = AttentionBatch(
             starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, size, cache={LAID_OUT: laid_out}

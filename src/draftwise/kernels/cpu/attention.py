@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,6 +131,8 @@ class LaidOut(NamedTuple):
     tables_at: int
     ancestors_at: int | None
     firsts_at: int | None
+    ends: array[int] | None
+    """int64 [R]: the key behind the last row of each, if that is known."""
 
 
 def fill_view(view: BatchView, batch: AttentionBatch, rows: int | None = None) -> object:
@@ -159,6 +162,20 @@ def fill_view(view: BatchView, batch: AttentionBatch, rows: int | None = None) -
     view.requests, view.table_stride = found.tables_np.shape
     view.block_size = batch.block_size
     return found
+
+
+def ends_of(batch: AttentionBatch) -> array[int]:
+    """int64 [R]: the key behind the last row of each request, which native code may overwrite."""
+    found = batch.cache.get(LAID_OUT)
+    starts_np, contexts_np = batch.query_start_np, batch.context_len_np
+    if (
+        isinstance(found, LaidOut)
+        and found.ends is not None
+        and found.starts_np is starts_np
+        and found.contexts_np is contexts_np
+    ):
+        return found.ends[:]
+    return array("q", (contexts_np + starts_np[1:] - starts_np[:-1]).tolist())
 
 
 def _fill_checked(view: BatchView, batch: AttentionBatch, rows: int | None) -> object:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.cpu.attention import BatchView, address, fill_view
+from draftwise.kernels.cpu.attention import BatchView, address, ends_of, fill_view
 from draftwise.kernels.cpu.chains import ChainOutput, Feedback, fill_draws, target_ids_at
 from draftwise.kernels.cpu.checks import refuse, require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
@@ -209,10 +209,9 @@ class Program:
         tables = batch.attention
         require(tables.ancestors_np is None, "chains behind requests without trees")
         tokens = np.empty((len(tables.context_len_np), steps), np.int64)
-        starts_np = tables.query_start_np
-        positions = (tables.context_len_np + starts_np[1:] - starts_np[:-1]).astype(np.int64)
+        positions = ends_of(tables)
         kept = self._prepare(batch, head_rows, features, own=True)
-        out = ChainOutput(steps, self._logits[0], address(tokens), address(positions))
+        out = ChainOutput(steps, self._logits[0], address(tokens), positions.buffer_info()[0])
         out.feature_in = out.feature_out = -1
         if feedback is not None:
             self._feed_back(out, feedback, features)

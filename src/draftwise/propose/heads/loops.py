@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from draftwise.models.inputs import pack_places, pack_spans
+from draftwise.models.inputs import last_rows, pack_places, pack_spans
 from draftwise.propose.base import DraftRow
 from draftwise.propose.columns import DraftColumns
 from draftwise.propose.heads.passes import HeadPasses
@@ -91,7 +91,7 @@ class HeadLoops:
             stop = start + batch.token_ids.shape[0]
             last = None
             if stop - start > len(part.rids):
-                last = (batch.attention.query_start_np[1:] - 1).tolist()
+                last = last_rows(firsts[own], part.known)
             answer = call(batch, features if len(turns) == 1 else features[start:stop], last)
             if answer is None:
                 return None
@@ -178,7 +178,7 @@ class HeadLoops:
         try:
             batch = pack(firsts, first_keys)
             if batch is not None:
-                last = None if size == len(stops) else (batch.attention.query_start_np[1:] - 1).tolist()
+                last = None if size == len(stops) else last_rows(firsts, stops)
                 answer = call(batch, joined(pieces), last)
         finally:
             if answer is None:

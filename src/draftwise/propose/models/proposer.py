@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from draftwise.models.base import DecoderModel
-from draftwise.models.inputs import RowInput, build_step_input, pack_places, pack_spans
+from draftwise.models.inputs import RowInput, build_step_input, last_rows, pack_places, pack_spans
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import (
     ChainKind,
@@ -177,7 +177,7 @@ class ModelProposer(ModelPasses, ColumnDrafter):
         )
         if batch is None:
             return None
-        return batch, None if total == len(known) else (batch.attention.query_start_np[1:] - 1).tolist()
+        return batch, None if total == len(known) else last_rows(firsts, known)
 
     def _column_trees(self, columns: DraftColumns) -> DraftBlock | None:
         found = column_trees(columns, self._sample_method, self._max_len, self._block_size)
