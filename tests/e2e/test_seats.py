@@ -149,13 +149,16 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
     engines.ahead.check_integrity()
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
 @pytest.mark.parametrize("method", TREES)
 def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> None:
     """The text of the engine that waits, by the same drafts; nobody ever decodes in an ordinary step."""
     params = params_of(rule, method, max_tokens=24)
-    params[3] = params[3].replace(presence_penalty=0.7, repetition_penalty=1.2)
-    params[5] = params[5].replace(logprobs=2, top_p=0.9)
+    draws = rule in ("rejection", "block")
+    if not draws:  # what a drafter makes of these depends on whether its loop fits, and so does what is drawn then
+        params[3] = params[3].replace(presence_penalty=0.7, repetition_penalty=1.2)
+        params[5] = params[5].replace(top_p=0.9)
+    params[5] = params[5].replace(logprobs=2)
     # a drafter that did not see a shared prefix drafts something else, which is accepted as often as not
     options: dict[str, Any] = {
         "enable_prefix_caching": False,
@@ -172,7 +175,7 @@ def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> N
         accepted = 0
         for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
             mine, theirs = one.metrics.speculation, other.metrics.speculation
-            if i not in (3, 5):  # drafts of a captured tree look at no penalty, and at no top_p
+            if draws or i not in (3, 5):  # drafts of a captured tree look at no penalty, and at no top_p
                 assert mine.num_accepted_tokens == theirs.num_accepted_tokens
                 assert mine.num_draft_tokens == theirs.num_draft_tokens
             accepted += mine.num_accepted_tokens

@@ -3,7 +3,6 @@ this step, one that takes no part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.loop import LoopSeats
+from draftwise.graphs.plans import TreePlan, lay_out
 from draftwise.graphs.seats import rows
 from draftwise.graphs.seats.lookup import LookUp, look_up
 from draftwise.graphs.seats.memory import (
@@ -94,9 +94,14 @@ def pass_rows(rows: int, device: torch.device) -> PassBuffers:
     return PassBuffers(Shape(SEATS, rows, KEYS), tables, PAGE, SPARE, backend)
 
 
-def loop_seats(device: torch.device, drafts: int = DRAFTS, reach: Sequence[int] = ()) -> LoopSeats:
-    """``reach``: of a tree."""
-    reach = reach or range(drafts + 1)
+def loop_seats(device: torch.device, drafts: int = DRAFTS, tree: TreeShape | None = None) -> LoopSeats:
+    """``tree``: of the loop, cut to its drafts; None: chains."""
+    reach, depths, nodes = [*range(drafts + 1)], [*range(drafts)], [*range(drafts)]
+    if tree is not None:
+        plan = TreePlan(TreeShape(tree.parents[:drafts], tree.ranks[:drafts]))
+        assert plan.shape is not None
+        layout = lay_out(plan.shape, "draft", device)
+        reach, depths, nodes = plan.reach, layout.depths.tolist(), layout.nodes.tolist()
 
     def longs(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -106,7 +111,9 @@ def loop_seats(device: torch.device, drafts: int = DRAFTS, reach: Sequence[int] 
         start=longs(SEATS),
         length=longs(SEATS),
         scale=torch.ones(SEATS, dtype=torch.float64, device=device),
-        noise=longs(SEATS, len(reach) - 1),
+        noise=longs(SEATS, len(nodes)),
+        depths=torch.tensor(depths, device=device),
+        nodes=torch.tensor(nodes, device=device),
         features=None,
         tokens=torch.arange(SEATS * drafts, device=device).view(SEATS, drafts),
         q=None,
@@ -152,9 +159,11 @@ def _begin(given: dict[str, Any]) -> None:
     known = (seat * width, memory.now[:count, 1], *(state[:, i] for i in (SEED, SAMPLE, KNOWN)))
     fields[:, :5] = torch.stack(known, dim=1)
     fields[:, 6 : 6 + drafts] = state[:, STATE:]
-    fields[:, 6 + drafts : 6 + 2 * drafts] = memory.forms_of(count)[:, 2, 1:]
+    forms = memory.forms_of(count)
+    fields[:, 6 + drafts : 6 + 2 * drafts] = forms[:, 2, 1:]
     base, seats, step = given["sources"][memory.told[:count, SOURCE]].T[..., None]
-    at = base + seat[:, None] * seats + torch.arange(drafts) * step
+    fields[:, 5] = torch.where(base[:, 0] != 0, forms[:, 3, 0], 0)
+    at = base + seat[:, None] * seats + forms[:, 4, 1:] * step
     fields[:, 6 + 2 * drafts :] = torch.where(base != 0, at, 0)
 
 
@@ -167,7 +176,10 @@ def _advance(given: dict[str, Any]) -> None:
         return
     names = ("last", "start", "length")
     head, noise = given["DRAFTER"] == 2, given["noise"]
-    seats = LoopSeats(*(given[name] for name in names), noise, noise, None, noise, None, given["reach"])
+    drawn = given["depths"], given["nodes"]
+    seats = LoopSeats(
+        *(given[name] for name in names), noise, noise, *drawn, None, noise, None, given["reach"]
+    )
     loop = LoopRows(
         number,
         seats,
@@ -187,7 +199,7 @@ def _advance(given: dict[str, Any]) -> None:
 def _keep(given: dict[str, Any]) -> None:
     memory, drafted = _memory(given), given["drafted"]
     memory.answer = given["answer"]
-    seats = LoopSeats(drafted, drafted, drafted, drafted, drafted, None, drafted, None, drafted)
+    seats = LoopSeats(*[drafted] * 7, None, drafted, None, drafted)
     loop = LoopRows(given["number"], seats, None, "argmax", 0, 0)  # type: ignore[arg-type]
     rows.finish(memory, drafted.shape[0], loop)
 

@@ -17,7 +17,8 @@ from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.loop import Drafter, LoopMemory
 from draftwise.graphs.memory import MemoryNeeds, plan_memory
-from draftwise.graphs.trees import TreeLoop, TreePlan
+from draftwise.graphs.plans import TreePlan
+from draftwise.graphs.trees import TreeLoop
 from draftwise.kv.storage import KVStorage
 from draftwise.models.loader import load_model
 from draftwise.types import StepInput, TreeShape
@@ -140,14 +141,14 @@ def test_the_plan_counts_what_loops_of_trees_keep(plan: TreePlan) -> None:
     captures = Captures((), (Shape(1, 2, 40), Shape(3, 4, 40)), tree=plan)
     backend = Rerun(torch.device("cpu"))
     drafter = Drafter(None, torch.clone, vocab_size=23, max_position=39, feature_size=5)
-    memory = LoopMemory(captures.loops, captures.steps, drafter, backend.device)
+    memory = LoopMemory(captures.loops, captures.steps, drafter, backend.device, captures.draws)
     shared = [memory.tokens, memory.q, memory.counters, memory.features]
     taken = _device_bytes(shared)
     for shape in captures.loops:
         rows = PassBuffers(shape, Tables(3, 40, 4, backend), 4, 0, backend)
         for kind in plan.kinds:
             loop = TreeLoop(shape, plan, kind, drafter, rows, memory, 0, backend)
-            own = {n: x for n, x in vars(loop).items() if n not in ("_features", "_counters")}
+            own = {n: x for n, x in vars(loop).items() if n not in ("_features", "_counters", "_q")}
             parts = [getattr(x, f.name) for x in (*loop._levels, *loop._children) for f in fields(x)]
             taken += _device_bytes([*own.values(), *parts], loop._host)
     assert captures.loop_bytes(23, 5 * 4) == taken

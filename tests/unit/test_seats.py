@@ -118,7 +118,7 @@ def test_a_rule_decides_as_that_of_its_name(names: tuple[str, ...], with_q: bool
         set_rules(memory, *names)
         if with_q:
             drawn = torch.randn((SEATS, DRAFTS, VOCAB), generator=generator).softmax(-1)
-            memory.open_source(1).copy_(drawn)
+            memory.open_source(1, DRAFTS).copy_(drawn)
             memory.told[::2, SOURCE] = 1
         memory.waiting_drafts.copy_(logits.view(SEATS, DRAFTS + 1, VOCAB)[:, :DRAFTS].argmax(-1))
         target = pass_rows(DRAFTS + 1, CPU)

@@ -17,7 +17,7 @@ from draftwise.graphs.backend import CudaGraphs, Rerun
 from draftwise.graphs.buffers import Shape
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder, on_device
-from draftwise.graphs.trees import TreePlan
+from draftwise.graphs.plans import TreePlan
 from draftwise.kernels.triton.attention import Tiling, TritonAttention
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import LinearTiling

@@ -94,8 +94,7 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
             widths = {"model": 2, "head": steps + 1, "without storage": 1, "tree": 4}
             first = pass_rows(widths[drafter], DEVICE)
             ends = torch.zeros(first.shape.size, dtype=torch.int64, device=DEVICE)
-            reach = (0, 2, 3)[: 4 - number] if tree is not None else ()
-            seats, batch = loop_seats(DEVICE, steps, reach), first.batch
+            seats, batch = loop_seats(DEVICE, steps, tree), first.batch
             head = drafter == "head"
             loop = LoopRows(
                 number, seats, batch, kind, 24, SPARE, head, tree is not None, ends if head else None, 77
@@ -149,7 +148,7 @@ def test_verification(names: tuple[str, ...], drafts: str) -> None:
                 memory.waiting_drafts[:, 2] = grown[:, 1].argmax(-1)
             verification = SeatVerification(memory, RATES, 1)
             if with_q:
-                memory.open_source(1).copy_(q)
+                memory.open_source(1, DRAFTS).copy_(q)
                 verification.open_source(1, memory.q[1])
                 memory.told[::2, SOURCE] = 1
             target = pass_rows(DRAFTS + 1, DEVICE)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.loop import KINDS, ChainLoop, Drafter, LoopMemory
-from draftwise.graphs.trees import TreeLoop, TreePlan
+from draftwise.graphs.plans import TreePlan
+from draftwise.graphs.trees import TreeLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class Captures:
     @property
     def max_keys(self) -> int:
         return max((shape.keys for shape in (*self.passes, *self.loops)), default=0)
+
+    @property
+    def draws(self) -> int:
+        """Distributions that a request's drafts may be drawn from."""
+        return self.steps if self.tree is None else len(self.tree.opened)
 
     @property
     def count(self) -> int:
@@ -58,7 +64,8 @@ class Captures:
             return 0
         requests = max(shape.requests for shape in self.loops)
         rows = max(shape.size for shape in self.loops)
-        shared = 8 * vocab_size + requests * self.steps * (8 + 4 * vocab_size) + rows * feature_bytes
+        shared = 8 * vocab_size + requests * (8 * self.steps + 4 * self.draws * vocab_size)
+        shared += rows * feature_bytes
         if self.tree is None:
             return shared
         return shared + len(self.tree.kinds) * sum(self.tree.loop_bytes(s.requests) for s in self.loops)
@@ -84,7 +91,7 @@ def capture_loops(
     found = Loops([], [])
     if not captures.loops:
         return found
-    memory = LoopMemory(captures.loops, captures.steps, drafter, backend.device)
+    memory = LoopMemory(captures.loops, captures.steps, drafter, backend.device, captures.draws)
     for shape in sorted(captures.loops, key=lambda s: (s.size, s.keys), reverse=True):
         rows = PassBuffers(shape, tables, block_size, spare_slot, backend)
         for kind in KINDS if captures.steps else ():

@@ -41,10 +41,12 @@ class LoopSeats(NamedTuple):
     start: Tensor  # [R] int64, key of its first draft
     length: Tensor  # [R] int64, drafts that count
     scale: Tensor  # [R] float64, one over its temperature
-    noise: Tensor  # [R, levels] int64, `row_key` as signed words, or the bits of float64 uniforms
+    noise: Tensor  # [R, draws] int64, `row_key` as signed words, or the bits of float64 uniforms
+    depths: Tensor  # [draws] int64, from the first draft's place to that of the token drawn
+    nodes: Tensor  # [draws] int64, of the draw's key: of a chain the draft itself, of a tree its parent
     features: Tensor | None  # [rows of the first pass, F] of heads
     tokens: Tensor  # [R, steps] int64
-    q: Tensor | None  # [R, steps, Vd] float32; None: nothing is drawn from it
+    q: Tensor | None  # [R, draws, Vd] float32; None: nothing is drawn from it
     reach: Tensor  # [levels + 1] int64, leading drafts that stand on no more than so many levels
 
 
@@ -70,12 +72,21 @@ class Drafter:
 
 class LoopMemory:
     """What the loops of a drafter read and leave behind, one set for all of them: ``features`` [rows of the largest
-    first pass, F], ``tokens`` [R, steps] int64, ``q`` [R, steps, Vd] float32, ``counters`` [Vd] of the noise."""
+    first pass, F], ``tokens`` of chains [R, steps] int64, ``q`` [R, draws, Vd] float32, ``counters`` [Vd] of the
+    noise. ``draws``: distributions of a request; None: one for each of ``steps``."""
 
-    def __init__(self, shapes: Sequence[Shape], steps: int, drafter: Drafter, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        steps: int,
+        drafter: Drafter,
+        device: torch.device,
+        draws: int | None = None,
+    ) -> None:
         requests = max(shape.requests for shape in shapes)
+        size = (requests, steps if draws is None else draws, drafter.vocab_size)
         self.tokens = torch.zeros((requests, steps), dtype=torch.int64, device=device)
-        self.q = torch.zeros((requests, steps, drafter.vocab_size), dtype=torch.float32, device=device)
+        self.q = torch.zeros(size, dtype=torch.float32, device=device)
         self.counters = token_counters(drafter.vocab_size, device, drafter.target_ids)
         self.features: Tensor | None = None
         if drafter.feature_size is not None:
@@ -185,6 +196,8 @@ class ChainLoop:
             self._length,
             self._scale,
             self._noise,
+            self._reach[:-1],
+            self._reach[:-1],
             self._features,
             self._tokens,
             self._q,

@@ -17,8 +17,8 @@ from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.head import GraphedHead
 from draftwise.graphs.medusa import GraphedMedusa
+from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
-from draftwise.graphs.trees import TreePlan
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
 from draftwise.types import TreeShape

@@ -8,7 +8,6 @@ their paths. What is verified of the latter is chosen on the host, from all cand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,89 +17,13 @@ from torch import Tensor
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
 from draftwise.graphs.loop import Drafter, LoopKind, LoopMemory, LoopSeats
+from draftwise.graphs.plans import Children, Level, TreePlan, lay_out
+from draftwise.kernels.select import on_triton
+from draftwise.kernels.triton.inputs import best_tokens
 from draftwise.names import SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word
 from draftwise.sampling.rows import top_rows
-from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws, TreeShape
-
-
-@dataclass(frozen=True, slots=True)
-class TreePlan:
-    """The one tree that a drafter's graphs draft: a static ``shape``, or else ``depth`` levels of ``top_k`` nodes with
-    ``top_k`` children each."""
-
-    shape: TreeShape | None = None
-    top_k: int = 1
-    depth: int = 1
-
-    @property
-    def candidates(self) -> int:
-        """Nodes that are drawn."""
-        if self.shape is not None:
-            return len(self.shape.parents)
-        return self.top_k + (self.depth - 1) * self.top_k**2
-
-    @property
-    def depths(self) -> list[int]:
-        """The level of each node of a static tree, from 1 on."""
-        assert self.shape is not None
-        depths: list[int] = []
-        for parent in self.shape.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
-
-    @property
-    def levels(self) -> int:
-        """Most tokens of one path."""
-        return self.depth if self.shape is None else max(self.depths)
-
-    @property
-    def kinds(self) -> tuple[LoopKind, ...]:
-        """How its nodes may be drawn."""
-        return ("argmax",) if self.shape is None else ("argmax", "shared")
-
-    def loop_bytes(self, requests: int) -> int:
-        """Bytes on the device of one `TreeLoop` for so many requests, besides what loops share.
-
-        Example: parents (-1, -1, 0) are 3 nodes on 2 levels, of which one is fed. For one request: 8 * (4 + 2) + 4 of
-        its state, 3 * 20 of its nodes, and 8 * (4 + 3 * 3 + 3) of the tree's layout.
-        """
-        state = requests * (8 * (4 + self.levels) + 4)
-        nodes = requests * self.candidates * (8 + 8 + 4)  # tokens, parents, scores
-        if self.shape is None:
-            return state + nodes + 8 * (self.depth - 1) * self.top_k
-        fed = len({parent for parent in self.shape.parents if parent >= 0})
-        return state + nodes + 8 * (4 * fed + 3 * self.candidates + self.levels + 1)
-
-    def takes(self, draws: TreeDraws) -> bool:
-        """Whether these draws are of this tree."""
-        if draws.shape != self.shape:
-            return False
-        return self.shape is not None or (draws.top_k == self.top_k and draws.depth <= self.depth)
-
-
-@dataclass(slots=True)
-class _Level:
-    """Nodes that are fed in one pass: where they stand, and for a static tree which they are.
-
-    Example: of the tree (-1, -1, 0, 1), whose nodes 0 and 1 have children, level 1 feeds both: start 0, bits 1 and 2.
-    """
-
-    start: int
-    bits: Tensor  # [n] int64, of the fed nodes' own places
-    masks: Tensor | None = None  # [n] int64, of their paths; None: they depend on what is drawn
-    tokens_of: Tensor | None = None  # [n] int64, nodes
-    parents: Tensor | None = None  # [n] int64, places in the level before; of level 1: 0
-
-
-@dataclass(slots=True)
-class _Children:
-    """Static: nodes drawn below the open ones of a level, by place of the parent among them and rank."""
-
-    nodes: Tensor  # [m] int64
-    places: Tensor  # [m] int64
-    ranks: Tensor  # [m] int64
-    most: int  # children that a parent has drawn, those without a node included
+from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws
 
 
 class TreeLoop:
@@ -124,60 +47,38 @@ class TreeLoop:
         self._counters = memory.counters
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
-        sizes = [requests, requests, requests, requests, requests * plan.levels]
+        draws = len(plan.opened)
+        sizes = [requests, requests, requests, requests, requests * draws]
         self._host = backend.host_buffer(sum(sizes))
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         host = [part.numpy() for part in torch.split(self._host, sizes)]
         parts = torch.split(self._device, sizes)
         self._last_np, self._start_np, self._length_np = host[:3]
         self._scale_np = host[3].view(np.float64)
-        self._noise_np = host[4].reshape(requests, plan.levels)
+        self._noise_np = host[4].reshape(requests, draws)
         self._last, self._start, self._length = parts[:3]  # [R] int64
         self._scale = parts[3].view(torch.float64)  # [R]
-        self._noise = parts[4].view(requests, plan.levels)  # int64 keys of each level
+        self._noise = parts[4].view(requests, draws)  # int64 keys
         size = (requests, plan.candidates)
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._parents = torch.zeros(size, dtype=torch.int64, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)
         self._ones = torch.ones(requests, dtype=torch.int32, device=device)
-        self._levels: list[_Level] = []
-        self._children: list[_Children] = []
+        self._q = memory.q[:requests] if kind == "draft" else None  # [R, draws, Vd]
+        self._levels: list[Level] = []
+        self._children: list[Children] = []
+        self._depths = self._nodes = torch.zeros(0, dtype=torch.int64, device=device)  # [draws]
         if plan.shape is not None:
-            self._lay_out(plan.shape, device)
+            layout = lay_out(plan.shape, kind, device)
+            self._levels, self._children = layout.levels, layout.children
+            self._depths, self._nodes = layout.depths, layout.nodes
         else:
             for level in range(plan.depth - 1):
                 places = torch.arange(level * plan.top_k, (level + 1) * plan.top_k, device=device)
-                self._levels.append(_Level(level * plan.top_k, torch.ones_like(places) << places))
-        self._reach = torch.tensor(_reach(plan), device=device)
+                self._levels.append(Level(level * plan.top_k, torch.ones_like(places) << places))
+        self._reach = torch.tensor(plan.reach, device=device)
+        self._fused = on_triton(device)
         self._graph: Graph | None = None
-
-    def _lay_out(self, shape: TreeShape, device: torch.device) -> None:
-        """The levels of a static tree."""
-        below: dict[int, list[int]] = {}
-        for node, parent in enumerate(shape.parents):
-            below.setdefault(parent, []).append(node)
-        opened, fed = [-1], 0
-        masks = {-1: 0}
-        while opened:
-            drawn = [child for node in opened for child in below[node]]
-            places = [opened.index(shape.parents[child]) for child in drawn]
-            ranks = [shape.ranks[child] for child in drawn]
-            nodes, at, rank = (torch.tensor(part, device=device) for part in (drawn, places, ranks))
-            self._children.append(_Children(nodes, at, rank, 1 + max(ranks)))
-            following = [child for child in drawn if child in below]
-            if following:
-                for i, node in enumerate(following):
-                    masks[node] = masks[shape.parents[node]] | 1 << (fed + i)
-                own = [1 << (fed + i) for i in range(len(following))]
-                parents = [opened.index(shape.parents[node]) for node in following]
-                lists = (own, [masks[node] for node in following], following, parents)
-                bits, paths, inner, above = (
-                    torch.tensor([x - (1 << 64) if x >> 63 == 1 else x for x in part], device=device)
-                    for part in lists
-                )
-                self._levels.append(_Level(fed, bits, paths, inner, above))
-                fed += len(following)
-            opened = following
 
     def capture(self, backend: GraphBackend) -> None:
         """Capture it, with rows that only fill up."""
@@ -187,10 +88,13 @@ class TreeLoop:
         self._graph, _ = backend.capture(self._run)
 
     def takes(self, need: Need, draws: Sequence[TreeDraws]) -> bool:
-        """Whether it can draft for requests with this need."""
+        """Whether it can draft for requests with this need. `TreeDraws` says nothing of children drawn from q: such
+        loops are for seats alone."""
         noisy = self.kind == "shared"
-        return self.rows.fits(need) and all(
-            self.plan.takes(one) and bool(one.noise_scale) == noisy for one in draws
+        return (
+            self.kind != "draft"
+            and self.rows.fits(need)
+            and all(self.plan.takes(one) and bool(one.noise_scale) == noisy for one in draws)
         )
 
     @property
@@ -207,9 +111,11 @@ class TreeLoop:
             self._length,
             self._scale,
             self._noise,
+            self._depths,
+            self._nodes,
             self._features,
             self._tokens,
-            None,
+            self._q,
             self._reach,
         )
 
@@ -252,9 +158,9 @@ class TreeLoop:
     def _take_noise(self, draws: Sequence[TreeDraws]) -> None:
         for r, one in enumerate(draws):
             self._scale_np[r] = one.scale / one.noise_scale  # the order of the sums is the same
-            for level in range(self.plan.levels):
-                word = row_key(one.seed, one.sample_index, SHARED, int(self._start_np[r]) + level, -1, 0)
-                self._noise_np[r, level] = signed_word(word)
+            for depth, children in enumerate(self._children):
+                word = row_key(one.seed, one.sample_index, SHARED, int(self._start_np[r]) + depth, -1, 0)
+                self._noise_np[r, children.first : children.first + children.opened] = signed_word(word)
 
     # ----------------------------------------------------------------------------------- what is captured
 
@@ -295,18 +201,30 @@ class TreeLoop:
         """The nodes of a static level, from ``logits`` [R * open, Vd] behind their parents, or [R, Vd] behind all of
         them."""
         children = self._children[level]
-        places = children.places if self.drafter.advance is not None else 0
-        ids = self._ids(top_rows(self._noisy(logits, level), children.most).indices)
+        wide = logits.view(self.shape.requests, -1, logits.shape[1])
+        if self.kind == "draft":  # each parent's children have noise of their own
+            wide = wide.expand(-1, children.opened, -1)
+        rows = wide.shape[1]
+        draws = slice(children.first, children.first + rows)
+        flat = wide.flatten(0, 1)
+        scales = keys = None
+        if self.kind != "argmax":
+            scales = self._scale.float()[:, None].expand(-1, rows).flatten()
+            keys = self._noise[:, draws].flatten()
+        if self._fused:
+            best = best_tokens(flat, children.most, scales=scales, keys=keys, ids=self.drafter.target_ids)
+            ids = best.tokens
+        else:
+            scores = flat
+            if scales is not None and keys is not None:
+                scores = flat * scales[:, None] + gumbel_of_keys(keys, self._counters)
+            ids = self._ids(top_rows(scores, children.most).indices)
+        if self._q is not None:
+            assert scales is not None
+            self._q[:, draws].copy_((flat * scales[:, None]).softmax(-1).view(wide.shape))
+        places = children.places if rows > 1 else 0
         drawn = ids.view(self.shape.requests, -1, children.most)[:, places, children.ranks]  # [R, m]
         self._tokens.index_copy_(1, children.nodes, drawn)
-
-    def _noisy(self, logits: Tensor, level: int) -> Tensor:
-        """``logits`` [R * open, Vd] with the noise of a level, if any is read."""
-        if self.kind != "shared":
-            return logits
-        wide = logits.view(self.shape.requests, -1, logits.shape[1])
-        noise = gumbel_of_keys(self._noise[:, level], self._counters)
-        return (wide * self._scale.float()[:, None, None] + noise[:, None]).flatten(0, 1)
 
     def _run_dynamic(self, hidden: Tensor, features: Tensor | None) -> None:
         requests, k = self.shape.requests, self.plan.top_k
@@ -354,7 +272,7 @@ class TreeLoop:
         ids = self.drafter.target_ids
         return drawn if ids is None else ids[drawn]
 
-    def _batch(self, depth: int, level: _Level, tokens: Tensor, masks: Tensor) -> StepInput:
+    def _batch(self, depth: int, level: Level, tokens: Tensor, masks: Tensor) -> StepInput:
         """The pass that feeds ``tokens`` [R, n], nodes of depth ``depth`` + 1, at keys start + level.start + i."""
         drafter, first = self.drafter, self.rows.batch.attention
         static = first.static
@@ -391,20 +309,6 @@ class TreeLoop:
                 ),
             ),
         )
-
-
-def _reach(plan: TreePlan) -> list[int]:
-    """Leading nodes of a static tree that are no deeper than 0, 1, 2, ... levels.
-
-    Example: parents (-1, -1, 0, 1, 3): 0, 2, 4, 5.
-    """
-    if plan.shape is None:
-        return []
-    depths = plan.depths
-    return [
-        next((node for node, depth in enumerate(depths) if depth > level), len(depths))
-        for level in range(plan.levels + 1)
-    ]
 
 
 def _best(

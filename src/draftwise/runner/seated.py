@@ -25,6 +25,7 @@ class Seated:
         self._drafter = drafter
         self._guard = guard
         self.steps = drafter.steps
+        self.draws = drafter.draws
         self.most_requests = drafter.most_requests
         self.tree = drafter.tree
 

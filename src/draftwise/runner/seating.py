@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torch import Tensor
+
 from draftwise.graphs.loop import KINDS, LoopKind
+from draftwise.graphs.plans import distribution_rows
 from draftwise.graphs.seats.drafter import Place
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.shaping import wants
@@ -13,7 +16,7 @@ from draftwise.propose.base import Proposer
 from draftwise.runner.guard import Guard
 from draftwise.runner.rows import Row
 from draftwise.runner.seated import Seated
-from draftwise.types import RowPlan
+from draftwise.types import DrawKind, Proposal, RowPlan
 from draftwise.verify.rates import SyntheticAcceptance
 
 
@@ -77,6 +80,28 @@ class Seating:
         tree = None if drafter is None else drafter.tree
         return tuple(range(-1, self.steps_of(method) - 1)) if tree is None else tree.parents
 
+    def proposal_of(self, method: str, drafts: tuple[int, ...], q: Tensor | None) -> Proposal:
+        """What waits of a request that leaves its seat; ``q`` [draws, V]: as `SeatedSteps.q_of`."""
+        count = len(drafts)
+        rows = self._rows_of_q(method)[:count]
+        if q is None:
+            return Proposal(drafts, self.parents_of(method)[:count], method)
+        drafter = self.drafters[method]
+        draw: DrawKind = "independent" if drafter.tree is None else "without_replacement"
+        return Proposal(drafts, self.parents_of(method)[:count], method, draw, q, rows)
+
+    def distributions_of(self, method: str, proposal: Proposal) -> dict[int, Tensor]:
+        """What the drafts of a request that takes a seat were drawn from, by row there."""
+        assert proposal.q is not None
+        rows = self._rows_of_q(method)
+        return {row: proposal.q[at] for row, at in zip(rows, proposal.q_rows, strict=False)}
+
+    def _rows_of_q(self, method: str) -> tuple[int, ...]:
+        drafter = self.drafters.get(method)
+        if drafter is None or drafter.tree is None:
+            return tuple(range(self.steps_of(method)))
+        return tuple(distribution_rows(drafter.tree))
+
     def of(self, row: Row, planned: RowPlan) -> Way | None:
         """How the request decodes behind its last known token, if the plan reaches it, and the device can do so."""
         speculation, proposal = row.speculation, row.proposal
@@ -102,7 +127,7 @@ class Seating:
             (None, None) if tree is None else (tree.parents, tree.ranks)
         ):
             return None
-        if tree is not None and rule not in ("greedy", "coupled"):
+        if tree is not None and rule in ("synthetic", "synthetic_sampled"):
             return None
         kind: LoopKind | None = "argmax"
         if drafter is not None:

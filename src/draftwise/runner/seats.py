@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ from draftwise.runner.drafting import Drafting
 from draftwise.runner.rows import Row
 from draftwise.runner.seat_results import Flight, Member, record
 from draftwise.runner.seating import Seating
-from draftwise.types import EMPTY_PROPOSAL, IntArray, RowPlan, RowResult, StepPlan, chain
+from draftwise.types import EMPTY_PROPOSAL, IntArray, RowPlan, RowResult, StepPlan
 from draftwise.verify.rates import SyntheticAcceptance
 
 logger = logging.getLogger("draftwise")
@@ -166,9 +165,8 @@ class Seats:
                 row.proposal = member.before
                 continue
             if count:
-                q = self._steps.q_of(member.seat, member.source, count)
-                parents = self._seating.parents_of(way.method)[:count]
-                row.proposal = replace(chain(member.drafts, way.method, q), parents=parents)
+                q = self._steps.q_of(member.seat, member.source)
+                row.proposal = self._seating.proposal_of(way.method, member.drafts, q)
             seated = self._seating.drafters.get(way.method)
             if seated is not None and not row.drafting_failed:
                 number = self._seating.number_of(way.method)
@@ -251,8 +249,8 @@ class Seats:
             return None
         proposal, row.proposal = row.proposal, EMPTY_PROPOSAL
         source = seating.number_of(way.method) if way.kind == "draft" else 0
-        if source:
-            self._steps.open_source(source)
+        if source and seated is not None:
+            self._steps.open_source(source, seated.draws)
         self._free.sort(reverse=True)
         member = Member(row, self._free.pop(), way, proposal.tokens, source, place.fed, proposal)
         self._members[row.rid] = member
@@ -267,7 +265,7 @@ class Seats:
             sampling=row.state,
             blocks_np=row.blocks_np,
             source=source,
-            q=None if proposal.q is None else proposal.q[list(proposal.q_rows)],
+            q=None if proposal.q is None else seating.distributions_of(way.method, proposal),
             text_np=row.tokens_np[: row.num_tokens] if way.method in seating.look_ups else None,
         )
         entering.append((row.rid, new))
@@ -361,12 +359,13 @@ class Seats:
                 continue
             loops: list[SeatedLoop] = []
             for method, kind in drafting:
-                drafter = seating.drafters[method].seats(ways[method, kind], shape.requests, keys, kind)
+                seated = seating.drafters[method]
+                drafter = seated.seats(ways[method, kind], shape.requests, keys, kind)
                 if drafter is not None:
                     number = seating.number_of(method)
                     loops.append(SeatedLoop(seating.loop_of(method, kind), number, drafter))
                     if kind == "draft":
-                        self._steps.open_source(number)
+                        self._steps.open_source(number, seated.draws)
             if len(loops) == len(drafting):
                 return found, loops, looking
         return None

@@ -47,6 +47,11 @@ class SeatedDrafter(ABC):
         return self._loops[0].steps
 
     @property
+    def draws(self) -> int:
+        """Distributions that a request's drafts may be drawn from."""
+        return self._loops[0].seats.noise.shape[1]
+
+    @property
     def tree(self) -> TreeShape | None:
         """The static tree of its loops; None: chains."""
         loop = self._loops[0]

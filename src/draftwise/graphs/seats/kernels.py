@@ -90,14 +90,23 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: Sea
         p = scores.softmax(-1)
     for rule in step.rules:
         mine = memory.state[:count, RULE] == RULES.index(rule)
-        members = torch.where(mine, memory.numbers[:count], memory.seats).to(torch.int32)
+        members = _members(memory, mine)
         if rule in ("greedy", "coupled"):
             rules.walk_trees(scores, batch, members, walk, coupled=rule == "coupled")
         elif rule in ("synthetic", "synthetic_sampled"):
             rules.keep_at_rates(scores, batch, members, walk, verification.rates, sampled=rule != "synthetic")
         else:
             assert p is not None
+            if step.trees:
+                is_tree = memory.forms_of(count)[:, 3, 0] > 0
+                members = _members(memory, mine & ~is_tree)
+                rules.reject_trees(p, batch, _members(memory, mine & is_tree), walk)
             rules.reject_chains(p, batch, members, walk, block=rule == "block")
+
+
+def _members(memory: SeatMemory, mine: Tensor) -> Tensor:
+    """[R] int32 the seats that a rule decides; in the place of others nobody."""
+    return torch.where(mine, memory.numbers[: len(mine)], memory.seats).to(torch.int32)
 
 
 def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> None:
@@ -105,9 +114,9 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     from draftwise.kernels.triton.device import seats as device
 
     nothing = memory.now  # where there is no drafter, nothing is written to it
-    first = [nothing] * 11
+    first = [nothing] * 13
     ends = nothing
-    table_stride = num_pages = noise_stride = rows = levels = number = max_len = spare_slot = spare_block = 0
+    table_stride = num_pages = draws = rows = levels = number = max_len = spare_slot = spare_block = 0
     drafter = kind = 0
     if loop is not None:
         seats, batch = loop.seats, loop.batch
@@ -123,10 +132,13 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
             seats.start,
             seats.length,
             seats.noise,
+            seats.depths,
+            seats.nodes,
             seats.reach,
         ]
         table_stride, num_pages = static.tables.stride(0), static.tables.shape[1]
-        noise_stride, rows, levels = seats.noise.stride(0), static.rows, len(seats.reach) - 1
+        draws, rows, levels = seats.noise.shape[1], static.rows, len(seats.reach) - 1
+        assert seats.noise.is_contiguous()
         number, max_len, spare_slot, spare_block = (
             loop.number,
             loop.max_len,
@@ -148,7 +160,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         memory.answer.stride(0),
         table_stride,
         num_pages,
-        noise_stride,
+        draws,
         memory.drafts,
         levels,
         number,

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from draftwise.graphs.plans import distribution_rows
 from draftwise.kernels.walk import Walk
 from draftwise.types import TreeShape
 
@@ -93,7 +94,7 @@ class SeatMemory:
     step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
     what it commits (the last one is nobody's); ``answer`` [S, 6 + 3 K + 1] int64, what the host is told; ``text``
     [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them; ``past`` [P] int32, outputs of
-    requests that have ended, with -1 behind each; ``forms`` [loops + 1, 4, K + 1] int64, how the drafts of a loop stand
+    requests that have ended, with -1 behind each; ``forms`` [loops + 1, 5, K + 1] int64, how the drafts of a loop stand
     below a root: see `set_form`.
 
     Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables``, ``text`` and ``q`` the kernels of a
@@ -122,23 +123,24 @@ class SeatMemory:
         self.told = words(TOLD + 2 * self.pages)
         self.now = words(2)
         self.answer = words(ANSWER + 3 * limits.drafts + 1)
-        self.forms = torch.zeros((limits.loops + 1, 4, limits.drafts + 1), dtype=torch.int64, device=device)
+        self.forms = torch.zeros((limits.loops + 1, 5, limits.drafts + 1), dtype=torch.int64, device=device)
         for number in range(limits.loops + 1):
             self.set_form(number)
         packed = torch.zeros((limits.seats + 1, 2 * limits.drafts + 2), dtype=torch.int32, device=device)
         self.walk = Walk(packed, limits.drafts)
         self.numbers = torch.arange(limits.seats, device=device)
         self.q: dict[int, Tensor] = {}
-        """[S, K, V] float32 over the target's vocabulary, by number of the source: what drafts were drawn from."""
+        """[S, draws, V] float32 over the target's vocabulary, by number of the source: what drafts were drawn from."""
 
     def set_form(self, number: int, tree: TreeShape | None = None) -> None:
         """Say how the drafts of a loop stand: in a chain, or this tree.
 
-        Four lists of the rows of a root and its drafts: depths; ancestors, a bit for each row, as
-        `AttentionBatch.ancestors_np`; the draft that is a draft's parent, from the second place on; and whether it is a
-        tree, which attention has to be told, in the first place.
+        Five lists of the rows of a root and its drafts: depths; ancestors, a bit for each row, as
+        `AttentionBatch.ancestors_np`; the draft that is a draft's parent, from the second place on; whether it is a
+        tree, which attention has to be told, in the first place; and the row of q that a draft was drawn from, from the
+        second place on.
 
-        Example: parents (-1, -1, 0) are depths 0 1 1 2, ancestors 1 3 5 11, parents - -1 -1 0.
+        Example: parents (-1, -1, 0) are depths 0 1 1 2, ancestors 1 3 5 11, parents - -1 -1 0, rows of q - 0 0 1.
         """
         parents = range(-1, self.drafts - 1) if tree is None else tree.parents
         depths, masks = [0], [1]
@@ -147,14 +149,15 @@ class SeatMemory:
             masks.append(masks[parent + 1] | 1 << (draft + 1))
         words = ((mask & (1 << 64) - 1) for mask in masks)  # of chains too long for it nobody reads it
         signed = [word - (1 << 64) if word >> 63 else word for word in words]
-        rows = (depths, signed, [-1, *parents], [int(tree is not None)])
-        form = torch.zeros((4, self.drafts + 1), dtype=torch.int64)
+        drawn_from = range(self.drafts) if tree is None else distribution_rows(tree)
+        rows = (depths, signed, [-1, *parents], [int(tree is not None)], [0, *drawn_from])
+        form = torch.zeros((5, self.drafts + 1), dtype=torch.int64)
         for i, row in enumerate(rows):
             form[i, : len(row)] = torch.tensor(row)
         self.forms[number].copy_(form)
 
     def forms_of(self, count: int) -> Tensor:
-        """[R, 4, K + 1] of the drafts that wait in the first R seats."""
+        """[R, 5, K + 1] of the drafts that wait in the first R seats."""
         return self.forms[self.told[:count, LOOP]]
 
     def committed_rows(self, count: int, width: int) -> Tensor:
@@ -173,10 +176,10 @@ class SeatMemory:
         """[S] float64 of a column that holds one's bits."""
         return self.state.view(torch.float64)[:, column]
 
-    def open_source(self, number: int) -> Tensor:
-        """Memory for what one drafter's drafts are drawn from."""
+    def open_source(self, number: int, draws: int) -> Tensor:
+        """Memory for the ``draws`` distributions that one drafter's drafts of a request are drawn from."""
         if number not in self.q:
-            shape = (self.seats, self.drafts, self.limits.vocab_size)
+            shape = (self.seats, draws, self.limits.vocab_size)
             self.q[number] = torch.zeros(shape, dtype=torch.float32, device=self.device)
         return self.q[number]
 

@@ -241,15 +241,15 @@ def _ends(memory: SeatMemory, known: Tensor, accepted: Tensor, live: Tensor, loo
 
 
 def _noise(memory: SeatMemory, loop: LoopRows, after: Tensor) -> None:
-    """As `ChainLoop.run` gets it from the host: draft i stands at position ``after + i``, node i of its step."""
+    """As `ChainLoop.run` gets it from the host: of a chain, draft i stands at position ``after + i``, node i of its
+    step. Chains are drawn by uniforms; children of trees, of which several are, by Gumbel noise."""
     if loop.kind == "argmax":
         return
     count, noise = len(after), loop.seats.noise
     seeds, samples = memory.state[:count, SEED, None], memory.state[:count, SAMPLE, None]
-    node = torch.arange(noise.shape[1], device=after.device)
     base = after[:, None]
-    if loop.kind == "shared":
-        noise.copy_(device_keys(SHARED, seeds, samples, base + node, node, base))
-    else:
-        keys = device_keys(DRAFT, seeds, samples, base + node, node, base)
-        noise.copy_(uniforms_of_keys(keys).view(torch.int64))
+    places, nodes = base + loop.seats.depths, loop.seats.nodes
+    keys = device_keys(SHARED if loop.kind == "shared" else DRAFT, seeds, samples, places, nodes, base)
+    if loop.kind == "draft" and not loop.tree:
+        keys = uniforms_of_keys(keys).view(torch.int64)
+    noise.copy_(keys)

@@ -1,6 +1,6 @@
 """Verification of a step of seats in plain torch, without a value read on the host. The rules are those of `verify`,
-which has their papers: greedy and coupled on trees, the others on chains. On Triton `graphs.seats.kernels` stands for
-it.
+which has their papers: synthetic ones on chains, the others on chains and trees. On Triton `graphs.seats.kernels`
+stands for it.
 
 Sums over the vocabulary are torch's own: a draw by inverse CDF may differ from `sampling.draw.pick`'s by rounding.
 """
@@ -23,12 +23,13 @@ _BELOW_ONE = 1.0 - 2.0**-52
 @dataclass(frozen=True, slots=True)
 class Deciding:
     """A step's rows: R requests of N each. ``rules``: those that somebody in it has, see `memory.RULES`; ``rates``: of
-    rule ``synthetic``."""
+    rule ``synthetic``; ``trees``: whether somebody's drafts are a tree."""
 
     requests: int
     rows: int
     rules: Sequence[str]
     rates: tuple[float, ...] = ()
+    trees: bool = False
 
 
 class _Numbers:
@@ -46,10 +47,12 @@ class _Numbers:
             device_keys(ACCEPT, self.seeds, self.samples, base - 1 + depth, node, base.expand_as(base + node))
         )
 
-    def recover(self, accepted: Tensor) -> Tensor:
-        """``accepted`` [R]: drafts of a chain that stay -> float64 [R]."""
+    def recover(self, accepted: Tensor, node: Tensor | None = None) -> Tensor:
+        """``accepted`` [R]: drafts that stay, ``node`` [R] the last of them, -1 the root; None: of a chain ->
+        float64 [R]."""
         depth, base = accepted[:, None], self.base
-        keys = device_keys(RECOVER, self.seeds, self.samples, base + depth, depth - 1, base)
+        last = depth - 1 if node is None else node[:, None]
+        keys = device_keys(RECOVER, self.seeds, self.samples, base + depth, last, base)
         return uniforms_of_keys(keys).squeeze(1)
 
 
@@ -65,6 +68,7 @@ class _Step:
         self.sources = memory.told[:count, SOURCE]
         forms = memory.forms_of(count)[..., : step.rows]
         self.depths, self.parents = forms[:, 0], forms[:, 2, 1:]  # of rows [R, N], and drafts [R, N - 1]
+        self.is_tree, self.q_rows = forms[:, 3, 0] > 0, forms[:, 4, 1:]  # [R], [R, N - 1]
         self.numbers = _Numbers(self.state)
 
 
@@ -96,6 +100,12 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor)
         else:
             p = scores.softmax(-1) if p is None else p
             stay, follows = _sampled(memory, now, p, block=rule == "block")
+            if step.trees:
+                mine = mine & ~now.is_tree
+                kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)
+                mine = now.is_tree & (now.state[:, RULE] == RULES.index(rule))
+                stay, follows, found = _rejected_trees(memory, now, p)
+                path[:, : width - 1] = torch.where(mine[:, None], found, path[:, : width - 1])
         kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)
     packed = memory.walk.packed[:count]
     packed[:, 0].copy_(kept)
@@ -157,15 +167,12 @@ def _synthetic(now: _Step, scores: Tensor, rates: Sequence[float], *, sampled: b
 
 
 def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple[Tensor, Tensor]:
-    """Rules ``rejection`` and ``block``. ``p`` [R, N, V]."""
+    """Rules ``rejection`` and ``block`` on chains. ``p`` [R, N, V]."""
     numbers, nodes, tokens = now.numbers, now.nodes, now.drafts
     drafts = tokens.shape[1]
     if not drafts:
         return torch.zeros_like(nodes), _pick(p[:, 0], numbers.recover(torch.zeros_like(nodes)))
-    # a point mass is a distribution, too: all of it on the draft
-    q = torch.zeros_like(p[:, :drafts]).scatter_(2, tokens[..., None], 1.0)
-    for source, drawn in memory.q.items():
-        q = torch.where((now.sources == source)[:, None, None], drawn[: len(nodes), :drafts], q)
+    q = _drawn_from(memory, now, p)
     p_of = p[:, :drafts].gather(2, tokens[..., None]).squeeze(2).double()  # [R, N - 1]
     q_of = q.gather(2, tokens[..., None]).squeeze(2).double()
     row = torch.arange(drafts, device=p.device)[None]
@@ -187,6 +194,69 @@ def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple
     # nothing left: p == q up to rounding, and p itself is drawn from
     use_rest = rejected[:, None] & (rest.sum(-1, keepdim=True) > 0.0)
     return kept, _pick(torch.where(use_rest, rest, whole), numbers.recover(kept))
+
+
+def _drawn_from(memory: SeatMemory, now: _Step, p: Tensor) -> Tensor:
+    """[R, N - 1, V] the distribution that each draft was drawn from. A point mass is one, too: all of it on the
+    draft."""
+    drafts = now.drafts.shape[1]
+    q = torch.zeros_like(p[:, :drafts]).scatter_(2, now.drafts[..., None], 1.0)
+    for source, drawn in memory.q.items():
+        rows = now.q_rows.clamp(max=drawn.shape[1] - 1)[..., None].expand_as(q)
+        q = torch.where((now.sources == source)[:, None, None], drawn[: len(q)].gather(1, rows), q)
+    return q
+
+
+def _rejected_trees(memory: SeatMemory, now: _Step, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`verify.rejection.walk_tree`, for rules ``rejection`` and ``block``: as `_walk`. ``p`` [R, N, V].
+
+    A child of the node that was accepted last comes after it, and siblings stand in drawing order: so one look at each
+    draft will do. Requests for which it is not the turn of a draft keep what they have.
+    """
+    numbers, tokens, parents = now.numbers, now.drafts, now.parents
+    count, drafts = tokens.shape
+    q = _drawn_from(memory, now, p)
+    sampled = (now.sources > 0)[:, None]
+    path = torch.zeros_like(tokens)
+    kept, node = torch.zeros_like(now.nodes), torch.full_like(now.nodes, -1)
+    left, left_total = p[:, 0], torch.ones((count, 1), dtype=torch.float64, device=p.device)  # the rest of p
+    rest, rest_total = (
+        torch.zeros_like(left),
+        torch.ones_like(left_total),
+    )  # that of q, once a sibling was rejected
+    worn = torch.zeros_like(sampled)
+    tried = torch.zeros_like(left)  # 1 at siblings that were rejected
+    for i in range(drafts):
+        turn = ((parents[:, i] == node) & (now.nodes > i))[:, None]
+        token = tokens[:, i : i + 1]
+        own = torch.where(worn, rest, q[:, i])
+        total = torch.where(worn & sampled, rest_total, 1.0)
+        of_p = left.gather(1, token).double() / left_total
+        of_q = torch.where(sampled, own.gather(1, token).double() / total, 1.0)
+        drawn = numbers.accept(torch.full_like(token, i), kept[:, None] + 1)
+        accepted = turn & (drawn * of_q < of_p)
+        rejected = turn & ~accepted
+        # a point mass takes one token away, and leaves the sum as it is
+        after = (left / left_total.float() - own / total.float()).clamp(min=0.0)
+        after = torch.where(sampled, after, left.scatter(1, token, 0.0))
+        sums = after.sum(-1, keepdim=True).double()
+        # no sum: rejection had probability 0 up to rounding, and p stays as it is
+        use = rejected & (sums > 0.0)
+        left, left_total = torch.where(use, after, left), torch.where(use, sums, left_total)
+        tried = torch.where(rejected, tried.scatter(1, token, 1.0), tried)
+        without = own.scatter(1, token, 0.0)
+        # nothing left of q: the others were drawn uniformly from what was not tried
+        without = torch.where(without.sum(-1, keepdim=True) > 0.0, without, 1.0 - tried)
+        rest = torch.where(rejected, without, rest)
+        rest_total = torch.where(rejected, without.sum(-1, keepdim=True).double(), rest_total)
+        worn = worn | rejected
+        # below an accepted node all begins anew
+        path.scatter_(1, kept[:, None], torch.where(accepted, i, path.gather(1, kept[:, None])))
+        kept, node = kept + accepted[:, 0], torch.where(accepted[:, 0], i, node)
+        left = torch.where(accepted, p[:, i + 1], left)
+        left_total = torch.where(accepted, 1.0, left_total)
+        tried, worn = torch.where(accepted, 0.0, tried), worn & ~accepted
+    return kept, _pick(left, numbers.recover(kept, node)), path
 
 
 def _blocks(

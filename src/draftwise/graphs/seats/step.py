@@ -12,7 +12,7 @@ kinds of draws, fill up a loop's rows. Small graphs are captured when a step nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -77,7 +77,7 @@ class Entering:
     sampling: SamplingState
     blocks_np: IntArray
     source: int
-    q: Tensor | None  # [>= len(drafts), V] float32 over the target's vocabulary
+    q: Mapping[int, Tensor] | None  # [V] float32 each, over the target's vocabulary, by row of the source
     text_np: IntArray | None = None  # [known] all tokens, of whoever looks up in them
 
 
@@ -185,8 +185,8 @@ class SeatedSteps:
         for came, (seat, new) in zip(entered, entering, strict=True):
             memory.state[seat].copy_(came[:words])
             memory.tables[seat].copy_(came[words:].view(torch.int32)[: memory.tables.shape[1]])
-            if new.q is not None and len(new.drafts):
-                memory.q[new.source][seat, : len(new.drafts)].copy_(new.q[: len(new.drafts)])
+            for row, q in (new.q or {}).items():
+                memory.q[new.source][seat, row].copy_(q)
             self.shaping.enter(seat, new.sampling)
 
     def move(self, old: int, new: int) -> None:
@@ -198,10 +198,10 @@ class SeatedSteps:
             by_seat = kept.view(memory.seats, -1)
             by_seat[new].copy_(by_seat[old])
 
-    def open_source(self, number: int) -> None:
-        """Drafts will be drawn from what this drafter says."""
+    def open_source(self, number: int, draws: int) -> None:
+        """Drafts will be drawn from what this drafter says: of a request, from so many distributions."""
         if number not in self.memory.q:
-            self._verification.open_source(number, self.memory.open_source(number))
+            self._verification.open_source(number, self.memory.open_source(number, draws))
 
     def launch(
         self,
@@ -225,9 +225,10 @@ class SeatedSteps:
         self._replay(("begin", shape), partial(self._begin, target))
         target.graph.replay()
         trees = any(isinstance(loop.drafter.loop, TreeLoop) for loop in loops)
-        decided = ("decide", shape, tuple(rules), shaped, tuple(memory.q))
+        step = Deciding(shape.requests, shape.rows, rules, self._rates, trees)
+        decided = ("decide", shape, tuple(rules), trees, shaped, tuple(memory.q))
         logits = target.logits[: shape.size]
-        self._replay(decided, partial(self._decide, target, rules, shaped), (logits,))
+        self._replay(decided, partial(self._decide, target, step, shaped), (logits,))
         if trees:
             moving = kernels.compact if self._fused else rows.compact
             slots = target.rows.batch.slots
@@ -268,10 +269,10 @@ class SeatedSteps:
         self.told()[:] = 0
         self.launch(target, loops, rules, shaped, look_ups).wait()
 
-    def q_of(self, seat: int, source: int, count: int) -> Tensor | None:
-        """The distributions of the first ``count`` waiting drafts of a seat, [count, V], a copy; None: point masses.
+    def q_of(self, seat: int, source: int) -> Tensor | None:
+        """The distributions that a seat's waiting drafts were drawn from, [draws, V], a copy; None: point masses.
         Nothing may be on its way."""
-        return self.memory.q[source][seat, :count].clone() if source and count else None
+        return self.memory.q[source][seat].clone() if source else None
 
     def features_of(self, seat: int, source: int, accepted: int) -> Tensor | None:
         """[1, F] a copy: the feature of the last token that the target has read in the seat's newest step, of which it
@@ -316,10 +317,9 @@ class SeatedSteps:
         # behind what adds new blocks
         target.rows.take_over(memory.tables)
 
-    def _decide(self, target: PassSeats, rules: Sequence[str], shaped: frozenset[str]) -> None:
-        memory, shape = self.memory, target.rows.shape
-        scores = target.logits[: shape.size]
-        step = Deciding(shape.requests, shape.rows, rules, self._rates)
+    def _decide(self, target: PassSeats, step: Deciding, shaped: frozenset[str]) -> None:
+        memory = self.memory
+        scores = target.logits[: target.rows.shape.size]
         raw = scores.clone() if LOGPROBS in shaped else None
         self.shaping.process(scores, step, shaped)
         if self._fused:
@@ -329,7 +329,7 @@ class SeatedSteps:
         self.shaping.commit(step, shaped)
         if raw is not None:
             self.shaping.tell(raw, step)
-        (kernels if self._fused else rows).advance(memory, shape.requests)
+        (kernels if self._fused else rows).advance(memory, step.requests)
 
     def _loop_rows(self, seated: SeatedLoop, ends: Tensor | None = None) -> LoopRows:
         drafter = seated.drafter
@@ -395,7 +395,7 @@ class SeatedSteps:
         if seats.q is None:
             return
         # only these drafts were drawn from this source; other tokens of the vocabulary stay at 0
-        q = memory.q[seated.source][: loop.shape.requests, : loop.steps]
+        q = memory.q[seated.source][: loop.shape.requests]
         ids = loop.drafter.target_ids
         if ids is None:
             q.copy_(seats.q)

@@ -90,12 +90,13 @@ def begin_rows(
     token = tl.load(own + tl.where(j == 0, 1, 15 + j), mask=real, other=0)
     key = known - 1 + j
     at = s * rows + j
-    form = forms + tl.load(said + 3) * (4 * (drafts + 1))
+    form = forms + tl.load(said + 3) * (5 * (drafts + 1))
     depth = tl.load(form + j, mask=real, other=0)
     tl.store(tokens + at, token, mask=inside)
     tl.store(positions + at, tl.where(real, known - 1 + depth, 0), mask=inside)
     tl.store(ancestors + at, tl.load(form + drafts + 1 + j, mask=real, other=1), mask=inside)
-    tl.store(is_tree + s, tl.load(form + 3 * (drafts + 1)).to(tl.int32))
+    tree = tl.load(form + 3 * (drafts + 1))
+    tl.store(is_tree + s, tree.to(tl.int32))
     tl.store(
         slots + at,
         slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
@@ -108,13 +109,14 @@ def begin_rows(
     tl.store(out + 2, tl.load(own + 5))
     tl.store(out + 3, tl.load(own + 6))
     tl.store(out + 4, known)
-    tl.store(out + 5, known * 0)
+    source = sources + 3 * tl.load(said + 4)
+    base = tl.load(source)
+    tl.store(out + 5, tl.where(base != 0, tree, 0))  # children of a tree are drawn without replacement
     drafted = j < drafts
     tl.store(out + 6 + j, tl.load(own + 16 + j, mask=drafted, other=0), mask=drafted)
     tl.store(out + 6 + drafts + j, tl.load(form + 2 * drafts + 3 + j, mask=drafted, other=0), mask=drafted)
-    source = sources + 3 * tl.load(said + 4)
-    base = tl.load(source)
-    q_at = tl.where(base != 0, base + s * tl.load(source + 1) + j.to(tl.int64) * tl.load(source + 2), 0)
+    q_row = tl.load(form + 4 * (drafts + 1) + 1 + j, mask=drafted, other=0)
+    q_at = tl.where(base != 0, base + s * tl.load(source + 1) + q_row * tl.load(source + 2), 0)
     tl.store(out + 6 + 2 * drafts + j, q_at, mask=drafted)
 
 
@@ -125,7 +127,7 @@ def begin_rows(
         "answer_stride",
         "table_stride",
         "num_pages",
-        "noise_stride",
+        "draws",
         "drafts",
         "levels",
         "number",
@@ -149,6 +151,8 @@ def begin_rows(
         "start",
         "length",
         "noise",
+        "depths",
+        "nodes",
         "reach",
         "ends",
     ],
@@ -169,6 +173,8 @@ def advance_rows(
     start,
     length,
     noise,
+    depths,
+    nodes,
     reach,
     ends,
     state_stride,
@@ -176,7 +182,7 @@ def advance_rows(
     answer_stride,
     table_stride,
     num_pages,
-    noise_stride,
+    draws,
     drafts,
     levels,
     number,
@@ -191,8 +197,8 @@ def advance_rows(
     BLOCK: tl.constexpr,
 ):
     """One seat: what was committed, if it drafts with loop ``number``, and its rows of the drafter's first pass, of
-    drafts on up to ``levels`` levels. DRAFTER: 0 none, 1 a model, 2 a head; TREE: 1: no draft stays stored; KIND: 0
-    argmax, 1 draws from q, 2 shared noise."""
+    drafts on up to ``levels`` levels, with ``draws`` numbers for its noise. DRAFTER: 0 none, 1 a model, 2 a head; TREE:
+    1: no draft stays stored; KIND: 0 argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * state_stride
     said = told + s * told_stride
@@ -256,13 +262,20 @@ def advance_rows(
         tl.store(last + s, s * ROWS + tl.where(drafting, count - 1, 0))
         tl.store(start + s, tl.where(drafting, after, unused))
         tl.store(length + s, wanted)
-        node = j.to(tl.int64)
-        if KIND == 1:
-            u = uniform(tl.load(own + 5), tl.load(own + 6), 1, after + node, node, after)
-            tl.store(noise + s * noise_stride + j, u.to(tl.int64, bitcast=True), mask=j < levels)
-        if KIND == 2:
-            keys = row_key(tl.load(own + 5), tl.load(own + 6), 0, after + node, node * 0 - 1, node * 0)
-            tl.store(noise + s * noise_stride + j, keys, mask=j < levels)
+        if KIND != 0:
+            draw = j < draws
+            place = after + tl.load(depths + j, mask=draw, other=0)
+            node = tl.load(nodes + j, mask=draw, other=0)
+            seed = tl.load(own + 5)
+            sample = tl.load(own + 6)
+            if KIND == 1 and TREE == 0:
+                u = uniform(seed, sample, 1, place, node, after)
+                numbers = u.to(tl.int64, bitcast=True)
+            elif KIND == 1:
+                numbers = row_key(seed, sample, 1, place, node, after)
+            else:
+                numbers = row_key(seed, sample, 0, place, node * 0 - 1, node * 0)
+            tl.store(noise + s * draws + j, numbers, mask=draw)
     told_back = answer + s * answer_stride
     if tl.where(mine, 1, 0) == 1:
         tl.store(told_back, tl.where(live, 1, 0))

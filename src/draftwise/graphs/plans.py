@@ -1,0 +1,190 @@
+"""Trees as captured loops see them: which nodes are drawn and fed on which level, and what memory that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.graphs.loop import LoopKind
+from draftwise.types import TreeDraws, TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """The one tree that a drafter's graphs draft: a static ``shape``, or else ``depth`` levels of ``top_k`` nodes with
+    ``top_k`` children each."""
+
+    shape: TreeShape | None = None
+    top_k: int = 1
+    depth: int = 1
+
+    @property
+    def candidates(self) -> int:
+        """Nodes that are drawn."""
+        if self.shape is not None:
+            return len(self.shape.parents)
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def opened(self) -> list[int]:
+        """Nodes of a static tree below which children are drawn, the root (-1) first, then level by level. Noise of
+        draws, and distributions that they are from, stand in this order. Of a dynamic tree: none.
+
+        Example: parents (-1, -1, 0, 1, 3): -1, 0, 1, 3.
+        """
+        return [] if self.shape is None else opened_nodes(self.shape)
+
+    @property
+    def levels(self) -> int:
+        """Most tokens of one path."""
+        return self.depth if self.shape is None else max(_depths(self.shape))
+
+    @property
+    def kinds(self) -> tuple[LoopKind, ...]:
+        """How its nodes may be drawn."""
+        return ("argmax",) if self.shape is None else ("argmax", "draft", "shared")
+
+    @property
+    def reach(self) -> list[int]:
+        """Leading nodes of a static tree that are no deeper than 0, 1, 2, ... levels.
+
+        Example: parents (-1, -1, 0, 1, 3): 0, 2, 4, 5.
+        """
+        if self.shape is None:
+            return []
+        depths = _depths(self.shape)
+        return [
+            next((node for node, depth in enumerate(depths) if depth > level), len(depths))
+            for level in range(self.levels + 1)
+        ]
+
+    def loop_bytes(self, requests: int) -> int:
+        """Bytes on the device of one `TreeLoop` for so many requests, besides what loops share.
+
+        Example: parents (-1, -1, 0) are 3 nodes on 2 levels, of which one is fed, and children are drawn below 2. For
+        one request: 8 * (4 + 2) + 4 of its state, 3 * 20 of its nodes, and 8 * (4 + 3 * 3 + 3 + 2 * 2) of the tree's
+        layout.
+        """
+        opened = len(self.opened)
+        state = requests * (8 * (4 + opened) + 4)
+        nodes = requests * self.candidates * (8 + 8 + 4)  # tokens, parents, scores
+        if self.shape is None:
+            return state + nodes + 8 * (self.depth - 1) * self.top_k
+        return state + nodes + 8 * (4 * (opened - 1) + 3 * self.candidates + self.levels + 1 + 2 * opened)
+
+    def takes(self, draws: TreeDraws) -> bool:
+        """Whether these draws are of this tree."""
+        if draws.shape != self.shape:
+            return False
+        return self.shape is not None or (draws.top_k == self.top_k and draws.depth <= self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Nodes that are fed in one pass: where they stand, and for a static tree which they are.
+
+    Example: of the tree (-1, -1, 0, 1), whose nodes 0 and 1 have children, level 1 feeds both: start 0, bits 1 and 2.
+    """
+
+    start: int
+    bits: Tensor  # [n] int64, of the fed nodes' own places
+    masks: Tensor | None = None  # [n] int64, of their paths; None: they depend on what is drawn
+    tokens_of: Tensor | None = None  # [n] int64, nodes
+    parents: Tensor | None = None  # [n] int64, places in the level before; of level 1: 0
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """Static: nodes drawn below the open ones of a level, by place of the parent among them and rank."""
+
+    first: int  # the first open one's place in `TreePlan.opened`
+    opened: int  # how many are open
+    nodes: Tensor  # [m] int64
+    places: Tensor  # [m] int64
+    ranks: Tensor  # [m] int64
+    most: int  # children that a parent has drawn, those without a node included
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLayout:
+    """A static tree: its levels, and the draws before each and behind the last one. Draw i belongs to `TreePlan.opened`
+    i: the token stands ``depths[i]`` places behind its request's first draft, and ``nodes[i]`` is its parent."""
+
+    levels: list[Level]
+    children: list[Children]
+    depths: Tensor  # [opened] int64
+    nodes: Tensor  # [opened] int64
+
+
+def opened_nodes(shape: TreeShape) -> list[int]:
+    """`TreePlan.opened`."""
+    below = _below(shape)
+    found = [-1]
+    for node in found:  # it grows
+        found += [child for child in below[node] if child in below]
+    return found
+
+
+def distribution_rows(shape: TreeShape) -> list[int]:
+    """The row of `TreePlan.opened` that each node's parent is: siblings are drawn from one distribution.
+
+    Example: parents (-1, -1, 0, 1, 3): 0, 0, 1, 2, 3.
+    """
+    rows = {node: row for row, node in enumerate(opened_nodes(shape))}
+    return [rows[parent] for parent in shape.parents]
+
+
+def lay_out(shape: TreeShape, kind: LoopKind, device: torch.device) -> StaticLayout:
+    """The tree in the order in which a loop draws it. Children that are drawn from a distribution (kind "draft") are
+    those drawn first, whatever their ranks: see `StaticTree`."""
+    below = _below(shape)
+    order = {child: rank for children in below.values() for rank, child in enumerate(children)}
+    levels: list[Level] = []
+    found: list[Children] = []
+    depths: list[int] = []
+    masks = {-1: 0}
+    opened, first, depth = [-1], 0, 0
+    while opened:
+        depths += [depth] * len(opened)
+        drawn = [child for node in opened for child in below[node]]
+        ranks = [order[child] if kind == "draft" else shape.ranks[child] for child in drawn]
+        places = [opened.index(shape.parents[child]) for child in drawn]
+        nodes, at, rank = (torch.tensor(part, device=device) for part in (drawn, places, ranks))
+        found.append(Children(first, len(opened), nodes, at, rank, 1 + max(ranks)))
+        following = [child for child in drawn if child in below]
+        first += len(opened)
+        fed = first - 1  # all but the root are fed when they are opened
+        if following:
+            for i, node in enumerate(following):
+                masks[node] = masks[shape.parents[node]] | 1 << (fed + i)
+            own = [1 << (fed + i) for i in range(len(following))]
+            parents = [opened.index(shape.parents[node]) for node in following]
+            lists = (own, [masks[node] for node in following], following, parents)
+            bits, paths, inner, above = (
+                torch.tensor([x - (1 << 64) if x >> 63 == 1 else x for x in part], device=device)
+                for part in lists
+            )
+            levels.append(Level(fed, bits, paths, inner, above))
+        opened, depth = following, depth + 1
+    every = opened_nodes(shape)
+    return StaticLayout(
+        levels, found, torch.tensor(depths, device=device), torch.tensor(every, device=device)
+    )
+
+
+def _below(shape: TreeShape) -> dict[int, list[int]]:
+    """The children of every node that has some."""
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(shape.parents):
+        below.setdefault(parent, []).append(node)
+    return below
+
+
+def _depths(shape: TreeShape) -> list[int]:
+    """The level of each node, from 1 on."""
+    depths: list[int] = []
+    for parent in shape.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
