@@ -155,7 +155,9 @@ def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> N
     """The text of the engine that waits, by the same drafts; nobody ever decodes in an ordinary step."""
     params = params_of(rule, method, max_tokens=24)
     draws = rule in ("rejection", "block")
-    if not draws:  # what a drafter makes of these depends on whether its loop fits, and so does what is drawn then
+    if (
+        not draws
+    ):  # what a drafter makes of these depends on whether its loop fits, and so does what is drawn then
         params[3] = params[3].replace(presence_penalty=0.7, repetition_penalty=1.2)
         params[5] = params[5].replace(top_p=0.9)
     params[5] = params[5].replace(logprobs=2)
@@ -429,9 +431,12 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     assert found[0].num_entered > 12
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [("draft_model", "coupled"), ("eagle3", "coupled"), ("draft_model", "rejection"), ("medusa", "block")],
+)
 def test_who_leaves_a_seat_takes_its_tree_along(
-    forests: Engines, method: str, monkeypatch: pytest.MonkeyPatch
+    forests: Engines, method: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits is verified in an ordinary step, and drafted on from there: all is accepted that would have been."""
     sent_away_at_times(monkeypatch)
@@ -440,7 +445,7 @@ def test_who_leaves_a_seat_takes_its_tree_along(
         "max_num_seqs": 8,
         "max_num_batched_tokens": 96,
     }
-    params = params_of("coupled", method, max_tokens=24)
+    params = params_of(rule, method, max_tokens=24)
     found = []
     for ahead in (False, True):
         with forests.make(async_scheduling=ahead, **options) as llm:

@@ -234,10 +234,10 @@ def seat_steps() -> None:
         PAGE=16,
         BLOCK=8,
     )
-    for drafter, kind, tree in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (1, 0, 1), (2, 2, 1)):
+    for drafter, kind, tree in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (1, 0, 1), (2, 2, 1), (1, 1, 1)):
         build(
             seats.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 6} {'i32 ' * 12}",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 12}",
             DRAFTER=drafter,
             TREE=tree,
             KIND=kind,

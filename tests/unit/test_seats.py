@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, PassSeats, Shape, Tables
 from draftwise.graphs.loop import ChainLoop, Drafter, LoopMemory
+from draftwise.graphs.plans import distribution_rows
 from draftwise.graphs.seats import rows
 from draftwise.graphs.seats.memory import (
     ACCEPTED,
@@ -21,6 +22,7 @@ from draftwise.graphs.seats.memory import (
     ANSWERED_FED,
     ANSWERED_KNOWN,
     ANSWERED_WAITING,
+    LOOP,
     RAN,
     RULES,
     SAMPLE,
@@ -49,7 +51,7 @@ from draftwise.sampling.noise import (
 )
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
-from draftwise.types import EMPTY_PROPOSAL, StepInput, TargetOutput, chain
+from draftwise.types import EMPTY_PROPOSAL, DrawKind, Proposal, StepInput, TargetOutput, TreeShape, chain
 from draftwise.verify.base import VerifyRequest
 from draftwise.verify.batch import verify_batch
 from draftwise.verify.rates import SyntheticAcceptance
@@ -80,9 +82,14 @@ RATES = (0.9, 0.5, 0.2)
 
 
 def oracle(
-    memory: SeatMemory, seat: int, logits: torch.Tensor, rule: str, q: torch.Tensor | None
-) -> tuple[int, ...]:
-    """The tokens of a seat by the rules of `verify`."""
+    memory: SeatMemory,
+    seat: int,
+    logits: torch.Tensor,
+    rule: str,
+    q: torch.Tensor | None,
+    tree: TreeShape | None = None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The path and the tokens of a seat by the rules of `verify`."""
     known, root = memory.state[seat, :2].tolist()
     nodes = int(memory.now[seat, 1])
     tokens = memory.waiting_drafts[seat, :nodes].tolist()
@@ -98,11 +105,16 @@ def oracle(
         vocab_size=VOCAB,
     )
     proposal = chain(tokens, "draft", None if q is None else q[seat, :nodes]) if nodes else EMPTY_PROPOSAL
-    part = logits.view(SEATS, DRAFTS + 1, VOCAB)[seat].clone()
+    if tree is not None and nodes:
+        draw: DrawKind = "fixed" if q is None else "without_replacement"
+        from_rows = () if q is None else tuple(distribution_rows(tree)[:nodes])
+        rows_of_q = None if q is None else q[seat]
+        proposal = Proposal(tuple(tokens), tree.parents[:nodes], "draft", draw, rows_of_q, from_rows)
+    part = logits.view(SEATS, -1, VOCAB)[seat].clone()
     request = VerifyRequest(state, proposal, 0, rule.removesuffix("_sampled"), ids_np)
     (answer,) = verify_batch(part, [request], synthetic=SyntheticAcceptance(RATES))
     assert not isinstance(answer, Exception)
-    return answer.token_ids
+    return answer.path, answer.token_ids
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in RULES), RULES], ids="-".join)
@@ -133,9 +145,58 @@ def test_a_rule_decides_as_that_of_its_name(names: tuple[str, ...], with_q: bool
                 accepted = int(memory.walk.accepted[seat])
                 found = tuple(memory.walk.tokens[seat, : accepted + 1].tolist())
                 q = memory.q[1] if with_q and seat % 2 == 0 else None
-                assert found == oracle(memory, seat, logits, names[seat % len(names)], q)
+                assert found == oracle(memory, seat, logits, names[seat % len(names)], q)[1]
                 lengths.add(accepted)
     assert len(lengths) > 2
+
+
+TREE = TreeShape((-1, -1, -1, 0, 0, 1, 3), (0, 1, 2, 0, 1, 0, 0))
+
+
+@pytest.mark.parametrize("drawn", ["", "q", "one token"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
+@torch.inference_mode()
+def test_trees_are_walked_as_by_the_rule_of_that_name(rule: str, drawn: str) -> None:
+    """Beside chains. ``drawn``: empty: point masses; "one token": q is on one token, so that siblings were drawn
+    uniformly from the others."""
+    count, paths = len(TREE.parents), set()
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn((SEATS * (count + 1), VOCAB), generator=generator) * 2
+        memory = random_memory(seed, CPU, count, tree=TREE)
+        memory.told[4:, LOOP] = 0
+        set_rules(memory, rule)
+        best = logits.view(SEATS, count + 1, VOCAB).argsort(-1, descending=True)
+        for node, (parent, rank) in enumerate(zip(TREE.parents, TREE.ranks, strict=True)):
+            memory.waiting_drafts[:, node] = best[:, parent + 1, (rank + seed) % 3]
+        if drawn:
+            opened = 1 + max(distribution_rows(TREE))
+            q = torch.randn((SEATS, opened, VOCAB), generator=generator).softmax(-1)
+            if drawn == "one token":
+                q = torch.zeros_like(q)
+                for node, row in reversed(list(enumerate(distribution_rows(TREE)))):
+                    q[torch.arange(SEATS), row] = torch.nn.functional.one_hot(
+                        memory.waiting_drafts[:, node], VOCAB
+                    ).float()
+            memory.open_source(1, opened).copy_(q)
+            memory.told[:4, SOURCE] = 1
+        rows.begin(memory, pass_rows(count + 1, CPU).batch, SPARE)
+        scores = logits.view(SEATS, count + 1, VOCAB).clone()
+        if rule != "greedy":
+            scores /= memory.number(TEMPERATURE).float()[:, None, None]
+        verify(
+            memory, scores.view(-1, VOCAB), Deciding(SEATS, count + 1, (rule,), RATES, trees=True), COUNTERS
+        )
+        for seat in range(SEATS):
+            if memory.now[seat, 0]:
+                kept = int(memory.walk.accepted[seat])
+                found = tuple(memory.walk.paths[seat, :kept].tolist())
+                tokens = tuple(memory.walk.tokens[seat, : kept + 1].tolist())
+                own = memory.q[1] if drawn and seat < 4 else None
+                tree = TREE if seat < 4 else None
+                assert (found, tokens) == oracle(memory, seat, logits, rule, own, tree)
+                paths.add(found)
+    assert len(paths) > 4 and any(path[:1] in ((1,), (2,)) for path in paths)
 
 
 SHAPES: list[dict[str, Any]] = [

@@ -49,17 +49,19 @@ KINDS: list[dict[str, Any]] = [
 
 CASES = [
     *(
-        (method, "chain")
+        (method, "chain", "")
         for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit")
     ),
-    *((method, "static") for method in ("draft_model", "eagle3", "mtp", "medusa")),
+    *((method, "static", "coupled") for method in ("draft_model", "eagle3", "mtp", "medusa")),
+    *((method, "static", "rejection") for method in ("draft_model", "eagle3", "medusa")),
 ]
 
 
-@pytest.mark.parametrize(("method", "shape"), CASES)
+@pytest.mark.parametrize(("method", "shape", "rule"), CASES)
 def test_a_step_waits_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, shape: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, shape: str, rule: str
 ) -> None:
+    """``rule``: empty: the default."""
     target, families = make_target(tmp_path), make_families(tmp_path)
     options: dict[str, Any] = {
         "dtype": "float32",
@@ -81,7 +83,8 @@ def test_a_step_waits_for_nothing(
     prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [3, 4, 5]}]
     found = []
     with fake_cuda() as device, fake_launches(device, "skip") as launches:
-        launches.effects |= EFFECTS | dict.fromkeys(("walk_trees", "judge_chains"), accept)
+        deciding = ("walk_trees", "judge_chains", "reject_trees")
+        launches.effects |= EFFECTS | dict.fromkeys(deciding, accept)
         launches.effects["best_of_all"] = lambda given: given["out_tokens"].zero_()
         with LLM(target, **options) as llm:
             executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
@@ -99,7 +102,7 @@ def test_a_step_waits_for_nothing(
                     max_tokens=tokens,
                     ignore_eos=True,
                     seed=None if kind["temperature"] else 1,
-                    speculation={"method": method} | ({"rule": "coupled"} if shape == "static" else {}),
+                    speculation={"method": method} | ({"rule": rule} if rule else {}),
                     **kind,
                 )
                 llm.generate(prompts[:1], params)  # one may be left alone when the other has ended
@@ -118,6 +121,7 @@ def test_a_step_waits_for_nothing(
         assert under_way.count(1) > 3 * under_way.count(0), "the step before it had not been read"
         assert {"begin_rows", "advance_rows"} <= launches.kernels()
         assert ("compact_paths" in launches.kernels()) == (shape == "static")
+        assert ("reject_trees" in launches.kernels()) == (shape == "static")
     for few, many in zip(found[1::3], found[2::3], strict=True):
         assert many[0] >= few[0] + 12, "steps on the device"
         assert many[1] == few[1], "no operation waits"

@@ -209,7 +209,7 @@ class TreeLoop:
         flat = wide.flatten(0, 1)
         scales = keys = None
         if self.kind != "argmax":
-            scales = self._scale.float()[:, None].expand(-1, rows).flatten()
+            scales = self._scale.float()[:, None].repeat(1, rows).flatten()
             keys = self._noise[:, draws].flatten()
         if self._fused:
             best = best_tokens(flat, children.most, scales=scales, keys=keys, ids=self.drafter.target_ids)
