@@ -1,0 +1,89 @@
+"""Random engines whose steps stay on a pretended device, and random batches: every request gets what it gets alone,
+decoded plainly on the CPU.
+
+What cases are made of: `tests.fakes.fuzz.seated`. To run others, or one again:
+
+    DRAFTWISE_SEATS_SEEDS=17,400-450 pytest -n 0 tests/e2e/test_seats_fuzz.py -k seeds
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from tests.fakes.fuzz.check import References, check_run
+from tests.fakes.fuzz.drive import run_case
+from tests.fakes.fuzz.seated import SEATED, TREES, make_seated_case, pretended_device
+from tests.fakes.fuzz.world import make_world
+
+VARIABLE = "DRAFTWISE_SEATS_SEEDS"
+ALWAYS = 16
+"""Cases of every run."""
+SLOW = 400
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    made = References(make_world(tmp_path_factory.mktemp("fuzz")))
+    yield made
+    made.close()
+
+
+def check(seeds: Iterable[int], references: References) -> Counter[str]:
+    """Rows of steps in seats, see `pretended_device`."""
+    torch.set_num_threads(1)
+    seated: Counter[str] = Counter()
+    for seed in seeds:
+        case = make_seated_case(seed, references.world)
+        try:
+            with pretended_device() as counts:
+                run = run_case(case, references.world)
+            check_run(case, run, references)
+        except BaseException as error:
+            error.add_note(
+                f"seed {seed}; again: {VARIABLE}={seed} pytest -n 0 tests/e2e/test_seats_fuzz.py -k seeds\n"
+                f"{case.options}"
+            )
+            raise
+        seated += counts
+    return seated
+
+
+def chosen_seeds() -> list[int]:
+    """What the environment names."""
+    seeds: list[int] = []
+    for part in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        first, _, last = part.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
+    return seeds
+
+
+def test_seeds_by_name(references: References) -> None:
+    seeds = chosen_seeds()
+    if not seeds:
+        pytest.skip(f"{VARIABLE} names seeds")
+    check(seeds, references)
+
+
+def test_each_request_gets_what_it_gets_alone(references: References) -> None:
+    """And steps really were in seats: plainly and with drafts, with all features of requests and rules."""
+    seated = check(range(ALWAYS), references)
+    assert seated["launches"] > 200 and seated["accepted"] > 100, seated
+    assert seated["none chain"] > 50
+    kinds = {kind for kind in seated if kind.endswith((" chain", " tree"))}
+    assert sum(seated[kind] for kind in kinds) - seated["none chain"] > 200, seated
+    assert len(kinds) >= 7, seated
+    wanted = ("greedy", "coupled", "rejection", "block", "tempered", "truncated", "penalised", "biased", "logprobs")
+    assert all(seated[name] for name in wanted), seated
+
+
+@pytest.mark.slow
+def test_many_more(references: References) -> None:
+    """Every method as a chain, and as a tree where it drafts trees, had steps in seats."""
+    seated = check(range(ALWAYS, SLOW), references)
+    kinds = [f"{method} chain" for method in ("none", *SEATED)] + [f"{method} tree" for method in TREES]
+    assert all(seated[kind] > 40 for kind in kinds), seated
