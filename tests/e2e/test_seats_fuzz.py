@@ -77,7 +77,17 @@ def test_each_request_gets_what_it_gets_alone(references: References) -> None:
     kinds = {kind for kind in seated if kind.endswith((" chain", " tree"))}
     assert sum(seated[kind] for kind in kinds) - seated["none chain"] > 200, seated
     assert len(kinds) >= 7, seated
-    wanted = ("greedy", "coupled", "rejection", "block", "tempered", "truncated", "penalised", "biased", "logprobs")
+    wanted = (
+        "greedy",
+        "coupled",
+        "rejection",
+        "block",
+        "tempered",
+        "truncated",
+        "penalised",
+        "biased",
+        "logprobs",
+    )
     assert all(seated[name] for name in wanted), seated
 
 

@@ -72,7 +72,11 @@ def run_case(case: Case, world: World) -> Run:
     return run
 
 
-_USUAL = ("longer requests are refused", "quantised weights meet rows as they are", "compilation_config has no effect")
+_USUAL = (
+    "longer requests are refused",
+    "quantised weights meet rows as they are",
+    "compilation_config has no effect",
+)
 """What the log says of settings that a case may have."""
 
 

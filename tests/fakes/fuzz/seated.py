@@ -19,9 +19,9 @@ from draftwise.runner.seat_results import Flight
 from draftwise.runner.seats import Seats
 from draftwise.types import RowPlan
 from tests.fakes.every_method import SHAPES
+from tests.fakes.fake_graphs import FakeGraphs
 from tests.fakes.fuzz.cases import Ask, Case, make_case
 from tests.fakes.fuzz.world import World
-from tests.fakes.fake_graphs import FakeGraphs
 
 SEATED = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit", "ngram", "suffix")
 """Methods that draft for seats; plain decoding has seats, too."""
