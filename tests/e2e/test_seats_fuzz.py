@@ -97,3 +97,9 @@ def test_many_more(references: References) -> None:
     seated = check(range(ALWAYS, SLOW), references)
     kinds = [f"{method} chain" for method in ("none", *SEATED)] + [f"{method} tree" for method in TREES]
     assert all(seated[kind] > 40 for kind in kinds), seated
+
+
+def test_drafts_ahead_of_the_blocks_of_a_plan_harm_nobody(references: References) -> None:
+    """Early exit drafts into the target's storage, before a plan gives the blocks: it wrote to block 0, which others had
+    found by its prefix."""
+    assert check([33], references)["early_exit tree"]

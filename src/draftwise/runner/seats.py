@@ -56,8 +56,10 @@ class Seats:
         block_size: int,
         synthetic: SyntheticAcceptance | None = None,
         forced: SyntheticAcceptance | None = None,
+        spare_block: int = 0,
     ) -> None:
-        """``rows``: the executor's, by request. ``forced``: what stands for rule greedy, in benchmarks."""
+        """``rows``: the executor's, by request. ``forced``: what stands for rule greedy, in benchmarks.
+        ``spare_block``: see `SeatedSteps`."""
         self._drafting = drafting
         self._rows = rows
         self._seating = seating = Seating(
@@ -86,7 +88,11 @@ class Seats:
             for kind in KINDS if drafter.tree is not None else ():
                 memory.set_form(seating.loop_of(method, kind), drafter.tree)
         self._steps = SeatedSteps(
-            memory, target.backend, rates=seating.rates, num_sources=len(seating.drafters)
+            memory,
+            target.backend,
+            rates=seating.rates,
+            num_sources=len(seating.drafters),
+            spare_block=spare_block,
         )
         self._members: dict[int, Member] = {}
         self._free = list(range(self._count - 1, -1, -1))

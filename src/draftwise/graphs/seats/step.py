@@ -115,12 +115,16 @@ class SeatedSteps:
         *,
         rates: tuple[float, ...] = (),
         num_sources: int = 0,
+        spare_block: int = 0,
     ) -> None:
-        """``rates``: of rule ``synthetic``. ``num_sources``: drafters that may draw from a distribution."""
+        """``rates``: of rule ``synthetic``. ``num_sources``: drafters that may draw from a distribution.
+        ``spare_block``: stands behind a request's own blocks in its table. Drafters that write to the target's storage
+        write there what they draft ahead of the blocks that a plan gave."""
         self.memory = memory
         self.shaping = Shaping(memory)
         self._backend = backend
         self._rates = rates
+        self._spare_block = spare_block
         self._counters = token_counters(memory.limits.vocab_size, memory.device)
         self._fused = on_triton(memory.device)
         self._verification = SeatVerification(memory, rates, num_sources)
@@ -177,7 +181,7 @@ class SeatedSteps:
             )
             row_np[STATE:words] = 0
             row_np[STATE : STATE + len(new.drafts)] = new.drafts
-            row_np[words:] = 0
+            row_np[words:].view(np.int32)[:] = self._spare_block
             row_np[words:].view(np.int32)[: len(new.blocks_np)] = new.blocks_np
         width = rows_np.shape[1]
         entered = self._entered[: len(entering)]
