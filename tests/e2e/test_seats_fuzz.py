@@ -100,6 +100,6 @@ def test_many_more(references: References) -> None:
 
 
 def test_drafts_ahead_of_the_blocks_of_a_plan_harm_nobody(references: References) -> None:
-    """Early exit drafts into the target's storage, before a plan gives the blocks: it wrote to block 0, which others had
-    found by its prefix."""
+    """Early exit drafts into the target's storage before a plan gives the blocks: not into block 0, which is
+    another's."""
     assert check([33], references)["early_exit tree"]
