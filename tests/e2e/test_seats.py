@@ -193,6 +193,23 @@ def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> N
         llm.check_integrity()
 
 
+def test_whoever_drafts_when_it_pays_has_a_seat_all_the_same(engines: Engines) -> None:
+    """Adaptive control, as by default: requests begin and cease to draft, and change their seats for that."""
+    methods = ["eagle3", "draft_model", "ngram", "medusa", "eagle3", "mtp", "none", "suffix"]
+    params = [
+        params_of("coupled" if i % 2 else "greedy", method, max_tokens=24)[i]
+        for i, method in enumerate(methods)
+    ]
+    wanted = token_ids(engines.waiting.generate(engines.prompts, params))
+    with engines.make(async_scheduling=True, speculation_control="adaptive") as llm:
+        for _ in range(3):
+            assert token_ids(llm.generate(engines.prompts, params)) == wanted
+        control = llm.stats().control
+        assert control.mode == "adaptive" and control.decisions > 0
+        assert seats(llm).num_entered > len(params) and not llm.stats().drafter_failures
+        llm.check_integrity()
+
+
 def test_outputs_of_requests_that_ended_are_looked_up(engines: Engines) -> None:
     """The same request again: its output stands on the device. Forgotten, it is as in the beginning."""
     entry = next(entry for entry in engines.chosen if entry["method"] == "suffix")

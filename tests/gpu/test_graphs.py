@@ -43,10 +43,12 @@ class Engines:
             "speculation_control": "static",
             "speculative_config": [s for s in families["methods"] if s["method"] in METHODS],
         }
-        self.eager = LLM(target, enforce_eager=True, **options)
-        self.graphed = LLM(target, **options)
+        self.eager = LLM(target, enforce_eager=True, async_scheduling=False, **options)
+        self.graphed = LLM(target, async_scheduling=False, **options)
         self.ahead = LLM(target, async_scheduling=True, **options)
-        self.piecewise = LLM(target, compilation_config={"cudagraph_mode": "PIECEWISE"}, **options)
+        self.piecewise = LLM(
+            target, async_scheduling=False, compilation_config={"cudagraph_mode": "PIECEWISE"}, **options
+        )
 
 
 @pytest.fixture(scope="module")

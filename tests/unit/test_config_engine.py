@@ -115,7 +115,17 @@ def test_users_eagle_with_tensor_parallelism() -> None:
     (spec,) = config.speculative
     assert (spec.method, spec.model, spec.num_speculative_tokens) == ("eagle", "HEAD", 2)
     resolved = resolve_engine_config(**common, device="cpu")
-    assert len(resolved.notes) == 2 and resolved.speculation_control == "static"
+    assert len(resolved.notes) == 2 and resolved.speculation_control == "adaptive"
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_steps_are_planned_ahead_on_a_gpu(given: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for device, usual in (("cpu", False), ("cuda", True), ("auto", True)):
+        resolved = resolve_engine_config(model="M", device=device, async_scheduling=given)
+        assert resolved.async_scheduling is (usual if given is None else given)
+        assert resolved.speculation_control == "adaptive"
 
 
 def test_users_suffix() -> None:

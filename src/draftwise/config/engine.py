@@ -97,10 +97,8 @@ class EngineConfig:
         "adaptive: draft only where it pays; static: what each request asks for",
     )
     enforce_eager: bool = option(False, to.boolean, "do not capture graphs")
-    async_scheduling: bool = option(
-        False,
-        to.boolean,
-        "plan each step while the one before it runs (speculation_control static unless given)",
+    async_scheduling: bool | None = option(
+        None, to.boolean, "plan each step while the one before it runs (on CUDA unless given)"
     )
     tensor_parallel_size: int = option(1, to.integer(1, 64), "processes that share the model, each a part")
     data_parallel_size: int = option(

@@ -62,12 +62,13 @@ def resolve_engine_config(**kwargs: Any) -> EngineConfig:
         if target in options:
             raise ConfigError(f"{name}: is the same option as {target}; give one of them")
         options[target] = value
-    if "async_scheduling" in options and to.boolean("async_scheduling", options["async_scheduling"]):
-        options.setdefault("speculation_control", "static")
     if CONTROL_VARIABLE in os.environ:
         options.setdefault("speculation_control", os.environ[CONTROL_VARIABLE])
     device = _resolve_device(device_name("device", options.get("device", "auto")))
     options["device"] = device
+    options.setdefault(
+        "async_scheduling", device != "cpu"
+    )  # a CPU that computes has no time of its own to plan in
     options.setdefault("max_num_seqs", _default_num_seqs(device, options))
     config = EngineConfig(**options)
     embedded = config.model is None

@@ -114,7 +114,7 @@ def build_engine(
     )
     if not config.speculative:
         logger.info("no speculative_config: decoding plainly; try speculative_config={'method': 'ngram'}")
-    core = EngineCore(scheduler, executor, clock, ahead=config.async_scheduling)
+    core = EngineCore(scheduler, executor, clock, ahead=bool(config.async_scheduling))
     if config.kv_events_config.publishes:
         publisher = CachePublisher(config.kv_events_config, config.block_size, config.data_parallel_rank)
         core.at_close(publisher.close)
@@ -153,7 +153,7 @@ def _controller(config: EngineConfig, drafters: Mapping[str, Traits]) -> Control
     # A drafter that stores nothing of past tokens, such as Medusa, is not told of them.
     observing = {name for name, d in drafters.items() if d.observes and d.has_storage}
     return AdaptiveController(
-        tables, evident | {GrammarProposer.name}, observing, ahead=config.async_scheduling
+        tables, evident | {GrammarProposer.name}, observing, ahead=bool(config.async_scheduling)
     )
 
 

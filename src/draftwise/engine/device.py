@@ -179,7 +179,7 @@ def build_device(
         synthetic=_synthetic(config),
         rules=default_rules(device),
         grammars=grammars,
-        seated=config.async_scheduling,
+        seated=bool(config.async_scheduling),
         clock=clock,
     )
     return Device(model, executor, tokenizer, grammars, facts)
