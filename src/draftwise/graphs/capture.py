@@ -34,7 +34,7 @@ class Captures:
     @property
     def draws(self) -> int:
         """Distributions that a request's drafts may be drawn from."""
-        return self.steps if self.tree is None else len(self.tree.opened)
+        return self.steps if self.tree is None else max(self.steps, len(self.tree.opened))
 
     @property
     def count(self) -> int:
