@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, PassSeats, Shape, Tables
-from draftwise.graphs.loop import ChainLoop, Drafter, LoopMemory
+from draftwise.graphs.chains import ChainLoop
+from draftwise.graphs.loop import Drafter, LoopMemory
 from draftwise.graphs.plans import distribution_rows
 from draftwise.graphs.seats import rows
 from draftwise.graphs.seats.memory import (

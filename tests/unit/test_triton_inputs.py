@@ -10,7 +10,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from draftwise.graphs.backend import CudaGraphs, Rerun
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
-from draftwise.graphs.loop import ChainLoop, Drafter, LoopKind, LoopMemory
+from draftwise.graphs.chains import ChainLoop
+from draftwise.graphs.loop import Drafter, LoopKind, LoopMemory
 from draftwise.kernels.select import KERNELS_VARIABLE
 from draftwise.kernels.triton import inputs
 from draftwise.kernels.triton.availability import interpreted

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
-from draftwise.graphs.loop import KINDS, ChainLoop, Drafter, LoopMemory
+from draftwise.graphs.chains import ChainLoop
+from draftwise.graphs.loop import KINDS, Drafter, LoopMemory
 from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.trees import TreeLoop
 

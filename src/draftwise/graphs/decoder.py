@@ -15,7 +15,8 @@ from torch import Tensor
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, PassSeats, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
-from draftwise.graphs.loop import ChainLoop, Drafter
+from draftwise.graphs.chains import ChainLoop
+from draftwise.graphs.loop import Drafter
 from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
 from draftwise.graphs.sizes import worth_filling
 from draftwise.kv.storage import KVStorage

@@ -1,4 +1,5 @@
-"""The whole draft loop as one captured graph: K passes, with the draws between them on the device.
+"""A whole draft loop as one captured graph: passes, with the draws between them on the device. Chains and trees share
+what is here.
 
 What a drafter needs of the host is known before the loop begins: the rows that it has not seen, where each request's
 drafts will stand, and the uniforms of its draws. Tokens go from one pass into the next without leaving the device.
@@ -6,22 +7,20 @@ drafts will stand, and the uniforms of its draws. Tokens go from one pass into t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Shape
+from draftwise.graphs.buffers import PassBuffers, Shape
 from draftwise.kernels.select import on_triton
-from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
-from draftwise.names import DRAFT, SHARED
-from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, token_counters, uniform
-from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
+from draftwise.sampling.noise import token_counters
+from draftwise.types import StepInput
 
 LoopKind = Literal["argmax", "draft", "shared"]
 """How tokens are drawn: the most likely ones, or as the streams of `ChainDraws` say."""
@@ -30,11 +29,9 @@ KINDS: tuple[LoopKind, ...] = ("argmax", "draft", "shared")
 Advance = Callable[[StepInput, Tensor | None], tuple[Tensor, Tensor | None]]
 """One pass: its rows, and their features if the drafter is a head -> hidden states [T, H], the next rows' features."""
 
-_BELOW_ONE = 1.0 - 2.0**-52
-
 
 class LoopSeats(NamedTuple):
-    """What a replay of a `ChainLoop` over R requests reads besides the rows of its first pass, and what it leaves
+    """What a replay of a loop over R requests reads besides the rows of its first pass, and what it leaves
     behind, ``tokens`` and ``q``: for those who fill it in on the device."""
 
     last: Tensor  # [R] int64, row of the first pass from which each request drafts
@@ -94,53 +91,63 @@ class LoopMemory:
             self.features = torch.zeros((rows, drafter.feature_size), dtype=drafter.dtype, device=device)
 
 
-class ChainLoop:
-    """Chains of up to ``steps`` drafts below every request of a pass. Made with everything it needs, captured, then run
-    any number of times.
+class DraftLoop(ABC):
+    """Drafts below every request of a pass, in one graph. Made with everything it needs, captured, then run any number
+    of times.
 
     A request that drafts fewer has its later tokens thrown away, and nothing of them is stored: their K/V goes to the
     spare slot, as that of rows past the model's length does.
     """
 
+    _tokens: Tensor  # [R, steps] int64
+    _depths: Tensor  # these three: see `LoopSeats`
+    _nodes: Tensor
+    _reach: Tensor
+
     def __init__(
         self,
         shape: Shape,
-        steps: int,
         kind: LoopKind,
+        draws: int,
         drafter: Drafter,
         rows: PassBuffers,
         memory: LoopMemory,
         spare_slot: int,
         backend: GraphBackend,
     ) -> None:
-        """``rows``: of the first pass, which catches up on tokens that the drafter has not seen."""
-        self.shape, self.steps, self.kind = shape, steps, kind
-        self.drafter = drafter
-        self.rows = rows
+        """``draws``: numbers of a request that make its noise. ``rows``: of the first pass, which catches up on tokens
+        that the drafter has not seen."""
+        self.shape, self.kind = shape, kind
+        self.drafter, self.rows = drafter, rows
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
-        sizes = [requests, requests, requests, requests, requests * steps]
+        sizes = [requests, requests, requests, requests, requests * draws]
         self._host = backend.host_buffer(sum(sizes))
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         host = [part.numpy() for part in torch.split(self._host, sizes)]
         parts = torch.split(self._device, sizes)
         self._last_np, self._start_np, self._length_np = host[:3]
         self._scale_np = host[3].view(np.float64)
-        self._noise_np = host[4].reshape(requests, steps)
+        self._noise_np = host[4].reshape(requests, draws)
         self._last, self._start, self._length = parts[:3]  # [R] int64
         self._scale = parts[3].view(torch.float64)  # [R]
-        self._noise = parts[4].view(requests, steps)  # int64 keys, or the bits of float64 uniforms
+        self._noise = parts[4].view(requests, draws)  # int64 keys, or the bits of float64 uniforms
         self._features: Tensor | None = None  # [R * N, F] of the first pass's rows
         if memory.features is not None:
             self._features = memory.features[: shape.size]
-        self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
-        self._ones = torch.ones(requests, dtype=torch.int64, device=device)
-        self._reach = torch.arange(steps + 1, device=device)
-        self._tokens = memory.tokens[:requests]
-        self._q = memory.q[:requests] if kind == "draft" else None  # [R, steps, Vd]
+        self._q = memory.q[:requests, :draws] if kind == "draft" else None  # [R, draws, Vd]
         self._counters = memory.counters
         self._fused = on_triton(device)
         self._graph: Graph | None = None
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Drafts of a request."""
+
+    @abstractmethod
+    def _run(self) -> None:
+        """What is captured."""
 
     def capture(self, backend: GraphBackend) -> None:
         """Capture it, with rows that only fill up."""
@@ -149,16 +156,30 @@ class ChainLoop:
         self._device.copy_(self._host)
         self._graph, _ = backend.capture(self._run)
 
-    def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
-        """Whether it can draft for requests with this need."""
-        kind = "argmax" if draws is None else draws.stream
-        return steps <= self.steps and kind == self.kind and self.rows.fits(need)
+    @property
+    def seats(self) -> LoopSeats:
+        """For callers that fill in a replay's rows (``rows``) and their data on the device."""
+        return LoopSeats(
+            self._last,
+            self._start,
+            self._length,
+            self._scale,
+            self._noise,
+            self._depths,
+            self._nodes,
+            self._features,
+            self._tokens,
+            self._q,
+            self._reach,
+        )
 
-    def run(
-        self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
-    ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
-        """As `DecoderModel.draft_chains`; the loop must take it."""
+    def replay(self) -> None:
+        """Draft for what the device has filled in."""
         assert self._graph is not None, "capture comes first"
+        self._graph.replay()
+
+    def _fill(self, batch: StepInput, features: Tensor | None, steps: int) -> int:
+        """Say what a batch is, all but its noise. Returns its requests."""
         starts = batch.attention.query_start_np
         counts = np.diff(starts)
         count, total = len(counts), int(starts[-1])
@@ -174,146 +195,9 @@ class ChainLoop:
         self._start_np[:] = self._length_np[:] = 0
         self._start_np[:count] = batch.attention.context_len_np + counts
         self._length_np[:count] = steps
-        if draws is not None:
-            self._take_noise(draws, steps)
+        return count
+
+    def _draft(self) -> None:
+        """Draft for what was filled in on the host."""
         self._device.copy_(self._host, non_blocking=True)
-        self._graph.replay()
-        drafted = self._tokens[:count, :steps].cpu().numpy()
-        return drafted, None if self._q is None else self._q[:count, :steps].clone()
-
-    def replay_of(self, batch: StepInput, features: Tensor | None, steps: int) -> Callable[[], None]:
-        """The graph that `run` replays, after it was run once for these requests."""
-        self.run(batch, features, steps, None)
-        assert self._graph is not None
-        return self._graph.replay
-
-    @property
-    def seats(self) -> LoopSeats:
-        """For callers that fill in a replay's rows (``rows``) and their data on the device."""
-        return LoopSeats(
-            self._last,
-            self._start,
-            self._length,
-            self._scale,
-            self._noise,
-            self._reach[:-1],
-            self._reach[:-1],
-            self._features,
-            self._tokens,
-            self._q,
-            self._reach,
-        )
-
-    def replay(self) -> None:
-        """Draft for what the device has filled in."""
-        assert self._graph is not None, "capture comes first"
-        self._graph.replay()
-
-    def _take_noise(self, draws: ChainDraws, steps: int) -> None:
-        uniforms_np = self._noise_np.view(np.float64)
-        for r, key in enumerate(draws.keys):
-            self._scale_np[r] = key.scale
-            for node in range(key.node, key.node + steps):
-                place = key.base + node
-                if draws.stream == "draft":
-                    u = uniform(key.seed, key.sample_index, DRAFT, place, node, key.base)
-                    uniforms_np[r, node - key.node] = u
-                else:
-                    word = row_key(key.seed, key.sample_index, SHARED, place, node, key.base)
-                    self._noise_np[r, node - key.node] = signed_word(word)
-
-    # ----------------------------------------------------------------------------------- what is captured
-
-    def _run(self) -> None:
-        self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        if self.drafter.advance is None:
-            assert self._features is not None
-            for step, logits in enumerate(self.drafter.logits(self._features)):
-                self._tokens[:, step].copy_(self._draw(logits, step))
-            return
-        hidden, features = self.drafter.advance(self.rows.batch, self._features)
-        hidden = hidden.index_select(0, self._last)
-        if features is not None:
-            features = features.index_select(0, self._last)
-        for step in range(self.steps):
-            tokens = self._draw(self.drafter.logits(hidden), step)
-            self._tokens[:, step].copy_(tokens)
-            if step + 1 < self.steps:
-                hidden, features = self.drafter.advance(self._next(tokens, step), features)
-
-    def _draw(self, logits: Tensor, step: int) -> Tensor:
-        """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
-        ids = self.drafter.target_ids
-        if self._fused and self._q is not None:
-            uniforms = self._noise.view(torch.float64)[:, step]
-            q = self._q[:, step]
-            return sample_tokens(logits, q, uniforms, scales=self._scale.float(), ids=ids)
-        if self._fused:
-            noisy = self.kind == "shared"
-            scales = self._scale.float() if noisy else None
-            return best_tokens(
-                logits, scales=scales, keys=self._noise[:, step] if noisy else None, ids=ids
-            ).tokens[:, 0]
-        if self.kind != "argmax":
-            logits = logits * self._scale[:, None].float()
-        if self.kind == "shared":
-            logits = logits + gumbel_of_keys(self._noise[:, step], self._counters)
-        if self._q is None:
-            drawn = logits.argmax(-1)
-        else:
-            q = logits.softmax(-1)
-            self._q[:, step].copy_(q)
-            sums = q.cumsum(-1, dtype=torch.float64)
-            # the first sum above u * total: a token of weight 0 is never drawn, u being below 1
-            uniforms = self._noise.view(torch.float64)[:, step : step + 1]
-            targets = uniforms.clamp(max=_BELOW_ONE) * sums[:, -1:]
-            drawn = torch.searchsorted(sums, targets, right=True).squeeze(1)
-            drawn = drawn.clamp(max=q.shape[1] - 1)
-        return drawn if ids is None else ids.index_select(0, drawn)
-
-    def _next(self, tokens: Tensor, step: int) -> StepInput:
-        """The pass of draft ``step`` of every request: key start + step, stored if another draft of it follows."""
-        drafter, first = self.drafter, self.rows.batch.attention
-        static = first.static
-        assert static is not None
-        size = first.block_size
-        where = DraftSlots(
-            static.tables, size, self._spare_slot, drafter.max_position, drafter.position_offset
-        )
-        made = next_rows if self._fused else next_rows_in_torch
-        positions, slots, context = made(self._start, self._length, step, where)
-        requests = self.shape.requests
-        return StepInput(
-            token_ids=tokens,
-            positions=positions,
-            slots=slots,
-            attention=AttentionBatch(
-                query_start_np=np.arange(requests + 1, dtype=np.int32),
-                context_len_np=np.zeros(requests, np.int32),
-                is_tree_np=np.zeros(requests, np.bool_),
-                block_tables_np=np.zeros((requests, 1), np.int32),
-                ancestors_np=None,
-                block_size=size,
-                static=StaticRows(
-                    rows=1,
-                    max_keys=static.max_keys + self.steps,
-                    context=context,
-                    first_key=static.first_key,
-                    is_tree=self._zeros,
-                    tables=static.tables,
-                    ancestors=self._ones,
-                ),
-            ),
-        )
-
-
-def next_rows_in_torch(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:
-    """As `next_rows`."""
-    size = where.block_size
-    keys = start + step
-    wanted = keys + where.position_offset
-    pages = (keys // size).clamp(max=where.tables.shape[1] - 1)
-    slots = where.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
-    stored = (step + 1 < length) & (wanted <= where.max_position)
-    slots = slots.masked_fill(~stored, where.spare_slot)
-    return NextRows(wanted.clamp(0, where.max_position), slots, keys.to(torch.int32))
+        self.replay()

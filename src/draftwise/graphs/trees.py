@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.graphs.backend import Graph, GraphBackend
+from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape
-from draftwise.graphs.loop import Drafter, LoopKind, LoopMemory, LoopSeats
+from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.graphs.plans import Children, Level, TreePlan, lay_out
-from draftwise.kernels.select import on_triton
 from draftwise.kernels.triton.inputs import best_tokens
 from draftwise.names import SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word
@@ -26,8 +25,8 @@ from draftwise.sampling.rows import top_rows
 from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws
 
 
-class TreeLoop:
-    """A tree below every request of a pass; see `loop.ChainLoop`, whose life it has."""
+class TreeLoop(DraftLoop):
+    """A tree below every request of a pass."""
 
     def __init__(
         self,
@@ -40,31 +39,15 @@ class TreeLoop:
         spare_slot: int,
         backend: GraphBackend,
     ) -> None:
-        """``rows``: of the first pass."""
-        self.shape, self.plan, self.kind = shape, plan, kind
-        self.drafter, self.rows = drafter, rows
-        self._features = None if memory.features is None else memory.features[: shape.size]  # [R * N, F]
-        self._counters = memory.counters
-        self._spare_slot = spare_slot
+        """See `DraftLoop`."""
+        super().__init__(shape, kind, len(plan.opened), drafter, rows, memory, spare_slot, backend)
+        self.plan = plan
         requests, device = shape.requests, backend.device
-        draws = len(plan.opened)
-        sizes = [requests, requests, requests, requests, requests * draws]
-        self._host = backend.host_buffer(sum(sizes))
-        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        host = [part.numpy() for part in torch.split(self._host, sizes)]
-        parts = torch.split(self._device, sizes)
-        self._last_np, self._start_np, self._length_np = host[:3]
-        self._scale_np = host[3].view(np.float64)
-        self._noise_np = host[4].reshape(requests, draws)
-        self._last, self._start, self._length = parts[:3]  # [R] int64
-        self._scale = parts[3].view(torch.float64)  # [R]
-        self._noise = parts[4].view(requests, draws)  # int64 keys
         size = (requests, plan.candidates)
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._parents = torch.zeros(size, dtype=torch.int64, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)
         self._ones = torch.ones(requests, dtype=torch.int32, device=device)
-        self._q = memory.q[:requests] if kind == "draft" else None  # [R, draws, Vd]
         self._levels: list[Level] = []
         self._children: list[Children] = []
         self._depths = self._nodes = torch.zeros(0, dtype=torch.int64, device=device)  # [draws]
@@ -77,15 +60,6 @@ class TreeLoop:
                 places = torch.arange(level * plan.top_k, (level + 1) * plan.top_k, device=device)
                 self._levels.append(Level(level * plan.top_k, torch.ones_like(places) << places))
         self._reach = torch.tensor(plan.reach, device=device)
-        self._fused = on_triton(device)
-        self._graph: Graph | None = None
-
-    def capture(self, backend: GraphBackend) -> None:
-        """Capture it, with rows that only fill up."""
-        self.rows.clear()
-        self._host.zero_()
-        self._device.copy_(self._host)
-        self._graph, _ = backend.capture(self._run)
 
     def takes(self, need: Need, draws: Sequence[TreeDraws]) -> bool:
         """Whether it can draft for requests with this need. `TreeDraws` says nothing of children drawn from q: such
@@ -99,51 +73,15 @@ class TreeLoop:
 
     @property
     def steps(self) -> int:
-        """Drafts of a request."""
         return self.plan.candidates
-
-    @property
-    def seats(self) -> LoopSeats:
-        """Of a static tree, as `ChainLoop.seats`."""
-        return LoopSeats(
-            self._last,
-            self._start,
-            self._length,
-            self._scale,
-            self._noise,
-            self._depths,
-            self._nodes,
-            self._features,
-            self._tokens,
-            self._q,
-            self._reach,
-        )
-
-    def replay(self) -> None:
-        """Draft for what the device has filled in."""
-        assert self._graph is not None, "capture comes first"
-        self._graph.replay()
 
     def run(self, batch: StepInput, features: Tensor | None, draws: Sequence[TreeDraws]) -> list[DraftedTree]:
         """As `DecoderModel.draft_trees`; the loop must take it."""
-        assert self._graph is not None, "capture comes first"
-        starts = batch.attention.query_start_np
-        counts = np.diff(starts)
-        count, total = len(counts), int(starts[-1])
-        self.rows.fill(batch)
-        if self._features is not None:
-            assert features is not None
-            self._features.index_copy_(0, self.rows.place[:total], features)
-        self._last_np[:] = np.arange(self.shape.requests) * self.shape.rows
-        self._last_np[:count] += counts - 1
-        self._start_np[:] = self._length_np[:] = 0
-        self._start_np[:count] = batch.attention.context_len_np + counts
-        self._length_np[:count] = self.steps
+        count = self._fill(batch, features, self.steps)
         self._scale_np[:count] = [one.scale for one in draws]
         if self.kind == "shared":
             self._take_noise(draws)
-        self._device.copy_(self._host, non_blocking=True)
-        self._graph.replay()
+        self._draft()
         tokens_np = self._tokens[:count].cpu().numpy()
         shape = self.plan.shape
         if shape is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import PassBuffers, Shape, Tables
-from draftwise.graphs.loop import next_rows_in_torch
+from draftwise.graphs.chains import next_rows_in_torch
 from draftwise.graphs.seats import kernels, rows
 from draftwise.graphs.seats.kernels import SeatVerification
 from draftwise.graphs.seats.lookup import LookUp, look_up

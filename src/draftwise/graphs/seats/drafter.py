@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from draftwise.graphs.capture import Loops
-from draftwise.graphs.loop import ChainLoop, LoopKind
+from draftwise.graphs.loop import DraftLoop, LoopKind
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.graphs.trees import TreeLoop
 from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
@@ -25,10 +25,7 @@ class Place(NamedTuple):
     first_key: int
 
 
-SeatLoop = ChainLoop | TreeLoop
-
-
-def seat_loops(loops: Loops) -> Sequence[SeatLoop]:
+def seat_loops(loops: Loops) -> Sequence[DraftLoop]:
     """Those that can take part: all but dynamic trees, which the host chooses from."""
     return loops.chains or [loop for loop in loops.trees if loop.plan.shape is not None]
 
@@ -36,7 +33,7 @@ def seat_loops(loops: Loops) -> Sequence[SeatLoop]:
 class SeatedDrafter(ABC):
     """One drafter's part. While a request has a seat, no other drafter drafts for it."""
 
-    def __init__(self, loops: Sequence[SeatLoop], max_len: int, sample_method: DraftSampleMethod) -> None:
+    def __init__(self, loops: Sequence[DraftLoop], max_len: int, sample_method: DraftSampleMethod) -> None:
         self._loops = loops
         self._max_len = max_len
         self._sample_method = sample_method
@@ -76,7 +73,7 @@ class SeatedDrafter(ABC):
         return None
 
     @abstractmethod
-    def _seats(self, loop: SeatLoop) -> DrafterSeats: ...
+    def _seats(self, loop: DraftLoop) -> DrafterSeats: ...
 
     def prepare(self) -> None:  # noqa: B027
         """Requests are about to take seats."""

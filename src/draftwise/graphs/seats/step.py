@@ -24,7 +24,7 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import PassSeats
-from draftwise.graphs.loop import ChainLoop
+from draftwise.graphs.loop import DraftLoop
 from draftwise.graphs.seats import kernels, lookup, rows
 from draftwise.graphs.seats.kernels import SeatVerification
 from draftwise.graphs.seats.lookup import LookUp
@@ -48,7 +48,7 @@ class DrafterSeats(NamedTuple):
     [blocks + 1, depths, F], the last one for rows that are none. One with features and without a head drafts from the
     target's hidden states."""
 
-    loop: ChainLoop | TreeLoop
+    loop: DraftLoop
     max_len: int  # no token at this position or later is fed to it
     spare_slot: int
     head: HeadModel | None = None

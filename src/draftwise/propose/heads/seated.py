@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftwise.graphs.seats.drafter import Place, SeatedDrafter, SeatLoop
+from draftwise.graphs.loop import DraftLoop
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.propose.heads.passes import Fill, HeadPasses
 from draftwise.propose.heads.state import FeatureQueue, Features, HeadState, Track
@@ -19,7 +20,7 @@ class SeatedHead(SeatedDrafter):
 
     def __init__(
         self,
-        loops: Sequence[SeatLoop],
+        loops: Sequence[DraftLoop],
         max_len: int,
         sample_method: DraftSampleMethod,
         passes: HeadPasses,
@@ -30,7 +31,7 @@ class SeatedHead(SeatedDrafter):
         self._passes = passes
         self._states = states
 
-    def _seats(self, loop: SeatLoop) -> DrafterSeats:
+    def _seats(self, loop: DraftLoop) -> DrafterSeats:
         passes = self._passes
         assert passes.kv.spare_slot is not None
         return DrafterSeats(loop, self._max_len, passes.kv.spare_slot, passes.head, passes.block_features)

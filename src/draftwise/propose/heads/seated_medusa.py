@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from draftwise.graphs.loop import LoopKind
-from draftwise.graphs.seats.drafter import Place, SeatedDrafter, SeatLoop
+from draftwise.graphs.loop import DraftLoop, LoopKind
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.types import IntArray
 
@@ -11,7 +11,7 @@ from draftwise.types import IntArray
 class SeatedMedusa(SeatedDrafter):
     """Medusa heads. ``max_len``: no draft stands at this position or behind it."""
 
-    def _seats(self, loop: SeatLoop) -> DrafterSeats:
+    def _seats(self, loop: DraftLoop) -> DrafterSeats:
         # other drafters are fed all drafts but the last, which may stand one further
         return DrafterSeats(loop, self._max_len - 1, 0)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftwise.graphs.decoder import GraphedDecoder
-from draftwise.graphs.seats.drafter import Place, SeatedDrafter, SeatLoop, seat_loops
+from draftwise.graphs.loop import DraftLoop
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter, seat_loops
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -22,7 +23,7 @@ class SeatedModel(SeatedDrafter):
 
     def __init__(
         self,
-        loops: Sequence[SeatLoop],
+        loops: Sequence[DraftLoop],
         max_len: int,
         sample_method: DraftSampleMethod,
         model: DecoderModel,
@@ -36,7 +37,7 @@ class SeatedModel(SeatedDrafter):
         self._spare_slot = storage.spare_slot
         self._block_size = block_size
 
-    def _seats(self, loop: SeatLoop) -> DrafterSeats:
+    def _seats(self, loop: DraftLoop) -> DrafterSeats:
         return DrafterSeats(loop, self._max_len, self._spare_slot)
 
     def catch_up(self, rid: int, token_ids_np: IntArray, blocks_np: IntArray, filled: int) -> int:

@@ -1,0 +1,183 @@
+"""Chains of drafts as one captured graph: K passes, and a draw behind each.
+
+What a drafter needs of the host is known before the loop begins: the rows that it has not seen, where each request's
+drafts will stand, and the uniforms of its draws. Tokens go from one pass into the next without leaving the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwise.graphs.backend import GraphBackend
+from draftwise.graphs.buffers import Need, PassBuffers, Shape
+from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
+from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
+from draftwise.names import DRAFT, SHARED
+from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, uniform
+from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
+
+_BELOW_ONE = 1.0 - 2.0**-52
+
+
+class ChainLoop(DraftLoop):
+    """Chains of up to ``steps`` drafts below every request of a pass."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        steps: int,
+        kind: LoopKind,
+        drafter: Drafter,
+        rows: PassBuffers,
+        memory: LoopMemory,
+        spare_slot: int,
+        backend: GraphBackend,
+    ) -> None:
+        """See `DraftLoop`."""
+        super().__init__(shape, kind, steps, drafter, rows, memory, spare_slot, backend)
+        self._steps = steps
+        requests, device = shape.requests, backend.device
+        self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._ones = torch.ones(requests, dtype=torch.int64, device=device)
+        self._reach = torch.arange(steps + 1, device=device)
+        self._depths = self._nodes = self._reach[:-1]
+        self._tokens = memory.tokens[:requests]
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
+        """Whether it can draft for requests with this need."""
+        kind = "argmax" if draws is None else draws.stream
+        return steps <= self.steps and kind == self.kind and self.rows.fits(need)
+
+    def run(
+        self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
+        """As `DecoderModel.draft_chains`; the loop must take it."""
+        count = self._fill(batch, features, steps)
+        if draws is not None:
+            self._take_noise(draws, steps)
+        self._draft()
+        drafted = self._tokens[:count, :steps].cpu().numpy()
+        return drafted, None if self._q is None else self._q[:count, :steps].clone()
+
+    def replay_of(self, batch: StepInput, features: Tensor | None, steps: int) -> Callable[[], None]:
+        """The graph that `run` replays, after it was run once for these requests."""
+        self.run(batch, features, steps, None)
+        return self.replay
+
+    def _take_noise(self, draws: ChainDraws, steps: int) -> None:
+        uniforms_np = self._noise_np.view(np.float64)
+        for r, key in enumerate(draws.keys):
+            self._scale_np[r] = key.scale
+            for node in range(key.node, key.node + steps):
+                place = key.base + node
+                if draws.stream == "draft":
+                    u = uniform(key.seed, key.sample_index, DRAFT, place, node, key.base)
+                    uniforms_np[r, node - key.node] = u
+                else:
+                    word = row_key(key.seed, key.sample_index, SHARED, place, node, key.base)
+                    self._noise_np[r, node - key.node] = signed_word(word)
+
+    # ----------------------------------------------------------------------------------- what is captured
+
+    def _run(self) -> None:
+        self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
+        if self.drafter.advance is None:
+            assert self._features is not None
+            for step, logits in enumerate(self.drafter.logits(self._features)):
+                self._tokens[:, step].copy_(self._draw(logits, step))
+            return
+        hidden, features = self.drafter.advance(self.rows.batch, self._features)
+        hidden = hidden.index_select(0, self._last)
+        if features is not None:
+            features = features.index_select(0, self._last)
+        for step in range(self.steps):
+            tokens = self._draw(self.drafter.logits(hidden), step)
+            self._tokens[:, step].copy_(tokens)
+            if step + 1 < self.steps:
+                hidden, features = self.drafter.advance(self._next(tokens, step), features)
+
+    def _draw(self, logits: Tensor, step: int) -> Tensor:
+        """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
+        ids = self.drafter.target_ids
+        if self._fused and self._q is not None:
+            uniforms = self._noise.view(torch.float64)[:, step]
+            q = self._q[:, step]
+            return sample_tokens(logits, q, uniforms, scales=self._scale.float(), ids=ids)
+        if self._fused:
+            noisy = self.kind == "shared"
+            scales = self._scale.float() if noisy else None
+            return best_tokens(
+                logits, scales=scales, keys=self._noise[:, step] if noisy else None, ids=ids
+            ).tokens[:, 0]
+        if self.kind != "argmax":
+            logits = logits * self._scale[:, None].float()
+        if self.kind == "shared":
+            logits = logits + gumbel_of_keys(self._noise[:, step], self._counters)
+        if self._q is None:
+            drawn = logits.argmax(-1)
+        else:
+            q = logits.softmax(-1)
+            self._q[:, step].copy_(q)
+            sums = q.cumsum(-1, dtype=torch.float64)
+            # the first sum above u * total: a token of weight 0 is never drawn, u being below 1
+            uniforms = self._noise.view(torch.float64)[:, step : step + 1]
+            targets = uniforms.clamp(max=_BELOW_ONE) * sums[:, -1:]
+            drawn = torch.searchsorted(sums, targets, right=True).squeeze(1)
+            drawn = drawn.clamp(max=q.shape[1] - 1)
+        return drawn if ids is None else ids.index_select(0, drawn)
+
+    def _next(self, tokens: Tensor, step: int) -> StepInput:
+        """The pass of draft ``step`` of every request: key start + step, stored if another draft of it follows."""
+        drafter, first = self.drafter, self.rows.batch.attention
+        static = first.static
+        assert static is not None
+        size = first.block_size
+        where = DraftSlots(
+            static.tables, size, self._spare_slot, drafter.max_position, drafter.position_offset
+        )
+        made = next_rows if self._fused else next_rows_in_torch
+        positions, slots, context = made(self._start, self._length, step, where)
+        requests = self.shape.requests
+        return StepInput(
+            token_ids=tokens,
+            positions=positions,
+            slots=slots,
+            attention=AttentionBatch(
+                query_start_np=np.arange(requests + 1, dtype=np.int32),
+                context_len_np=np.zeros(requests, np.int32),
+                is_tree_np=np.zeros(requests, np.bool_),
+                block_tables_np=np.zeros((requests, 1), np.int32),
+                ancestors_np=None,
+                block_size=size,
+                static=StaticRows(
+                    rows=1,
+                    max_keys=static.max_keys + self.steps,
+                    context=context,
+                    first_key=static.first_key,
+                    is_tree=self._zeros,
+                    tables=static.tables,
+                    ancestors=self._ones,
+                ),
+            ),
+        )
+
+
+def next_rows_in_torch(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:
+    """As `next_rows`."""
+    size = where.block_size
+    keys = start + step
+    wanted = keys + where.position_offset
+    pages = (keys // size).clamp(max=where.tables.shape[1] - 1)
+    slots = where.tables.gather(1, pages[:, None]).squeeze(1).long() * size + keys % size
+    stored = (step + 1 < length) & (wanted <= where.max_position)
+    slots = slots.masked_fill(~stored, where.spare_slot)
+    return NextRows(wanted.clamp(0, where.max_position), slots, keys.to(torch.int32))
