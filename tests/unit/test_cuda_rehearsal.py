@@ -174,14 +174,22 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     return lambda: "\n".join(r.getMessage() for r in caplog.records if r.levelname in ("WARNING", "ERROR"))
 
 
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False}], ids=["ahead", "waiting"])
 @pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
 def test_an_engine_runs(
-    launches: Launches, device: FakeCuda, checkpoints: Checkpoints, said: Callable[[], str], case: Any
+    launches: Launches,
+    device: FakeCuda,
+    checkpoints: Checkpoints,
+    said: Callable[[], str],
+    case: Any,
+    options: dict[str, Any],
 ) -> None:
-    with checkpoints.engine(case) as llm:
+    with checkpoints.engine(case, **options) as llm:
         run(llm, checkpoints.prompts)
-        model = llm._engine.model  # type: ignore[union-attr]
-        assert isinstance(model, GraphedDecoder) and model.num_replays
+        engine: Any = llm._engine
+        seats = None if options else engine.core.executor.inner.seats
+        assert isinstance(engine.model, GraphedDecoder)
+        assert engine.model.num_replays or (seats is not None and seats.num_steps)
     assert not said()
 
 
@@ -195,13 +203,13 @@ def test_a_drafter_that_fails_is_told(
     monkeypatch.setattr(
         "draftwise.propose.heads.proposer.HeadProposer.propose", lambda *args: torch.ones(1).cuda() + 1 / 0
     )
-    with checkpoints.engine(("methods", "eagle3", "chain")) as llm:
+    with checkpoints.engine(("methods", "eagle3", "chain"), async_scheduling=False) as llm:
         llm.generate(checkpoints.prompts[:1], PARAMS[0])
     assert "failed" in said()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "async": {"async_scheduling": True},
+    "waiting": {"async_scheduling": False},
     "eager": {"enforce_eager": True},
     "bfloat16, fixed sums": {"dtype": "bfloat16", "batch_invariant": True},
     "int8 cache": {"kv_cache_dtype": "int8"},
@@ -266,7 +274,7 @@ def test_a_step_waits_for_its_verification_and_for_its_drafts(
     launches: Launches, device: FakeCuda, checkpoints: Checkpoints, temperature: float
 ) -> None:
     found: list[tuple[int, int]] = []
-    with checkpoints.engine(("methods", "eagle3", "chain")) as llm:
+    with checkpoints.engine(("methods", "eagle3", "chain"), async_scheduling=False) as llm:
         model = llm._engine.model  # type: ignore[union-attr]
         assert isinstance(model, GraphedDecoder)
         for tokens in (12, 12, 36):
