@@ -131,8 +131,8 @@ def _device_bytes(kept: Iterable[object], host: torch.Tensor | None = None) -> i
     [
         TreePlan(TreeShape((-1, -1, 0, 1, 3), (0, 1, 0, 0, 0))),
         TreePlan(TreeShape((-1, -1, -1), (0, 1, 2))),
-        TreePlan(top_k=3, depth=4),
-        TreePlan(top_k=2, depth=1),
+        TreePlan(top_k=3, depth=4, nodes=9),
+        TreePlan(top_k=2, depth=1, nodes=6),
     ],
     ids=["static", "one level", "dynamic", "one dynamic level"],
 )
@@ -150,5 +150,5 @@ def test_the_plan_counts_what_loops_of_trees_keep(plan: TreePlan) -> None:
             loop = TreeLoop(shape, plan, kind, drafter, rows, memory, 0, backend)
             own = {n: x for n, x in vars(loop).items() if n not in ("_features", "_counters", "_q")}
             parts = [getattr(x, f.name) for x in (*loop._levels, *loop._children) for f in fields(x)]
-            taken += _device_bytes([*own.values(), *parts], loop._host)
+            taken += _device_bytes([*own.values(), *own.get("_found", ()), *parts], loop._host)
     assert captures.loop_bytes(23, 5 * 4) == taken

@@ -106,7 +106,7 @@ def test_a_pass_in_pieces_has_the_bits_of_the_pass(tmp_path: Path) -> None:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_loops_draft_what_passes_draft(tmp_path: Path) -> None:
-    tree = TreePlan(None, 2, 2)
+    tree = TreePlan(None, 2, 2, nodes=6)
     captures = Captures((), (Shape(2, 2, 48),), 2, tree)
     model, graphed = graphed_model(tmp_path, captures)
     kv, other = storage(model), storage(model)

@@ -36,7 +36,7 @@ class LoopSeats(NamedTuple):
 
     last: Tensor  # [R] int64, row of the first pass from which each request drafts
     start: Tensor  # [R] int64, key of its first draft
-    length: Tensor  # [R] int64, drafts that count
+    length: Tensor  # [R] int64, drafts that count, of a dynamic tree candidates
     scale: Tensor  # [R] float64, one over its temperature
     noise: Tensor  # [R, draws] int64, `row_key` as signed words, or the bits of float64 uniforms
     depths: Tensor  # [draws] int64, from the first draft's place to that of the token drawn
@@ -44,7 +44,10 @@ class LoopSeats(NamedTuple):
     features: Tensor | None  # [rows of the first pass, F] of heads
     tokens: Tensor  # [R, steps] int64
     q: Tensor | None  # [R, draws, Vd] float32; None: nothing is drawn from it
-    reach: Tensor  # [levels + 1] int64, leading drafts that stand on no more than so many levels
+    reach: Tensor  # [levels + 1] int64, leading drafts or candidates that are on no more than so many levels
+    form: Tensor | None = (
+        None  # [R, 3, steps + 1] int64, of dynamic trees: left behind, see `SeatMemory.set_form`
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +99,14 @@ class DraftLoop(ABC):
     of times.
 
     A request that drafts fewer has its later tokens thrown away, and nothing of them is stored: their K/V goes to the
-    spare slot, as that of rows past the model's length does.
+    spare slot, as that of rows past the model's length does. Of a dynamic tree all is stored, in scratch blocks.
     """
 
     _tokens: Tensor  # [R, steps] int64
     _depths: Tensor  # these three: see `LoopSeats`
     _nodes: Tensor
     _reach: Tensor
+    _form: Tensor | None = None
 
     def __init__(
         self,
@@ -171,6 +175,7 @@ class DraftLoop(ABC):
             self._tokens,
             self._q,
             self._reach,
+            self._form,
         )
 
     def replay(self) -> None:

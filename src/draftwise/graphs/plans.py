@@ -13,19 +13,34 @@ from draftwise.types import TreeDraws, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """The one tree that a drafter's graphs draft: a static ``shape``, or else ``depth`` levels of ``top_k`` nodes with
-    ``top_k`` children each."""
+    """The one tree that a drafter's graphs draft: a static ``shape``, or else the best ``nodes`` of ``depth`` levels of
+    ``top_k`` nodes with ``top_k`` children each."""
 
     shape: TreeShape | None = None
     top_k: int = 1
     depth: int = 1
+    nodes: int = 1
 
     @property
     def candidates(self) -> int:
         """Nodes that are drawn."""
         if self.shape is not None:
             return len(self.shape.parents)
-        return self.top_k + (self.depth - 1) * self.top_k**2
+        return self._candidates(self.depth)
+
+    @property
+    def steps(self) -> int:
+        """Most drafts of a request."""
+        return self.candidates if self.shape is not None else min(self.nodes, self.candidates)
+
+    @property
+    def draws(self) -> int:
+        """Numbers of a request that make its noise: one for each of `opened`, of a dynamic tree for each level."""
+        return self.depth if self.shape is None else len(self.opened)
+
+    def _candidates(self, levels: int) -> int:
+        """Nodes of a dynamic tree that are drawn on so many levels."""
+        return self.top_k + (levels - 1) * self.top_k**2 if levels else 0
 
     @property
     def opened(self) -> list[int]:
@@ -44,16 +59,16 @@ class TreePlan:
     @property
     def kinds(self) -> tuple[LoopKind, ...]:
         """How its nodes may be drawn."""
-        return ("argmax",) if self.shape is None else ("argmax", "draft", "shared")
+        return ("argmax", "shared") if self.shape is None else ("argmax", "draft", "shared")
 
     @property
     def reach(self) -> list[int]:
-        """Leading nodes of a static tree that are no deeper than 0, 1, 2, ... levels.
+        """Leading candidates that are no deeper than 0, 1, 2, ... levels.
 
-        Example: parents (-1, -1, 0, 1, 3): 0, 2, 4, 5.
+        Example: parents (-1, -1, 0, 1, 3): 0, 2, 4, 5. Two levels, the best three nodes of each: 0, 3, 12.
         """
         if self.shape is None:
-            return []
+            return [self._candidates(level) for level in range(self.depth + 1)]
         depths = _depths(self.shape)
         return [
             next((node for node, depth in enumerate(depths) if depth > level), len(depths))
@@ -64,21 +79,25 @@ class TreePlan:
         """Bytes on the device of one `TreeLoop` for so many requests, besides what loops share.
 
         Example: parents (-1, -1, 0) are 3 nodes on 2 levels, of which one is fed, and children are drawn below 2. For
-        one request: 8 * (4 + 2) + 4 of its state, 3 * 20 of its nodes, and 8 * (4 + 3 * 3 + 3 + 2 * 2) of the tree's
+        one request: 8 * (4 + 2) + 4 of its state, 3 * 8 of its drafts, and 8 * (3 + 2 * 2 + 4 + 3 * 3) of the tree's
         layout.
         """
-        opened = len(self.opened)
-        state = requests * (8 * (4 + opened) + 4)
-        nodes = requests * self.candidates * (8 + 8 + 4)  # tokens, parents, scores
+        state = requests * (8 * (4 + self.draws) + 4) + 8 * (self.levels + 1 + 2 * self.draws)
+        drafts = 8 * requests * self.steps
         if self.shape is None:
-            return state + nodes + 8 * (self.depth - 1) * self.top_k
-        return state + nodes + 8 * (4 * (opened - 1) + 3 * self.candidates + self.levels + 1 + 2 * opened)
+            found = self.candidates * (requests * (8 + 8 + 4) + 8)  # tokens, parents, scores; depths
+            forms = 8 * requests * 3 * (self.steps + 1)
+            return state + drafts + found + forms + 8 * (self.depth - 1) * self.top_k
+        return state + drafts + 8 * (4 * (len(self.opened) - 1) + 3 * self.candidates)
 
     def takes(self, draws: TreeDraws) -> bool:
         """Whether these draws are of this tree."""
         if draws.shape != self.shape:
             return False
-        return self.shape is not None or (draws.top_k == self.top_k and draws.depth <= self.depth)
+        if self.shape is not None:
+            return True
+        wanted = min(draws.nodes, self._candidates(draws.depth))
+        return draws.top_k == self.top_k and draws.depth <= self.depth and wanted <= self.steps
 
 
 @dataclass(frozen=True, slots=True)

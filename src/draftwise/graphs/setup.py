@@ -44,7 +44,7 @@ def tree_plan(config: SpeculativeConfig) -> TreePlan | None:
     """The tree that a drafter is configured with; None: chains."""
     dynamic = config.speculative_dynamic_tree
     if dynamic is not None:
-        return TreePlan(None, dynamic.top_k, dynamic.depth)
+        return TreePlan(None, dynamic.top_k, dynamic.depth, config.num_speculative_tokens)
     if config.speculative_token_tree is None:
         return None
     return TreePlan(TreeShape(*parse_tree(config.speculative_token_tree)))

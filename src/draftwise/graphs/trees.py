@@ -2,15 +2,15 @@
 
 The shapes and the choices are those of `propose.trees.growth`, which has the words: a static tree whose nodes are
 tokens of given ranks, or EAGLE-2's (arXiv:2406.16858), which feeds the likeliest nodes of a level, by the product along
-their paths. What is verified of the latter is chosen on the host, from all candidates.
+their paths, and in the end keeps the likeliest of all candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +23,54 @@ from draftwise.names import SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word
 from draftwise.sampling.rows import top_rows
 from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws
+
+
+class Candidates(NamedTuple):
+    """All nodes of dynamic trees that were drawn, C of a request, level by level."""
+
+    tokens: Tensor  # [R, C] int64
+    parents: Tensor  # [R, C] int64, candidates; -1: the root
+    scores: Tensor  # [R, C] float32, log-probabilities of their paths
+    depths: Tensor  # [C] int64, from 1 on
+    levels: int
+
+    def keep(self, first: int, scores: Tensor, tokens: Tensor, parents: Tensor) -> None:
+        """Take in a level, [R, n] each."""
+        stop = first + tokens.shape[1]
+        self.scores[:, first:stop].copy_(scores)
+        self.tokens[:, first:stop].copy_(tokens)
+        self.parents[:, first:stop].copy_(parents)
+
+    def choose(self, count: Tensor, tokens: Tensor, form: Tensor) -> None:
+        """The best nodes of the first ``count`` [R] candidates, best first, earlier ones first among equals: so that
+        parents come before their children, and any first n of them are a tree.
+
+        Args:
+            count: see above.
+            tokens: [R, n] int64, written.
+            form: [R, 3, n + 1] int64, written: depths, ancestors and parents of the root and these, as
+                `SeatMemory.set_form` has them. Behind the first ``count`` nothing has a meaning.
+
+        Example: candidates 5 and 7 below the root, 2 and 3 below 5, of scores -1, -3, -1.5, -4: 5, 2, 7, 3, whose
+        parents are -1, 0, -1, 0 and whose ancestors, with the root's 1, are 3, 7, 9, 19.
+        """
+        requests, nodes = tokens.shape
+        every = self.scores.shape[1]
+        place = torch.arange(every, device=count.device)
+        scores = self.scores.masked_fill(place >= count[:, None], float("-inf"))
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
+        tokens.copy_(self.tokens.gather(1, order))
+        row = torch.arange(1, nodes + 1, device=count.device)
+        rows = torch.zeros((requests, every + 1), dtype=torch.int64, device=count.device)  # the root's: 0
+        rows.scatter_(1, order + 1, row.expand(requests, -1))
+        above = rows.gather(1, self.parents.gather(1, order) + 1)  # [R, n] rows of parents
+        form[:, 0, 1:].copy_(self.depths[order])
+        form[:, 2, 1:].copy_(above - 1)
+        masks = torch.ones_like(form[:, 1])
+        own = torch.ones_like(row) << row
+        for _ in range(self.levels):  # after l of them, those of nodes on l levels are whole
+            masks[:, 1:].copy_(masks.gather(1, above) | own)
+        form[:, 1].copy_(masks)
 
 
 class TreeLoop(DraftLoop):
@@ -40,26 +88,33 @@ class TreeLoop(DraftLoop):
         backend: GraphBackend,
     ) -> None:
         """See `DraftLoop`."""
-        super().__init__(shape, kind, len(plan.opened), drafter, rows, memory, spare_slot, backend)
+        super().__init__(shape, kind, plan.draws, drafter, rows, memory, spare_slot, backend)
         self.plan = plan
         requests, device = shape.requests, backend.device
-        size = (requests, plan.candidates)
-        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        self._parents = torch.zeros(size, dtype=torch.int64, device=device)
-        self._scores = torch.zeros(size, dtype=torch.float32, device=device)
+        self._tokens = torch.zeros((requests, plan.steps), dtype=torch.int64, device=device)
         self._ones = torch.ones(requests, dtype=torch.int32, device=device)
         self._levels: list[Level] = []
         self._children: list[Children] = []
-        self._depths = self._nodes = torch.zeros(0, dtype=torch.int64, device=device)  # [draws]
+        self._reach = torch.tensor(plan.reach, device=device)
         if plan.shape is not None:
             layout = lay_out(plan.shape, kind, device)
             self._levels, self._children = layout.levels, layout.children
             self._depths, self._nodes = layout.depths, layout.nodes
         else:
+            size = (requests, plan.candidates)
+            self._found = Candidates(
+                torch.zeros(size, dtype=torch.int64, device=device),
+                torch.zeros(size, dtype=torch.int64, device=device),
+                torch.zeros(size, dtype=torch.float32, device=device),
+                torch.arange(1, plan.depth + 1, device=device).repeat_interleave(self._reach.diff()),
+                plan.depth,
+            )
+            self._form = torch.zeros((requests, 3, plan.steps + 1), dtype=torch.int64, device=device)
+            self._depths = torch.arange(plan.depth, device=device)
+            self._nodes = torch.full_like(self._depths, -1)
             for level in range(plan.depth - 1):
                 places = torch.arange(level * plan.top_k, (level + 1) * plan.top_k, device=device)
                 self._levels.append(Level(level * plan.top_k, torch.ones_like(places) << places))
-        self._reach = torch.tensor(plan.reach, device=device)
 
     def takes(self, need: Need, draws: Sequence[TreeDraws]) -> bool:
         """Whether it can draft for requests with this need. `TreeDraws` says nothing of children drawn from q: such
@@ -73,32 +128,38 @@ class TreeLoop(DraftLoop):
 
     @property
     def steps(self) -> int:
-        return self.plan.candidates
+        return self.plan.steps
 
     def run(self, batch: StepInput, features: Tensor | None, draws: Sequence[TreeDraws]) -> list[DraftedTree]:
         """As `DecoderModel.draft_trees`; the loop must take it."""
         count = self._fill(batch, features, self.steps)
         self._scale_np[:count] = [one.scale for one in draws]
+        shape, reach = self.plan.shape, self.plan.reach
+        if shape is None:
+            self._length_np[:count] = [reach[one.depth] for one in draws]
         if self.kind == "shared":
             self._take_noise(draws)
         self._draft()
-        tokens_np = self._tokens[:count].cpu().numpy()
-        shape = self.plan.shape
+        tokens = self._tokens[:count].tolist()
         if shape is not None:
-            return [DraftedTree(tuple(row), shape.parents) for row in tokens_np.tolist()]
-        parents_np, scores_np = self._parents[:count].cpu().numpy(), self._scores[:count].cpu().numpy()
-        k = self.plan.top_k
+            return [DraftedTree(tuple(row), shape.parents) for row in tokens]
+        assert self._form is not None
+        parents = self._form[:count, 2, 1:].tolist()
+        sizes = [min(one.nodes, reach[one.depth]) for one in draws]
         return [
-            _best(tokens_np[r], parents_np[r], scores_np[r], k + (one.depth - 1) * k * k, one.nodes)
-            for r, one in enumerate(draws)
+            DraftedTree(tuple(own[:size]), tuple(above[:size]))
+            for own, above, size in zip(tokens, parents, sizes, strict=True)
         ]
 
     def _take_noise(self, draws: Sequence[TreeDraws]) -> None:
+        places = [(c.first, c.opened) for c in self._children] or [
+            (level, 1) for level in range(self.plan.depth)
+        ]
         for r, one in enumerate(draws):
             self._scale_np[r] = one.scale / one.noise_scale  # the order of the sums is the same
-            for depth, children in enumerate(self._children):
+            for depth, (first, count) in enumerate(places):
                 word = row_key(one.seed, one.sample_index, SHARED, int(self._start_np[r]) + depth, -1, 0)
-                self._noise_np[r, children.first : children.first + children.opened] = signed_word(word)
+                self._noise_np[r, first : first + count] = signed_word(word)
 
     # ----------------------------------------------------------------------------------- what is captured
 
@@ -166,8 +227,8 @@ class TreeLoop(DraftLoop):
 
     def _run_dynamic(self, hidden: Tensor, features: Tensor | None) -> None:
         requests, k = self.shape.requests, self.plan.top_k
-        scores, ids = self._best_children(hidden, 1)
-        self._keep(0, scores, ids, torch.full_like(ids, -1))
+        scores, ids = self._best_children(hidden, 0)
+        self._found.keep(0, scores, ids, torch.full_like(ids, -1))
         tokens, place = ids, torch.arange(k, device=ids.device).expand(requests, k)
         if features is not None:
             features = features[:, None].expand(-1, k, -1).flatten(0, 1)
@@ -176,12 +237,12 @@ class TreeLoop(DraftLoop):
         for i, level in enumerate(self._levels):
             masks = masks | level.bits
             hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
-            below, ids = self._best_children(hidden, k)
+            below, ids = self._best_children(hidden, i + 1)
             totals = (scores[:, :, None] + below.view(requests, k, k)).flatten(1)
             parents = (first + place)[:, :, None].expand(requests, k, k).flatten(1)
             first = k + i * k * k
             candidates = ids.view(requests, k * k)
-            self._keep(first, totals, candidates, parents)
+            self._found.keep(first, totals, candidates, parents)
             if i + 1 < len(self._levels):
                 scores, place = totals.topk(k)  # [R, k]
                 tokens = candidates.gather(1, place)
@@ -191,20 +252,22 @@ class TreeLoop(DraftLoop):
                     size = features.shape[1]
                     wide = features.view(requests, k, size)
                     features = wide.gather(1, above[:, :, None].expand(-1, -1, size)).flatten(0, 1)
+        assert self._form is not None
+        self._found.choose(self._length, self._tokens, self._form)
 
-    def _best_children(self, hidden: Tensor, each: int) -> tuple[Tensor, Tensor]:
-        """``hidden`` [R * each, H] -> log-probabilities and target ids of the best tokens, [R * each, top_k]."""
-        scale = self._scale.float()[:, None].expand(-1, each).reshape(-1, 1)
-        best = top_rows(self.drafter.logits(hidden) * scale, self.plan.top_k, totals=True)
+    def _best_children(self, hidden: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """``hidden`` [R * n, H] -> log-probabilities and target ids of the best tokens, [R * n, top_k]. Under shared
+        noise g: softmax(T * (logits / T + g)), see `sampling.draw.draft_candidates`."""
+        logits = self.drafter.logits(hidden)
+        scale = self._scale.float()[:, None, None]
+        scores = logits.view(self.shape.requests, -1, logits.shape[1]) * scale
+        if self.kind == "shared":
+            noise = gumbel_of_keys(self._noise[:, level], self._counters)  # of all nodes of a level
+            scores = (scores + noise[:, None]) / scale
+        best = top_rows(scores.flatten(0, 1), self.plan.top_k, totals=True)
         assert best.log_totals is not None
         # float32 may round a sum of exponentials below its largest term
         return (best.values - best.log_totals[:, None]).clamp_(max=0.0), self._ids(best.indices)
-
-    def _keep(self, first: int, scores: Tensor, tokens: Tensor, parents: Tensor) -> None:
-        stop = first + tokens.shape[1]
-        self._scores[:, first:stop].copy_(scores)
-        self._tokens[:, first:stop].copy_(tokens)
-        self._parents[:, first:stop].copy_(parents)
 
     def _ids(self, drawn: Tensor) -> Tensor:
         ids = self.drafter.target_ids
@@ -222,8 +285,9 @@ class TreeLoop(DraftLoop):
         size = first.block_size
         pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
         slots = static.tables.gather(1, pages).long() * size + keys % size
-        # a fed node has no higher number among the fed ones than among all
-        counts = keys - self._start[:, None] < self._length[:, None]
+        # A fed node of a static tree has no higher number among the fed ones than among all.
+        first_unused = self._length[:, None] * (1 if self.plan.shape is not None else n + level.start)
+        counts = keys - self._start[:, None] < first_unused
         stored = counts & (at <= drafter.max_position)[:, None]
         return StepInput(
             token_ids=tokens.flatten(),
@@ -247,18 +311,3 @@ class TreeLoop(DraftLoop):
                 ),
             ),
         )
-
-
-def _best(
-    tokens_np: npt.NDArray[np.int64],
-    parents_np: npt.NDArray[np.int64],
-    scores_np: npt.NDArray[np.float32],
-    candidates: int,
-    nodes: int,
-) -> DraftedTree:
-    """The best ``nodes`` of the first so many candidates, best first, earlier ones first among equals: so that parents
-    come before their children."""
-    best = np.argsort(-scores_np[:candidates], kind="stable")[:nodes].tolist()
-    index = {-1: -1} | {node: i for i, node in enumerate(best)}
-    parents = tuple(index[parent] for parent in parents_np[best].tolist())
-    return DraftedTree(tuple(tokens_np[best].tolist()), parents)
