@@ -105,6 +105,15 @@ def forests(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     made.ahead.close()
 
 
+@pytest.fixture(scope="module")
+def growing(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Engines whose drafters draft dynamic trees."""
+    made = Engines(tmp_path_factory.mktemp("growing"), **SHAPES["dynamic"])
+    yield made
+    made.waiting.close()
+    made.ahead.close()
+
+
 def seats(llm: LLM) -> Seats:
     assert llm._engine is not None
     executor: Any = llm._engine.core.executor
@@ -151,8 +160,10 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
 @pytest.mark.parametrize("method", TREES)
-def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> None:
+@pytest.mark.parametrize("shape", ["forests", "growing"])
+def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, method: str, rule: str) -> None:
     """The text of the engine that waits, by the same drafts; nobody ever decodes in an ordinary step."""
+    forests: Engines = request.getfixturevalue(shape)
     params = params_of(rule, method, max_tokens=24)
     draws = rule in ("rejection", "block")
     if (
@@ -166,6 +177,7 @@ def test_trees_stay_on_the_device(forests: Engines, method: str, rule: str) -> N
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 96,
+        "num_kv_blocks": 192,
     }
     with forests.make(**options) as waiting:
         wanted = waiting.generate(forests.prompts, params)

@@ -4,7 +4,7 @@ this step, one that takes no part."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,8 +36,9 @@ from draftwise.graphs.seats.memory import (
     WAITING,
     Limits,
     SeatMemory,
+    form_of,
 )
-from draftwise.graphs.seats.rows import LoopRows
+from draftwise.graphs.seats.rows import SHAPES, LoopRows
 from draftwise.kernels.walk import Walk
 from draftwise.types import TreeShape
 
@@ -46,12 +47,18 @@ KEYS = 40
 
 
 def random_memory(
-    seed: int, device: torch.device, drafts: int = DRAFTS, loops: int = 1, tree: TreeShape | None = None
+    seed: int,
+    device: torch.device,
+    drafts: int = DRAFTS,
+    loops: int = 1,
+    tree: TreeShape | Literal["own"] | None = None,
 ) -> SeatMemory:
-    """``loops``: so many, from 1 on, that seats draft with; 0: nobody drafts. ``tree``: of the first one."""
+    """``loops``: so many, from 1 on, that seats draft with; 0: nobody drafts. ``tree``: of the first one; "own": each
+    seat has its own."""
     rng = np.random.default_rng(seed)
     memory = SeatMemory(Limits(SEATS, drafts, (KEYS + 128) // PAGE, PAGE, VOCAB, max(loops, 1)), device)
-    memory.set_form(1, tree)
+    if tree is not None:
+        memory.set_form(1, None if tree == "own" else tree)
     state_np = memory.state.cpu().numpy().copy()
     told_np = np.zeros((SEATS, TOLD + 2 * memory.pages), np.int64)
     for s in range(SEATS):
@@ -77,6 +84,10 @@ def random_memory(
         told_np[s, TOLD + memory.pages + 1 :] = 50 + s
     memory.state.copy_(torch.from_numpy(state_np))
     memory.told.copy_(torch.from_numpy(told_np))
+    if tree == "own":
+        for s in range(SEATS):
+            parents = [(draft + s) % (draft + 1) - 1 for draft in range(drafts)]  # of seat 0 a chain
+            memory.own_forms[s, :3].copy_(form_of(parents, drafts)[:3])
     memory.tables.copy_(torch.arange(memory.tables.numel()).view_as(memory.tables) % 60)
     return memory
 
@@ -94,10 +105,17 @@ def pass_rows(rows: int, device: torch.device) -> PassBuffers:
     return PassBuffers(Shape(SEATS, rows, KEYS), tables, PAGE, SPARE, backend)
 
 
-def loop_seats(device: torch.device, drafts: int = DRAFTS, tree: TreeShape | None = None) -> LoopSeats:
-    """``tree``: of the loop, cut to its drafts; None: chains."""
+def loop_seats(
+    device: torch.device, drafts: int = DRAFTS, tree: TreeShape | Literal["own"] | None = None
+) -> LoopSeats:
+    """``tree``: of the loop, cut to its drafts; "own": dynamic ones, of two levels; None: chains."""
     reach, depths, nodes = [*range(drafts + 1)], [*range(drafts)], [*range(drafts)]
-    if tree is not None:
+    form = None
+    if tree == "own":
+        reach, depths, nodes = [0, 2, 6], [0, 1], [-1, -1]
+        words = torch.arange(SEATS * 3 * (drafts + 1), device=device)
+        form = words.view(SEATS, 3, drafts + 1) + 1000
+    elif tree is not None:
         plan = TreePlan(TreeShape(tree.parents[:drafts], tree.ranks[:drafts]))
         assert plan.shape is not None
         layout = lay_out(plan.shape, "draft", device)
@@ -118,6 +136,7 @@ def loop_seats(device: torch.device, drafts: int = DRAFTS, tree: TreeShape | Non
         tokens=torch.arange(SEATS * drafts, device=device).view(SEATS, drafts),
         q=None,
         reach=torch.tensor(reach, device=device),
+        form=form,
     )
 
 
@@ -128,6 +147,7 @@ def _memory(given: dict[str, Any]) -> SeatMemory:
     memory = SeatMemory.__new__(SeatMemory)
     memory.state, memory.told, memory.now = given["state"], given["told"], given["now"]
     memory.seats, memory.drafts = memory.state.shape[0], given["drafts"]
+    memory.numbers, memory.shared_forms = torch.arange(memory.seats), given.get("shared_forms", 0)
     memory.pages, memory.block_size, memory.q = (memory.told.shape[1] - TOLD) // 2, given.get("PAGE", 1), {}
     return memory
 
@@ -188,7 +208,7 @@ def _advance(given: dict[str, Any]) -> None:
         given["max_len"],
         given["spare_slot"],
         head,
-        bool(given["TREE"]),
+        SHAPES[given["TREE"]],
         given["ends"] if head else None,
         given["spare_block"],
     )
@@ -198,8 +218,9 @@ def _advance(given: dict[str, Any]) -> None:
 @torch.inference_mode()
 def _keep(given: dict[str, Any]) -> None:
     memory, drafted = _memory(given), given["drafted"]
-    memory.answer = given["answer"]
-    seats = LoopSeats(*[drafted] * 7, None, drafted, None, drafted)
+    memory.answer, memory.own_forms = given["answer"], given["own_forms"]
+    form = given["form"] if given["DYNAMIC"] else None
+    seats = LoopSeats(*[drafted] * 7, None, drafted, None, drafted, form)
     loop = LoopRows(given["number"], seats, None, "argmax", 0, 0)  # type: ignore[arg-type]
     rows.finish(memory, drafted.shape[0], loop)
 

@@ -228,13 +228,13 @@ def seat_steps() -> None:
     """What stands between the passes of a step that stays on the device."""
     build(
         seats.begin_rows,
-        f"*i64 *i64 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 4} {'i32 ' * 7}",
+        f"*i64 *i64 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 4} {'i32 ' * 8}",
         FRESH=3,
         FRESH_PAD=4,
         PAGE=16,
         BLOCK=8,
     )
-    for drafter, kind, tree in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (1, 0, 1), (2, 2, 1), (1, 1, 1)):
+    for drafter, kind, tree in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 2, 2)):
         build(
             seats.advance_rows,
             f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 12}",
@@ -254,7 +254,8 @@ def seat_steps() -> None:
             TILE=1024,
             BLOCK=8,
         )
-    build(seats.keep_drafts, f"{'*i64 ' * 5} {'i32 ' * 7}", BLOCK=8)
+    for dynamic in (False, True):
+        build(seats.keep_drafts, f"{'*i64 ' * 7} {'i32 ' * 7}", DYNAMIC=dynamic, BLOCK=8)
     for sampled in (False, True):
         build(
             seats.keep_at_rates,

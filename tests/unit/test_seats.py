@@ -311,12 +311,14 @@ def entering(known: int, root: int, drafts: tuple[int, ...], blocks: list[int]) 
         known=known,
         root=root,
         drafts=drafts,
+        parents=range(-1, len(drafts) - 1),
         fed=known,
         stored=max(len(drafts) - 1, 0),
         first_key=0,
         rule="greedy",
         sampling=state,
         blocks_np=np.array(blocks, np.int32),
+        scratch=range(60, 62),
         source=0,
         q=None,
     )
@@ -350,7 +352,7 @@ def test_steps_by_hand() -> None:
     assert [row[i] for i in (RAN, VERIFIED, ACCEPTED, ANSWERED_KNOWN, ANSWERED_WAITING, ANSWERED_FED)] == [
         1, 3, 3, 14, 3, 14,
     ]  # fmt: skip
-    assert row[ANSWER:] == [12, 13, 14, 15, 7, 8, 9, 0, 1, 2] and answer[1][RAN] == 0
+    assert row[ANSWER : ANSWER + 10] == [12, 13, 14, 15, 7, 8, 9, 0, 1, 2] and answer[1][RAN] == 0
     # the drafter had stored 12 and 13; it reads 14 and 15 at keys 12 and 13, then its drafts but the last
     assert (
         model.fed[0][0][:2] == [14, 15]
@@ -374,7 +376,8 @@ def test_steps_by_hand() -> None:
     told_np[0, TOLD + pages] = 9
     row = launch()[0]
     assert [row[i] for i in (VERIFIED, ACCEPTED, ANSWERED_KNOWN, ANSWERED_WAITING)] == [3, 0, 15, 1]
-    assert row[ANSWER] == 16 and model.target.tables.tables[0, :6].tolist() == [3, 1, 2, 5, 6, 9]
+    # behind the blocks of the plans stand scratch ones, over and over
+    assert row[ANSWER] == 16 and model.target.tables.tables[0, :9].tolist() == [3, 1, 2, 5, 6, 9, 60, 61, 60]
     # the other one has moved
     steps.move(1, 0)
     told_np = steps.told()

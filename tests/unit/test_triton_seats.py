@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.seats import kernels, rows
 from draftwise.graphs.seats.kernels import SeatVerification
 from draftwise.graphs.seats.memory import ACCEPTED, ANSWER, LOOP, RULE, RULES, SOURCE, STORED, SeatMemory
-from draftwise.graphs.seats.rows import LoopRows
+from draftwise.graphs.seats.rows import SHAPES, LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.sampling.noise import token_counters
@@ -39,10 +41,10 @@ def tensors(memory: SeatMemory) -> list[list[int]]:
 TREE = TreeShape((-1, -1, 0), (0, 1, 0))
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, TREE, "own"], ids=["chain", "tree", "own tree"])
 @pytest.mark.parametrize("width", [1, 3, DRAFTS + 1])
 @torch.inference_mode()
-def test_rows_of_the_targets_pass(width: int, tree: TreeShape | None) -> None:
+def test_rows_of_the_targets_pass(width: int, tree: TreeShape | Literal["own"] | None) -> None:
     """Also of passes with fewer rows than a request might have drafts, and than there are seats."""
     made = []
     for fused in (False, True):
@@ -66,14 +68,15 @@ def test_rows_of_the_targets_pass(width: int, tree: TreeShape | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["argmax", "draft", "shared"])
-@pytest.mark.parametrize("drafter", ["none", "model", "head", "without storage", "tree"])
+@pytest.mark.parametrize("drafter", ["none", "model", "head", "without storage", "tree", "own tree"])
 @torch.inference_mode()
 def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) -> None:
-    """Two loops, of which the second drafts less; each concerns its own seats alone. ``tree``: a model's, which has
-    stored nothing of its drafts."""
+    """Two loops, of which the second drafts less; each concerns its own seats alone. ``tree``, ``own tree``: a model's,
+    which has stored nothing of its drafts."""
     made = []
     for form in (rows, kernels):
-        tree = TREE if drafter == "tree" else None
+        tree: TreeShape | Literal["own"] | None
+        tree = TREE if drafter == "tree" else "own" if drafter == "own tree" else None
         memory = random_memory(2, DEVICE, loops=0 if drafter == "none" else 2, tree=tree)
         if tree is not None:
             memory.state[:, STORED] = 0
@@ -91,20 +94,19 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
         found = []
         for number in (1, 2):
             steps = DRAFTS + 1 - number
-            widths = {"model": 2, "head": steps + 1, "without storage": 1, "tree": 4}
+            widths = {"model": 2, "head": steps + 1, "without storage": 1, "tree": 4, "own tree": 4}
             first = pass_rows(widths[drafter], DEVICE)
             ends = torch.zeros(first.shape.size, dtype=torch.int64, device=DEVICE)
             seats, batch = loop_seats(DEVICE, steps, tree), first.batch
             head = drafter == "head"
-            loop = LoopRows(
-                number, seats, batch, kind, 24, SPARE, head, tree is not None, ends if head else None, 77
-            )
+            shape = SHAPES[0 if tree is None else 1 + (tree == "own")]
+            loop = LoopRows(number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 77)
             form.advance(memory, SEATS, loop)
             form.finish(memory, SEATS, loop)
             static = rows.static_of(batch)
             read = (batch.token_ids, batch.positions, batch.slots, static.context, static.first_key, ends)
             found += [x.tolist() for x in (*read, *seats[:3], seats.noise)]
-        made.append([*found, memory.answer.tolist(), *tensors(memory)])
+        made.append([*found, memory.answer.tolist(), memory.own_forms.tolist(), *tensors(memory)])
     assert made[0] == made[1]
 
 
@@ -119,7 +121,7 @@ TREE_CASES = [names for names in CASES if not set(ON_TREES).isdisjoint(names)]
     ("names", "drafts"),
     [
         *((names, drafts) for names in CASES for drafts in ("point masses", "q")),
-        *((names, drafts) for names in TREE_CASES for drafts in ("trees", "trees with q")),
+        *((names, drafts) for names in TREE_CASES for drafts in ("trees", "own trees", "trees with q")),
     ],
 )
 @torch.inference_mode()
@@ -134,7 +136,7 @@ def test_verification(names: tuple[str, ...], drafts: str) -> None:
         q = torch.randn((SEATS, DRAFTS, VOCAB), generator=generator).to(DEVICE).softmax(-1)
         made = []
         for fused in (False, True):
-            memory = random_memory(seed, DEVICE, loops=0, tree=TREE)
+            memory = random_memory(seed, DEVICE, loops=0, tree="own" if "own" in drafts else TREE)
             set_rules(memory, *names)
             # the likeliest tokens: others are next to never accepted
             memory.waiting_drafts.copy_(logits.view(SEATS, DRAFTS + 1, VOCAB)[:, :DRAFTS].argmax(-1))
@@ -173,5 +175,5 @@ def test_verification(names: tuple[str, ...], drafts: str) -> None:
         assert made[0] == made[1] and pools[-1] == pools[-2]
         accepted += [row[ACCEPTED] for row in made[0]]
     still = torch.arange(2000).view(2, 1000, 1)[:, :SPARE].tolist()
-    assert any(pool != still for pool in pools) == trees
+    assert any(pool != still for pool in pools) == trees or "own" in drafts
     assert 0 in accepted and max(accepted) > 0

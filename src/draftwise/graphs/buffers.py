@@ -129,7 +129,8 @@ class PassBuffers:
         self._device.copy_(self._host)
 
     def take_over(self, tables: Tensor) -> None:
-        """On the device: what the host said of first keys is gone, and these are the block tables.
+        """On the device: what the host said of first keys is gone, and these are the block tables. Behind a request's own
+        blocks they may name scratch blocks of another storage; here the spare one stands for them.
 
         Args:
             tables: [>= requests, >= blocks, or fewer] int32.
@@ -137,7 +138,8 @@ class PassBuffers:
         static = self.batch.attention.static
         assert static is not None
         width = min(tables.shape[1], static.tables.shape[1])
-        static.tables[:, :width].copy_(tables[: self.shape.requests, :width])
+        own, spare_block = static.tables[:, :width], self._spare_slot // self.batch.attention.block_size
+        torch.clamp(tables[: self.shape.requests, :width], max=spare_block, out=own)
         static.first_key.zero_()
 
     def fits(self, need: Need) -> bool:

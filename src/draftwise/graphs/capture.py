@@ -38,6 +38,12 @@ class Captures:
         return self.steps if self.tree is None else max(self.steps, len(self.tree.opened))
 
     @property
+    def fed(self) -> int:
+        """Nodes of a request that loops feed without regard to how many are verified; 0: none are."""
+        tree = self.tree
+        return 0 if tree is None or tree.shape is not None else max(tree.top_k * (tree.depth - 1), 1)
+
+    @property
     def count(self) -> int:
         """Passes and loops, each of one graph or in pieces."""
         each = (len(KINDS) if self.steps else 0) + (0 if self.tree is None else len(self.tree.kinds))

@@ -14,12 +14,14 @@ from draftwise.types import TreeDraws, TreeShape
 @dataclass(frozen=True, slots=True)
 class TreePlan:
     """The one tree that a drafter's graphs draft: a static ``shape``, or else the best ``nodes`` of ``depth`` levels of
-    ``top_k`` nodes with ``top_k`` children each."""
+    ``top_k`` nodes with ``top_k`` children each. ``asked``: levels that requests ask for; 0: these. A drafter may have
+    fewer."""
 
     shape: TreeShape | None = None
     top_k: int = 1
     depth: int = 1
     nodes: int = 1
+    asked: int = 0
 
     @property
     def candidates(self) -> int:

@@ -114,6 +114,8 @@ class GraphSetup:
         once for every number of requests, since no context matters to them."""
         if not heads.capturable:
             return None
+        if tree is not None and tree.shape is None:
+            tree = replace(tree, depth=min(tree.depth, heads.num_heads), asked=tree.depth)
         captures = self._loops(1, steps, tree)
         reach = captures.max_keys
         captures = replace(captures, loops=tuple(s for s in captures.loops if s.keys == reach))

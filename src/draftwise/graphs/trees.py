@@ -167,8 +167,12 @@ class TreeLoop(DraftLoop):
         self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
         if self.drafter.advance is None:
             assert self._features is not None
-            for level, logits in enumerate(self.drafter.logits(self._features)):
-                self._draw(level, logits)
+            every = self.drafter.logits(self._features)
+            if self.plan.shape is None:
+                self._run_dynamic(None, None, every)
+            else:
+                for level, logits in enumerate(every):
+                    self._draw(level, logits)
             return
         hidden, features = self._advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
@@ -225,9 +229,19 @@ class TreeLoop(DraftLoop):
         drawn = ids.view(self.shape.requests, -1, children.most)[:, places, children.ranks]  # [R, m]
         self._tokens.index_copy_(1, children.nodes, drawn)
 
-    def _run_dynamic(self, hidden: Tensor, features: Tensor | None) -> None:
+    def _run_dynamic(
+        self, hidden: Tensor | None, features: Tensor | None, every: Tensor | None = None
+    ) -> None:
+        """``every``: logits [levels, R, Vd] behind all nodes of each level, of drafters without passes."""
         requests, k = self.shape.requests, self.plan.top_k
-        scores, ids = self._best_children(hidden, 0)
+
+        def best_children(level: int) -> tuple[Tensor, Tensor]:
+            if every is not None:
+                return self._best_children(every[level], level)
+            assert hidden is not None
+            return self._best_children(self.drafter.logits(hidden), level)
+
+        scores, ids = (x.squeeze(1) for x in best_children(0))
         self._found.keep(0, scores, ids, torch.full_like(ids, -1))
         tokens, place = ids, torch.arange(k, device=ids.device).expand(requests, k)
         if features is not None:
@@ -235,13 +249,14 @@ class TreeLoop(DraftLoop):
         masks = torch.zeros_like(ids)
         first = 0  # candidate of the latest level
         for i, level in enumerate(self._levels):
-            masks = masks | level.bits
-            hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
-            below, ids = self._best_children(hidden, i + 1)
-            totals = (scores[:, :, None] + below.view(requests, k, k)).flatten(1)
+            if hidden is not None:
+                masks = masks | level.bits
+                hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
+            below, ids = best_children(i + 1)
+            totals = (scores[:, :, None] + below).flatten(1)
             parents = (first + place)[:, :, None].expand(requests, k, k).flatten(1)
             first = k + i * k * k
-            candidates = ids.view(requests, k * k)
+            candidates = ids.expand(requests, k, k).flatten(1)
             self._found.keep(first, totals, candidates, parents)
             if i + 1 < len(self._levels):
                 scores, place = totals.topk(k)  # [R, k]
@@ -255,10 +270,9 @@ class TreeLoop(DraftLoop):
         assert self._form is not None
         self._found.choose(self._length, self._tokens, self._form)
 
-    def _best_children(self, hidden: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """``hidden`` [R * n, H] -> log-probabilities and target ids of the best tokens, [R * n, top_k]. Under shared
+    def _best_children(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """``logits`` [R * n, Vd] -> log-probabilities and target ids of the best tokens, [R, n, top_k]. Under shared
         noise g: softmax(T * (logits / T + g)), see `sampling.draw.draft_candidates`."""
-        logits = self.drafter.logits(hidden)
         scale = self._scale.float()[:, None, None]
         scores = logits.view(self.shape.requests, -1, logits.shape[1]) * scale
         if self.kind == "shared":
@@ -267,7 +281,9 @@ class TreeLoop(DraftLoop):
         best = top_rows(scores.flatten(0, 1), self.plan.top_k, totals=True)
         assert best.log_totals is not None
         # float32 may round a sum of exponentials below its largest term
-        return (best.values - best.log_totals[:, None]).clamp_(max=0.0), self._ids(best.indices)
+        shape = (*scores.shape[:2], self.plan.top_k)
+        values = (best.values - best.log_totals[:, None]).clamp_(max=0.0)
+        return values.view(shape), self._ids(best.indices).view(shape)
 
     def _ids(self, drawn: Tensor) -> Tensor:
         ids = self.drafter.target_ids

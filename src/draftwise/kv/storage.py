@@ -85,8 +85,8 @@ class KVStorage:
     Consecutive layers of equal layout share one allocation [layers, slots, ...]: `move` then costs two operations
     for all of them, whatever their number.
 
-    With a spare slot, every layer has one more than its blocks hold, `spare_slot`. Rows that fill up a captured batch
-    are written there; nobody reads it.
+    With a spare block, every layer has one more than ``num_blocks``, whose first slot is `spare_slot`. Rows that fill
+    up a captured batch are written there; nobody reads it.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class KVStorage:
         self.device = device
         self.states = states
         self.spare_slot = num_blocks * block_size if spare else None
-        slots = num_blocks * block_size + spare
+        slots = (num_blocks + spare) * block_size
         self._pools: list[
             Tensor
         ] = []  # each [layers of the run, slots, ...]; fp8 as bytes, which torch can move

@@ -106,8 +106,6 @@ class LocalExecutor(Executor):
         self._one_by_one = OneByOne(model, self._drafting, self._verifying, self._compaction, self._ordinary)
         self.seats: Seats | None = None  # of requests that decode on the device
         if seated and isinstance(model, GraphedDecoder):
-            # blocks behind the cache's, where the target's storage has some for a drafter
-            scratch = any(proposer.target_scratch_blocks() for proposer in proposers.values())
             seats = Seats(
                 model,
                 proposers,
@@ -116,7 +114,7 @@ class LocalExecutor(Executor):
                 block_size=block_size,
                 synthetic=synthetic,
                 forced=None if rules is None else rules.forced,
-                spare_block=num_blocks if scratch else 0,
+                spare_block=num_blocks,
             )
             if seats and (device.type != "cuda" or seats.prepare()):
                 self.seats = seats

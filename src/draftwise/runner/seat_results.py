@@ -26,9 +26,11 @@ class Member:
     seat: int
     way: Way
     drafts: tuple[int, ...]
+    parents: tuple[int, ...]  # of these
     source: int
     fed: int
     before: Proposal  # what waited when it came
+    scratch: range  # of blocks behind its own
     started: bool = False  # it has taken part in a step
     accepted: int = 0  # in the newest step that was read
     failed: bool = False
@@ -56,7 +58,7 @@ def record(
 
     Args:
         member: it.
-        words: [6 + 3 K + 1] of its seat, see `graphs.seats.memory`.
+        words: [6 + 4 K + 1] of its seat, see `graphs.seats.memory`.
         drafts: K.
         report_np: [K + 1, 2 + 2 T], see `Shaping.report`; None: it wants no log-probabilities.
         seating: its drafter is told.
@@ -70,13 +72,20 @@ def record(
         return RowResult(row.rid, error=_NOT_FINITE)
     waiting = words[at.ANSWERED_WAITING]
     first = at.ANSWER + drafts + 1
-    drafted, member.drafts = member.drafts[:verified], tuple(words[first : first + waiting])
+    drafted, parents = member.drafts[:verified], member.parents[:verified]
+    method = member.way.method
+    member.drafts = tuple(words[first : first + waiting])
+    fixed = seating.parents_of(method)
+    member.parents = (
+        fixed[:waiting]
+        if fixed is not None
+        else tuple(words[first + 2 * drafts : first + 2 * drafts + waiting])
+    )
     row.num_computed += 1 + accepted
     row.append(tokens)
     row.state.commit(tokens)
     assert row.num_tokens == words[at.ANSWERED_KNOWN], "host and device count alike"
     member.accepted, member.fed = accepted, words[at.ANSWERED_FED]
-    method = member.way.method
     seated = seating.drafters.get(method)
     if seated is not None and not row.drafting_failed:  # a request that fails here leaves with the next plan
         filled = seated.went_on(row, member.fed, waiting)
@@ -94,7 +103,7 @@ def record(
         num_accepted=accepted,
         accepted_nodes=tuple(words[first + drafts : first + drafts + accepted]),
         draft_tokens=drafted,
-        draft_parents=seating.parents_of(method)[:verified],
+        draft_parents=parents,
         method=method,
         num_proposed=waiting,
         logprobs=logprobs,

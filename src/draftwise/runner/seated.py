@@ -27,7 +27,8 @@ class Seated:
         self.steps = drafter.steps
         self.draws = drafter.draws
         self.most_requests = drafter.most_requests
-        self.tree = drafter.tree
+        self.plan = drafter.plan
+        self.scratch = drafter.scratch
 
     @classmethod
     def of(cls, method: str, guard: Guard) -> Seated | LookUp | None:

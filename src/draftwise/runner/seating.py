@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from draftwise.graphs.loop import KINDS, LoopKind
-from draftwise.graphs.plans import distribution_rows
+from draftwise.graphs.plans import TreePlan, distribution_rows
 from draftwise.graphs.seats.drafter import Place
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.shaping import wants
@@ -16,7 +16,7 @@ from draftwise.propose.base import Proposer
 from draftwise.runner.guard import Guard
 from draftwise.runner.rows import Row
 from draftwise.runner.seated import Seated
-from draftwise.types import DrawKind, Proposal, RowPlan
+from draftwise.types import DrawKind, Proposal, RowPlan, Speculation
 from draftwise.verify.rates import SyntheticAcceptance
 
 
@@ -74,21 +74,26 @@ class Seating:
         drafter = self.look_ups.get(method) or self.drafters.get(method)
         return 0 if drafter is None else drafter.steps
 
-    def parents_of(self, method: str) -> tuple[int, ...]:
-        """Of all drafts that a request may have."""
+    def plan_of(self, method: str) -> TreePlan | None:
+        """The tree that a method drafts; None: chains, or nothing."""
         drafter = self.drafters.get(method)
-        tree = None if drafter is None else drafter.tree
-        return tuple(range(-1, self.steps_of(method) - 1)) if tree is None else tree.parents
+        return None if drafter is None else drafter.plan
 
-    def proposal_of(self, method: str, drafts: tuple[int, ...], q: Tensor | None) -> Proposal:
+    def parents_of(self, method: str) -> tuple[int, ...] | None:
+        """Of all drafts that a request may have; None: its trees differ."""
+        plan = self.plan_of(method)
+        if plan is None:
+            return tuple(range(-1, self.steps_of(method) - 1))
+        return None if plan.shape is None else plan.shape.parents
+
+    def proposal_of(
+        self, method: str, drafts: tuple[int, ...], parents: tuple[int, ...], q: Tensor | None
+    ) -> Proposal:
         """What waits of a request that leaves its seat; ``q`` [draws, V]: as `SeatedSteps.q_of`."""
-        count = len(drafts)
-        rows = self._rows_of_q(method)[:count]
         if q is None:
-            return Proposal(drafts, self.parents_of(method)[:count], method)
-        drafter = self.drafters[method]
-        draw: DrawKind = "independent" if drafter.tree is None else "without_replacement"
-        return Proposal(drafts, self.parents_of(method)[:count], method, draw, q, rows)
+            return Proposal(drafts, parents, method)
+        draw: DrawKind = "independent" if self.plan_of(method) is None else "without_replacement"
+        return Proposal(drafts, parents, method, draw, q, self._rows_of_q(method)[: len(drafts)])
 
     def distributions_of(self, method: str, proposal: Proposal) -> dict[int, Tensor]:
         """What the drafts of a request that takes a seat were drawn from, by row there."""
@@ -97,10 +102,10 @@ class Seating:
         return {row: proposal.q[at] for row, at in zip(rows, proposal.q_rows, strict=False)}
 
     def _rows_of_q(self, method: str) -> tuple[int, ...]:
-        drafter = self.drafters.get(method)
-        if drafter is None or drafter.tree is None:
+        plan = self.plan_of(method)
+        if plan is None or plan.shape is None:
             return tuple(range(self.steps_of(method)))
-        return tuple(distribution_rows(drafter.tree))
+        return tuple(distribution_rows(plan.shape))
 
     def of(self, row: Row, planned: RowPlan) -> Way | None:
         """How the request decodes behind its last known token, if the plan reaches it, and the device can do so."""
@@ -121,13 +126,10 @@ class Seating:
         if row.drafting_failed or not 1 <= planned.draft_budget <= steps:
             return None
         drafter = self.drafters.get(speculation.method)
-        tree = None if drafter is None else drafter.tree
-        wanted = speculation.tree, speculation.tree_ranks
-        if speculation.dynamic is not None or wanted != (
-            (None, None) if tree is None else (tree.parents, tree.ranks)
-        ):
+        plan = self.plan_of(speculation.method)
+        if not _drafts(plan, speculation):
             return None
-        if tree is not None and rule in ("synthetic", "synthetic_sampled"):
+        if plan is not None and rule in ("synthetic", "synthetic_sampled"):
             return None
         kind: LoopKind | None = "argmax"
         if drafter is not None:
@@ -138,8 +140,13 @@ class Seating:
             return None
         if proposal.tokens:
             parents = self.parents_of(speculation.method)
-            same = proposal.method == speculation.method and proposal.parents == parents[: len(proposal)]
-            if not same or len(proposal) > steps or (proposal.q is not None) != (kind == "draft"):
+            same = parents is None or proposal.parents == parents[: len(proposal)]
+            if (
+                proposal.method != speculation.method
+                or not same
+                or len(proposal) > steps
+                or (proposal.q is not None) != (kind == "draft")
+            ):
                 return None
         return Way(speculation.method, rule, kind, shaped)
 
@@ -175,3 +182,16 @@ class Seating:
         if seated is None:
             return Place(row.num_tokens, 0, 0)
         return seated.place(row)
+
+
+def _drafts(plan: TreePlan | None, speculation: Speculation) -> bool:
+    """Whether what a request wants, a chain or a tree, is what a drafter's loops draft."""
+    dynamic = speculation.dynamic
+    wanted = speculation.tree, speculation.tree_ranks
+    if dynamic is not None:
+        if plan is None or plan.shape is not None:
+            return False
+        return (dynamic.top_k, dynamic.depth) == (plan.top_k, plan.asked or plan.depth)
+    if plan is None:
+        return wanted == (None, None)
+    return plan.shape is not None and wanted == (plan.shape.parents, plan.shape.ranks)

@@ -27,10 +27,11 @@ from draftwise.graphs.buffers import PassSeats
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.loop import KINDS, LoopKind
 from draftwise.graphs.seats import memory as at
+from draftwise.graphs.seats.entering import Entering
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import Limits, SeatMemory
 from draftwise.graphs.seats.shaping import LOGPROBS
-from draftwise.graphs.seats.step import Entering, SeatedLoop, SeatedSteps
+from draftwise.graphs.seats.step import SeatedLoop, SeatedSteps
 from draftwise.graphs.seats.texts import PAST, output_of
 from draftwise.propose.base import Proposer
 from draftwise.runner.drafting import Drafting
@@ -56,10 +57,10 @@ class Seats:
         block_size: int,
         synthetic: SyntheticAcceptance | None = None,
         forced: SyntheticAcceptance | None = None,
-        spare_block: int = 0,
+        spare_block: int,
     ) -> None:
         """``rows``: the executor's, by request. ``forced``: what stands for rule greedy, in benchmarks.
-        ``spare_block``: see `SeatedSteps`."""
+        ``spare_block``: of every storage, nobody's."""
         self._drafting = drafting
         self._rows = rows
         self._seating = seating = Seating(
@@ -85,15 +86,17 @@ class Seats:
         )
         memory = SeatMemory(limits, target.backend.device)
         for method, drafter in seating.drafters.items():
-            for kind in KINDS if drafter.tree is not None else ():
-                memory.set_form(seating.loop_of(method, kind), drafter.tree)
+            plan = drafter.plan
+            for kind in () if plan is None else KINDS:
+                memory.set_form(seating.loop_of(method, kind), None if plan is None else plan.shape)
         self._steps = SeatedSteps(
             memory,
             target.backend,
             rates=seating.rates,
             num_sources=len(seating.drafters),
-            spare_block=spare_block,
         )
+        self._spare = range(spare_block, spare_block + 1)
+        self._scratch = {method: list(drafter.scratch) for method, drafter in seating.drafters.items()}
         self._members: dict[int, Member] = {}
         self._free = list(range(self._count - 1, -1, -1))
         self._fresh: dict[int, int] = {}  # numbers of the first pages that the coming plan adds, by request
@@ -172,7 +175,7 @@ class Seats:
                 continue
             if count:
                 q = self._steps.q_of(member.seat, member.source)
-                row.proposal = self._seating.proposal_of(way.method, member.drafts, q)
+                row.proposal = self._seating.proposal_of(way.method, member.drafts, member.parents, q)
             seated = self._seating.drafters.get(way.method)
             if seated is not None and not row.drafting_failed:
                 number = self._seating.number_of(way.method)
@@ -182,6 +185,8 @@ class Seats:
     def _free_seat(self, rid: int) -> None:
         member = self._members.pop(rid)
         self._free.append(member.seat)
+        if member.scratch is not self._spare:
+            self._scratch[member.way.method].append(member.scratch)
 
     def arriving(self, plan: StepPlan) -> list[RowPlan]:
         """Free the seats of requests that are gone. Returns the requests at the end of a prompt, which take a seat
@@ -251,6 +256,11 @@ class Seats:
             return None
         place = seating.place_of(way.method, row)
         seated = seating.drafters.get(way.method)
+        scratch = self._spare
+        if seated is not None and seated.scratch:
+            if not self._scratch[way.method]:
+                return None
+            scratch = self._scratch[way.method][-1]
         if place is None or (seated is not None and not seated.prepare([row])):
             return None
         proposal, row.proposal = row.proposal, EMPTY_PROPOSAL
@@ -258,18 +268,32 @@ class Seats:
         if source and seated is not None:
             self._steps.open_source(source, seated.draws)
         self._free.sort(reverse=True)
-        member = Member(row, self._free.pop(), way, proposal.tokens, source, place.fed, proposal)
+        if scratch is not self._spare:
+            self._scratch[way.method].pop()
+        member = Member(
+            row,
+            self._free.pop(),
+            way,
+            proposal.tokens,
+            proposal.parents,
+            source,
+            place.fed,
+            proposal,
+            scratch,
+        )
         self._members[row.rid] = member
         new = Entering(
             known=row.num_tokens,
             root=int(row.tokens_np[row.num_tokens - 1]),
             drafts=proposal.tokens,
+            parents=proposal.parents,
             fed=place.fed,
             stored=place.stored,
             first_key=place.first_key,
             rule=way.rule,
             sampling=row.state,
             blocks_np=row.blocks_np,
+            scratch=scratch,
             source=source,
             q=None if proposal.q is None else seating.distributions_of(way.method, proposal),
             text_np=row.tokens_np[: row.num_tokens] if way.method in seating.look_ups else None,

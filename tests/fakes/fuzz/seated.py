@@ -37,10 +37,11 @@ def make_seated_case(seed: int, world: World) -> Case:
     chosen = rng.sample([m for m in SEATED if m in entries], rng.choice([1, 1, 2]))
     specs = [entries[method] for method in chosen]
     trees = rng.random() < 0.3
+    shape = "dynamic" if random.Random(f"shape {seed}").random() < 0.5 else "static"
     for spec in specs:
         if trees and spec["method"] in TREES:
             spec.pop("num_speculative_tokens", None)
-            spec |= SHAPES["static"]
+            spec |= SHAPES[shape]
         elif spec["method"] in ("draft_model", "eagle3", "ngram"):
             spec["num_speculative_tokens"] = rng.choice([1, 2, 3, 5])
         if spec["method"] in ("draft_model", "eagle3") and rng.random() < 0.15:
@@ -94,8 +95,9 @@ def pretended_device() -> Iterator[Counter[str]]:
             counts["launches"] += 1
             for member, _ in flight.members:
                 way = member.way
-                tree = way.method in TREES and self._seating.drafters[way.method].tree is not None
-                counts.update([f"{way.method} {'tree' if tree else 'chain'}", way.rule, *way.shaped])
+                plan = self._seating.plan_of(way.method)
+                kind = "chain" if plan is None else "tree" if plan.shape is not None else "growing"
+                counts.update([f"{way.method} {kind}", way.rule, *way.shaped])
         return flight
 
     def accepted(self: Seats, flight: Flight) -> Any:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from draftwise.graphs.capture import Loops
 from draftwise.graphs.loop import DraftLoop, LoopKind
+from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.graphs.trees import TreeLoop
 from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
-from draftwise.types import IntArray, TreeShape
+from draftwise.types import IntArray
 
 
 class Place(NamedTuple):
@@ -26,17 +27,26 @@ class Place(NamedTuple):
 
 
 def seat_loops(loops: Loops) -> Sequence[DraftLoop]:
-    """Those that can take part: all but dynamic trees, which the host chooses from."""
-    return loops.chains or [loop for loop in loops.trees if loop.plan.shape is not None]
+    """Those that take part: where chains and trees are captured, chains."""
+    return loops.chains or loops.trees
 
 
 class SeatedDrafter(ABC):
     """One drafter's part. While a request has a seat, no other drafter drafts for it."""
 
-    def __init__(self, loops: Sequence[DraftLoop], max_len: int, sample_method: DraftSampleMethod) -> None:
+    def __init__(
+        self,
+        loops: Sequence[DraftLoop],
+        max_len: int,
+        sample_method: DraftSampleMethod,
+        scratch: Sequence[range] = (),
+    ) -> None:
+        """``scratch``: blocks of its storage for nodes of dynamic trees, for each request that may have a seat."""
         self._loops = loops
         self._max_len = max_len
         self._sample_method = sample_method
+        self.scratch = scratch if self.plan is not None and self.plan.shape is None else ()
+        """Of dynamic trees alone."""
 
     @property
     def steps(self) -> int:
@@ -49,10 +59,10 @@ class SeatedDrafter(ABC):
         return self._loops[0].seats.noise.shape[1]
 
     @property
-    def tree(self) -> TreeShape | None:
-        """The static tree of its loops; None: chains."""
+    def plan(self) -> TreePlan | None:
+        """The tree of its loops; None: chains."""
         loop = self._loops[0]
-        return loop.plan.shape if isinstance(loop, TreeLoop) else None
+        return loop.plan if isinstance(loop, TreeLoop) else None
 
     @property
     def most_requests(self) -> int:
@@ -63,7 +73,9 @@ class SeatedDrafter(ABC):
         """How drafts are drawn of a request under a rule; ``greedy``: at temperature 0. See `sampling.draw`."""
         if greedy or self._sample_method == "greedy" or rule in POINT_MASS_RULES:
             return "argmax"
-        return "shared" if rule == "coupled" else "draft"
+        if rule == "coupled":
+            return "shared"
+        return "draft" if self.plan is None or "draft" in self.plan.kinds else "argmax"
 
     def seats(self, requests: int, keys: int, kind: LoopKind) -> DrafterSeats | None:
         """The smallest loop for exactly so many requests of up to ``keys`` keys."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import RULE, RULES, SeatMemory
-from draftwise.graphs.seats.rows import LoopRows, static_of
+from draftwise.graphs.seats.rows import SHAPES, LoopRows, static_of
 from draftwise.graphs.seats.rules import Deciding
 from draftwise.kernels.triton import verify as rules
 from draftwise.kernels.triton.availability import LAUNCH
@@ -73,6 +73,7 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: S
         memory.tables.shape[1],
         spare_slot,
         memory.drafts,
+        memory.shared_forms,
         static.rows,
         FRESH=memory.pages,
         FRESH_PAD=power_of_two(memory.pages),
@@ -98,9 +99,9 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: Sea
         else:
             assert p is not None
             if step.trees:
-                is_tree = memory.forms_of(count)[:, 3, 0] > 0
-                members = _members(memory, mine & ~is_tree)
-                rules.reject_trees(p, batch, _members(memory, mine & is_tree), walk)
+                branched = memory.branched(count)
+                members = _members(memory, mine & ~branched)
+                rules.reject_trees(p, batch, _members(memory, mine & branched), walk)
             rules.reject_chains(p, batch, members, walk, block=rule == "block")
 
 
@@ -168,7 +169,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         spare_slot,
         spare_block,
         DRAFTER=drafter,
-        TREE=int(loop is not None and loop.tree),
+        TREE=0 if loop is None else SHAPES.index(loop.shape),
         KIND=kind,
         ROWS=rows,
         PAGE=memory.block_size,
@@ -188,13 +189,15 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
     """As `.rows.finish`."""
     from draftwise.kernels.triton.device import seats as device
 
-    drafted = loop.seats.tokens
+    drafted, form = loop.seats.tokens, loop.seats.form
     device.keep_drafts[(count,)](
         drafted,
+        drafted if form is None else form,
         memory.state,
         memory.told,
         memory.now,
         memory.answer,
+        memory.own_forms,
         drafted.stride(0),
         memory.state.stride(0),
         memory.told.stride(0),
@@ -202,7 +205,8 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
         memory.drafts,
         drafted.shape[1],
         loop.number,
-        BLOCK=power_of_two(drafted.shape[1]),
+        DYNAMIC=form is not None,
+        BLOCK=power_of_two(drafted.shape[1] + 1),
         **LAUNCH,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,7 +48,9 @@ ACCEPTED = 2
 ANSWERED_KNOWN = 3  # KNOWN, WAITING and FED after it
 ANSWERED_WAITING = 4
 ANSWERED_FED = 5
-ANSWER = 6  # the committed tokens [K + 1] follow, the new drafts [K], and the accepted path [K]
+ANSWER = 6
+"""Here follow the committed tokens [K + 1], the new drafts [K], the accepted path [K], and the new drafts' parents [K],
+the latter of dynamic trees alone."""
 
 RULES: Final = ("greedy", "coupled", "rejection", "block", "synthetic", "synthetic_sampled")
 """How requests are verified. ``greedy``: also the others at temperature 0. ``synthetic``: its last token is the most
@@ -92,14 +95,14 @@ class SeatMemory:
 
     ``state`` [S, 16 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 6 + 2 P] int64, what the host says of a
     step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
-    what it commits (the last one is nobody's); ``answer`` [S, 6 + 3 K + 1] int64, what the host is told; ``text``
+    what it commits (the last one is nobody's); ``answer`` [S, 6 + 4 K + 1] int64, what the host is told; ``text``
     [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them; ``past`` [P] int32, outputs of
-    requests that have ended, with -1 behind each; ``forms`` [loops + 1, 5, K + 1] int64, how the drafts of a loop stand
-    below a root: see `set_form`.
+    requests that have ended, with -1 behind each; ``forms`` [loops + 1 + S, 5, K + 1] int64, how the drafts of a loop
+    stand below a root: see `set_form`. ``own_forms`` are its last S ones, of the dynamic trees of seats.
 
     Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables``, ``text`` and ``q`` the kernels of a
-    step, and the host for a request that enters, between two steps; ``forms`` the host, once; the others
-    the kernels of a step.
+    step, and the host for a request that enters, between two steps; ``forms`` the host, once; ``own_forms`` as
+    ``state``; the others the kernels of a step.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
@@ -122,43 +125,38 @@ class SeatMemory:
         self.past = torch.full((limits.past,), -1, dtype=torch.int32, device=device)
         self.told = words(TOLD + 2 * self.pages)
         self.now = words(2)
-        self.answer = words(ANSWER + 3 * limits.drafts + 1)
-        self.forms = torch.zeros((limits.loops + 1, 5, limits.drafts + 1), dtype=torch.int64, device=device)
-        for number in range(limits.loops + 1):
-            self.set_form(number)
+        self.answer = words(ANSWER + 4 * limits.drafts + 1)
+        chain = form_of(range(-1, limits.drafts - 1), limits.drafts)
+        self.forms = chain.repeat(limits.loops + 1 + limits.seats, 1, 1).to(device)
+        self.shared_forms = limits.loops + 1
+        self.own_forms = self.forms[self.shared_forms :]
+        self.own_forms[:, 3, 0] = 1
         packed = torch.zeros((limits.seats + 1, 2 * limits.drafts + 2), dtype=torch.int32, device=device)
         self.walk = Walk(packed, limits.drafts)
         self.numbers = torch.arange(limits.seats, device=device)
+        self.walk_places = torch.arange(limits.drafts, device=device)
         self.q: dict[int, Tensor] = {}
         """[S, draws, V] float32 over the target's vocabulary, by number of the source: what drafts were drawn from."""
 
-    def set_form(self, number: int, tree: TreeShape | None = None) -> None:
-        """Say how the drafts of a loop stand: in a chain, or this tree.
-
-        Five lists of the rows of a root and its drafts: depths; ancestors, a bit for each row, as
-        `AttentionBatch.ancestors_np`; the draft that is a draft's parent, from the second place on; whether it is a
-        tree, which attention has to be told, in the first place; and the row of q that a draft was drawn from, from the
-        second place on.
-
-        Example: parents (-1, -1, 0) are depths 0 1 1 2, ancestors 1 3 5 11, parents - -1 -1 0, rows of q - 0 0 1.
-        """
-        parents = range(-1, self.drafts - 1) if tree is None else tree.parents
-        depths, masks = [0], [1]
-        for draft, parent in enumerate(parents):
-            depths.append(depths[parent + 1] + 1)
-            masks.append(masks[parent + 1] | 1 << (draft + 1))
-        words = ((mask & (1 << 64) - 1) for mask in masks)  # of chains too long for it nobody reads it
-        signed = [word - (1 << 64) if word >> 63 else word for word in words]
-        drawn_from = range(self.drafts) if tree is None else distribution_rows(tree)
-        rows = (depths, signed, [-1, *parents], [int(tree is not None)], [0, *drawn_from])
-        form = torch.zeros((5, self.drafts + 1), dtype=torch.int64)
-        for i, row in enumerate(rows):
-            form[i, : len(row)] = torch.tensor(row)
-        self.forms[number].copy_(form)
+    def set_form(self, number: int, tree: TreeShape | None) -> None:
+        """Say how the drafts of a loop stand, which is else in a chain: in this tree, or in one that differs from
+        request to request (None). Of the latter ``forms`` has a 2 in place of `form_of`'s 0 or 1, and the tree is that
+        of the seat."""
+        if tree is None:
+            self.forms[number, 3, 0] = 2
+        else:
+            self.forms[number].copy_(form_of(tree.parents, self.drafts, distribution_rows(tree)))
+            self.forms[number, 3, 0] = 1
 
     def forms_of(self, count: int) -> Tensor:
         """[R, 5, K + 1] of the drafts that wait in the first R seats."""
-        return self.forms[self.told[:count, LOOP]]
+        loops, own = self.told[:count, LOOP], self.numbers[:count] + self.shared_forms
+        return self.forms[torch.where(self.forms[loops, 3, 0] == 2, own, loops)]
+
+    def branched(self, count: int) -> Tensor:
+        """[R] whether the drafts that are verified of the first R seats are anything but a chain."""
+        parents, draft = self.forms_of(count)[:, 2, 1:], self.walk_places
+        return ((parents != draft - 1) & (draft < self.now[:count, 1:])).any(1)
 
     def committed_rows(self, count: int, width: int) -> Tensor:
         """[R, min(width, K + 1)] int64 rows of a request in a pass of ``width`` rows: of the root, then of the
@@ -185,5 +183,29 @@ class SeatMemory:
 
     def move(self, old: int, new: int) -> None:
         """A request takes another seat."""
-        for tensor in (self.state, self.tables, self.text, *self.q.values()):
+        for tensor in (self.state, self.own_forms, self.tables, self.text, *self.q.values()):
             tensor[new].copy_(tensor[old])
+
+
+def form_of(parents: Sequence[int], drafts: int, drawn_from: Sequence[int] | None = None) -> Tensor:
+    """How drafts stand below a root, [5, K + 1] int64 for up to K ``drafts``, of which ``parents`` are some.
+    ``drawn_from``: their rows of q; None: each has its own.
+
+    Five lists of the rows of a root and its drafts: depths; ancestors, a bit for each row, as
+    `AttentionBatch.ancestors_np`; the draft that is a draft's parent, from the second place on; whether it is a tree,
+    which attention has to be told, in the first place, 0 here; and the row of q that a draft was drawn from, from the
+    second place on.
+
+    Example: parents (-1, -1, 0) are depths 0 1 1 2, ancestors 1 3 5 11, parents - -1 -1 0, rows of q - 0 0 1.
+    """
+    depths, masks = [0], [1]
+    for draft, parent in enumerate(parents):
+        depths.append(depths[parent + 1] + 1)
+        masks.append(masks[parent + 1] | 1 << (draft + 1))
+    words = ((mask & (1 << 64) - 1) for mask in masks)  # of chains too long for it nobody reads it
+    signed = [word - (1 << 64) if word >> 63 else word for word in words]
+    drawn_from = range(len(parents)) if drawn_from is None else drawn_from
+    form = torch.zeros((5, drafts + 1), dtype=torch.int64)
+    for i, row in enumerate((depths, signed, [-1, *parents], [0], [0, *drawn_from])):
+        form[i, : len(row)] = torch.tensor(row)
+    return form

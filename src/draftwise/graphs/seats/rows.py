@@ -8,7 +8,7 @@ part, the first ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,18 @@ from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import device_keys, uniforms_of_keys
 from draftwise.types import StaticRows, StepInput
 
+DraftShape = Literal["chain", "static", "dynamic"]
+SHAPES: Final[tuple[DraftShape, ...]] = ("chain", "static", "dynamic")
+"""How the drafts of a loop stand: one below the other, or in a tree, which is the same for all requests or not."""
+
 
 class LoopRows(NamedTuple):
     """A draft loop that seats draft with: its number, what it reads, its first pass of R requests, and its kind.
 
     ``max_len``: no token at this position or later is fed to the drafter. ``head``: its rows are those of the committed
     tokens, at positions one less than their keys; else it is a draft model, which has read all but one or two of the
-    known tokens. Of a ``tree`` no draft stays stored, so that it has read none of those that a step commits. ``ends``
+    known tokens. ``shape``: see `SHAPES`; of a tree no draft stays stored, so that it has read none of those that a
+    step commits. ``ends``
     [R * rows] int64, of heads, written: the block of which a row of the target's pass is the last token;
     ``spare_block`` of rows that are none.
     """
@@ -59,7 +64,7 @@ class LoopRows(NamedTuple):
     max_len: int
     spare_slot: int
     head: bool = False
-    tree: bool = False
+    shape: DraftShape = "chain"
     ends: Tensor | None = None
     spare_block: int = 0
 
@@ -121,7 +126,8 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         seats, batch = loop.seats, loop.batch
         levels = torch.minimum(told[:, LIMIT] - after - 1, loop.max_len - after + 1)
         levels = levels.clamp(0, len(seats.reach) - 1)
-        wanted = torch.minimum(told[:, BUDGET], seats.reach[levels]).clamp(min=0) * live
+        reach = seats.reach[levels]
+        wanted = torch.minimum(told[:, BUDGET], reach).clamp(min=0) * live
         drafts_on = wanted > 0
         static = static_of(batch)
         width = static.rows
@@ -150,20 +156,24 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         slot = torch.arange(len(after), device=state.device)
         seats.last.copy_(slot * width + torch.where(drafts_on, count_of - 1, 0))
         seats.start.copy_(torch.where(drafts_on, after, first_key))
-        seats.length.copy_(wanted)
+        seats.length.copy_(reach * drafts_on if loop.shape == "dynamic" else wanted)
         _noise(memory, loop, after)
     state[:, KNOWN].copy_(after)
     state[:, ROOT].copy_(root)
     state[:, WAITING].copy_(torch.where(live, wanted, state[:, WAITING]))
     state[:, FED].copy_(fed)
-    stored = torch.zeros_like(wanted) if loop is not None and loop.tree else (wanted - 1).clamp(min=0)
+    chain = loop is None or loop.shape == "chain"
+    stored = (wanted - 1).clamp(min=0) if chain else torch.zeros_like(wanted)
     state[:, STORED].copy_(torch.where(live, stored, state[:, STORED]))
     answer = memory.answer[:count]
     told_back = torch.stack((live.long(), now[:, 1], accepted, after, wanted, fed), dim=1)
     told_back = torch.cat((told_back, tokens), dim=1)
     path = ANSWER + 2 * drafts + 1
     paths = memory.walk.paths[:count].long()
-    for columns, new in ((answer[:, : ANSWER + drafts + 1], told_back), (answer[:, path:], paths)):
+    for columns, new in (
+        (answer[:, : ANSWER + drafts + 1], told_back),
+        (answer[:, path : path + drafts], paths),
+    ):
         columns.copy_(torch.where(mine[:, None], new, columns))
 
 
@@ -172,11 +182,16 @@ assert tuple(range(ANSWER)) == (RAN, VERIFIED, ACCEPTED, ANSWERED_KNOWN, ANSWERE
 
 def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
     """Keep what was drafted."""
-    drafted = loop.seats.tokens
-    steps, at = drafted.shape[1], ANSWER + memory.drafts + 1
+    drafted, form = loop.seats.tokens, loop.seats.form
+    steps, drafts, answer = drafted.shape[1], memory.drafts, memory.answer[:count]
+    at = ANSWER + drafts + 1
     mine = (memory.now[:count, :1] > 0) & (memory.told[:count, LOOP : LOOP + 1] == loop.number)
-    for kept in (memory.waiting_drafts[:count, :steps], memory.answer[:count, at : at + steps]):
+    for kept in (memory.waiting_drafts[:count, :steps], answer[:, at : at + steps]):
         kept.copy_(torch.where(mine, drafted, kept))
+    if form is not None:
+        kept, parents = memory.own_forms[:count, :3, 1 : steps + 1], answer[:, at + 2 * drafts :][:, :steps]
+        kept.copy_(torch.where(mine[..., None], form[..., 1:], kept))
+        parents.copy_(torch.where(mine, form[:, 2, 1:], parents))
 
 
 def compact(memory: SeatMemory, count: int, width: int, slots: Tensor, pools: Sequence[Tensor]) -> None:
@@ -250,6 +265,6 @@ def _noise(memory: SeatMemory, loop: LoopRows, after: Tensor) -> None:
     base = after[:, None]
     places, nodes = base + loop.seats.depths, loop.seats.nodes
     keys = device_keys(SHARED if loop.kind == "shared" else DRAFT, seeds, samples, places, nodes, base)
-    if loop.kind == "draft" and not loop.tree:
+    if loop.kind == "draft" and loop.shape == "chain":
         keys = uniforms_of_keys(keys).view(torch.int64)
     noise.copy_(keys)

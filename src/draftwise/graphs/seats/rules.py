@@ -68,7 +68,7 @@ class _Step:
         self.sources = memory.told[:count, SOURCE]
         forms = memory.forms_of(count)[..., : step.rows]
         self.depths, self.parents = forms[:, 0], forms[:, 2, 1:]  # of rows [R, N], and drafts [R, N - 1]
-        self.is_tree, self.q_rows = forms[:, 3, 0] > 0, forms[:, 4, 1:]  # [R], [R, N - 1]
+        self.branched, self.q_rows = memory.branched(count), forms[:, 4, 1:]  # [R], [R, N - 1]
         self.numbers = _Numbers(self.state)
 
 
@@ -101,9 +101,9 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor)
             p = scores.softmax(-1) if p is None else p
             stay, follows = _sampled(memory, now, p, block=rule == "block")
             if step.trees:
-                mine = mine & ~now.is_tree
+                mine = mine & ~now.branched
                 kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)
-                mine = now.is_tree & (now.state[:, RULE] == RULES.index(rule))
+                mine = now.branched & (now.state[:, RULE] == RULES.index(rule))
                 stay, follows, found = _rejected_trees(memory, now, p)
                 path[:, : width - 1] = torch.where(mine[:, None], found, path[:, : width - 1])
         kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)

@@ -12,8 +12,7 @@ kinds of draws, fill up a loop's rows. Small graphs are captured when a step nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,18 +25,18 @@ from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import PassSeats
 from draftwise.graphs.loop import DraftLoop
 from draftwise.graphs.seats import kernels, lookup, rows
+from draftwise.graphs.seats.entering import Entering, Entries
 from draftwise.graphs.seats.kernels import SeatVerification
 from draftwise.graphs.seats.lookup import LookUp
-from draftwise.graphs.seats.memory import RULES, STATE, TEMPERATURE, SeatMemory
+from draftwise.graphs.seats.memory import TEMPERATURE, SeatMemory
 from draftwise.graphs.seats.rows import LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
-from draftwise.graphs.seats.shaping import LOGPROBS, Shaping, numbers_of
+from draftwise.graphs.seats.shaping import LOGPROBS, Shaping
 from draftwise.graphs.seats.texts import Texts
 from draftwise.graphs.trees import TreeLoop
 from draftwise.kernels.select import on_triton
 from draftwise.models.heads.base import HeadModel
 from draftwise.sampling.noise import token_counters
-from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray
 
 _IN_FLIGHT = 2
@@ -63,24 +62,6 @@ class SeatedLoop(NamedTuple):
     drafter: DrafterSeats
 
 
-@dataclass(frozen=True, slots=True)
-class Entering:
-    """A request that takes a seat; see `memory` for the words."""
-
-    known: int
-    root: int
-    drafts: Sequence[int]
-    fed: int
-    stored: int
-    first_key: int
-    rule: str
-    sampling: SamplingState
-    blocks_np: IntArray
-    source: int
-    q: Mapping[int, Tensor] | None  # [V] float32 each, over the target's vocabulary, by row of the source
-    text_np: IntArray | None = None  # [known] all tokens, of whoever looks up in them
-
-
 class Landing:
     """A running step, and its results when they are there."""
 
@@ -99,7 +80,7 @@ class Landing:
         return report
 
     def wait(self) -> npt.NDArray[np.int64]:
-        """[S, 6 + 3 K + 1], see `memory`; to be read before the step after the next is launched."""
+        """[S, 6 + 4 K + 1], see `memory`; to be read before the step after the next is launched."""
         self._fence.synchronize()
         answer: npt.NDArray[np.int64] = self._buffer.numpy().reshape(self._seats, -1)
         return answer
@@ -115,16 +96,12 @@ class SeatedSteps:
         *,
         rates: tuple[float, ...] = (),
         num_sources: int = 0,
-        spare_block: int = 0,
     ) -> None:
-        """``rates``: of rule ``synthetic``. ``num_sources``: drafters that may draw from a distribution.
-        ``spare_block``: stands behind a request's own blocks in its table. Drafters that write to the target's storage
-        write there what they draft ahead of the blocks that a plan gave."""
+        """``rates``: of rule ``synthetic``. ``num_sources``: drafters that may draw from a distribution."""
         self.memory = memory
         self.shaping = Shaping(memory)
         self._backend = backend
         self._rates = rates
-        self._spare_block = spare_block
         self._counters = token_counters(memory.limits.vocab_size, memory.device)
         self._fused = on_triton(memory.device)
         self._verification = SeatVerification(memory, rates, num_sources)
@@ -132,10 +109,8 @@ class SeatedSteps:
         self._features: dict[int, Tensor] = {}
         self._told = [backend.host_buffer(memory.told.numel()) for _ in range(_IN_FLIGHT)]
         self._answers = [backend.host_buffer(memory.answer.numel()) for _ in range(_IN_FLIGHT)]
-        words = STATE + memory.drafts + (memory.limits.table_width + 1) // 2
-        self._entries = [backend.host_buffer(memory.seats * words) for _ in range(_IN_FLIGHT)]
+        self._entries = Entries(memory, backend, _IN_FLIGHT)
         self.texts = Texts(memory, backend, _IN_FLIGHT)
-        self._entered = torch.zeros((memory.seats, words), dtype=torch.int64, device=memory.device)
         self._reports: list[Tensor] = []
         self._turn = 0
         self._filling = False  # requests have entered since the newest launch
@@ -159,38 +134,8 @@ class SeatedSteps:
         self.texts.take_in(self._turn, texts, outputs)
         if not entering:
             return
-        memory = self.memory
-        words = STATE + memory.drafts
-        buffer = self._entries[self._turn]
-        rows_np = buffer.numpy().reshape(memory.seats, -1)
-        for row_np, (_, new) in zip(rows_np, entering, strict=False):
-            state = new.sampling
-            seed = state.seed & ((1 << 64) - 1)
-            row_np[:STATE] = (
-                new.known,
-                new.root,
-                len(new.drafts),
-                new.fed,
-                new.stored,
-                seed - (1 << 64) if seed >> 63 else seed,
-                state.sample_index,
-                np.float64(state.temperature).view(np.int64),
-                RULES.index(new.rule),
-                new.first_key,
-                *numbers_of(state),
-            )
-            row_np[STATE:words] = 0
-            row_np[STATE : STATE + len(new.drafts)] = new.drafts
-            row_np[words:].view(np.int32)[:] = self._spare_block
-            row_np[words:].view(np.int32)[: len(new.blocks_np)] = new.blocks_np
-        width = rows_np.shape[1]
-        entered = self._entered[: len(entering)]
-        entered.view(-1).copy_(buffer[: len(entering) * width], non_blocking=True)
-        for came, (seat, new) in zip(entered, entering, strict=True):
-            memory.state[seat].copy_(came[:words])
-            memory.tables[seat].copy_(came[words:].view(torch.int32)[: memory.tables.shape[1]])
-            for row, q in (new.q or {}).items():
-                memory.q[new.source][seat, row].copy_(q)
+        self._entries.take_in(self._turn, entering)
+        for seat, new in entering:
             self.shaping.enter(seat, new.sampling)
 
     def move(self, old: int, new: int) -> None:
@@ -307,7 +252,8 @@ class SeatedSteps:
 
     def _persistent(self) -> list[Tensor]:
         memory = self.memory
-        return [memory.state, memory.now, memory.answer, memory.walk.packed, *self.shaping.persistent()]
+        kept = [memory.state, memory.own_forms, memory.now, memory.answer, memory.walk.packed]
+        return [*kept, *self.shaping.persistent()]
 
     # ----------------------------------------------------------------------------------- what is captured
 
@@ -346,7 +292,7 @@ class SeatedSteps:
             drafter.max_len,
             drafter.spare_slot,
             drafter.head is not None,
-            isinstance(loop, TreeLoop),
+            "chain" if not isinstance(loop, TreeLoop) else "dynamic" if loop.plan.shape is None else "static",
             ends,
             0 if kept is None else kept.shape[0] - 1,
         )

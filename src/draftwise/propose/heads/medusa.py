@@ -111,7 +111,7 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
                 "Medusa heads, one for each"
             )
         graphed: GraphedMedusa | None = None
-        if context.graphs is not None and config.speculative_dynamic_tree is None:
+        if context.graphs is not None:
             hidden_size = context.target_config.hidden_size
             plan = context.graphs.tree_of(config)
             graphed = context.graphs.medusa(

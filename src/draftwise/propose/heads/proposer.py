@@ -365,8 +365,11 @@ class HeadProposer(HeadFollower, ColumnDrafter):
         return self._passes.memory_per_block()
 
     def memory_fixed(self) -> int:
-        scratch = ScratchBlocks(0, self._block_size, self._max_num_seqs)
-        return scratch.count * self._passes.kv_bytes_per_block()
+        return self._scratch_blocks(0).count * self._passes.kv_bytes_per_block()
+
+    def _scratch_blocks(self, num_blocks: int) -> ScratchBlocks:
+        fed = self._head.captures.fed if isinstance(self._head, GraphedHead) else 0
+        return ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs, fed)
 
     def memory_static(self) -> int:
         return self._head.static_bytes()
@@ -376,8 +379,10 @@ class HeadProposer(HeadFollower, ColumnDrafter):
         loops = seat_loops(head.loops) if isinstance(head, GraphedHead) else ()
         if not loops:
             return None
-        return SeatedHead(loops, self._max_len, self._sample_method, self._passes, self._known)
+        return SeatedHead(
+            loops, self._max_len, self._sample_method, self._passes, self._known, self._scratch.seats
+        )
 
     def allocate(self, num_blocks: int) -> None:
-        self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
+        self._scratch = self._scratch_blocks(num_blocks)
         self._passes.allocate(num_blocks, self._scratch.count)

@@ -25,9 +25,10 @@ class SeatedHead(SeatedDrafter):
         sample_method: DraftSampleMethod,
         passes: HeadPasses,
         states: dict[int, HeadState],
+        scratch: Sequence[range] = (),
     ) -> None:
         """``states``: the proposer's, by request."""
-        super().__init__(loops, max_len, sample_method)
+        super().__init__(loops, max_len, sample_method, scratch)
         self._passes = passes
         self._states = states
 

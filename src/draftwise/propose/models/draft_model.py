@@ -26,4 +26,11 @@ class DraftModelProposer(ModelProposer):
         if self._carried is not None:
             return None
         assert self._storage is not None, "allocate comes first"
-        return seated_model(self._model, self._storage, self._max_len, self._sample_method, self._block_size)
+        return seated_model(
+            self._model,
+            self._storage,
+            self._max_len,
+            self._sample_method,
+            self._block_size,
+            self._scratch.seats,
+        )

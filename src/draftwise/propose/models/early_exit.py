@@ -15,7 +15,6 @@ from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.columns import DraftColumns
 from draftwise.propose.models.proposer import ModelProposer
 from draftwise.propose.models.seated import seated_model
-from draftwise.propose.trees.expansion import ScratchBlocks
 
 
 def default_num_layers(num_layers: int) -> int:
@@ -93,10 +92,10 @@ class EarlyExitProposer(ModelProposer):
         return self.target_scratch_blocks() * per_layer * self._target_layers
 
     def target_scratch_blocks(self) -> int:
-        return ScratchBlocks(0, self._block_size, self._max_num_seqs).count
+        return self._scratch_blocks(0).count
 
     def allocate(self, num_blocks: int) -> None:
-        self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
+        self._scratch = self._scratch_blocks(num_blocks)
 
     def use_target_storage(self, storage: KVStorage) -> None:
         self._storage = storage
@@ -105,4 +104,11 @@ class EarlyExitProposer(ModelProposer):
 
     def seated(self) -> SeatedDrafter | None:
         assert self._storage is not None, "allocate comes first"
-        return seated_model(self._model, self._storage, self._max_len, self._sample_method, self._block_size)
+        return seated_model(
+            self._model,
+            self._storage,
+            self._max_len,
+            self._sample_method,
+            self._block_size,
+            self._scratch.seats,
+        )

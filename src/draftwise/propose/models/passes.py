@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.kernels.cpu.columns import own_packer
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -131,11 +132,15 @@ class ModelPasses(Proposer, TreeModel):
         ]
         return self._forward(inputs, all_rows=True)
 
+    def _scratch_blocks(self, num_blocks: int) -> ScratchBlocks:
+        fed = self._model.captures.fed if isinstance(self._model, GraphedDecoder) else 0
+        return ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs, fed)
+
     def memory_per_block(self) -> int:
         return KVStorage.bytes_per_block(self._model.kv_layout(), self._block_size, self._model.dtype)
 
     def memory_fixed(self) -> int:
-        scratch = self.memory_per_block() * ScratchBlocks(0, self._block_size, self._max_num_seqs).count
+        scratch = self.memory_per_block() * self._scratch_blocks(0).count
         return scratch + (0 if self._carried is None else self._carried.nbytes)
 
     def remove(self, rid: int) -> None:
@@ -146,7 +151,7 @@ class ModelPasses(Proposer, TreeModel):
         return self._model.static_bytes()
 
     def allocate(self, num_blocks: int) -> None:
-        self._scratch = ScratchBlocks(num_blocks, self._block_size, self._max_num_seqs)
+        self._scratch = self._scratch_blocks(num_blocks)
         total = num_blocks + self._scratch.count
         model = self._model
         self._storage = KVStorage(

@@ -29,8 +29,9 @@ class SeatedModel(SeatedDrafter):
         model: DecoderModel,
         storage: KVStorage,
         block_size: int,
+        scratch: Sequence[range] = (),
     ) -> None:
-        super().__init__(loops, max_len, sample_method)
+        super().__init__(loops, max_len, sample_method, scratch)
         assert storage.spare_slot is not None
         self._model = model
         self._storage = storage
@@ -59,7 +60,7 @@ class SeatedModel(SeatedDrafter):
         return Place(filled, 0, 0) if filled == known - 1 and not drafts else None
 
     def went_on(self, rid: int, fed: int, drafts: int) -> tuple[int, int]:
-        return fed, max(drafts - 1, 0) if self.tree is None else 0
+        return fed, max(drafts - 1, 0) if self.plan is None else 0
 
 
 def seated_model(
@@ -68,7 +69,10 @@ def seated_model(
     max_len: int,
     sample_method: DraftSampleMethod,
     block_size: int,
+    scratch: Sequence[range] = (),
 ) -> SeatedModel | None:
     """A model's part; None: nothing is captured of it."""
     loops = seat_loops(model.loops) if isinstance(model, GraphedDecoder) else ()
-    return SeatedModel(loops, max_len, sample_method, model, storage, block_size) if loops else None
+    if not loops:
+        return None
+    return SeatedModel(loops, max_len, sample_method, model, storage, block_size, scratch)

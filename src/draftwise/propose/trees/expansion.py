@@ -51,17 +51,25 @@ class ScratchBlocks:
     Example: block size 4, 10 tokens in blocks (7, 2, 5), scratch blocks (90, 91): the tree's first node has key 10, in
     block 5; the third key 12, the first of block 90.
 
-    Request number i of those that draft together has blocks ``first + i * each`` and on.
+    Request number i of those that draft together has blocks ``first + i * each`` and on. Requests in seats on the
+    device draft all at once, between others' drafts: they share out the same blocks, see `seats`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        """``num_blocks``: of the cache; ``max_num_seqs``: requests that may draft at once."""
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, fed: int = 0) -> None:
+        """``num_blocks``: of the cache; ``max_num_seqs``: requests that may draft at once; ``fed``: nodes that captured
+        loops feed of each of them, see `Captures.fed`."""
         self.first = num_blocks
         self.each = -(-MAX_FED_NODES // block_size)
         self.num_requests = min(SCRATCH_REQUESTS, max_num_seqs)
-        self.count = self.each * self.num_requests
-        end = num_blocks + self.count
-        self._own_np = np.arange(num_blocks, end, dtype=np.int32).reshape(self.num_requests, self.each)
+        size = -(-fed // block_size)
+        self.seats = [
+            range(first, first + size)
+            for first in range(num_blocks, num_blocks + size * max_num_seqs, max(size, 1))
+        ]
+        """Blocks of each request that may have a seat; none, if nothing was captured that needs them."""
+        own = self.each * self.num_requests
+        self.count = max(own, size * max_num_seqs)
+        self._own_np = np.arange(num_blocks, num_blocks + own, dtype=np.int32).reshape(-1, self.each)
 
     def table(self, member: int, block_table_np: IntArray) -> IntArray:
         """The request's blocks, then scratch ones: [blocks + scratch]. ``member``: its number among those that draft

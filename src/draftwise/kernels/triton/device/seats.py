@@ -24,6 +24,7 @@ def slots_of(table, keys, real, num_pages, spare_slot, PAGE: tl.constexpr):
         "num_pages",
         "spare_slot",
         "drafts",
+        "shared_forms",
         "rows",
     ],
     do_not_specialize_on_alignment=[
@@ -62,6 +63,7 @@ def begin_rows(
     num_pages,
     spare_slot,
     drafts,
+    shared_forms,
     rows,
     FRESH: tl.constexpr,
     FRESH_PAD: tl.constexpr,
@@ -90,7 +92,9 @@ def begin_rows(
     token = tl.load(own + tl.where(j == 0, 1, 15 + j), mask=real, other=0)
     key = known - 1 + j
     at = s * rows + j
-    form = forms + tl.load(said + 3) * (5 * (drafts + 1))
+    number = tl.load(said + 3)
+    own_form = tl.load(forms + (number * 5 + 3) * (drafts + 1)) == 2  # of a dynamic tree
+    form = forms + tl.where(own_form, shared_forms + s, number) * (5 * (drafts + 1))
     depth = tl.load(form + j, mask=real, other=0)
     tl.store(tokens + at, token, mask=inside)
     tl.store(positions + at, tl.where(real, known - 1 + depth, 0), mask=inside)
@@ -198,7 +202,8 @@ def advance_rows(
 ):
     """One seat: what was committed, if it drafts with loop ``number``, and its rows of the drafter's first pass, of
     drafts on up to ``levels`` levels, with ``draws`` numbers for its noise. DRAFTER: 0 none, 1 a model, 2 a head; TREE:
-    1: no draft stays stored; KIND: 0 argmax, 1 draws from q, 2 shared noise."""
+    0: drafts are a chain, and may stay stored, 1: a static tree, 2: a dynamic one, whose candidates ``length`` counts;
+    KIND: 0 argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * state_stride
     said = told + s * told_stride
@@ -217,7 +222,8 @@ def advance_rows(
     wanted = accepted * 0
     if DRAFTER != 0:
         deep = tl.minimum(tl.minimum(limit - after - 1, max_len - after + 1), levels)
-        wanted = tl.minimum(tl.load(said + 2), tl.load(reach + tl.maximum(deep, 0)))
+        reached = tl.load(reach + tl.maximum(deep, 0))
+        wanted = tl.minimum(tl.load(said + 2), reached)
         wanted = tl.where(live, tl.maximum(wanted, 0), 0)
     j = tl.arange(0, BLOCK)
     committed = tl.load(out + 1 + drafts + j, mask=j <= drafts, other=0).to(tl.int64)
@@ -261,7 +267,7 @@ def advance_rows(
         tl.store(context + s, tl.where(count > 0, first, unused).to(tl.int32))
         tl.store(last + s, s * ROWS + tl.where(drafting, count - 1, 0))
         tl.store(start + s, tl.where(drafting, after, unused))
-        tl.store(length + s, wanted)
+        tl.store(length + s, tl.where(drafting, reached, 0) if TREE == 2 else wanted)
         if KIND != 0:
             draw = j < draws
             place = after + tl.load(depths + j, mask=draw, other=0)
@@ -293,7 +299,7 @@ def advance_rows(
         tl.store(own + 1, root)
         tl.store(own + 2, wanted)
         tl.store(own + 3, fed)
-        tl.store(own + 4, tl.maximum(wanted - 1, 0) * (1 - TREE))
+        tl.store(own + 4, tl.maximum(wanted - 1, 0) if TREE == 0 else wanted * 0)
 
 
 @triton.jit(
@@ -306,14 +312,16 @@ def advance_rows(
         "steps",
         "number",
     ],
-    do_not_specialize_on_alignment=["drafted", "state", "told", "now", "answer"],
+    do_not_specialize_on_alignment=["drafted", "form", "state", "told", "now", "answer", "own_forms"],
 )
 def keep_drafts(
     drafted,
+    form,
     state,
     told,
     now,
     answer,
+    own_forms,
     drafted_stride,
     state_stride,
     told_stride,
@@ -321,16 +329,26 @@ def keep_drafts(
     drafts,
     steps,
     number,
+    DYNAMIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One seat that drafts with loop ``number``: its new drafts are what waits, and what the host is told."""
+    """One seat that drafts with loop ``number``: its new drafts are what waits, and what the host is told; DYNAMIC:
+    their tree, too."""
     s = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     mine = (tl.load(told + s * told_stride + 3) == number) & (tl.load(now + 2 * s) != 0)
     own = j < tl.where(mine, steps, 0)
     token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
     tl.store(state + s * state_stride + 16 + j, token, mask=own)
-    tl.store(answer + s * answer_stride + 7 + drafts + j, token, mask=own)
+    told_back = answer + s * answer_stride + 7 + drafts
+    tl.store(told_back + j, token, mask=own)
+    if DYNAMIC:
+        rows = (j > 0) & (j < tl.where(mine, steps + 1, 0))
+        for part in tl.static_range(3):
+            word = tl.load(form + (s * 3 + part) * (steps + 1) + j, mask=rows, other=0)
+            tl.store(own_forms + (s * 5 + part) * (drafts + 1) + j, word, mask=rows)
+            if part == 2:
+                tl.store(told_back + 2 * drafts + j - 1, word, mask=rows)
 
 
 @triton.jit
